@@ -1,0 +1,70 @@
+# Two commands do the work: `make train` and `make test`. Each sets up what it needs in .venv.
+# PYTHON=python3.12 make test    another interpreter for a new .venv
+# make test ARGS="tests/plan -x" any arguments for pytest; WORKERS=0 runs the tests in one process
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help train test lint types format bench docs browser clean
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+train: $(READY) ## compare the schedules and draw one, runs/plan.html
+	@mkdir -p runs
+	$(BIN)/penstock compare --ranks 4 --microbatches 8
+	$(BIN)/penstock plan zbv --ranks 4 --microbatches 8 --html runs/plan.html
+
+test: $(READY) browser ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
+	@status=0; $(MAKE) lint || { status=$$?; echo "make test: lint failed, see above"; }; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || status=$$?; \
+	exit $$status
+
+lint: $(READY) ## ruff check, ruff format --check, strict mypy
+	@status=0; \
+	$(BIN)/ruff check . || status=$$?; \
+	$(BIN)/ruff format --check . || status=$$?; \
+	$(BIN)/mypy || status=$$?; \
+	exit $$status
+
+format: $(READY) ## let ruff sort and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## every program in benchmarks/, one after another
+	@for program in $(sort $(wildcard benchmarks/*.py)); do echo "== $$program"; $(BIN)/python $$program; done
+
+docs: $(READY) ## the pages and pictures in docs/ that the code makes
+	@for program in $(sort $(wildcard docs/*.py)); do echo "== $$program"; $(BIN)/python $$program; done
+
+clean: ## remove what was made, except .venv
+	rm -rf build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	find src tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The environment. Torch comes first, and brings the setuptools that builds penstock: without build isolation nothing is
+# fetched twice, and every version is that of constraints.txt.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or later; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+# Debian's chromium, for the tests that open a page, where it may be installed.
+browser:
+	@if command -v chromium >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing chromium"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } \
+			>/tmp/penstock-chromium.log 2>&1 || echo "chromium could not be installed, see /tmp/penstock-chromium.log"; \
+	else echo "no chromium, and no right to install it: the tests that open a page will say so"; fi
