@@ -1,0 +1,67 @@
+"""StageGraph: which stage feeds which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.errors import PlanError
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Which stage feeds which: a chain, unless the model has skip connections.
+
+    >>> StageGraph.chain(3).producers(2)
+    (1,)
+    >>> StageGraph.chain(4, skips=[(0, 3)]).producers(3)
+    (0, 2)
+    """
+
+    num_stages: int
+    edges: tuple[tuple[int, int], ...]  # (producer, consumer), sorted, producer < consumer
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1:
+            raise PlanError(f"a stage graph of {self.num_stages} stages; expected at least one")
+        for producer, consumer in self.edges:
+            if not 0 <= producer < consumer < self.num_stages:
+                raise PlanError(
+                    f"edge {producer} -> {consumer} in a graph of {self.num_stages} stages; "
+                    f"expected 0 <= producer < consumer < {self.num_stages}: values flow to later stages only"
+                )
+
+    @classmethod
+    def chain(cls, num_stages: int, skips: Iterable[tuple[int, int]] = ()) -> StageGraph:
+        """Each stage feeds the next, plus the given skip connections."""
+        return cls.of(num_stages, [*((s, s + 1) for s in range(num_stages - 1)), *skips])
+
+    @classmethod
+    def of(cls, num_stages: int, edges: Iterable[tuple[int, int]]) -> StageGraph:
+        """Exactly these edges."""
+        return cls(num_stages, tuple(sorted(set(edges))))
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.edges == tuple((s, s + 1) for s in range(self.num_stages - 1))
+
+    def producers(self, stage: int) -> tuple[int, ...]:
+        return self._producers[stage]
+
+    def consumers(self, stage: int) -> tuple[int, ...]:
+        return self._consumers[stage]
+
+    @cached_property
+    def _producers(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for producer, consumer in self.edges:
+            found[consumer].append(producer)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def _consumers(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for producer, consumer in self.edges:
+            found[producer].append(consumer)
+        return tuple(map(tuple, found))

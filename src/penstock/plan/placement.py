@@ -1,0 +1,86 @@
+"""Placement: which rank holds which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which stage.
+
+    >>> Placement.loop(2, 2).ranks
+    (0, 1, 0, 1)
+    >>> Placement.v(2).ranks
+    (0, 1, 1, 0)
+    >>> Placement.v(2).stages_of(0)
+    (0, 3)
+    """
+
+    ranks: tuple[int, ...]  # the rank of each stage
+
+    def __post_init__(self) -> None:
+        used = set(self.ranks)
+        if not used or used != set(range(len(used))):
+            raise PlanError(
+                f"placement {self.ranks} leaves ranks empty or skips one; expected every rank from 0 to the highest at least once"
+            )
+
+    @classmethod
+    def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
+        """Stages go round the ranks: 0, 1, .., p-1, 0, 1, .."""
+        _positive(num_ranks, stages_per_rank)
+        return cls(tuple(range(num_ranks)) * stages_per_rank)
+
+    @classmethod
+    def v(cls, num_ranks: int, stages_per_rank: int = 2) -> Placement:
+        """Stages go there and back: 0, 1, .., p-1, p-1, .., 1, 0, .."""
+        _positive(num_ranks, stages_per_rank)
+        there = tuple(range(num_ranks))
+        ranks: tuple[int, ...] = ()
+        for leg in range(stages_per_rank):
+            ranks += there if leg % 2 == 0 else there[::-1]
+        return cls(ranks)
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> Placement:
+        """Any placement: the rank of each stage, in the order of stages."""
+        return cls(tuple(ranks))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self.ranks) + 1
+
+    def rank_of(self, stage: int) -> int:
+        return self.ranks[stage]
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.ranks):
+            stages[rank].append(stage)
+        return tuple(map(tuple, stages))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return self._stages[rank]
+
+    @property
+    def kind(self) -> str:
+        """``loop``, ``v`` or ``custom``."""
+        per_rank, rest = divmod(self.num_stages, self.num_ranks)
+        if rest == 0 and self == Placement.loop(self.num_ranks, per_rank):
+            return "loop"
+        return "v" if rest == 0 and self == Placement.v(self.num_ranks, per_rank) else "custom"
+
+
+def _positive(num_ranks: int, stages_per_rank: int) -> None:
+    if num_ranks < 1 or stages_per_rank < 1:
+        raise PlanError(f"got {num_ranks} ranks and {stages_per_rank} stages a rank; expected at least one of each")

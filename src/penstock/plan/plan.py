@@ -1,0 +1,121 @@
+"""Plan: what every rank does, in which order. A frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from penstock.errors import PlanError
+from penstock.plan.actions import OP, OVERLAP, AnyAction, Op, split_overlap, text, unpack
+from penstock.plan.graph import StageGraph
+from penstock.plan.placement import Placement
+from penstock.plan.rules import Rules
+
+_FORWARD_OPS = frozenset({Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank does, in which order.
+
+    >>> plan = Plan.of({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]})
+    >>> plan.num_ranks, plan.num_stages, plan.num_microbatches
+    (2, 2, 1)
+    >>> [str(action) for action in plan.actions(1)]
+    ['1F0', '1B0']
+
+    Inside, each rank's list is packed (see `penstock.plan.actions`): `codes[rank]` for those in a hurry,
+    `actions(rank)` for those who read.
+    """
+
+    placement: Placement
+    graph: StageGraph
+    num_microbatches: int
+    codes: tuple[tuple[int, ...], ...] = field(repr=False)  # the packed actions of each rank
+    name: str = ""  # the schedule that it came from, for titles and messages
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise PlanError(f"a plan for {self.num_microbatches} microbatches; expected at least one")
+        if self.graph.num_stages != self.placement.num_stages:
+            raise PlanError(f"the graph has {self.graph.num_stages} stages, the placement {self.placement.num_stages}")
+        if len(self.codes) != self.placement.num_ranks:
+            raise PlanError(f"{len(self.codes)} lists of actions for {self.placement.num_ranks} ranks; expected one each")
+
+    @classmethod
+    def of(
+        cls,
+        actions: Mapping[int, Iterable[AnyAction | str | int | None]] | Sequence[Iterable[AnyAction | str | int | None]],
+        *,
+        placement: Placement | None = None,
+        graph: StageGraph | None = None,
+        num_microbatches: int | None = None,
+        name: str = "",
+    ) -> Plan:
+        """A plan from readable actions, their text, or packed ones; None (an idle slot) is skipped.
+
+        What is not given is read off the actions: a stage sits where it computes, the graph is a chain, the number of
+        microbatches is the highest plus one.
+        """
+        from penstock.plan.text import read_off  # the reading side knows how to complain with rank and position
+
+        rows = [actions[rank] for rank in range(len(actions))]
+        return read_off(rows, placement=placement, graph=graph, num_microbatches=num_microbatches, name=name)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_actions(self) -> int:
+        return sum(map(len, self.codes))
+
+    @cached_property
+    def is_lowered(self) -> bool:
+        """Whether the plan holds its messages; a compute-only plan does not."""
+        return any(Op.SEND_F <= code & OP <= Op.RECV_B for codes in self.codes for code in codes)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        return any(Op.I <= code & OP <= Op.B or code & OP == OVERLAP for codes in self.codes for code in codes)
+
+    @cached_property
+    def rules(self) -> Rules:
+        return Rules(self.graph, self.placement, lowered=self.is_lowered)
+
+    def actions(self, rank: int) -> tuple[AnyAction, ...]:
+        """The actions of one rank, readable."""
+        return tuple(map(unpack, self.codes[rank]))
+
+    def lines(self) -> Iterator[str]:
+        """One line a rank, for looking at small plans."""
+        for rank, codes in enumerate(self.codes):
+            yield f"rank {rank}: " + " ".join(map(text, codes))
+
+    def with_codes(self, codes: Iterable[Iterable[int]], *, name: str | None = None) -> Plan:
+        """The same sizes, other actions."""
+        return replace(self, codes=tuple(map(tuple, codes)), name=self.name if name is None else name)
+
+    def with_graph(self, graph: StageGraph) -> Plan:
+        """The same actions for a model with other connections between its stages."""
+        return replace(self, graph=graph)
+
+    def forward_only(self) -> Plan:
+        """The plan of an evaluation: every forward in its place, and nothing of the backward."""
+        return self.with_codes(map(_forward_only, self.codes))
+
+
+def _forward_only(codes: Iterable[int]) -> Iterator[int]:
+    for code in codes:
+        if code & OP == OVERLAP:
+            yield from (part for part in split_overlap(code) if part & OP == Op.F)
+        elif code & OP in _FORWARD_OPS:
+            yield code
+
+
+

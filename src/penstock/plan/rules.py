@@ -1,0 +1,121 @@
+"""What precedes what. The only statement of it: lowering, checking, simulating and running all ask here.
+
+Everything that an action needs belongs to its own microbatch, so the rules are stated over *keys* (packed actions
+without their microbatch). A full backward B counts as both I and W, so a need for a gradient is written as a need for I.
+
+    F(s)            each producer's output: F(p) on this rank, or its message RECV_F
+    I(s), B(s)      F(s), and each consumer's gradient: I(c) on this rank, or its message RECV_B
+    W(s)            I(s)
+    SEND_F(s > c)   F(s)
+    SEND_B(s > p)   the gradients of all consumers of p on this rank: they travel summed, once
+    RECV            the send at the other end
+    REDUCE_GRAD(s)  the weight gradients of all microbatches (the one rule that spans microbatches)
+
+A value that several stages of one rank use crosses to that rank once: its message is addressed to the first of them,
+the *carrier*; the others find it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, Action, Op, key_of, partner_of, peer_of, unpack
+from penstock.plan.graph import StageGraph
+from penstock.plan.placement import Placement
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of precedence for one graph and placement.
+
+    >>> rules = Rules(StageGraph.chain(2), Placement.loop(2), lowered=True)
+    >>> [str(need) for need in rules.requires(Action(Op.F, 1, 0))]
+    ['1RECV_F0']
+    """
+
+    graph: StageGraph
+    placement: Placement
+    lowered: bool  # whether values cross ranks by messages, or (a compute-only plan) as if by magic
+    _cache: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def requires(self, action: Action) -> tuple[Action, ...]:
+        """All actions that must be complete before this one starts. A required I may be there as part of a B."""
+        assert action.microbatch is not None, "REDUCE_GRAD, UNSHARD and RESHARD are ruled by the check itself"
+        found = (unpack(need) for need in self.needs(key_of(action.op, action.stage, action.peer)))
+        return tuple(need._replace(microbatch=action.microbatch) for need in found if isinstance(need, Action))
+
+    def needs(self, key: int) -> tuple[int, ...]:
+        """The keys of what the action with this key needs, of the same microbatch."""
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = tuple(self._find(key))
+        return found
+
+    def _find(self, key: int) -> Iterator[int]:
+        op, stage = Op(key & OP), key >> STAGE_SHIFT & STAGE
+        match op:
+            case Op.F:
+                yield from self._inputs(stage)
+            case Op.I | Op.B:
+                yield key_of(Op.F, stage)
+                yield from self._gradients(stage)
+            case Op.W:
+                yield key_of(Op.I, stage)
+            case Op.SEND_F:
+                yield key_of(Op.F, stage)
+            case Op.SEND_B:
+                producer = peer_of(key)
+                rank = self.placement.rank_of(stage)
+                for consumer in self.graph.consumers(producer):
+                    if self.placement.rank_of(consumer) == rank:
+                        yield key_of(Op.I, consumer)
+            case Op.RECV_F | Op.RECV_B:
+                yield partner_of(key)
+            case Op.UNSHARD | Op.RESHARD | Op.REDUCE_GRAD:
+                return
+            case _:
+                assert_never(op)
+
+    def _inputs(self, stage: int) -> Iterator[int]:
+        rank = self.placement.rank_of(stage)
+        for producer in self.graph.producers(stage):
+            if not self.lowered or self.placement.rank_of(producer) == rank:
+                yield key_of(Op.F, producer)
+            else:
+                yield key_of(Op.RECV_F, self.carrier(producer, rank), producer)
+
+    def _gradients(self, stage: int) -> Iterator[int]:
+        rank = self.placement.rank_of(stage)
+        asked = set()
+        for consumer in self.graph.consumers(stage):
+            there = self.placement.rank_of(consumer)
+            if not self.lowered or there == rank:
+                yield key_of(Op.I, consumer)
+            elif there not in asked:
+                asked.add(there)
+                yield key_of(Op.RECV_B, stage, self.carrier(stage, there))
+
+    def sends(self, key: int) -> tuple[int, ...]:
+        """The keys of the sends that this compute action (F, I or B) contributes to.
+
+        A send goes out when all that it `needs` is there: one action, but for the gradient of a value that several
+        stages of this rank use.
+        """
+        op, stage = Op(key & OP), key >> STAGE_SHIFT & STAGE
+        rank = self.placement.rank_of(stage)
+        if op is Op.F:
+            ranks = {self.placement.rank_of(c): None for c in self.graph.consumers(stage)}
+            return tuple(key_of(Op.SEND_F, stage, self.carrier(stage, r)) for r in ranks if r != rank)
+        if op in (Op.I, Op.B):
+            return tuple(
+                key_of(Op.SEND_B, self.carrier(producer, rank), producer)
+                for producer in self.graph.producers(stage)
+                if self.placement.rank_of(producer) != rank
+            )
+        return ()
+
+    def carrier(self, producer: int, rank: int) -> int:
+        """The first stage on `rank` that uses the output of `producer`: messages are addressed to it."""
+        return next(c for c in self.graph.consumers(producer) if self.placement.rank_of(c) == rank)

@@ -1,0 +1,174 @@
+"""Plans as text: CSV files that torch reads and writes too, and a table for people. Load and dump are inverses.
+
+A file has one row a rank and one action a cell; an empty cell is an idle slot. The compute-only and the lowered form
+look alike: a lowered plan simply holds its messages as well.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+
+from penstock.errors import ParseError, PlanError
+from penstock.plan.actions import (
+    MICROBATCH,
+    MICROBATCH_SHIFT,
+    OP,
+    OVERLAP,
+    STAGE,
+    STAGE_SHIFT,
+    AnyAction,
+    Op,
+    pack,
+    parse,
+    parts,
+    peer_of,
+    text,
+)
+from penstock.plan.graph import StageGraph
+from penstock.plan.placement import Placement
+from penstock.plan.plan import Plan
+
+_Cell = AnyAction | str | int | None
+
+
+def dumps(plan: Plan) -> str:
+    """The plan as CSV text."""
+    return "".join(",".join(map(text, codes)) + "\n" for codes in plan.codes)
+
+
+def dump(plan: Plan, path: str | PathLike[str]) -> None:
+    """Write the plan as a CSV file."""
+    Path(path).write_text(dumps(plan), encoding="utf-8")
+
+
+def load(path: str | PathLike[str], **known: object) -> Plan:
+    """Read a CSV file, torch's or penstock's own.
+
+    `known` is what the file cannot tell: ``placement``, ``graph``, ``num_microbatches``, ``name``; by default they are
+    read off the actions, as in `Plan.of`.
+    """
+    return loads(Path(path).read_text(encoding="utf-8"), source=str(path), **known)
+
+
+def loads(string: str, *, source: str = "the text", **known: object) -> Plan:
+    """Read CSV text. `source` is named in errors."""
+    rows = list(csv.reader(string.splitlines()))
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    if not rows:
+        raise ParseError(f"{source} holds no action; expected one row a rank, such as 0F0,0F1,0B0,0B1")
+    return read_off([[cell.strip() or None for cell in row] for row in rows], source=source, **known)  # type: ignore[arg-type]
+
+
+def read_off(
+    rows: Sequence[Iterable[_Cell]],
+    *,
+    placement: Placement | None = None,
+    graph: StageGraph | None = None,
+    num_microbatches: int | None = None,
+    name: str = "",
+    source: str = "",
+) -> Plan:
+    """A plan from rows of cells; see `Plan.of`. Errors name the source, the row and the column, counted from 1."""
+    reader = _Reader(source, placement, graph, num_microbatches)
+    codes = [tuple(reader.row(number, row)) for number, row in enumerate(rows, 1)]
+    placed = reader.placement_of(codes)
+    return Plan(
+        placed,
+        graph if graph is not None else reader.graph_of(codes, placed.num_stages),
+        num_microbatches if num_microbatches is not None else reader.highest_microbatch + 1,
+        tuple(codes),
+        name,
+    )
+
+
+class _Reader:
+    """Reads cells into packed actions and remembers enough to complain with the place."""
+
+    def __init__(
+        self, source: str, placement: Placement | None, graph: StageGraph | None, num_microbatches: int | None
+    ) -> None:
+        self.source = source
+        self.placement = placement
+        self.num_stages = placement.num_stages if placement else graph.num_stages if graph else None
+        self.num_microbatches = num_microbatches
+        self.highest_microbatch = 0
+        self.seen: dict[int, tuple[int, int]] = {}
+        self.home: dict[int, tuple[int, int, int]] = {}  # stage -> rank, and the row and column that say so
+
+    def where(self, row: int, column: int) -> str:
+        return f"{self.source + ', ' if self.source else ''}row {row}, column {column}"
+
+    def row(self, row: int, cells: Iterable[_Cell]) -> Iterator[int]:
+        if self.placement is not None and row > self.placement.num_ranks:
+            raise ParseError(f"{self.where(row, 1)}: a row too many; expected {self.placement.num_ranks}, one for each rank")
+        for column, cell in enumerate(cells, 1):
+            if cell is None or (isinstance(cell, str) and not cell.strip()):
+                continue
+            try:
+                code = cell if isinstance(cell, int) else pack(parse(cell) if isinstance(cell, str) else cell)
+            except ParseError as error:
+                raise ParseError(f"{self.where(row, column)}: {error}") from None
+            for part in parts(code):
+                self.note(part, row, column)
+            yield code
+
+    def note(self, code: int, row: int, column: int) -> None:
+        op, stage, microbatch = code & OP, code >> STAGE_SHIFT & STAGE, code >> MICROBATCH_SHIFT & MICROBATCH
+        if self.num_stages is not None and max(stage, peer_of(code) if Op(op).is_message else 0) >= self.num_stages:
+            raise ParseError(f"{self.where(row, column)}: {text(code)} is out of range; expected stages 0 to {self.num_stages - 1}")
+        if self.num_microbatches is not None and microbatch >= self.num_microbatches:
+            raise ParseError(
+                f"{self.where(row, column)}: {text(code)} is out of range; "
+                f"expected microbatches 0 to {self.num_microbatches - 1}"
+            )
+        if op <= Op.RECV_B:
+            if code in self.seen:
+                raise ParseError(
+                    f"{self.where(row, column)}: {text(code)} stands twice, first in {self.where(*self.seen[code])}; "
+                    "expected each action once"
+                )
+            self.seen[code] = (row, column)
+        self.highest_microbatch = max(self.highest_microbatch, microbatch)
+        if op <= Op.B:
+            rank, first_row, first_column = self.home.setdefault(stage, (row - 1, row, column))
+            if rank != row - 1:
+                raise ParseError(
+                    f"{self.where(row, column)}: {text(code)} puts stage {stage} on rank {row - 1}, but "
+                    f"{self.where(first_row, first_column)} puts it on rank {rank}; expected each stage on one rank"
+                )
+
+    def placement_of(self, codes: Sequence[Sequence[int]]) -> Placement:
+        if self.placement is not None:
+            if len(codes) != self.placement.num_ranks:
+                raise ParseError(
+                    f"{self.source or 'the plan'} has {len(codes)} rows; expected {self.placement.num_ranks}, one for each rank"
+                )
+            return self.placement
+        empty = [rank for rank, row in enumerate(codes) if not row]
+        num_stages = self.num_stages if self.num_stages is not None else max(self.home, default=-1) + 1
+        missing = [stage for stage in range(num_stages) if stage not in self.home]
+        if empty or missing or not num_stages:
+            what = f"rank {empty[0]} does nothing" if empty else f"no rank computes stage {missing[0] if missing else 0}"
+            raise ParseError(
+                f"{self.source or 'the plan'}: {what}; expected every rank to hold a stage, and every stage from 0 to the highest"
+            )
+        try:
+            return Placement.of([self.home[stage][0] for stage in range(num_stages)])
+        except PlanError as error:
+            raise ParseError(f"{self.source or 'the plan'}: {error}") from None
+
+    @staticmethod
+    def graph_of(codes: Sequence[Sequence[int]], num_stages: int) -> StageGraph:
+        """A chain, plus the skips that messages speak of."""
+        skips = set()
+        for row in codes:
+            for code in row:
+                if code & OP != OVERLAP and code & OP in (Op.SEND_F, Op.RECV_F):
+                    stage, peer = code >> STAGE_SHIFT & STAGE, peer_of(code)
+                    if max(stage, peer) < num_stages and min(stage, peer) >= 0:
+                        skips.add((min(stage, peer), max(stage, peer)))
+        return StageGraph.chain(num_stages, skips)

@@ -1,0 +1,134 @@
+"""Schedules by name, and what all of them share.
+
+A schedule is a function from sizes and a rank to that rank's packed compute actions. Nothing else is needed to build a
+plan, so one rank of a thousand can build its own part alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.errors import PlanError, UnknownNameError
+from penstock.plan import Placement, Plan, StageGraph
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a schedule is made for. Stages count over all ranks."""
+
+    num_ranks: int
+    num_microbatches: int
+    stages_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        for what in ("num_ranks", "num_microbatches", "stages_per_rank"):
+            value = getattr(self, what)
+            if not isinstance(value, int) or value < 1:
+                raise PlanError(f"{what}={value!r}; expected a whole number, at least 1")
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.stages_per_rank
+
+
+class RankActions(Protocol):
+    """The packed compute actions of one rank, in order."""
+
+    def __call__(self, sizes: Sizes, rank: int, /) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A schedule under its name: calling it makes a plan.
+
+    >>> from penstock.schedules import get_schedule
+    >>> print(*get_schedule("1f1b")(2, 3).lines(), sep="\\n")
+    rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    """
+
+    name: str  # how penstock prints it, e.g. "zb-h1"
+    title: str  # one line for people
+    rank_actions: RankActions
+    placement: Literal["loop", "v"] = "loop"
+    stages_per_rank: int | None = None  # the only number that it allows, or None for any
+    default_stages_per_rank: int = 1
+    aliases: tuple[str, ...] = ()
+
+    def sizes(self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Sizes:
+        """Check the sizes and fill in the default."""
+        wanted = stages_per_rank if stages_per_rank is not None else self.stages_per_rank or self.default_stages_per_rank
+        if self.stages_per_rank is not None and wanted != self.stages_per_rank:
+            raise PlanError(
+                f"{self.name} with {wanted} stages a rank; it is made for {self.stages_per_rank}. "
+                f"Leave stages_per_rank out, or pick another schedule: {', '.join(names_for(wanted))}"
+            )
+        return Sizes(num_ranks, num_microbatches, wanted)
+
+    def place(self, sizes: Sizes) -> Placement:
+        make = Placement.loop if self.placement == "loop" else Placement.v
+        return make(sizes.num_ranks, sizes.stages_per_rank)
+
+    def __call__(
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        *,
+        stages_per_rank: int | None = None,
+        graph: StageGraph | None = None,
+    ) -> Plan:
+        """The plan of compute actions for these sizes. `graph` is a chain unless the model has skip connections."""
+        sizes = self.sizes(num_ranks, num_microbatches, stages_per_rank)
+        return Plan(
+            self.place(sizes),
+            graph if graph is not None else StageGraph.chain(sizes.num_stages),
+            num_microbatches,
+            tuple(tuple(self.rank_actions(sizes, rank)) for rank in range(num_ranks)),
+            self.name,
+        )
+
+
+_RECIPES: dict[str, Recipe] = {}
+_BY_SPELLING: dict[str, Recipe] = {}
+
+
+def _fold(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum()).removeprefix("schedule")
+
+
+def register(recipe: Recipe) -> Recipe:
+    """Make a schedule known to `get_schedule`, the command line and the gallery."""
+    for spelling in (recipe.name, *recipe.aliases):
+        other = _BY_SPELLING.setdefault(_fold(spelling), recipe)
+        if other.name != recipe.name:
+            raise PlanError(f"the name {spelling!r} is taken by the schedule {other.name!r}; choose another")
+    _RECIPES[recipe.name] = recipe
+    return recipe
+
+
+def all_schedules() -> tuple[Recipe, ...]:
+    return tuple(_RECIPES.values())
+
+
+def names_for(stages_per_rank: int) -> Iterable[str]:
+    """The schedules that allow this number of stages a rank."""
+    return [r.name for r in _RECIPES.values() if r.stages_per_rank in (None, stages_per_rank)]
+
+
+def get_schedule(name: str) -> Recipe:
+    """Find a schedule by its usual names, in any spelling.
+
+    >>> get_schedule("Schedule_Interleaved-1F1B").name
+    'interleaved1f1b'
+    """
+    found = _BY_SPELLING.get(_fold(name)) if isinstance(name, str) else None
+    if found is None:
+        near = difflib.get_close_matches(_fold(str(name)), _BY_SPELLING, n=1, cutoff=0.4)
+        hint = f" Did you mean {_BY_SPELLING[near[0]].name!r}?" if near else ""
+        raise UnknownNameError(f"no schedule is called {name!r}.{hint} There are: {', '.join(_RECIPES)}")
+    return found
+
+

@@ -1,0 +1,93 @@
+"""Costs: what an action takes and holds. Data beside the plan, never part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from penstock.errors import PlanError
+from penstock.plan import Plan
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times in any one unit, sizes in bytes (or any one unit). Per stage unless it says otherwise.
+
+    >>> Costs.per_rank(num_stages=4, stages_per_rank=2, forward=2.0).forward
+    (1.0, 1.0, 1.0, 1.0)
+    """
+
+    forward: tuple[float, ...]  # F
+    backward_input: tuple[float, ...]  # I
+    backward_weight: tuple[float, ...]  # W
+    held_to_input: tuple[float, ...]  # bytes that a microbatch holds from its F to its I (or B)
+    held_to_weight: tuple[float, ...]  # bytes that it still holds from its I to its W
+    backward: tuple[float, ...] | None = None  # B, if it differs from I + W
+    overlap: float | None = None  # one fused F&B slot; None: the two run in series
+    latency: float = 0.0  # of a message between two ranks; occupies neither
+    bandwidth: float | None = None  # bytes a unit of time on each ordered pair of ranks; None: no limit
+    output_bytes: tuple[float, ...] | None = None  # what a stage sends for a microbatch; its gradient is as large
+    unshard: float = 0.0  # gather the parameters of a stage
+    reshard: float = 0.0
+    reduce_grad: float = 0.0
+
+    def __post_init__(self) -> None:
+        lengths = {f.name: len(getattr(self, f.name)) for f in fields(self) if isinstance(getattr(self, f.name), tuple)}
+        if len(set(lengths.values())) != 1:
+            raise PlanError(f"costs for different numbers of stages: {lengths}; expected one number a stage in each")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+            if any(not number >= 0 for number in numbers):
+                raise PlanError(f"costs: {f.name}={value}; expected numbers >= 0")
+        if self.bandwidth is not None and (self.bandwidth <= 0 or self.output_bytes is None):
+            raise PlanError("costs: a bandwidth must be above 0 and needs output_bytes, the bytes of each stage's output")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    @classmethod
+    def per_rank(
+        cls,
+        *,
+        num_stages: int,
+        stages_per_rank: int = 1,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        latency: float = 0.0,
+        held_to_input: float = 1.0,
+        held_to_weight: float | None = None,
+        overlap: float | None = None,
+    ) -> Costs:
+        """Equal stages, with times per rank and microbatch as in papers: with v stages a rank each costs 1/v.
+
+        `held_to_weight` is as much as `held_to_input` unless given; `overlap` is per stage, as it is.
+        """
+
+        def each(total: float) -> tuple[float, ...]:
+            return (total / stages_per_rank,) * num_stages
+
+        return cls(
+            forward=each(forward),
+            backward_input=each(backward_input),
+            backward_weight=each(backward_weight),
+            held_to_input=each(held_to_input),
+            held_to_weight=each(held_to_input if held_to_weight is None else held_to_weight),
+            latency=latency,
+            overlap=overlap,
+        )
+
+    @classmethod
+    def unit(cls, plan: Plan) -> Costs:
+        """F = I = W = 1 per rank and microbatch, free messages: what to draw a plan with when nothing is measured."""
+        per_rank = -(-plan.num_stages // plan.num_ranks)
+        return cls.per_rank(num_stages=plan.num_stages, stages_per_rank=per_rank)
+
+    @classmethod
+    def per_stage(cls, forward: Iterable[float], backward_input: Iterable[float], backward_weight: Iterable[float]) -> Costs:
+        """Stages that differ; each holds one unit of memory for a microbatch in flight."""
+        times: Sequence[tuple[float, ...]] = [tuple(forward), tuple(backward_input), tuple(backward_weight)]
+        ones = (1.0,) * len(times[0])
+        return cls(times[0], times[1], times[2], held_to_input=ones, held_to_weight=ones)

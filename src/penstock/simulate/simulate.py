@@ -1,0 +1,251 @@
+"""simulate(plan, costs) -> Timeline. Each rank works through its list; each action is timed once, so the cost is linear."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from penstock.errors import DeadlockError, PlanError
+from penstock.plan import Plan
+from penstock.plan.actions import (
+    KEY,
+    MICROBATCH,
+    MICROBATCH_FIELD,
+    MICROBATCH_SHIFT,
+    OP,
+    OVERLAP,
+    STAGE,
+    STAGE_SHIFT,
+    Op,
+    key_of,
+    partner_of,
+    split_overlap,
+    text,
+)
+from penstock.simulate.costs import Costs
+from penstock.simulate.timeline import Idle, Timeline
+
+_NEVER = -1.0
+_Need = tuple[list[float], int, float, list[float]]  # when it is there, its key, the latency to add, when it was computed
+
+
+def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
+    """When would each action of this plan start and end?
+
+    A rank does its actions in order; a compute action starts when the rank is free and what it needs is there. A message
+    occupies no rank: it leaves when it is posted on both sides and the one before it on the same ordered pair of ranks
+    has left, and arrives after the latency and, given a bandwidth, its bytes. In a compute-only plan a value that
+    crosses ranks arrives after the latency.
+
+    >>> from penstock.schedules import get_schedule
+    >>> simulate(get_schedule("1f1b")(2, 2)).makespan
+    9.0
+    """
+    costs = Costs.unit(plan) if costs is None else costs
+    if costs.num_stages != plan.num_stages:
+        raise PlanError(f"costs for {costs.num_stages} stages, a plan for {plan.num_stages}; expected the same")
+    return _Run(plan, costs).timeline()
+
+
+class _Run:
+    """The state of one simulation.
+
+    `done[key][microbatch]` is the time at which that action's result is there, `_NEVER` before that. A rank whose next
+    action lacks something parks itself under what it lacks; whoever completes that wakes the rank.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self.plan, self.costs = plan, costs
+        m = plan.num_microbatches
+        self.done: defaultdict[int, list[float]] = defaultdict(lambda: [_NEVER] * m)
+        self.posted: defaultdict[int, list[float]] = defaultdict(lambda: [_NEVER] * m)  # sends and receives, by key
+        self.duration = _durations(plan, costs)
+        self.cursor = [0] * plan.num_ranks
+        self.clock = [0.0] * plan.num_ranks
+        self.waiting: dict[int, int] = {}  # packed action -> the rank that waits for it, if only one does
+        self.crowd: dict[int, list[int]] = {}  # packed action -> further ranks that wait for it
+        self.starts: list[list[float]] = [[] for _ in range(plan.num_ranks)]
+        self.ends: list[list[float]] = [[] for _ in range(plan.num_ranks)]
+        self.gaps = [[0.0, 0.0, 0.0] for _ in range(plan.num_ranks)]  # filling, communication, imbalance
+        self.ready = list(range(plan.num_ranks - 1, -1, -1))
+        self.needs: dict[int, list[_Need]] = {}
+        self.channel_free: dict[tuple[int, int], float] = {}
+
+    def timeline(self) -> Timeline:
+        while self.ready:
+            self.advance(self.ready.pop())
+        stuck = [r for r, codes in enumerate(self.plan.codes) if self.cursor[r] < len(codes)]
+        if stuck:
+            waits = "; ".join(f"rank {r} at {text(self.plan.codes[r][self.cursor[r]])}" for r in stuck[:8])
+            raise DeadlockError(f"the plan cannot run to its end: {waits}. penstock.plan.check(plan) shows the cycle")
+        end = max((ends[-1] for ends in self.ends if ends), default=0.0)
+        idle = (
+            Idle(filling, end - clock, communication, imbalance)
+            for clock, (filling, communication, imbalance) in zip(self.clock, self.gaps, strict=True)
+        )
+        return Timeline(self.plan, tuple(self.starts), self.settle_receives(), tuple(idle), costs=self.costs)
+
+    def settle_receives(self) -> tuple[list[float], ...]:
+        """The ends of all actions, those of the messages being their arrival."""
+        if self.plan.is_lowered:
+            for ends, codes in zip(self.ends, self.plan.codes, strict=True):
+                for at, code in enumerate(codes):
+                    op = code & OP
+                    if 4 <= op <= 7:
+                        key = code & KEY if op & 1 else partner_of(code & KEY)
+                        ends[at] = self.done[key][code >> MICROBATCH_SHIFT & MICROBATCH]
+        return tuple(self.ends)
+
+    def needs_of(self, key: int) -> list[_Need]:
+        found = self.needs.get(key)
+        if found is None:
+            rank_of = self.plan.placement.rank_of
+            here = rank_of(key >> STAGE_SHIFT & STAGE)
+            found = []
+            for need in self.plan.rules.needs(key):
+                if need & OP in (Op.RECV_F, Op.RECV_B):
+                    found.append((self.done[need], need, 0.0, self.posted[partner_of(need)]))
+                else:
+                    away = rank_of(need >> STAGE_SHIFT & STAGE) != here
+                    found.append((self.done[need], need, self.costs.latency if away else 0.0, self.done[need]))
+            self.needs[key] = found
+        return found
+
+    def advance(self, rank: int) -> None:
+        """Work through the list of a rank as far as it goes."""
+        codes, at, now = self.plan.codes[rank], self.cursor[rank], self.clock[rank]
+        starts, ends, needs, done, waiting = self.starts[rank], self.ends[rank], self.needs, self.done, self.waiting
+        duration, ready = self.duration, self.ready
+        for at in range(at, len(codes)):
+            code = codes[at]
+            op = code & 15
+            if op > 3:
+                after = self.special(rank, code, now)
+                if after < 0.0:
+                    break
+                now = after
+                continue
+            key = code & KEY
+            microbatch = code >> MICROBATCH_SHIFT
+            begin = now
+            last = None
+            for need in needs.get(key) or self.needs_of(key):
+                time = need[0][microbatch]
+                if time < 0.0:
+                    self.park(rank, need[1] | code & MICROBATCH_FIELD)
+                    break
+                time += need[2]
+                if time > begin:
+                    begin = time
+                    last = need
+            else:
+                if last is not None:
+                    self.gap(rank, now, begin, last[3][microbatch])
+                starts.append(begin)
+                now = begin + duration[key]
+                ends.append(now)
+                done[key][microbatch] = now
+                if code in waiting:
+                    ready.append(waiting.pop(code))
+                    if code in self.crowd:
+                        ready += self.crowd.pop(code)
+                if op == 3:  # a full backward is both halves
+                    self.complete(code ^ 2, now)
+                    self.complete(code ^ 1, now)
+                continue
+            break
+        else:
+            at = len(codes)
+        self.cursor[rank], self.clock[rank] = at, now
+
+    def complete(self, code: int, time: float) -> None:
+        self.done[code & KEY][code >> MICROBATCH_SHIFT & MICROBATCH] = time
+        if code in self.waiting:
+            self.ready.append(self.waiting.pop(code))
+            self.ready += self.crowd.pop(code, ())
+
+    def park(self, rank: int, code: int) -> None:
+        if self.waiting.setdefault(code, rank) != rank:
+            self.crowd.setdefault(code, []).append(rank)
+
+    def gap(self, rank: int, now: float, begin: float, computed: float) -> None:
+        gaps = self.gaps[rank]
+        if not self.starts[rank] or now == 0.0:
+            gaps[0] += begin - now
+        else:
+            computed = min(max(computed, now), begin)
+            gaps[1] += begin - computed
+            gaps[2] += computed - now
+
+    def special(self, rank: int, code: int, now: float) -> float:
+        """A message, an overlapped pair, or care of parameters: the time after it, or `_NEVER` if it cannot start."""
+        op = code & OP
+        starts, ends = self.starts[rank], self.ends[rank]
+        if op <= 7:
+            if not self.message(rank, code, now):
+                return _NEVER
+            starts.append(now)
+            ends.append(now)
+            return now
+        if op != OVERLAP:
+            starts.append(now)
+            ends.append(now + self.duration[code])
+            return ends[-1]
+        begin, late = now, now
+        both = split_overlap(code)
+        for part in both:
+            for times, need, latency, sent in self.needs_of(part & KEY):
+                time = times[part >> MICROBATCH_SHIFT]
+                if time < 0.0:
+                    self.park(rank, need | part & MICROBATCH_FIELD)
+                    return _NEVER
+                if time + latency > begin:
+                    begin, late = time + latency, sent[part >> MICROBATCH_SHIFT]
+        if begin > now:
+            self.gap(rank, now, begin, late)
+        starts.append(begin)
+        first, second = (self.duration[part & KEY] for part in both)
+        fused = self.costs.overlap
+        ends.append(begin + (first + second if fused is None else fused))
+        for part, end in zip(both, (begin + first if fused is None else ends[-1], ends[-1]), strict=True):
+            self.complete(part, end)
+            if part & OP == Op.B:
+                self.complete(part ^ 2, end)
+                self.complete(part ^ 1, end)
+        return ends[-1]
+
+    def message(self, rank: int, code: int, now: float) -> bool:
+        """Post one half of a message; the second half to be posted sends it on its way."""
+        key, microbatch = code & KEY, code >> MICROBATCH_SHIFT & MICROBATCH
+        is_send = not code & 1
+        if is_send and any(times[microbatch] < 0.0 for times, _, _, _ in self.needs_of(key)):
+            return False
+        self.posted[key][microbatch] = now
+        other = partner_of(key)
+        posted_there = self.posted[other][microbatch]
+        if posted_there < 0.0:
+            return True
+        recv = other if is_send else key
+        producer = (key if is_send else other) >> STAGE_SHIFT & STAGE
+        rank_of = self.plan.placement.rank_of
+        pair = (rank_of(producer), rank_of(recv >> STAGE_SHIFT & STAGE))
+        leave = max(now, posted_there, self.channel_free.get(pair, 0.0))
+        if self.costs.bandwidth is not None and self.costs.output_bytes is not None:
+            source = producer if (recv & OP) == Op.RECV_F else recv >> STAGE_SHIFT & STAGE
+            leave += self.costs.output_bytes[source] / self.costs.bandwidth
+        self.channel_free[pair] = leave
+        self.complete(recv | code & MICROBATCH_FIELD, leave + self.costs.latency)
+        return True
+
+
+def _durations(plan: Plan, costs: Costs) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for stage in range(plan.num_stages):
+        both = costs.backward_input[stage] + costs.backward_weight[stage]
+        found[key_of(Op.F, stage)] = costs.forward[stage]
+        found[key_of(Op.I, stage)] = costs.backward_input[stage]
+        found[key_of(Op.W, stage)] = costs.backward_weight[stage]
+        found[key_of(Op.B, stage)] = both if costs.backward is None else costs.backward[stage]
+        found[key_of(Op.UNSHARD, stage)] = costs.unshard
+        found[key_of(Op.RESHARD, stage)] = costs.reshard
+        found[key_of(Op.REDUCE_GRAD, stage)] = costs.reduce_grad
+    return found

@@ -1,0 +1,169 @@
+"""Timeline: when everything happened, simulated or measured, and the figures that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.plan import Plan
+from penstock.plan.actions import OP, OVERLAP, STAGE, STAGE_SHIFT, AnyAction, Op, partner_of, parts, unpack
+from penstock.simulate.costs import Costs
+
+
+Curve = Sequence[tuple[float, float]]  # (time, what is held from then on)
+
+
+class Span(NamedTuple):
+    """One action in time. A compute span occupies its rank; a message's span is the time that it was under way."""
+
+    rank: int
+    action: AnyAction
+    start: float
+    end: float
+
+
+class Message(NamedTuple):
+    """One message from rank to rank: when it was posted and when it had arrived."""
+
+    sender: int
+    receiver: int
+    send: AnyAction
+    recv: AnyAction
+    posted: float
+    arrived: float
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The idle time of one rank, by cause."""
+
+    filling: float = 0.0  # before its first action
+    draining: float = 0.0  # after its last action, until the last rank is done
+    communication: float = 0.0  # the value was computed, and was under way
+    imbalance: float = 0.0  # the value was not computed yet
+
+    @property
+    def total(self) -> float:
+        return self.filling + self.draining + self.communication + self.imbalance
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action of a plan started and ended.
+
+    >>> from penstock.schedules import get_schedule
+    >>> from penstock.simulate import simulate
+    >>> timeline = simulate(get_schedule("1f1b")(4, 8))
+    >>> timeline.makespan
+    33.0
+    >>> round(timeline.bubble_makespan, 4), timeline.peak_memory[0]
+    (0.2727, 4.0)
+    """
+
+    plan: Plan
+    starts: tuple[Sequence[float], ...] = field(repr=False)  # beside plan.codes: starts[rank][i] is of codes[rank][i]
+    ends: tuple[Sequence[float], ...] = field(repr=False)
+    idle: tuple[Idle, ...] = field(repr=False, default=())  # one a rank
+    costs: Costs | None = field(repr=False, default=None)  # what it was simulated with, or is compared with
+    recorded_memory: tuple[Curve, ...] | None = field(repr=False, default=None)  # one a rank, where it was measured
+    measured: bool = False  # measured on real ranks, or simulated
+    unit: str = ""  # of the times: "s" when measured, as the costs say when simulated
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        for code, start, end in zip(self.plan.codes[rank], self.starts[rank], self.ends[rank], strict=True):
+            yield Span(rank, unpack(code), start, end)
+
+    def messages(self) -> Iterator[Message]:
+        """Every message, in the order of the senders' lists."""
+        recvs = {
+            code: (rank, start, end)
+            for rank, codes in enumerate(self.plan.codes)
+            for code, start, end in zip(codes, self.starts[rank], self.ends[rank], strict=True)
+            if code & OP in (Op.RECV_F, Op.RECV_B)
+        }
+        for rank, codes in enumerate(self.plan.codes):
+            for code, start in zip(codes, self.starts[rank], strict=True):
+                if code & OP in (Op.SEND_F, Op.SEND_B):
+                    other = partner_of(code)
+                    receiver, _, arrived = recvs[other]
+                    yield Message(rank, receiver, unpack(code), unpack(other), start, arrived)
+
+    @cached_property
+    def _extents(self) -> tuple[tuple[float, float, float], ...]:
+        """First start, last end and busy time of each rank's compute actions."""
+        found = []
+        for codes, starts, ends in zip(self.plan.codes, self.starts, self.ends, strict=True):
+            first, last, busy = float("inf"), float("-inf"), 0.0
+            for code, start, end in zip(codes, starts, ends, strict=True):
+                if code & OP <= Op.B or code & OP == OVERLAP:
+                    first, last, busy = min(first, start), max(last, end), busy + end - start
+            found.append((first, last, busy) if busy or last >= first else (0.0, 0.0, 0.0))
+        return tuple(found)
+
+    @property
+    def start(self) -> float:
+        return min(first for first, _, _ in self._extents)
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end over all ranks."""
+        return max(last for _, last, _ in self._extents) - self.start
+
+    @property
+    def longest_rank(self) -> float:
+        """The longest time from a rank's own first start to its own last end."""
+        return max(last - first for first, last, _ in self._extents)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank computes."""
+        return tuple(busy for _, _, busy in self._extents)
+
+    def _bubble(self, cost: float) -> float:
+        return 1 - sum(self.busy) / (len(self.busy) * cost) if cost else 0.0
+
+    @property
+    def bubble_makespan(self) -> float:
+        """The idle share of all ranks' time over the makespan: what counts when a step ends for all at once."""
+        return self._bubble(self.makespan)
+
+    @property
+    def bubble_longest_rank(self) -> float:
+        """The idle share measured on the longest rank: what the zero-bubble papers print."""
+        return self._bubble(self.longest_rank)
+
+    @cached_property
+    def memory(self) -> tuple[Curve, ...]:
+        """What each rank holds for microbatches in flight, over time: recorded, or by the costs."""
+        if self.recorded_memory is not None:
+            return self.recorded_memory
+        return tuple(self._curve(rank, self.costs) for rank in range(self.plan.num_ranks)) if self.costs else ()
+
+    def _curve(self, rank: int, costs: Costs) -> Curve:
+        to_input, to_weight, kept = costs.held_to_input, costs.held_to_weight, self.plan.has_backward
+        changes: list[tuple[float, float]] = []
+        for code, start, end in zip(self.plan.codes[rank], self.starts[rank], self.ends[rank], strict=True):
+            for part in parts(code):
+                op, stage = part & OP, part >> STAGE_SHIFT & STAGE
+                if op == Op.F:
+                    changes.append((start, to_input[stage]))
+                    if not kept:
+                        changes.append((end, -to_input[stage]))
+                elif op == Op.I:
+                    changes.append((end, to_weight[stage] - to_input[stage]))
+                elif op == Op.W:
+                    changes.append((end, -to_weight[stage]))
+                elif op == Op.B:
+                    changes.append((end, -to_input[stage]))
+        held, curve = 0.0, [(self.start, 0.0)]
+        for time, change in sorted(changes):  # at one time, releases come before what is taken
+            held += change
+            curve.append((time, held))
+        return curve
+
+    @property
+    def peak_memory(self) -> tuple[float, ...]:
+        """The most that each rank held at a time."""
+        return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
