@@ -54,8 +54,8 @@ clean: ## remove what was made, except .venv
 # The environment. Torch comes first, and brings the setuptools that builds penstock: without build isolation nothing is
 # fetched twice, and every version is that of constraints.txt.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or later; set PYTHON=")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit("penstock needs Python 3.11 or later: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
 	@touch $@
