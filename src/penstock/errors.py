@@ -8,6 +8,7 @@
     │   └── DeadlockError         ranks would wait for one another for ever
     ├── UnknownNameError          no schedule (or other named thing) of that name; also a ValueError
     ├── SplitError                a batch cannot be cut into microbatches; also a ValueError
+    │   └── MergeError            what came out of the microbatches cannot be put together; also an AssertionError
     ├── CaptureError              a model cannot be captured or cut; also a RuntimeError
     ├── BalanceError              no cut of the layers fits; also a ValueError
     ├── StageError                a stage was built or used wrongly; also a RuntimeError
@@ -15,7 +16,8 @@
     └── RunError                  a step went wrong; also a RuntimeError
         ├── PeerFailed            another rank raised: rank, stage, action, microbatch, cause
         ├── RanksDisagree         ranks are about to run different things
-        └── StepTimeout           a bounded wait ran out
+        ├── StepTimeout           a bounded wait ran out
+        └── TransportError        messages cannot be sent or received, and it is no other rank's failure
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ class UnknownNameError(PenstockError, ValueError):
 
 class SplitError(PenstockError, ValueError):
     """A batch cannot be cut into microbatches as asked."""
+
+
+class MergeError(SplitError, AssertionError):
+    """What came out of the microbatches cannot be put together as asked."""
 
 
 class CaptureError(PenstockError, RuntimeError):
@@ -97,3 +103,7 @@ class RanksDisagree(RunError):
 
 class StepTimeout(RunError):
     """A bounded wait ran out; the text says who waited for what from whom."""
+
+
+class TransportError(RunError):
+    """Messages cannot be sent or received, for a reason that is not another rank's failure."""

@@ -1,0 +1,336 @@
+"""Ranks as threads of one process: for tests, and to try a pipeline without starting processes.
+
+>>> def hello(transport):
+...     right, left = (transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks
+...     received = torch.empty(1)
+...     works = [transport.irecv(received, left), transport.isend(torch.tensor([float(transport.rank)]), right)]
+...     for work in works:
+...         work.wait()
+...     return received.item()
+>>> LocalWorld(3).run(hello)
+[2.0, 0.0, 1.0]
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from operator import methodcaller
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.comm.baton import Baton, Waiting
+from penstock.comm.transport import FailureRecord, Store, Transport, Work
+from penstock.errors import PenstockError, RunError, ShapeError, StepTimeout, TransportError
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+MessageHook = Callable[[int, int, int], bool | None]
+"""Asked at each send with (source, destination, number of the message in that direction, from 0).
+
+What it raises is raised by the send. True holds the message back for as long as any rank can go on without it.
+"""
+
+
+class LocalWork:
+    """A send or a receive between two threads."""
+
+    __slots__ = ("_error", "_peer", "_transport", "done", "what")
+
+    def __init__(self, transport: LocalTransport, peer: int, what: str) -> None:
+        self._transport, self._peer, self.what = transport, peer, what
+        self._error: PenstockError | None = None
+        self.done = False
+
+    def finish(self, error: PenstockError | None = None) -> None:
+        self._error = error
+        self.done = True
+
+    def wait(self, timeout: timedelta = timedelta(0), /) -> None:
+        """Let the other ranks run until this is done. It never takes real time that nobody uses."""
+        if not self.done:
+            self._transport.wait_until(lambda: self.done, peer=self._peer, what=self.what)
+        if self._error is not None:
+            raise self._error
+
+
+class _Channel:
+    """The messages from one rank to another: sends and receives that have not met."""
+
+    __slots__ = ("held", "receives", "receives_posted", "sends", "sends_posted")
+
+    def __init__(self) -> None:
+        self.sends: deque[tuple[Tensor, LocalWork]] = deque()
+        self.receives: deque[tuple[Tensor, LocalWork]] = deque()
+        self.sends_posted = 0
+        self.receives_posted = 0
+        self.held: set[LocalWork] = set()
+
+    def match(self) -> None:
+        while self.sends and self.receives and self.sends[0][1] not in self.held:
+            (tensor, send), (buffer, receive) = self.sends.popleft(), self.receives.popleft()
+            if tensor.shape == buffer.shape and tensor.dtype == buffer.dtype:
+                # Written as a network card would: no autograd, no version count.
+                buffer.data.copy_(tensor.data)
+                send.finish()
+                receive.finish()
+            else:
+                what = f"sent {_layout(tensor)}, awaited {_layout(buffer)}: {receive.what}, {send.what}"
+                send.finish(ShapeError(what))
+                receive.finish(ShapeError(what))
+
+
+class LocalStore:
+    """The world's dictionary, seen from one rank."""
+
+    def __init__(self, transport: LocalTransport, values: dict[str, bytes]) -> None:
+        self._transport, self._values = transport, values
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def first(self, key: str, value: bytes) -> bytes:
+        return self._values.setdefault(key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        self._transport.wait_until(lambda: key in self._values, peer=None, what=f"{key!r} in the store")
+        return self._values[key]
+
+    def get_all(self, keys: Sequence[str], timeout: float, *, posts: str = "") -> list[bytes]:
+        for rank, key in enumerate(keys):
+            what = f"{posts or key} of rank {rank}"
+            self._transport.wait_until(partial(self._values.__contains__, key), peer=rank, what=what)
+        return [self._values[key] for key in keys]
+
+    def check(self, key: str) -> bool:
+        return key in self._values
+
+    def add(self, key: str, number: int) -> int:
+        total = int(self._values.get(key, b"0")) + number
+        self._values[key] = str(total).encode()
+        return total
+
+    def delete(self, key: str) -> None:
+        self._values.pop(key, None)
+
+
+class LocalTransport(Transport):
+    """One thread's end. ``world.run`` hands it to the function of each rank."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self._world = world
+        self._watching = False
+        self.rank = rank
+        self.num_ranks = world.num_ranks
+        self.timeout = 1800.0
+        self.device = torch.device("cpu")
+        self.store: Store = LocalStore(self, world.values)
+
+    def sender(self, peer: int) -> Callable[[list[Tensor]], Work]:
+        return partial(self._world.post_send, self, _checked_peer(peer, self))
+
+    def receiver(self, peer: int) -> Callable[[list[Tensor]], Work]:
+        return partial(self._world.post_receive, self, _checked_peer(peer, self))
+
+    def waiter(self) -> Callable[[Work], object]:
+        return methodcaller("wait")
+
+    def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
+        if isinstance(error, PenstockError):
+            return error
+        return TransportError(f"rank {self.rank}, {what} to or from rank {peer}: {type(error).__name__}: {error}")
+
+    def wait_until(self, ready: Callable[[], bool], *, peer: int | None, what: str) -> None:
+        self._world.baton.wait(self.rank, Waiting(ready, peer, what))
+
+    def _watch(self) -> None:
+        self._watching = True
+        self.failed = self.failure()
+
+    def _unwatch(self) -> None:
+        self._watching = False
+
+    def report_failure(self, record: FailureRecord, *, epoch: int | None = None) -> FailureRecord:
+        epoch = self.epoch if epoch is None else epoch
+        posted = super().report_failure(record, epoch=epoch)
+        for other in self._world.transports:
+            other.hear(posted, epoch)
+        return posted
+
+    def hear(self, record: FailureRecord, epoch: int) -> None:
+        if self._watching and self.epoch == epoch and record.rank != self.rank:
+            self.failed = record
+
+    def close(self) -> None:
+        """Nothing to let go of: a rank leaves when its function returns."""
+
+
+class LocalWorld:
+    """``num_ranks`` ranks as threads of this process, of which one runs at a time.
+
+    ``rendezvous``  a send is done only when its receive is posted; else it is done at once, with a copy taken.
+    ``seed``        who runs next is drawn instead of going round: other orders, each of them repeatable.
+    ``on_message``  a hook for tests; see ``MessageHook``.
+
+    The store, the epochs and the transports last as long as the world, so ``run`` can be called again and again.
+    After ``run``, ``errors`` holds what each rank raised.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        rendezvous: bool = False,
+        seed: int | None = None,
+        on_message: MessageHook | None = None,
+    ) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"a world has at least 1 rank, not {num_ranks}")
+        self.num_ranks = num_ranks
+        self.rendezvous = rendezvous
+        self.seed = seed
+        self.on_message = on_message
+        self.values: dict[str, bytes] = {}
+        self.transports = [LocalTransport(self, rank) for rank in range(num_ranks)]
+        self.errors: list[BaseException | None] = [None] * num_ranks
+        self.baton = Baton(num_ranks, self._let_go, seed=seed)
+        self._channels: dict[tuple[int, int], _Channel] = {}
+
+    def run(
+        self,
+        function: Callable[Concatenate[LocalTransport, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Result]:
+        """Call ``function(transport, ...)`` on every rank, and return what each returned.
+
+        The first exception that a rank raised comes out as it is, with a note that names the rank.
+        """
+        results, first = _Crew(self, lambda transport: function(transport, *args, **kwargs)).run()
+        left_over, self._channels = self._left_over(), {}
+        if first is not None:
+            rank, error = first
+            error.add_note(f"raised on rank {rank} of {self.num_ranks} (ranks as threads)")
+            raise error
+        if left_over:
+            raise RunError("messages without their other half: " + "; ".join(left_over))
+        return results
+
+    def post_send(self, transport: LocalTransport, peer: int, tensors: list[Tensor], /) -> LocalWork:
+        tensor, channel = _only(tensors), self._channel(transport.rank, peer)
+        number = channel.sends_posted
+        hold = self.on_message is not None and self.on_message(transport.rank, peer, number)
+        channel.sends_posted += 1
+        work = LocalWork(transport, peer, f"rank {peer} to receive message {number}")
+        if hold:
+            channel.held.add(work)
+        if not self.rendezvous and (hold or not channel.receives):
+            tensor = tensor.detach().clone()
+            work.finish()
+        channel.sends.append((tensor, work))
+        channel.match()
+        return work
+
+    def post_receive(self, transport: LocalTransport, peer: int, tensors: list[Tensor], /) -> LocalWork:
+        buffer, channel = _only(tensors), self._channel(peer, transport.rank)
+        work = LocalWork(transport, peer, f"message {channel.receives_posted} from rank {peer}")
+        channel.receives_posted += 1
+        channel.receives.append((buffer, work))
+        channel.match()
+        return work
+
+    def level(self) -> None:
+        """Give all ranks the same counts again, if a run that failed kept some of them from a step or a meeting."""
+        epoch = max(transport.epoch for transport in self.transports)
+        meetings = max(transport.meetings for transport in self.transports)
+        for transport in self.transports:
+            transport.epoch, transport.meetings = epoch, meetings
+
+    def _channel(self, source: int, destination: int) -> _Channel:
+        return self._channels.setdefault((source, destination), _Channel())
+
+    def _let_go(self) -> bool:
+        """Let the messages that were held back arrive, because nobody can go on without them."""
+        held = [channel for channel in self._channels.values() if channel.held]
+        for channel in held:
+            channel.held.clear()
+            channel.match()
+        return bool(held)
+
+    def _left_over(self) -> list[str]:
+        found = []
+        for (source, destination), channel in sorted(self._channels.items()):
+            for kind, posted in (("sent", channel.sends), ("awaited", channel.receives)):
+                found += [f"{len(posted)} {kind} from rank {source} to rank {destination}"] if posted else []
+        return found
+
+
+class _Crew:
+    """The threads of one ``run``."""
+
+    def __init__(self, world: LocalWorld, function: Callable[[LocalTransport], Any]) -> None:
+        self._world, self._function = world, function
+        self._results: list[Any] = [None] * world.num_ranks
+        self._first: tuple[int, BaseException] | None = None
+        self._grad = torch.is_grad_enabled()  # the mode belongs to a thread: the ranks take over the caller's
+
+    def run(self) -> tuple[list[Any], tuple[int, BaseException] | None]:
+        world = self._world
+        world.errors = [None] * world.num_ranks
+        world.baton = Baton(world.num_ranks, world._let_go, seed=world.seed)
+        world.level()
+        context = contextvars.copy_context()
+        threads = [
+            threading.Thread(target=context.copy().run, args=(self._live, rank), name=f"rank {rank}", daemon=True)
+            for rank in range(world.num_ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            world.baton.start()
+            world.baton.finished.wait()
+        except BaseException:
+            world.baton.stop(StepTimeout("the run was interrupted"))
+            raise
+        finally:
+            for thread in threads:
+                thread.join(timeout=10.0)
+        return self._results, self._first
+
+    def _live(self, rank: int) -> None:
+        world = self._world
+        world.baton.enter(rank)
+        try:
+            with torch.set_grad_enabled(self._grad):
+                self._results[rank] = self._function(world.transports[rank])
+        except BaseException as error:  # noqa: BLE001 - handed to the caller of run
+            world.errors[rank] = error
+            if self._first is None:
+                self._first = (rank, error)
+        finally:
+            world.baton.leave(rank)
+
+
+def _checked_peer(peer: int, transport: LocalTransport) -> int:
+    if not 0 <= peer < transport.num_ranks or peer == transport.rank:
+        raise ValueError(f"rank {transport.rank} of {transport.num_ranks} has no peer {peer}")
+    return peer
+
+
+def _only(tensors: list[Tensor]) -> Tensor:
+    (tensor,) = tensors
+    if not tensor.is_contiguous():
+        raise ShapeError(f"messages are contiguous; this one is {_layout(tensor)}, write tensor.contiguous()")
+    return tensor
+
+
+def _layout(tensor: Tensor) -> str:
+    text = f"{tensor.dtype} of shape {list(tensor.shape)}"
+    return text if tensor.is_contiguous() else f"{text} with strides {list(tensor.stride())}"
