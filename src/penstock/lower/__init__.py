@@ -1,0 +1,22 @@
+"""One file a pass: Plan -> Plan (messages, shards, reduction, merging), and all of them in order."""
+
+from __future__ import annotations
+
+from penstock.lower.lower import lower, lower_rank
+from penstock.lower.merge import merge_backward
+from penstock.lower.messages import Ahead, Early, JustInTime, ReceivePolicy, add_messages
+from penstock.lower.reduce import add_reduce_grad
+from penstock.lower.shards import add_unshard_reshard
+
+__all__ = [
+    "Ahead",
+    "Early",
+    "JustInTime",
+    "ReceivePolicy",
+    "add_messages",
+    "add_reduce_grad",
+    "add_unshard_reshard",
+    "lower",
+    "lower_rank",
+    "merge_backward",
+]

@@ -1,0 +1,65 @@
+"""All passes in their order: for a whole plan, or for one rank of it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from penstock.lower.merge import merge, merge_backward
+from penstock.lower.messages import Early, MessageLowering, ReceivePolicy, add_messages
+from penstock.lower.reduce import add_reduce_grad, reduce_grad
+from penstock.lower.shards import add_unshard_reshard, unshard_reshard
+from penstock.plan import Plan, Rules, StageGraph
+from penstock.schedules import Recipe
+
+
+def lower(
+    plan: Plan,
+    *,
+    receives: ReceivePolicy = Early(),  # noqa: B008  a frozen value
+    shards: bool = False,
+    max_unsharded: int = 3,
+    reduce: bool = False,
+) -> Plan:
+    """From what is computed to all that is done: I and W merged where they meet, messages, and care of parameters.
+
+    `shards` is for stages whose parameters are sharded (FSDP2), `reduce` for stages with data-parallel replicas.
+    """
+    plan = merge_backward(plan)
+    if shards:
+        plan = add_unshard_reshard(plan, max_unsharded)
+    if reduce:
+        plan = add_reduce_grad(plan)
+    return add_messages(plan, receives)
+
+
+def lower_rank(
+    recipe: Recipe,
+    rank: int,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    graph: StageGraph | None = None,
+    receives: ReceivePolicy = Early(),  # noqa: B008  a frozen value
+    shards: bool = False,
+    max_unsharded: int = 3,
+    reduce: bool = False,
+) -> list[int]:
+    """What `lower` gives for one rank, from its own and its neighbours' actions alone.
+
+    >>> from penstock.schedules import get_schedule
+    >>> recipe = get_schedule("1f1b")
+    >>> len(lower_rank(recipe, 500, num_ranks=1024, num_microbatches=8))
+    48
+    """
+    sizes = recipe.sizes(num_ranks, num_microbatches, stages_per_rank)
+    rules = Rules(graph if graph is not None else StageGraph.chain(sizes.num_stages), recipe.place(sizes), lowered=True)
+
+    @lru_cache(maxsize=8)
+    def codes_of(rank: int) -> list[int]:
+        codes = merge(recipe.rank_actions(sizes, rank))
+        if shards:
+            codes = unshard_reshard(codes, max_unsharded)
+        return reduce_grad(codes, num_microbatches) if reduce else codes
+
+    return MessageLowering(rules, codes_of, receives).rank(rank)

@@ -1,0 +1,28 @@
+"""Pass: reduce the gradients of a stage over its data-parallel replicas, right after its last backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.plan import Plan
+from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, Op, key_of, parts
+
+
+def add_reduce_grad(plan: Plan) -> Plan:
+    """REDUCE_GRAD after the last W or B of each stage."""
+    return plan.with_codes(reduce_grad(codes, plan.num_microbatches) for codes in plan.codes)
+
+
+def reduce_grad(codes: Sequence[int], num_microbatches: int) -> list[int]:
+    """The same for the list of one rank."""
+    left: dict[int, int] = {}
+    lowered: list[int] = []
+    for code in codes:
+        lowered.append(code)
+        for part in parts(code):
+            if part & OP in (Op.W, Op.B):
+                stage = part >> STAGE_SHIFT & STAGE
+                left[stage] = left.get(stage, num_microbatches) - 1
+                if left[stage] == 0:
+                    lowered.append(key_of(Op.REDUCE_GRAD, stage))
+    return lowered
