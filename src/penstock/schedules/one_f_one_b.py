@@ -1,10 +1,6 @@
 """1F1B (PipeDream-Flush, arXiv 2104.04473): one forward, one backward, as soon as the pipeline is full.
 
-Three ranks, four microbatches::
-
-    rank 0  F0 F1 F2          B0 F3 B1    B2    B3
-    rank 1     F0 F1       B0 F2 B1 F3 B2    B3
-    rank 2        F0    B0 F1 B1 F2 B2 F3 B3
+DRAW 1f1b 3 4
 
 A rank holds the activations of at most `num_ranks - rank` microbatches, however many there are.
 """
@@ -13,14 +9,14 @@ from __future__ import annotations
 
 from penstock.plan.actions import backward, forward
 from penstock.schedules.registry import Sizes
+from penstock.schedules.weave import run, weave
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
-    num_microbatches = sizes.num_microbatches
-    warmup = min(sizes.num_ranks - rank, num_microbatches)
-    actions = [forward(rank, microbatch) for microbatch in range(warmup)]
-    for microbatch in range(num_microbatches - warmup):
-        actions.append(backward(rank, microbatch))
-        actions.append(forward(rank, microbatch + warmup))
-    actions += [backward(rank, microbatch) for microbatch in range(num_microbatches - warmup, num_microbatches)]
-    return actions
+    warmup = min(sizes.num_ranks - 1 - rank, sizes.num_microbatches)
+    steady = sizes.num_microbatches - warmup
+    return [
+        *run(forward(rank, 0), warmup),
+        *weave(steady, forward(rank, warmup), backward(rank, 0)),
+        *run(backward(rank, steady), warmup),
+    ]

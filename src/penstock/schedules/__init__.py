@@ -1,0 +1,37 @@
+"""One file a schedule: sizes (and costs) -> plan of compute actions."""
+
+from __future__ import annotations
+
+from penstock.schedules import (
+    dualpipev,
+    forward_only,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
+from penstock.schedules.registry import Recipe, Sizes, all_schedules, get_schedule, register
+
+register(Recipe("forward", "forward only, for evaluation", forward_only.rank_actions, aliases=("ForwardOnly",)))
+register(Recipe("gpipe", "all forwards, then all backwards", gpipe.rank_actions, stages_per_rank=1))
+register(Recipe("1f1b", "one forward, one backward", one_f_one_b.rank_actions, stages_per_rank=1))
+register(Recipe("loopedbfs", "looped breadth-first", looped_bfs.rank_actions, default_stages_per_rank=2))
+register(Recipe("interleaved1f1b", "interleaved 1F1B", interleaved_1f1b.rank_actions, default_stages_per_rank=2))
+register(
+    Recipe(
+        "interleavedzerobubble",
+        "interleaved zero bubble",
+        interleaved_zero_bubble.rank_actions,
+        default_stages_per_rank=2,
+    )
+)
+register(Recipe("zbv", "zero bubble, V-shaped", zbv.rank_actions, "v", 2, aliases=("ZBVZeroBubble",)))
+register(Recipe("dualpipev", "overlapped pairs, V-shaped", dualpipev.rank_actions, "v", 2))
+register(Recipe("zb-h1", "zero bubble with the memory of 1F1B", zb_h1.rank_actions, stages_per_rank=1))
+register(Recipe("zb-h2", "zero bubble with twice the memory of 1F1B", zb_h2.rank_actions, stages_per_rank=1))
+
+__all__ = ["Recipe", "Sizes", "all_schedules", "get_schedule", "register"]

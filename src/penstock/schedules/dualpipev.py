@@ -1,0 +1,60 @@
+"""DualPipeV (arXiv 2412.19437, folded in half): forwards and backwards in one slot, so that each hides the other's messages.
+
+DRAW dualpipev 3 7
+
+`(0F4;5B1)OVERLAP_F_B` is one slot. The full pattern needs `2 * num_ranks` microbatches; with fewer, those that are
+missing are left out of it, and a pair that lost one half becomes a plain action.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from penstock.plan.actions import backward, backward_input, backward_weight, forward, overlap
+from penstock.schedules.registry import Sizes
+from penstock.schedules.weave import STEP, alternate, below, run, weave
+
+
+PAIR_STEP: Final = overlap(STEP, STEP) - overlap(0, 0)  # from a packed pair to that of the next microbatches
+
+
+def rank_actions(sizes: Sizes, rank: int) -> list[int]:
+    num_ranks, wanted = sizes.num_ranks, sizes.num_microbatches
+    count = max(wanted, 2 * num_ranks)
+    there, back = rank, sizes.num_stages - 1 - rank
+    hops = num_ranks - 1 - rank  # to the last rank
+    filled = 2 * hops + rank + 1  # forwards of the first stage before the steady phase
+    steady = count - filled
+
+    actions = [*run(forward(there, 0), 2 * hops)]
+    actions += weave(rank + 1, forward(there, 2 * hops), forward(back, 0))
+    actions += weave(hops, backward_input(back, 0), backward_weight(back, 0), forward(back, rank + 1))
+    outward = _pairs(steady, forward(there, filled), backward(back, hops))
+    homeward = _pairs(steady + hops, forward(back, num_ranks), backward(there, 0))
+    start = len(actions)
+    actions += alternate(outward, homeward[:steady])
+    if hops == 0:  # the last rank has nothing to hide yet: its first pair stays two actions
+        actions[start : start + 1] = [forward(there, filled), backward(back, hops)]
+    actions += alternate([*run(backward(back, hops + steady), hops)], homeward[steady:])
+    actions += _drain((there, back), rank, hops, count=count)
+    return actions if wanted == count else below(wanted, actions)
+
+
+def _pairs(count: int, first: int, second: int) -> list[int]:
+    """Overlapped pairs over neighbouring microbatches."""
+    pair = overlap(first, second)
+    return [*range(pair, pair + count * PAIR_STEP, PAIR_STEP)]
+
+
+def _drain(stages: tuple[int, int], rank: int, hops: int, *, count: int) -> list[int]:
+    """No forward is left. The second half of the backwards is split, and its weight work fills the end."""
+    there, back = stages
+    next1 = count - rank - 1
+    next0 = next1 - hops
+    whole = weave(rank + 1, backward(back, next1), backward(there, next0))
+    inputs = weave(rank + 1, backward_input(back, next1), backward_input(there, next0))
+    weights = weave(rank + 1, backward_weight(back, next1), backward_weight(there, next0))[rank + 1 :]
+    weights += run(backward_weight(there, next0 + rank + 1), hops)
+    actions = whole[: rank + 1] + inputs[rank + 1 :]
+    actions += alternate(weights[:hops], [*run(backward_input(there, next0 + rank + 1), hops)])
+    return actions + weights[hops:]

@@ -1,0 +1,71 @@
+"""Runs of actions over neighbouring microbatches, and runs woven together: what every schedule is made of.
+
+>>> from penstock.plan.actions import backward, forward, text
+>>> " ".join(map(text, weave(2, forward(0, 3), backward(0, 0))))
+'0F3 0B0 0F4 0B1'
+
+Packed actions of neighbouring microbatches are `STEP` apart, so a run is a `range`, and a weave is a few slice
+assignments: no step of Python for each action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from penstock.plan.actions import MICROBATCH_SHIFT, parts
+
+STEP: Final = 1 << MICROBATCH_SHIFT
+
+
+def run(first: int, count: int) -> range:
+    """The packed action `first`, then the same for the next microbatches, `count` in all."""
+    return range(first, first + count * STEP, STEP)
+
+
+def weave(count: int, *firsts: int) -> list[int]:
+    """`count` rounds, each of which takes one action from every run."""
+    woven = [0] * (count * len(firsts))
+    for position, first in enumerate(firsts):
+        woven[position :: len(firsts)] = run(first, count)
+    return woven
+
+
+def alternate(*tracks: list[int]) -> list[int]:
+    """Rounds that take one action from every track; the tracks are of one length."""
+    woven = [0] * (len(tracks[0]) * len(tracks))
+    for position, track in enumerate(tracks):
+        woven[position :: len(tracks)] = track
+    return woven
+
+
+def repeat(block: Iterable[tuple[int, int]], interval: int, num_microbatches: int) -> list[int]:
+    """Repeat a building block every `interval`, once a microbatch, and order all actions by their time.
+
+    The block holds (time, action for microbatch 0). No two of its times may be equal modulo the interval.
+
+    >>> from penstock.plan.actions import backward, forward, text
+    >>> " ".join(map(text, repeat([(0, forward(0, 0)), (3, backward(0, 0))], 2, 3)))
+    '0F0 0F1 0B0 0F2 0B1 0B2'
+    """
+    phased = sorted((time % interval, time // interval, action) for time, action in block)
+    edges = sorted({edge for _, begin, _ in phased for edge in (begin, begin + num_microbatches)})
+    actions: list[int] = []
+    for low, high in zip(edges, edges[1:], strict=False):
+        active = [
+            action + (low - begin) * STEP for _, begin, action in phased if begin <= low < begin + num_microbatches
+        ]
+        actions += weave(high - low, *active)
+    return actions
+
+
+def below(num_microbatches: int, actions: Iterable[int]) -> list[int]:
+    """Only the actions on the first microbatches; of an overlapped pair the half that is left.
+
+    What an action needs belongs to its own microbatch, so an order stays right when whole microbatches are left out.
+    """
+    kept: list[int] = []
+    for action in actions:
+        left = [part for part in parts(action) if part < num_microbatches * STEP]
+        kept += [action] if len(left) == len(parts(action)) else left
+    return kept

@@ -1,0 +1,25 @@
+"""ZB-H2 (arXiv 2401.10241): twice the memory of 1F1B, and no bubble when F, I and W take the same time.
+
+DRAW zb-h2 3 6
+
+Forwards fill the time until the first gradient comes back; rank r leaves 2r weight backwards for the end, where they
+fill the drain. The peak is `2 * num_ranks - 1` microbatches. With fewer microbatches than that it holds all of them.
+"""
+
+from __future__ import annotations
+
+from penstock.plan.actions import backward_input, backward_weight, forward
+from penstock.schedules.registry import Sizes
+from penstock.schedules.split import split_actions
+from penstock.schedules.weave import run
+
+
+def rank_actions(sizes: Sizes, rank: int) -> list[int]:
+    count = sizes.num_microbatches
+    return split_actions(
+        [*run(forward(rank, 0), count)],
+        [*run(backward_input(rank, 0), count)],
+        [*run(backward_weight(rank, 0), count)],
+        ahead=min(2 * (sizes.num_ranks - 1 - rank), count),
+        owed=2 * rank,
+    )

@@ -1,0 +1,42 @@
+"""ZBV (arXiv 2401.10241, section 6): two stages a rank, there and back; no bubble at unit costs with 1F1B's memory.
+
+DRAW zbv 3 6
+
+The first rank holds the first and the last stage, so a microbatch comes home quickly and every rank can fill its
+warm-up and its cool-down. The full pattern needs `2 * num_ranks - 1` microbatches; with fewer, those that are missing
+are left out of it, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from penstock.plan.actions import backward_input, backward_weight, forward
+from penstock.schedules.registry import Sizes
+from penstock.schedules.weave import STEP, below, run, weave
+
+
+def rank_actions(sizes: Sizes, rank: int) -> list[int]:
+    num_ranks, wanted = sizes.num_ranks, sizes.num_microbatches
+    count = max(wanted, 2 * num_ranks - 1)
+    there, back = rank, sizes.num_stages - 1 - rank
+    f0, i0, w0 = forward(there, 0), backward_input(there, 0), backward_weight(there, 0)
+    f1, i1, w1 = forward(back, 0), backward_input(back, 0), backward_weight(back, 0)
+
+    ahead = 2 * (num_ranks - rank) - 1  # forwards until the first microbatch comes back
+    near = num_ranks - rank  # backwards of the second stage until the first gradient of the first stage comes back
+    filled = ahead + rank  # forwards of the first stage before the steady phase
+    full = count - filled  # steady rounds with a forward of the first stage
+    steady = count - num_ranks  # all steady rounds
+    actions = [*run(f0, ahead)]
+    actions += weave(rank, f1, f0 + ahead * STEP)
+    actions += weave(near, f1 + rank * STEP, i1, w1)
+    actions += weave(
+        full, f0 + filled * STEP, i0, w0, f1 + num_ranks * STEP, i1 + near * STEP, w1 + near * STEP
+    )
+    rest, rest1 = full * STEP, (near + full) * STEP
+    actions += weave(steady - full, i0 + rest, w0 + rest, f1 + (num_ranks + full) * STEP, i1 + rest1, w1 + rest1)
+    done, done1 = steady * STEP, (near + steady) * STEP
+    actions += weave(rank, i0 + done, i1 + done1)
+    actions += weave(near, i0 + done + rank * STEP, w0 + done)
+    actions += run(w1 + done1, rank)
+    actions += run(w0 + done + near * STEP, rank)
+    return actions if wanted == count else below(wanted, actions)
