@@ -1,0 +1,1 @@
+"""Timeline -> table, SVG, self-contained HTML, Chrome/Perfetto trace."""

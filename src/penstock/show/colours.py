@@ -1,0 +1,84 @@
+"""Colours: one for each kind of action, a shade of it for each stage on its rank. The only place that names them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from penstock.plan import Op, Plan
+
+_BASE: Final = {
+    Op.F: "#2f6fdb",
+    Op.I: "#f2a33a",
+    Op.W: "#8a4fd6",
+    Op.B: "#0d8a68",
+    Op.UNSHARD: "#8593a8",
+    Op.RESHARD: "#a9b4c4",
+    Op.REDUCE_GRAD: "#64748b",
+}
+_MESSAGE: Final = "#94a3b8"
+_DARK, _LIGHT = "#101827", "#ffffff"
+_PALEST: Final = 0.58  # how far the last of several stages on a rank goes towards white
+
+WORDS: Final = {
+    Op.F: "forward",
+    Op.I: "backward to inputs",
+    Op.W: "backward to weights",
+    Op.B: "backward",
+    Op.SEND_F: "send activation",
+    Op.RECV_F: "receive activation",
+    Op.SEND_B: "send gradient",
+    Op.RECV_B: "receive gradient",
+    Op.UNSHARD: "gather parameters",
+    Op.RESHARD: "drop gathered parameters",
+    Op.REDUCE_GRAD: "reduce gradients",
+}
+
+
+class Paint(NamedTuple):
+    """A fill, and a text colour that can be read on it."""
+
+    fill: str
+    ink: str
+
+
+@lru_cache(maxsize=4096)
+def paint(op: Op, shade: int = 0, shades: int = 1) -> Paint:
+    """The colour of an action on the `shade`-th of the `shades` stages of its rank.
+
+    >>> paint(Op.F)
+    Paint(fill='#2f6fdb', ink='#ffffff')
+    >>> paint(Op.F, 1, 2).ink
+    '#101827'
+    """
+    red, green, blue = _rgb(_BASE.get(op, _MESSAGE))
+    towards_white = _PALEST * shade / (shades - 1) if shades > 1 else 0.0
+    mixed = tuple(round(part + (255 - part) * towards_white) for part in (red, green, blue))
+    return Paint("#{:02x}{:02x}{:02x}".format(*mixed), _ink(mixed))
+
+
+def shades(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """For each stage: its place among the stages of its rank, and how many those are."""
+    found = [(0, 1)] * plan.num_stages
+    for rank in range(plan.num_ranks):
+        stages = plan.placement.stages_of(rank)
+        for place, stage in enumerate(stages):
+            found[stage] = (place, len(stages))
+    return tuple(found)
+
+
+def rank_colour(rank: int, num_ranks: int) -> str:
+    """A colour for the curve of one rank: from blue for the first to red for the last, readable on white and on black."""
+    hue = 215 - 215 * rank / max(num_ranks - 1, 1) if num_ranks > 1 else 215
+    return f"hsl({hue:.0f} 62% 52%)"
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def _ink(rgb: tuple[int, ...]) -> str:
+    """White or near black, whichever contrasts more (the relative luminance of WCAG)."""
+    linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return _LIGHT if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.0586 else _DARK

@@ -1,0 +1,96 @@
+"""The figures of a timeline: as one JSON-ready object, as a few lines of text, and how single figures are written."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from penstock.simulate import Timeline
+
+CAUSES: Final = ("filling", "draining", "communication", "imbalance")
+_SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_BYTES: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SURELY_BYTES: Final = 10_000  # activations are counted in ones, bytes in thousands
+
+
+def summary(timeline: Timeline) -> dict[str, Any]:
+    """The figures of a timeline, ready for JSON.
+
+    >>> from penstock.schedules import get_schedule
+    >>> from penstock.simulate import simulate
+    >>> summary(simulate(get_schedule("1f1b")(4, 8)))["makespan"]
+    33.0
+    """
+    plan = timeline.plan
+    return {
+        "schedule": plan.name,
+        "ranks": plan.num_ranks,
+        "stages": plan.num_stages,
+        "microbatches": plan.num_microbatches,
+        "actions": plan.num_actions,
+        "makespan": timeline.makespan,
+        "bubble": {"makespan": timeline.bubble_makespan, "longest_rank": timeline.bubble_longest_rank},
+        "peak_activations": list(timeline.peak_memory),
+        "idle": {cause: sum(getattr(idle, cause) for idle in timeline.idle) for cause in CAUSES},
+        "idle_per_rank": [{cause: getattr(idle, cause) for cause in CAUSES} for idle in timeline.idle],
+        "busy_per_rank": list(timeline.busy),
+    }
+
+
+def summary_text(timeline: Timeline) -> str:
+    """The same figures for people: one line for the whole, one line a rank."""
+    plan, unit = timeline.plan, timeline.unit
+    lines = [
+        f"{plan.name or 'plan'}: {sizes(timeline)}, {plan.num_actions} actions",
+        f"makespan {time_text(timeline.makespan, unit)}   bubble {percent(timeline.bubble_makespan)} of the makespan, "
+        f"{percent(timeline.bubble_longest_rank)} on the longest rank   peak memory {peak(timeline)}",
+    ]
+    if timeline.idle:
+        lines.append(f"{'rank':>8} {'busy':>10} " + " ".join(f"{cause:>13}" for cause in CAUSES) + f" {'peak memory':>12}")
+    for rank, idle in enumerate(timeline.idle):
+        causes = " ".join(f"{time_text(getattr(idle, cause), unit):>13}" for cause in CAUSES)
+        held = memory_text(timeline.peak_memory[rank]) if timeline.memory else "-"
+        lines.append(f"{rank:>8} {time_text(timeline.busy[rank], unit):>10} {causes} {held:>12}")
+    return "\n".join(lines) + "\n"
+
+
+def sizes(timeline: Timeline) -> str:
+    """``4 ranks, 8 stages, 16 microbatches``."""
+    plan = timeline.plan
+    counts = ((plan.num_ranks, "rank"), (plan.num_stages, "stage"), (plan.num_microbatches, "microbatch"))
+    return ", ".join(f"{count} {word}{'' if count == 1 else 'es' if word.endswith('h') else 's'}" for count, word in counts)
+
+
+def peak(timeline: Timeline) -> str:
+    """The most that any rank holds, or a dash when nothing is known of memory."""
+    return memory_text(max(timeline.peak_memory)) if timeline.memory else "-"
+
+
+def percent(share: float) -> str:
+    """``27.3%``; a bubble that is nothing but rounding is none."""
+    return f"{max(share, 0.0) * 100 + 0.0:.1f}%"
+
+
+def time_text(value: float, unit: str = "") -> str:
+    """A time: seconds get the prefix that suits them, any other unit stays as it is.
+
+    >>> time_text(0.00125, "s"), time_text(33.0), time_text(1 / 3, "slots")
+    ('1.25 ms', '33', '0.3333 slots')
+    """
+    if unit != "s":
+        return f"{value:.4g}" + (f" {unit}" if unit else "")
+    if not value:
+        return "0 s"
+    scale, name = next(((s, n) for s, n in _SECONDS if abs(value) >= s), _SECONDS[-1])
+    return f"{value / scale:.4g} {name}"
+
+
+def memory_text(value: float) -> str:
+    """What is held: a count of activations as it is, bytes with a prefix.
+
+    >>> memory_text(4.0), memory_text(3_500_000.0)
+    ('4', '3.5 MB')
+    """
+    if abs(value) < _SURELY_BYTES:
+        return f"{value:.4g}"
+    scale, name = next((s, n) for s, n in _BYTES if abs(value) >= s)
+    return f"{value / scale:.4g} {name}"

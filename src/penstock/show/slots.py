@@ -1,0 +1,105 @@
+"""A timeline cut into equal slots, as a terminal can show it: each action covers a whole number of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, NamedTuple
+
+from penstock.plan.actions import OP, OVERLAP, Op
+from penstock.simulate import Timeline
+
+_FINEST: Final = 12  # columns that the shortest action may take; beyond that the slots are rounded
+
+
+class Slot(NamedTuple):
+    """One packed action on one rank, over the columns from `column` on."""
+
+    column: int
+    width: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The slots of every rank.
+
+    >>> from penstock.schedules import get_schedule
+    >>> from penstock.simulate import simulate
+    >>> grid = cut(simulate(get_schedule("1f1b")(2, 2)))
+    >>> grid.unit, grid.num_columns, grid.exact
+    (1.0, 9, True)
+    """
+
+    unit: float  # the time of one column
+    exact: bool  # whether every action starts and ends on a column; if not, the times are rounded
+    rows: tuple[tuple[Slot, ...], ...]  # one a rank, in the order of columns
+
+    @property
+    def num_columns(self) -> int:
+        return max((row[-1].column + row[-1].width for row in self.rows if row), default=0)
+
+
+def cut(timeline: Timeline) -> Grid:
+    """Choose the longest unit of time that every start and end is a multiple of, and cut the timeline into it.
+
+    Measured times have no such unit; there the columns are about a quarter of a usual action, every action covers at
+    least one, and `Grid.exact` is False. Messages are no slots. An action that takes no time has no column when exact.
+    """
+    spans = [list(_occupying(timeline, rank)) for rank in range(timeline.plan.num_ranks)]
+    unit = _common_unit(spans)
+    if unit is not None:
+        return Grid(unit, True, tuple(tuple(_exact(row, unit)) for row in spans))
+    durations = [end - start for row in spans for _, start, end in row if end > start]
+    unit = max(min(durations), median(durations) / 4) if durations else 1.0
+    return Grid(unit, False, tuple(tuple(_rounded(row, unit)) for row in spans))
+
+
+_Spans = list[tuple[int, float, float]]
+
+
+def _occupying(timeline: Timeline, rank: int) -> Iterator[tuple[int, float, float]]:
+    begin = timeline.start
+    for code, start, end in zip(timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
+        op = code & OP
+        if op <= Op.B or op == OVERLAP or (op > Op.RECV_B and end > start):
+            yield code, start - begin, end - begin
+
+
+def _exact(spans: _Spans, unit: float) -> Iterator[Slot]:
+    for code, start, end in spans:
+        column = round(start / unit)
+        width = round(end / unit) - column
+        if width:
+            yield Slot(column, width, code)
+
+
+def _rounded(spans: _Spans, unit: float) -> Iterator[Slot]:
+    free = 0
+    for code, start, end in spans:
+        column = max(free, round(start / unit))
+        free = max(column + 1, round(end / unit))
+        yield Slot(column, free - column, code)
+
+
+def _common_unit(spans: Iterable[_Spans]) -> float | None:
+    """The greatest common divisor of all starts and ends; None if it is much finer than the shortest action."""
+    times = {time for row in spans for _, start, end in row for time in (start, end)}
+    shortest = min((end - start for row in spans for _, start, end in row if end > start), default=0.0)
+    if not shortest:
+        return None
+    slack, unit = shortest * 1e-6, shortest
+    for time in times:
+        unit = _divisor(unit, time, slack)
+        if unit < shortest / _FINEST:
+            return None
+    return unit
+
+
+def _divisor(unit: float, time: float, slack: float) -> float:
+    """Euclid's algorithm, where a rest below `slack` (or that close to the whole) is none."""
+    while time > slack:
+        rest = unit % time
+        unit, time = time, 0.0 if time - rest <= slack else rest
+    return unit

@@ -1,0 +1,214 @@
+"""A timeline as an SVG drawing: a row a rank, a box an action, hatched where a rank is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from math import floor, log10
+from typing import Final
+
+from penstock.plan import Action, AnyAction, Op, Overlap, Plan
+from penstock.plan.actions import OP, parts
+from penstock.show.colours import WORDS, Paint, paint, shades
+from penstock.show.numbers import peak, percent, sizes, time_text
+from penstock.simulate import Span, Timeline, simulate
+
+_STYLE: Final = """
+text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif}
+.paper{fill:#fff}.title{font-weight:650;font-size:14px;fill:#1b2433}.figures,.word{font-size:11.5px;fill:#5b6779}
+.rank{font-size:11.5px;font-weight:600;fill:#364152;text-anchor:end}.tick{font-size:10.5px;fill:#7a8699;text-anchor:middle}
+.track{fill:#eef1f5}.hatch{stroke:#d3dae4}.grid{stroke:#dfe4ec;stroke-width:1}.label{text-anchor:middle;font-weight:600}
+@media (prefers-color-scheme:dark){.paper{fill:#141a24}.title{fill:#eef2f8}.figures,.word{fill:#a3afc0}.rank{fill:#cbd4e1}
+.tick{fill:#8793a6}.track{fill:#202937}.hatch{stroke:#374357}.grid{stroke:#2b3545}}
+"""
+_GUTTER, _MARGIN, _TOP, _AXIS = 58, 14, 54, 26
+_DIGIT: Final = 0.62  # the width of a digit, in sizes of its font
+
+
+def svg(shown: Timeline | Plan, *, width: int = 900, row: int = 26, title: str | None = None) -> str:
+    """The drawing as the text of an SVG file; a plan is timed with unit costs.
+
+    >>> from penstock.schedules import get_schedule
+    >>> svg(get_schedule("1f1b")(4, 8)).count('<g class="span"')
+    64
+    """
+    timeline = simulate(shown) if isinstance(shown, Plan) else shown
+    return "\n".join(_Drawing(timeline, width, row, title).parts()) + "\n"
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """Sizes, and what follows from them. Every text that is not a number passes through `escape`."""
+
+    timeline: Timeline
+    width: int
+    row: int
+    title: str | None
+
+    @property
+    def height(self) -> int:
+        return round(self.legend_entries[-1][1]) + 14
+
+    @property
+    def bottom(self) -> int:
+        return _TOP + self.timeline.plan.num_ranks * (self.row + 4)
+
+    def x(self, time: float) -> float:
+        room = self.width - _GUTTER - _MARGIN
+        return _GUTTER + (time - self.timeline.start) / (self.timeline.makespan or 1.0) * room
+
+    def y(self, rank: int) -> int:
+        return _TOP + rank * (self.row + 4)
+
+    def parts(self) -> Iterator[str]:
+        plan, timeline = self.timeline.plan, self.timeline
+        name = escape(self.title if self.title is not None else plan.name or "plan")
+        figures = escape(
+            f"{sizes(timeline)} · makespan {time_text(timeline.makespan, timeline.unit)} · "
+            f"bubble {percent(timeline.bubble_makespan)} · peak memory {peak(timeline)}"
+        )
+        yield (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
+            f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}: {figures}">'
+        )
+        yield f"<style>{_STYLE}</style>"
+        yield (
+            '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+            '<rect class="track" width="6" height="6"/><path class="hatch" d="M0 0V6" stroke-width="2"/></pattern></defs>'
+        )
+        yield f'<rect class="paper" width="{self.width}" height="{self.height}" rx="8"/>'
+        yield f'<text class="title" x="{_MARGIN}" y="22">{name}</text>'
+        yield f'<text class="figures" x="{_MARGIN}" y="40">{figures}</text>'
+        yield from self.rows()
+        yield from self.axis()
+        yield from self.legend()
+        yield "</svg>"
+
+    def rows(self) -> Iterator[str]:
+        shade = shades(self.timeline.plan)
+        left, right = self.x(self.timeline.start), self.x(self.timeline.start + self.timeline.makespan)
+        for rank in range(self.timeline.plan.num_ranks):
+            y = self.y(rank)
+            yield f'<g class="row"><text class="rank" x="{_GUTTER - 8}" y="{y + self.row / 2 + 4:g}">rank {rank}</text>'
+            yield (
+                f'<rect x="{left:.2f}" y="{y}" width="{right - left:.2f}" height="{self.row}" rx="3" '
+                f'fill="url(#idle)"><title>rank {rank} is idle here</title></rect>'
+            )
+            for span in self.timeline.spans(rank):
+                if _occupies(span):
+                    yield self.span(span, y, shade)
+            yield "</g>"
+
+    def span(self, span: Span, y: float, shade: tuple[tuple[int, int], ...]) -> str:
+        x, until = self.x(span.start), self.x(span.end)
+        width = max(until - x - (1 if until - x > 4 else 0), 0.4)
+        actions = _parts(span)
+        height = self.row / len(actions)
+        drawn = [f'<g class="span" data-rank="{span.rank}"><title>{escape(_tooltip(span, self.timeline.unit))}</title>']
+        for number, action in enumerate(actions):
+            top = y + number * height
+            colour = paint(action.op, *shade[action.stage])
+            round_by = f' rx="{min(3.0, width / 4):.2g}"' if width > 3 and len(actions) == 1 else ""
+            drawn.append(
+                f'<rect x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height:g}"{round_by} fill="{colour.fill}"/>'
+            )
+            drawn.append(self.label(action, colour, box=(x, top, width, height)))
+        return "".join(drawn) + "</g>"
+
+    @cached_property
+    def whole_words(self) -> bool:
+        """Whether every box has room for its whole action; if not, all of them show their microbatch alone."""
+        spans = [span for rank in range(self.timeline.plan.num_ranks) for span in self.timeline.spans(rank)]
+        return all(
+            _room(str(part), min(11.5, self.row / len(_parts(span)) - 1)) <= self.x(span.end) - self.x(span.start)
+            for span in spans
+            for part in _parts(span)
+            if _occupies(span) and span.end > span.start
+        )
+
+    def label(self, action: Action, colour: Paint, *, box: tuple[float, float, float, float]) -> str:
+        x, y, width, height = box
+        size = min(11.5, height - 1)
+        brief = action.op.name[0] if action.microbatch is None else str(action.microbatch)
+        words = str(action) if self.whole_words else brief
+        if _room(words, size) > width + 1:
+            return ""
+        return (
+            f'<text class="label" x="{x + width / 2:.2f}" y="{y + height / 2 + size * 0.36:.2f}" '
+            f'font-size="{size:g}" fill="{colour.ink}">{words}</text>'
+        )
+
+    def axis(self) -> Iterator[str]:
+        step = nice_step(self.timeline.makespan, (self.width - _GUTTER - _MARGIN) / 64)
+        for number in range(int(self.timeline.makespan / step + 1e-9) + 1):
+            x = self.x(self.timeline.start + number * step)
+            yield f'<path class="grid" d="M{x:.2f} {self.bottom - 2}v6"/>'
+            yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 16}">{escape(time_text(number * step, self.timeline.unit))}</text>'
+
+    def legend(self) -> Iterator[str]:
+        for x, y, fill, words in self.legend_entries:
+            if fill:
+                yield f'<rect x="{x:g}" y="{y - 9:g}" width="11" height="11" rx="2.5" fill="{fill}"/>'
+            yield f'<text class="word" x="{x + (16 if fill else 0):g}" y="{y:g}">{words}</text>'
+
+    @cached_property
+    def legend_entries(self) -> list[tuple[float, float, str, str]]:
+        """Place, fill and words of each entry; a new line when the next does not fit."""
+        wanted = [(paint(op).fill, f"{op.name} {WORDS[op]}") for op in ops_of(self.timeline.plan)]
+        wanted.append(("url(#idle)", "idle"))
+        if self.timeline.plan.num_stages > self.timeline.plan.num_ranks:
+            wanted.append(("", "paler: later stages of the rank"))
+        entries: list[tuple[float, float, str, str]] = []
+        x, y = float(_GUTTER), float(self.bottom + _AXIS + 10)
+        for fill, words in wanted:
+            length = 34 + len(words) * 6.6
+            if x + length - 18 > self.width - _MARGIN and x > _GUTTER:
+                x, y = float(_GUTTER), y + 18
+            entries.append((x, y, fill, words))
+            x += length
+        return entries
+
+
+def ops_of(plan: Plan) -> list[Op]:
+    """The kinds of action, messages aside, that a plan holds, in the order of a legend."""
+    used = {part & OP for codes in plan.codes for code in codes for part in parts(code)}
+    return [op for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD) if op in used]
+
+
+def nice_step(extent: float, ticks: float) -> float:
+    """1, 2 or 5 times a power of ten, so that about `ticks` steps of it cover `extent`.
+
+    >>> nice_step(33, 10), nice_step(0.07, 7)
+    (5.0, 0.01)
+    """
+    if extent <= 0:
+        return 1.0
+    rough = extent / max(ticks, 1.0)
+    base = 10.0 ** floor(log10(rough))
+    return next(base * factor for factor in (1, 2, 5, 10) if base * factor >= rough * 0.999999)
+
+
+def _occupies(span: Span) -> bool:
+    return isinstance(span.action, Overlap) or not span.action.op.is_message
+
+
+def _parts(span: Span) -> tuple[Action, ...]:
+    return (span.action.first, span.action.second) if isinstance(span.action, Overlap) else (span.action,)
+
+
+def _room(words: str, size: float) -> float:
+    return len(words) * size * _DIGIT + 5
+
+
+def _tooltip(span: Span, unit: str) -> str:
+    return f"{describe(span.action)}\nrank {span.rank}, {time_text(span.start, unit)} to {time_text(span.end, unit)}"
+
+
+def describe(action: AnyAction) -> str:
+    """``2F3: forward of stage 2, microbatch 3``."""
+    if isinstance(action, Overlap):
+        return f"{describe(action.first)}; overlapped with {describe(action.second)}"
+    microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+    return f"{action}: {WORDS[action.op]}, stage {action.stage}{microbatch}"

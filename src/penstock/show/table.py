@@ -1,0 +1,228 @@
+"""A timeline in the terminal: one row a rank, one column a slot, folded into blocks when wider than the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.plan import Op, Plan
+from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, OVERLAP, STAGE, STAGE_SHIFT, parts, text
+from penstock.show.colours import WORDS, Paint, paint, shades
+from penstock.show.numbers import time_text
+from penstock.show.slots import Grid, Slot, cut
+from penstock.simulate import Timeline, simulate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_LETTERS: Final = {Op.UNSHARD: "U", Op.RESHARD: "R", Op.REDUCE_GRAD: "G"}
+_DIM: Final = Paint("", "dim")
+
+
+class Piece(NamedTuple):
+    """A bit of a line, and how to paint it; None: as it is."""
+
+    text: str
+    paint: Paint | None = None
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """The signs that a table is made of."""
+
+    idle: str
+    more: str
+    edge: str
+
+
+_FINE = _Marks("·", "─", "│")
+_ASCII = _Marks(".", "-", "|")
+
+
+def table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = False) -> str:
+    """The table as plain text; a plan is timed with unit costs.
+
+    >>> from penstock.schedules import get_schedule
+    >>> print(table(get_schedule("1f1b")(2, 2)), end="")
+            0  1  2  3  4  5  6  7  8
+    rank 0 │F0 F1 ·  ·  B0 ─  ·  B1 ─
+    rank 1 │·  F0 B0 ─  F1 B1 ─  ·  ·
+    F forward, B backward; one column is 1
+    """
+    lines = _Layout(_timed(shown), coloured=False, marks=_ASCII if ascii_only else _FINE).lines(width)
+    return "".join("".join(piece.text for piece in line).rstrip() + "\n" for line in lines)
+
+
+def coloured_table(shown: Timeline | Plan, *, width: int = 100) -> Text:
+    """The table as a rich text: a colour for each kind of action, a shade for each stage, the microbatch's number."""
+    return _rich(_Layout(_timed(shown), coloured=True, marks=_FINE).lines(width))
+
+
+def listing(plan: Plan, *, width: int = 100) -> str:
+    """Every action of every rank in its order, messages included, as plain text.
+
+    >>> print(listing(Plan.of(["0F0,0B0".split(","), "1F0,1B0".split(",")])), end="")
+    rank 0 │0F0 0B0
+    rank 1 │1F0 1B0
+    """
+    return "".join("".join(piece.text for piece in line).rstrip() + "\n" for line in _listed(plan, width))
+
+
+def coloured_listing(plan: Plan, *, width: int = 100) -> Text:
+    """`listing` as a rich text."""
+    return _rich(_listed(plan, width))
+
+
+def show_table(shown: Timeline | Plan, console: Console | None = None, *, actions: bool = False) -> None:
+    """Write the table (or, with `actions`, the list of actions) to a console, in colour if that can show colour."""
+    from rich.console import Console
+
+    console = console if console is not None else Console()
+    plan = shown if isinstance(shown, Plan) else shown.plan
+    if console.is_terminal and console.color_system is not None:
+        made = (
+            coloured_listing(plan, width=console.width) if actions else coloured_table(shown, width=console.width)
+        )
+        console.print(made, soft_wrap=True, end="")
+    else:
+        plain = (
+            listing(plan, width=console.width)
+            if actions
+            else table(shown, width=console.width, ascii_only=not console.encoding.startswith("utf"))
+        )
+        console.print(plain, soft_wrap=True, end="", markup=False, highlight=False, emoji=False)
+
+
+def _timed(shown: Timeline | Plan) -> Timeline:
+    return simulate(shown) if isinstance(shown, Plan) else shown
+
+
+class _Layout:
+    """Where everything of one table goes."""
+
+    def __init__(self, timeline: Timeline, *, coloured: bool, marks: _Marks) -> None:
+        self.timeline, self.coloured, self.marks = timeline, coloured, marks
+        self.grid: Grid = cut(timeline)
+        self.shades = shades(timeline.plan)
+        self.single = timeline.plan.num_stages == timeline.plan.num_ranks
+        self.cell = self._cell_width()
+        self.gutter = len(f"rank {timeline.plan.num_ranks - 1} ")
+
+    def _cell_width(self) -> int:
+        """The narrowest columns in which every label, and a space after it, fits into the slots of its action."""
+        widest = 3 if self.coloured else 2
+        for row in self.grid.rows:
+            for slot in row:
+                widest = max(widest, -(-(len(self.label(slot.code)) + 1) // slot.width))
+        return widest
+
+    def label(self, code: int) -> str:
+        if code & OP == OVERLAP:
+            return ("  " if self.coloured else "+").join(self.label(part) for part in parts(code))
+        op, stage, microbatch = Op(code & OP), code >> STAGE_SHIFT & STAGE, code >> MICROBATCH_SHIFT & MICROBATCH
+        if not op.has_microbatch:
+            return f"{_LETTERS[op]}{stage}"
+        if self.coloured:
+            return str(microbatch)
+        return f"{op.name}{microbatch}" if self.single else text(code)
+
+    def lines(self, width: int) -> Iterator[list[Piece]]:
+        room = max(1, (width - self.gutter - 1) // self.cell)
+        for first in range(0, self.grid.num_columns, room):
+            if first:
+                yield []
+            last = min(first + room, self.grid.num_columns)
+            yield [Piece(" " * (self.gutter + 1)), Piece(self.ruler(first, last), _DIM)]
+            for rank, row in enumerate(self.grid.rows):
+                yield [Piece(f"rank {rank} ".rjust(self.gutter)), Piece(self.marks.edge, _DIM), *self.row(row, first, last)]
+        yield list(self.legend())
+
+    def ruler(self, first: int, last: int) -> str:
+        """The times at which columns begin: at every column, or at every second, third, .. if that is too tight."""
+        marks = [f"{column * self.grid.unit:.5g}" for column in range(first, last)]
+        every = -(-(max(map(len, marks)) + 1) // self.cell)
+        line = "".join(mark.ljust(self.cell * every) for mark in marks[::every])
+        return line[: (last - first) * self.cell].rstrip()
+
+    def row(self, row: Iterable[Slot], first: int, last: int) -> Iterator[Piece]:
+        at = first
+        for slot in row:
+            begin, end = max(slot.column, first), min(slot.column + slot.width, last)
+            if begin >= end:
+                continue
+            yield self.idle(begin - at)
+            yield from self.action(slot, begin - slot.column, end - slot.column)
+            at = end
+        yield self.idle(last - at)
+
+    def idle(self, columns: int) -> Piece:
+        return Piece(self.marks.idle.ljust(self.cell) * columns, _DIM)
+
+    def action(self, slot: Slot, begin: int, end: int) -> Iterator[Piece]:
+        """The columns from `begin` to `end` of one action: its label first, then what shows that it goes on."""
+        if not self.coloured:
+            more = self.marks.more.ljust(self.cell)
+            label = self.label(slot.code)
+            covered = -(-(len(label) + 1) // self.cell)
+            whole = label.ljust(covered * self.cell) + more * (slot.width - covered)
+            yield Piece(whole[begin * self.cell : end * self.cell])
+            return
+        pieces = parts(slot.code)
+        share = slot.width * self.cell // len(pieces)
+        whole_width, at = slot.width * self.cell, 0
+        for number, part in enumerate(pieces):
+            until = whole_width if number == len(pieces) - 1 else at + share
+            shown = (self.label(part).rjust(self.cell - 1 if number == 0 else 0) + " ").ljust(until - at)[: until - at]
+            low, high = max(begin * self.cell, at), min(end * self.cell, until)
+            if low < high:
+                yield Piece(shown[low - at : high - at], self.paint(part))
+            at = until
+
+    def paint(self, code: int) -> Paint:
+        return paint(Op(code & OP), *self.shades[code >> STAGE_SHIFT & STAGE])
+
+    def legend(self) -> Iterator[Piece]:
+        used = {part & OP for row in self.grid.rows for slot in row for part in parts(slot.code)}
+        for number, op in enumerate(op for op in Op if op in used):
+            yield Piece("  " if self.coloured and number else "" if self.coloured or not number else ", ")
+            letter = _LETTERS.get(op, op.name)
+            yield Piece(f" {letter} " if self.coloured else letter, paint(op) if self.coloured else None)
+            yield Piece(f" {WORDS[op]}")
+        close = "is" if self.grid.exact else "is about"
+        yield Piece(f"; one column {close} {time_text(self.grid.unit, self.timeline.unit)}")
+
+
+def _listed(plan: Plan, width: int) -> Iterator[list[Piece]]:
+    gutter = len(f"rank {plan.num_ranks - 1} ")
+    shade = shades(plan)
+    for rank, codes in enumerate(plan.codes):
+        line, used = [Piece(f"rank {rank} ".rjust(gutter)), Piece(_FINE.edge, _DIM)], gutter + 1
+        for code in codes:
+            word = text(code)
+            if used + len(word) > width and used > gutter + 1:
+                yield line
+                line, used = [Piece(" " * gutter), Piece(_FINE.edge, _DIM)], gutter + 1
+            first = parts(code)[0]
+            op = Op(first & OP)
+            line += [Piece(word, _DIM if op.is_message else paint(op, *shade[first >> STAGE_SHIFT & STAGE])), Piece(" ")]
+            used += len(word) + 1
+        yield line
+
+
+def _rich(lines: Iterable[list[Piece]]) -> Text:
+    from rich.text import Text
+
+    made = Text(no_wrap=True, overflow="ignore")
+    for line in lines:
+        for piece in line:
+            made.append(piece.text, _style(piece.paint))
+        made.append("\n")
+    return made
+
+
+def _style(painted: Paint | None) -> str:
+    if painted is None:
+        return ""
+    return "dim" if painted is _DIM else f"{painted.ink} on {painted.fill}"

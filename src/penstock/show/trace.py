@@ -1,0 +1,176 @@
+"""A timeline as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
+
+A rank is a process. Its compute actions are on one thread; messages are on threads of their own, as many as are under
+way at a time, because slices of one thread may not cross. An arrow leads from each send to its receive (in a plan
+without messages: from each action to the one on another rank that needs it), and a counter shows the memory held.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.plan import Action, AnyAction, Op, Overlap, Plan
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts
+from penstock.show.colours import WORDS
+from penstock.simulate import Message, Timeline, simulate
+
+_MICROSECONDS: Final = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
+_UNITLESS: Final = 1e3  # a unit of a simulation is drawn as a millisecond
+_COMPUTE, _SENDS, _RECEIVES = 0, 100, 10_000  # the first thread of each kind
+_SHORTEST: Final = 1e-3  # a nanosecond: arrows need something to be bound to
+
+Event = dict[str, Any]
+
+
+def trace(shown: Timeline | Plan) -> dict[str, Any]:
+    """The trace as one JSON-ready object; a plan is timed with unit costs.
+
+    >>> from penstock.schedules import get_schedule
+    >>> sorted({event["ph"] for event in trace(get_schedule("1f1b")(2, 2))["traceEvents"]})
+    ['C', 'M', 'X', 'f', 's']
+    """
+    timeline = simulate(shown) if isinstance(shown, Plan) else shown
+    made = _Trace(timeline)
+    return {
+        "traceEvents": list(made.events()),
+        "displayTimeUnit": "ms",
+        "otherData": {"schedule": timeline.plan.name, "unit": timeline.unit or "1 = 1 ms", "by": "penstock"},
+    }
+
+
+def dump_trace(shown: Timeline | Plan, path: str | PathLike[str]) -> None:
+    """Write the trace as a JSON file."""
+    Path(path).write_text(json.dumps(trace(shown), separators=(",", ":")), encoding="utf-8")
+
+
+class _Trace:
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.scale = _MICROSECONDS.get(timeline.unit, _UNITLESS)
+        self.lanes: dict[tuple[int, int], list[float]] = {}  # (rank, kind) -> when each of its threads is free again
+
+    def events(self) -> Iterator[Event]:
+        for rank in range(self.timeline.plan.num_ranks):
+            yield _named("process_name", rank, f"rank {rank}")
+            yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+            yield _named("thread_name", rank, "compute", _COMPUTE)
+            yield from self.slices(rank)
+            yield from self.memory(rank)
+        if self.timeline.plan.is_lowered:
+            yield from self.messages()
+        else:
+            yield from self.dependencies()
+
+    def at(self, time: float) -> float:
+        return round((time - self.timeline.start) * self.scale, 3)
+
+    def slices(self, rank: int) -> Iterator[Event]:
+        for span in self.timeline.spans(rank):
+            if isinstance(span.action, Overlap) or not span.action.op.is_message:
+                yield self.slice(rank, _COMPUTE, span.action, begin=self.at(span.start), end=self.at(span.end))
+
+    def slice(self, rank: int, thread: int, action: AnyAction, *, begin: float, end: float) -> Event:
+        return {
+            "ph": "X",
+            "name": str(action),
+            "cat": "overlap" if isinstance(action, Overlap) else WORDS[action.op],
+            "pid": rank,
+            "tid": thread,
+            "ts": begin,
+            "dur": round(max(end - begin, 0.0), 3),
+            "args": _details(action),
+        }
+
+    def memory(self, rank: int) -> Iterator[Event]:
+        if self.timeline.memory:
+            for time, held in self.timeline.memory[rank]:
+                yield {"ph": "C", "name": "memory", "pid": rank, "tid": _COMPUTE, "ts": self.at(time), "args": {"held": held}}
+
+    def messages(self) -> Iterator[Event]:
+        """Both ends of every message and the arrow between them."""
+        starts = self._receive_starts()
+        posted = sorted(self.timeline.messages(), key=lambda message: message.posted)
+        for number, message in enumerate(posted):
+            leaves = self.at(message.posted)
+            arrives = max(self.at(message.arrived), round(leaves + _SHORTEST, 3))
+            opens = min(self.at(starts.get(message.recv.code, message.posted)), arrives - _SHORTEST)
+            send = self.lane(message.sender, _SENDS, leaves, arrives)
+            yield from send[1]
+            yield self.slice(message.sender, send[0], message.send, begin=leaves, end=arrives)
+            recv = self.lane(message.receiver, _RECEIVES, opens, arrives)
+            yield from recv[1]
+            yield self.slice(message.receiver, recv[0], message.recv, begin=opens, end=arrives)
+            yield _arrow("s", number, _flow(message), pid=message.sender, tid=send[0], ts=leaves)
+            yield _arrow("f", number, _flow(message), pid=message.receiver, tid=recv[0], ts=max(leaves, opens))
+
+    def _receive_starts(self) -> dict[int, float]:
+        return {
+            code: start
+            for codes, starts in zip(self.timeline.plan.codes, self.timeline.starts, strict=True)
+            for code, start in zip(codes, starts, strict=True)
+            if code & OP in (Op.RECV_F, Op.RECV_B)
+        }
+
+    def lane(self, rank: int, kind: int, begin: float, end: float) -> tuple[int, Iterable[Event]]:
+        """A thread of this kind that is free from `begin` on, and its name if it is a new one."""
+        lanes = self.lanes.setdefault((rank, kind), [])
+        for number, free in enumerate(lanes):
+            if free <= begin:
+                lanes[number] = end
+                return kind + number, ()
+        lanes.append(end)
+        thread = kind + len(lanes) - 1
+        word = "sends" if kind == _SENDS else "receives"
+        return thread, (_named("thread_name", rank, word, thread),)
+
+    def dependencies(self) -> Iterator[Event]:
+        """Arrows between the compute actions of different ranks."""
+        plan, number = self.timeline.plan, 0
+        where = {
+            part: (rank, start, end)
+            for rank, codes in enumerate(plan.codes)
+            for code, start, end in zip(codes, self.timeline.starts[rank], self.timeline.ends[rank], strict=True)
+            for part in parts(code)
+        }
+        for part, (rank, start, _) in where.items():
+            if part & OP > Op.B:
+                continue
+            for need in plan.rules.needs(part & KEY):
+                source = where.get(need | part & MICROBATCH_FIELD) or where.get(_as_full(need) | part & MICROBATCH_FIELD)
+                if source is None or source[0] == rank:
+                    continue
+                number += 1
+                name = "activation" if need & OP == Op.F else "gradient"
+                begin, end = self.at(source[1]), self.at(source[2])
+                yield _arrow("s", number, name, pid=source[0], tid=_COMPUTE, ts=round(max(begin, end - _SHORTEST), 3))
+                yield _arrow("f", number, name, pid=rank, tid=_COMPUTE, ts=self.at(start))
+
+
+def _as_full(key: int) -> int:
+    """The key of B for a key of I, which may be there as part of it."""
+    return key & ~OP | Op.B if key & OP == Op.I else key
+
+
+def _flow(message: Message) -> str:
+    return "activation" if isinstance(message.send, Action) and message.send.op is Op.SEND_F else "gradient"
+
+
+def _arrow(phase: str, number: int, name: str, *, pid: int, tid: int, ts: float) -> Event:
+    arrow: Event = {"ph": phase, "id": number, "name": name, "cat": "message", "pid": pid, "tid": tid, "ts": ts}
+    return arrow | {"bp": "e"} if phase == "f" else arrow
+
+
+def _named(what: str, rank: int, name: str, thread: int | None = None) -> Event:
+    event: Event = {"ph": "M", "name": what, "pid": rank, "args": {"name": name}}
+    return event if thread is None else event | {"tid": thread}
+
+
+def _details(action: AnyAction) -> dict[str, Any]:
+    if isinstance(action, Overlap):
+        return {"first": str(action.first), "second": str(action.second)}
+    details: dict[str, Any] = {"stage": action.stage}
+    return details if action.microbatch is None else details | {"microbatch": action.microbatch}
