@@ -20,7 +20,7 @@ A rank needs its own list and those of the ranks that it exchanges messages with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.errors import PlanError
 from penstock.plan import Plan, Rules
@@ -50,6 +50,9 @@ class JustInTime:
 
 ReceivePolicy = Early | Ahead | JustInTime
 
+_Receives = list[tuple[int, int, list[int]]]  # the receive, its send at the other end, the log of what we used from there
+_Sends = list[tuple[int, int, int, tuple[list[int], list[int], list[int]]]]  # send, receive, contributors, the logs
+
 
 def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:  # noqa: B008  a frozen value
     """The plan with its sends and receives.
@@ -66,21 +69,33 @@ def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:  # noqa: 
     return plan.with_codes(lowering.rank(rank) for rank in range(plan.num_ranks))
 
 
+@dataclass
+class _Traffic:
+    """The messages of one rank, as its list of compute actions alone tells them."""
+
+    after: dict[int, list[int]] = field(default_factory=dict)  # slot -> the sends that follow it
+    left: dict[int, int] = field(default_factory=dict)  # send -> its slot
+    used: dict[int, int] = field(default_factory=dict)  # receive -> the first slot that uses it
+    sent: dict[int, list[int]] = field(default_factory=dict)  # by rank: what goes there, as receives, in order
+    heard: dict[int, list[int]] = field(default_factory=dict)  # beside `sent`: how many of that rank's messages were used
+    heeded: dict[int, list[int]] = field(default_factory=dict)  # by rank: its sends, in the order in which they are used
+
+    def towards(self, rank: int) -> tuple[list[int], list[int], list[int]]:
+        return self.sent.setdefault(rank, []), self.heard.setdefault(rank, []), self.heeded.setdefault(rank, [])
+
+
 class MessageLowering:
     """Lowers rank after rank; `codes_of` gives the compute actions of a rank, and is asked for neighbours only."""
 
     def __init__(self, rules: Rules, codes_of: Callable[[int], Sequence[int]], policy: ReceivePolicy) -> None:
         self.rules, self.codes_of, self.policy = rules, codes_of, policy
-        self._sends: dict[int, tuple[int, ...]] = {}
-        self._receives: dict[int, tuple[int, ...]] = {}
+        self._traffic: dict[int, _Traffic] = {}
 
     def rank(self, rank: int) -> list[int]:
         """The lowered list of one rank."""
-        codes = self.codes_of(rank)
-        after = self.sends_by_slot(codes)
-        posts = self.posts(rank, codes, after)
+        after, posts = self.traffic(rank).after, self.posts(rank)
         lowered: list[int] = []
-        for slot, code in enumerate(codes):
+        for slot, code in enumerate(self.codes_of(rank)):
             if 2 * slot in posts:
                 lowered += posts[2 * slot]
             lowered.append(code)
@@ -90,94 +105,81 @@ class MessageLowering:
                 lowered += after[slot]
         return lowered
 
-    def sends_by_slot(self, codes: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Which sends follow which slot."""
-        found: dict[int, tuple[int, ...]] = {}
-        partial: dict[int, int] = {}  # sends that several actions contribute to -> how many have
-        sends = self._sends
-        for slot, code in enumerate(codes):
-            for part in parts(code) if code & OP > 3 else (code,):
-                key = part & KEY
-                keys = sends.get(key)
-                if keys is None:
-                    keys = sends[key] = self.rules.sends(key)
-                for send in keys:
-                    message = send | part & MICROBATCH_FIELD
-                    contributors = len(self.rules.needs(send))
-                    if contributors > 1:
-                        partial[message] = partial.get(message, 0) + 1
-                        if partial[message] < contributors:
-                            continue
-                    found[slot] = (*found.get(slot, ()), message)
-        return found
-
-    def receives(self, key: int) -> tuple[int, ...]:
-        """The receives that an action needs, by key."""
-        found = self._receives.get(key)
+    def traffic(self, rank: int) -> _Traffic:
+        found = self._traffic.get(rank)
         if found is None:
-            needs = self.rules.needs(key)
-            found = self._receives[key] = tuple(n for n in needs if n & OP in (Op.RECV_F, Op.RECV_B))
+            found = self._traffic[rank] = self._read(rank)
         return found
 
-    def posts(self, rank: int, codes: Sequence[int], after: dict[int, tuple[int, ...]]) -> dict[int, list[int]]:
-        """Where to post the receives: 2 * slot is before the slot's action, 2 * slot + 1 after it and before its sends."""
-        use: dict[int, int] = {}
-        for slot, code in enumerate(codes):
-            for part in parts(code) if code & OP > 3 else (code,):
-                for receive in self.receives(part & KEY):
-                    use.setdefault(receive | part & MICROBATCH_FIELD, slot)
-        left = {message: slot for slot, messages in after.items() for message in messages}
-        posts: dict[int, list[int]] = {}
+    def _read(self, rank: int) -> _Traffic:
+        traffic = _Traffic()
+        after, left, used = traffic.after, traffic.left, traffic.used
+        table: dict[int, tuple[_Receives, _Sends]] = {}
+        partial: dict[int, int] = {}  # sends that several actions contribute to -> how many have
+        for slot, code in enumerate(self.codes_of(rank)):
+            for part in (code,) if code & OP <= 3 else parts(code):
+                entry = table.get(part & KEY)
+                if entry is None:
+                    entry = table[part & KEY] = self._entry(part & KEY, traffic)
+                microbatch = part & MICROBATCH_FIELD
+                for receive, send, heeded in entry[0]:
+                    if receive | microbatch not in used:
+                        used[receive | microbatch] = slot
+                        heeded.append(send | microbatch)
+                for send, receive, contributors, (sent, heard, heeded) in entry[1]:
+                    if contributors > 1:
+                        partial[send | microbatch] = partial.get(send | microbatch, 0) + 1
+                        if partial[send | microbatch] < contributors:
+                            continue
+                    left[send | microbatch] = slot
+                    after.setdefault(slot, []).append(send | microbatch)
+                    sent.append(receive | microbatch)
+                    heard.append(len(heeded))
+        return traffic
+
+    def _entry(self, key: int, traffic: _Traffic) -> tuple[_Receives, _Sends]:
+        """What an action with this key receives and sends."""
         rank_of = self.rules.placement.rank_of
-        for sender in sorted({rank_of(peer_of(receive)) for receive in self._keys(use)}):
-            messages, heard = self.incoming(sender, rank, left)
-            for place, receive in zip(self.places(messages, heard, use), messages, strict=True):
+        receives = [n for n in self.rules.needs(key) if n & OP in (Op.RECV_F, Op.RECV_B)]
+        return (
+            [(receive, partner_of(receive), traffic.towards(rank_of(peer_of(receive)))[2]) for receive in receives],
+            [
+                (send, partner_of(send), len(self.rules.needs(send)), traffic.towards(rank_of(peer_of(send))))
+                for send in self.rules.sends(key)
+            ],
+        )
+
+    def posts(self, rank: int) -> dict[int, list[int]]:
+        """Where to post the receives: 2 * slot is before the slot's action, 2 * slot + 1 after it and before its sends."""
+        traffic = self.traffic(rank)
+        posts: dict[int, list[int]] = {}
+        for sender in sorted(traffic.heeded):
+            theirs = self.traffic(sender)
+            if rank not in theirs.sent:
+                continue
+            latest, slots = -1, [-1]  # the latest of our slots that the sender has heard of, by how many it has heard
+            for send in theirs.heeded[rank]:
+                latest = max(latest, traffic.left.get(send, -1))
+                slots.append(latest)
+            messages = theirs.sent[rank]
+            places = self.places(messages, [slots[count] for count in theirs.heard[rank]], traffic.used)
+            for place, receive in zip(places, messages, strict=True):
                 posts.setdefault(place, []).append(receive)
         return posts
 
-    @staticmethod
-    def _keys(messages: dict[int, int]) -> set[int]:
-        return {message & KEY for message in messages}
-
-    def incoming(self, sender: int, rank: int, left: dict[int, int]) -> tuple[list[int], list[int]]:
-        """What `sender` sends us, as receives in the order of sending, and how far it has heard of us by then."""
-        codes = self.codes_of(sender)
-        after = self.sends_by_slot(codes)
-        rank_of = self.rules.placement.rank_of
-        messages: list[int] = []
-        heard: list[int] = []
-        latest = -1
-        to_us: dict[int, bool] = {}
-        for slot, code in enumerate(codes):
-            for part in parts(code) if code & OP > 3 else (code,):
-                for receive in self.receives(part & KEY):
-                    slot_here = left.get(partner_of(receive) | part & MICROBATCH_FIELD, -1)
-                    if slot_here > latest:
-                        latest = slot_here
-            for send in after.get(slot, ()):
-                key = send & KEY
-                ours = to_us.get(key)
-                if ours is None:
-                    ours = to_us[key] = rank_of(peer_of(send)) == rank
-                if ours:
-                    messages.append(partner_of(send))
-                    heard.append(latest)
-        return messages, heard
-
-    def places(self, messages: list[int], heard: list[int], use: dict[int, int]) -> list[int]:
+    def places(self, messages: list[int], heard: list[int], used: dict[int, int]) -> list[int]:
         """The place of each receive by the policy, never later than its use, in the order of sending."""
-        places: list[int] = []
-        for number, (message, slot) in enumerate(zip(messages, heard, strict=True)):
-            used = 2 * use.get(message, 0)
-            early = 2 * slot + 1 if slot >= 0 else 0
-            match self.policy:
-                case Early():
-                    place = early
-                case Ahead(count):
-                    place = max(early, 2 * use.get(messages[number - count], 0)) if number >= count else early
-                case JustInTime():
-                    place = used
-            places.append(min(place, used))
-        for number in range(len(places) - 2, -1, -1):
-            places[number] = min(places[number], places[number + 1])
-        return places
+        uses = [2 * used.get(message, 0) for message in messages]
+        early = [2 * slot + 1 for slot in heard]
+        match self.policy:
+            case Early():
+                places = early
+            case Ahead(count):
+                places = [max(e, uses[n - count]) if n >= count else e for n, e in enumerate(early)]
+            case JustInTime():
+                places = uses
+        place, ordered = 2 * len(used) + max(uses, default=0) + 1, []
+        for wanted, use in zip(reversed(places), reversed(uses), strict=True):
+            place = max(0, min(place, wanted, use))
+            ordered.append(place)
+        return ordered[::-1]

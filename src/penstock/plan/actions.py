@@ -133,14 +133,25 @@ def neighbour(op: Op, stage: int) -> int:
 def peer_of(code: int) -> int:
     """The stage at the other end of a packed message."""
     peer = code >> PEER_SHIFT
-    return peer - 1 if peer else neighbour(_OPS[code & OP], code >> STAGE_SHIFT & STAGE)
+    if peer:
+        return peer - 1
+    return (code >> STAGE_SHIFT & STAGE) + (1 if code & OP in (Op.SEND_F, Op.RECV_B) else -1)
+
+
+# From a message between neighbours to its other half: SEND_F(s) <-> RECV_F(s + 1), SEND_B(s) <-> RECV_B(s - 1).
+_ACROSS: Final = {
+    int(Op.SEND_F): 1 + (1 << STAGE_SHIFT),
+    int(Op.RECV_F): -1 - (1 << STAGE_SHIFT),
+    int(Op.SEND_B): 1 - (1 << STAGE_SHIFT),
+    int(Op.RECV_B): -1 + (1 << STAGE_SHIFT),
+}
 
 
 def partner_of(code: int) -> int:
     """The other half of a packed message: its receive for a send, its send for a receive."""
-    op = _OPS[code & OP]
-    other = Op(op ^ 1)
-    return key_of(other, peer_of(code), code >> STAGE_SHIFT & STAGE) | code & MICROBATCH_FIELD
+    if not code >> PEER_SHIFT:
+        return code + _ACROSS[code & OP]
+    return key_of(Op(code & OP ^ 1), peer_of(code), code >> STAGE_SHIFT & STAGE) | code & MICROBATCH_FIELD
 
 
 def pack(action: AnyAction) -> int:

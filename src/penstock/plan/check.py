@@ -53,7 +53,9 @@ def check(plan: Plan, *, sends: Literal["asynchronous", "blocking"] = "asynchron
     _Execution(plan, blocking=sends == "blocking").run()
 
 
-_Entry = tuple[bytearray, tuple[tuple[bytearray, int], ...]]
+# The flags of an action's key, the flags and keys of what it needs on its own rank, and, for a message, the log of its
+# channel and its receive's key.
+_Entry = tuple[bytearray, tuple[tuple[bytearray, int], ...], list[int], int]
 
 
 class _Ledger:
@@ -63,7 +65,7 @@ class _Ledger:
         self.plan = plan
         size = plan.num_microbatches
         self.done: defaultdict[int, bytearray] = defaultdict(lambda: bytearray(size))  # by key; a B is an I and a W
-        self.sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by ordered pair of ranks
+        self.sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # the receives, by ordered pair of ranks
         self.received: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self.sharded = {code >> STAGE_SHIFT & STAGE for codes in plan.codes for code in codes if code & OP == Op.UNSHARD}
         self.gathered: set[int] = set()
@@ -96,7 +98,7 @@ class _Ledger:
             if op == 3:
                 self.done[key ^ 1][microbatch] = 1
             elif op > 3:
-                self.post(code, op)
+                entry[2].append(entry[3] | code & MICROBATCH_FIELD)
                 continue
             if self.sharded or self.reduced:
                 self.tended(rank, position, code, op)
@@ -140,7 +142,8 @@ class _Ledger:
         needs = () if op in (Op.RECV_F, Op.RECV_B) else plan.rules.needs(key)
         rank_of = plan.placement.rank_of
         local = tuple((self.done[n], n) for n in needs if rank_of(n >> STAGE_SHIFT & STAGE) == rank)
-        return self.done[key ^ 2 if op is Op.B else key], local
+        log, receive = self.channel(key, op) if op.is_message else ([], 0)
+        return self.done[key ^ 2 if op is Op.B else key], local, log, receive
 
     def expected_message(self, where: str, code: int, op: Op, stage: int) -> None:
         plan, peer = self.plan, peer_of(code)
@@ -157,13 +160,13 @@ class _Ledger:
         if carrier != consumer:
             raise IncompleteError(f"{where}: {text(code)} crosses twice; stage {carrier} on that rank brings the same value")
 
-    def post(self, code: int, op: int) -> None:
+    def channel(self, key: int, op: Op) -> tuple[list[int], int]:
+        """Where a message is noted, and as which receive."""
         rank_of = self.plan.placement.rank_of
-        here, there = rank_of(code >> STAGE_SHIFT & STAGE), rank_of(peer_of(code))
-        if op & 1:
-            self.received[there, here].append(code)
-        else:
-            self.sent[here, there].append(code)
+        here, there = rank_of(key >> STAGE_SHIFT & STAGE), rank_of(peer_of(key))
+        if op in (Op.RECV_F, Op.RECV_B):
+            return self.received[there, here], key
+        return self.sent[here, there], partner_of(key)
 
     def tend(self, rank: int, position: int, code: int) -> None:
         """UNSHARD, RESHARD, REDUCE_GRAD."""
@@ -208,7 +211,7 @@ class _Ledger:
                     f"rank {plan.placement.rank_of(stage)} lacks {stage}REDUCE_GRAD; expected one for every stage, or none at all"
                 )
         for pair in self.sent.keys() | self.received.keys():
-            self.compare(pair, [partner_of(code) for code in self.sent[pair]], self.received[pair])
+            self.compare(pair, self.sent[pair], self.received[pair])
 
     def missing(self, op: Op, stage: int, microbatch: int) -> None:
         name = op.name if op is Op.F else f"{op.name} (or B)"

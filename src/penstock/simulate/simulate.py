@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from penstock.errors import DeadlockError, PlanError
 from penstock.plan import Plan
@@ -46,6 +47,19 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     return _Run(plan, costs).timeline()
 
 
+@dataclass(frozen=True)
+class _Link:
+    """A message as seen from one of its halves."""
+
+    needs: list[list[float]]  # a send: when what it carries was computed
+    here: list[float]  # when this half was posted, by microbatch
+    there: list[float]  # when the other half was
+    channel: list[float]  # one number: from when on the ordered pair of ranks is free
+    transfer: float  # the time on the wire, without latency
+    done: list[float]  # when it arrived
+    recv: int  # the key of the receiving half
+
+
 class _Run:
     """The state of one simulation.
 
@@ -61,14 +75,14 @@ class _Run:
         self.duration = _durations(plan, costs)
         self.cursor = [0] * plan.num_ranks
         self.clock = [0.0] * plan.num_ranks
-        self.waiting: dict[int, int] = {}  # packed action -> the rank that waits for it, if only one does
-        self.crowd: dict[int, list[int]] = {}  # packed action -> further ranks that wait for it
+        self.waiting: dict[int, list[int]] = {}  # packed action -> the ranks that wait for it
         self.starts: list[list[float]] = [[] for _ in range(plan.num_ranks)]
         self.ends: list[list[float]] = [[] for _ in range(plan.num_ranks)]
         self.gaps = [[0.0, 0.0, 0.0] for _ in range(plan.num_ranks)]  # filling, communication, imbalance
         self.ready = list(range(plan.num_ranks - 1, -1, -1))
         self.needs: dict[int, list[_Need]] = {}
-        self.channel_free: dict[tuple[int, int], float] = {}
+        self.links: dict[int, _Link] = {}
+        self.channels: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0])  # free from then on
 
     def timeline(self) -> Timeline:
         while self.ready:
@@ -118,6 +132,10 @@ class _Run:
         for at in range(at, len(codes)):
             code = codes[at]
             op = code & 15
+            if 3 < op < 8 and self.message(code, now):
+                starts.append(now)
+                ends.append(now)
+                continue
             if op > 3:
                 after = self.special(rank, code, now)
                 if after < 0.0:
@@ -145,9 +163,7 @@ class _Run:
                 ends.append(now)
                 done[key][microbatch] = now
                 if code in waiting:
-                    ready.append(waiting.pop(code))
-                    if code in self.crowd:
-                        ready += self.crowd.pop(code)
+                    ready += waiting.pop(code)
                 if op == 3:  # a full backward is both halves
                     self.complete(code ^ 2, now)
                     self.complete(code ^ 1, now)
@@ -160,12 +176,13 @@ class _Run:
     def complete(self, code: int, time: float) -> None:
         self.done[code & KEY][code >> MICROBATCH_SHIFT & MICROBATCH] = time
         if code in self.waiting:
-            self.ready.append(self.waiting.pop(code))
-            self.ready += self.crowd.pop(code, ())
+            self.wake(code)
+
+    def wake(self, code: int) -> None:
+        self.ready += self.waiting.pop(code)
 
     def park(self, rank: int, code: int) -> None:
-        if self.waiting.setdefault(code, rank) != rank:
-            self.crowd.setdefault(code, []).append(rank)
+        self.waiting.setdefault(code, []).append(rank)
 
     def gap(self, rank: int, now: float, begin: float, computed: float) -> None:
         gaps = self.gaps[rank]
@@ -177,15 +194,11 @@ class _Run:
             gaps[2] += computed - now
 
     def special(self, rank: int, code: int, now: float) -> float:
-        """A message, an overlapped pair, or care of parameters: the time after it, or `_NEVER` if it cannot start."""
+        """An overlapped pair, or care of parameters: the time after it, or `_NEVER` if it (or a send) cannot start."""
         op = code & OP
         starts, ends = self.starts[rank], self.ends[rank]
         if op <= 7:
-            if not self.message(rank, code, now):
-                return _NEVER
-            starts.append(now)
-            ends.append(now)
-            return now
+            return _NEVER
         if op != OVERLAP:
             starts.append(now)
             ends.append(now + self.duration[code])
@@ -213,28 +226,46 @@ class _Run:
                 self.complete(part ^ 1, end)
         return ends[-1]
 
-    def message(self, rank: int, code: int, now: float) -> bool:
+    def message(self, code: int, now: float) -> bool:
         """Post one half of a message; the second half to be posted sends it on its way."""
         key, microbatch = code & KEY, code >> MICROBATCH_SHIFT & MICROBATCH
-        is_send = not code & 1
-        if is_send and any(times[microbatch] < 0.0 for times, _, _, _ in self.needs_of(key)):
-            return False
-        self.posted[key][microbatch] = now
-        other = partner_of(key)
-        posted_there = self.posted[other][microbatch]
-        if posted_there < 0.0:
-            return True
-        recv = other if is_send else key
-        producer = (key if is_send else other) >> STAGE_SHIFT & STAGE
-        rank_of = self.plan.placement.rank_of
-        pair = (rank_of(producer), rank_of(recv >> STAGE_SHIFT & STAGE))
-        leave = max(now, posted_there, self.channel_free.get(pair, 0.0))
-        if self.costs.bandwidth is not None and self.costs.output_bytes is not None:
-            source = producer if (recv & OP) == Op.RECV_F else recv >> STAGE_SHIFT & STAGE
-            leave += self.costs.output_bytes[source] / self.costs.bandwidth
-        self.channel_free[pair] = leave
-        self.complete(recv | code & MICROBATCH_FIELD, leave + self.costs.latency)
+        link = self.links.get(key)
+        if link is None:
+            link = self.links[key] = self.link(key)
+        for times in link.needs:
+            if times[microbatch] < 0.0:
+                return False
+        link.here[microbatch] = now
+        there = link.there[microbatch]
+        if there >= 0.0:
+            channel = link.channel
+            leave = max(now, there, channel[0]) + link.transfer
+            channel[0] = leave
+            arrived = leave + self.costs.latency
+            link.done[microbatch] = arrived
+            recv = link.recv | code & MICROBATCH_FIELD
+            if recv in self.waiting:
+                self.wake(recv)
         return True
+
+    def link(self, key: int) -> _Link:
+        """All that is known of a message before it is sent, by the key of either half."""
+        other, is_send = partner_of(key), not key & 1
+        send, recv = (key, other) if is_send else (other, key)
+        rank_of = self.plan.placement.rank_of
+        stages = send >> STAGE_SHIFT & STAGE, recv >> STAGE_SHIFT & STAGE
+        transfer = 0.0
+        if self.costs.bandwidth is not None and self.costs.output_bytes is not None:
+            transfer = self.costs.output_bytes[min(stages)] / self.costs.bandwidth
+        return _Link(
+            needs=[need[0] for need in self.needs_of(key)] if is_send else [],
+            here=self.posted[key],
+            there=self.posted[other],
+            channel=self.channels[rank_of(stages[0]), rank_of(stages[1])],
+            transfer=transfer,
+            done=self.done[recv],
+            recv=recv,
+        )
 
 
 def _durations(plan: Plan, costs: Costs) -> dict[int, float]:
