@@ -1,0 +1,73 @@
+"""Cut a BlockMask of flex attention along its batch dimension."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from penstock.errors import SplitError
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_TABLES = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+    *("dq_write_order", "dq_write_order_full", "dq_kv_order"),
+)
+
+
+def is_block_mask(value: Any) -> TypeGuard[BlockMask]:
+    """Whether this is a BlockMask, without importing flex attention: who has one has imported it."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return module is not None and isinstance(value, module.BlockMask)
+
+
+def block_mask_batch(mask: BlockMask) -> int:
+    """The batch size of a block mask; 1 means that it holds for every row of the batch."""
+    if mask.kv_num_blocks.dim() < 3:
+        return 1
+    return mask.kv_num_blocks.size(0)
+
+
+def split_block_mask(mask: BlockMask, sizes: Sequence[int]) -> list[BlockMask]:
+    """One block mask for each size, each of which sees its own rows as rows 0, 1, ...
+
+        >>> first, second = split_block_mask(create_block_mask(causal, 6, None, 512, 512), (4, 2))
+
+    A mask of batch size 1 holds for all rows and is handed on as it is. The tables are views of those of the mask; the
+    user's `mask_mod` is called with the row in the whole batch.
+    """
+    batch_size = block_mask_batch(mask)
+    if batch_size == 1:
+        return [mask] * len(sizes)
+    if batch_size != sum(sizes):
+        raise SplitError(
+            f"a BlockMask of batch size {batch_size} cannot be cut into microbatches of sizes {tuple(sizes)}"
+        )
+    pieces = []
+    start = 0
+    for size in sizes:
+        piece = copy.copy(mask)
+        for name in _TABLES:
+            table = getattr(mask, name, None)
+            if isinstance(table, torch.Tensor) and table.size(0) == batch_size:
+                setattr(piece, name, table.narrow(0, start, size))
+        piece.mask_mod = _with_offset(mask.mask_mod, start)
+        pieces.append(piece)
+        start += size
+    return pieces
+
+
+def _with_offset(mask_mod: Callable[..., torch.Tensor], start: int) -> Callable[..., torch.Tensor]:
+    if start == 0:
+        return mask_mod
+
+    def shifted(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return mask_mod(batch + start, head, query, key)
+
+    return shifted

@@ -1,0 +1,113 @@
+"""What came out of the microbatches, put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.batch.specs import CustomReducer, TensorChunkSpec, is_leaf_spec
+from penstock.batch.tensors import merge_tensors
+from penstock.batch.tree import OUTPUT, Node, Path, child_specs, open_node
+from penstock.errors import MergeError
+
+
+def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
+    """One value of the same structure from a value of each microbatch: the inverse of splitting, by the same specs.
+
+        >>> merge_chunks([{"y": y0, "loss": l0}, {"y": y1, "loss": l1}], {"loss": sum_reducer})
+
+    - `TensorChunkSpec(dim)`: the tensors side by side along `dim`. This is the default, with dimension 0.
+    - `Replicate()`: the value, which must be the same in every microbatch.
+    - `CustomReducer(init, fn)`: folded from the first microbatch to the last.
+    - By default tensors without a dimension are stacked, one entry for a microbatch, and values that are no tensors
+      must be the same in every microbatch.
+    """
+    if not len(chunks):
+        raise MergeError("there are no microbatches to put together")
+    if (chunk_spec is None or isinstance(chunk_spec, TensorChunkSpec)) and len(chunks) > 1:
+        dim = 0 if chunk_spec is None else chunk_spec.split_dim
+        if all(type(chunk) is Tensor and chunk.shape == chunks[0].shape and chunk.dim() for chunk in chunks):
+            return merge_tensors(chunks, dim)
+    return _merge(list(chunks), chunk_spec, OUTPUT)
+
+
+def _merge(values: list[Any], spec: Any, path: Path) -> Any:
+    node = open_node(values[0])
+    if node is None:
+        return _merge_leaf(values, spec, path)
+    nodes = [_same_structure(node, value, microbatch, path) for microbatch, value in enumerate(values)]
+    specs = child_specs(spec, node, path)
+    return node.build(
+        [
+            _merge([one.children[index] for one in nodes], specs[index], path.child(node, index))
+            for index in range(len(node.keys))
+        ]
+    )
+
+
+def _same_structure(first: Node, value: Any, microbatch: int, path: Path) -> Node:
+    node = open_node(value)
+    if node is None or list(node.keys) != list(first.keys):
+        has = type(value).__name__ if node is None else list(node.keys)
+        raise MergeError(f"{path} has {list(first.keys)} in microbatch 0, but {has} in microbatch {microbatch}")
+    return node
+
+
+def _merge_leaf(values: list[Any], spec: Any, path: Path) -> Any:
+    if spec is not None and not is_leaf_spec(spec):
+        raise MergeError(
+            f"the spec for {path} is {spec!r}, but {path} is a {type(values[0]).__name__}; expected "
+            "TensorChunkSpec(dim), Replicate(), a CustomReducer or None"
+        )
+    if isinstance(spec, CustomReducer):
+        reduced = spec.init_value
+        for value in values:
+            reduced = spec.reduce_fn(reduced, value)
+        return reduced
+    if isinstance(values[0], Tensor) and (spec is None or isinstance(spec, TensorChunkSpec)):
+        return _merge_tensor_leaf(values, spec, path)
+    for microbatch, value in enumerate(values):
+        if not _same(value, values[0]):
+            raise MergeError(
+                f"{path} is {_short(values[0])} in microbatch 0, but {_short(value)} in microbatch {microbatch}; "
+                f"say how to make one of them: write {path.write('CustomReducer(init, function)')}"
+            )
+    return values[0]
+
+
+def _merge_tensor_leaf(values: list[Any], spec: TensorChunkSpec | None, path: Path) -> Tensor:
+    for microbatch, value in enumerate(values):
+        if not isinstance(value, Tensor):
+            raise MergeError(
+                f"{path} is a tensor in microbatch 0, but {_short(value)} in microbatch {microbatch}; "
+                "every microbatch must give the same kind of value"
+            )
+    if spec is None and all(value.dim() == 0 for value in values):
+        return torch.stack(values)
+    if any(value.dim() == 0 for value in values):
+        raise MergeError(
+            f"{path} has no dimension to put it together along; write {path.write('sum_reducer')}, or another reducer"
+        )
+    try:
+        return merge_tensors(values, 0 if spec is None else spec.split_dim)
+    except MergeError as error:
+        raise MergeError(f"{path}: {error}") from None
+
+
+def _same(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
+    same = value == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,129 @@
+"""What a user says about a value: cut it along a dimension, hand it to every microbatch, reduce it, or it is ready.
+
+A spec stands where its value stands (a tuple for positional arguments, a dict for keyword arguments, and so on down
+the tree), or above it, and then it holds for everything below. None means: the default rule (see split.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeGuard, overload
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TensorChunkSpec:
+    """Cut this tensor along `split_dim` (negative: from the last dimension), or put its chunks together along it.
+
+    >>> TensorChunkSpec(1)
+    TensorChunkSpec(1)
+    """
+
+    split_dim: int
+
+    def __repr__(self) -> str:
+        return f"TensorChunkSpec({self.split_dim})"
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A spec for each positional argument, from dimensions; None stays None, the default rule.
+
+        >>> TensorChunkSpec.from_tuple((0, 1, None))
+        (TensorChunkSpec(0), TensorChunkSpec(1), None)
+        """
+        return tuple(_spec_of_dims(dim) for dim in chunk_dims)
+
+    @staticmethod
+    def from_dict(chunk_dims: Mapping[str, Any]) -> dict[str, Any]:
+        """A spec for each keyword argument, from dimensions.
+
+        >>> TensorChunkSpec.from_dict({"mask": 1})
+        {'mask': TensorChunkSpec(1)}
+        """
+        return {name: _spec_of_dims(dim) for name, dim in chunk_dims.items()}
+
+
+def _spec_of_dims(dims: Any) -> Any:
+    if isinstance(dims, int):
+        return TensorChunkSpec(dims)
+    if isinstance(dims, Mapping):
+        return {key: _spec_of_dims(dim) for key, dim in dims.items()}
+    if isinstance(dims, list):
+        return [_spec_of_dims(dim) for dim in dims]
+    if isinstance(dims, tuple):
+        return tuple(_spec_of_dims(dim) for dim in dims)
+    return dims
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Hand this value to every microbatch as it is. The class itself serves as well as an instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class CustomReducer:
+    """Fold what the microbatches give into one value: `reduce_fn(reduce_fn(init_value, first), second)` and so on.
+
+    >>> merge_chunks([2, 5], CustomReducer(0, max))
+    5
+    """
+
+    init_value: Any
+    reduce_fn: Callable[[Any, Any], Any]
+
+
+sum_reducer = CustomReducer(0, operator.add)
+
+
+class Microbatches(Sequence[Any]):
+    """A batch that is already cut: given where a batch is expected, it is used as it is.
+
+        >>> schedule.step(Microbatches([x0, x1, x2]), target=Microbatches([y0, y1, y2]))
+        >>> schedule.step(Microbatches([((x0,), {"mask": m0}), ((x1,), {"mask": m1})]))
+
+    As the only positional argument, an item `(args tuple, kwargs dict)` is one call, any other item is the one
+    positional argument of a call. Anywhere else, also inside a list or dict, the items stand for that one value.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = tuple(items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Microbatches: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return Microbatches(self._items[index]) if isinstance(index, slice) else self._items[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __repr__(self) -> str:
+        return f"Microbatches({list(self._items)!r})"
+
+    def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Each item as the arguments of one call."""
+        return [(item[0], dict(item[1])) if is_call(item) else ((item,), {}) for item in self._items]
+
+
+def is_call(item: Any) -> bool:
+    """Whether an item of Microbatches is (args tuple, kwargs dict)."""
+    return type(item) is tuple and len(item) == 2 and type(item[0]) is tuple and type(item[1]) is dict
+
+
+LeafSpec: TypeAlias = TensorChunkSpec | Replicate | CustomReducer | type[Replicate]
+
+
+def is_leaf_spec(spec: Any) -> TypeGuard[LeafSpec]:
+    """Whether this is a spec, rather than a tree of specs or None."""
+    return isinstance(spec, TensorChunkSpec | Replicate | CustomReducer) or spec is Replicate
+
+
+def is_replicate(spec: Any) -> bool:
+    return isinstance(spec, Replicate) or spec is Replicate

@@ -1,0 +1,182 @@
+"""A batch into microbatches.
+
+    >>> args, kwargs = split_batch((x,), {"mask": mask}, 4)      # x and mask with 8 rows: 4 x 2 rows
+
+Note "the default rule". The batch size is that of the first tensor, positional arguments before keyword arguments, that
+has a dimension and no Replicate spec: along its TensorChunkSpec, or along dimension 0. A tensor without a spec is cut
+along dimension 0 if that has the batch size. Any other tensor (a table, offsets, a scalar, a single row) could mean
+anything, so it needs a spec, or a SplitError names it and says what to write. Values that are no tensors go to every
+microbatch. With one microbatch there is nothing to decide, and everything is handed on whole.
+
+A tensor with a TensorChunkSpec is cut along it whatever its size; if it has k rows for each row of the batch, so have
+its pieces. `microbatch_sizes` says how large the microbatches are when the batch does not divide evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from penstock.batch.leaves import Leaf, check_count, cut_leaves, find_batch
+from penstock.batch.masks import is_block_mask
+from penstock.batch.sizes import microbatch_sizes
+from penstock.batch.specs import Microbatches, TensorChunkSpec, is_call, is_leaf_spec, is_replicate
+from penstock.batch.tensors import split_sizes
+from penstock.batch.tree import ARGS, KWARGS, TARGET, Node, Path, child_specs, open_node
+from penstock.errors import SplitError
+
+Split: TypeAlias = tuple[list[tuple[Any, ...]], list[dict[str, Any]]]
+
+
+def split_batch(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    num_microbatches: int,
+    *,
+    args_spec: Any = None,
+    kwargs_spec: Any = None,
+    batch_size: int | None = None,
+) -> Split:
+    """The positional and the keyword arguments of each microbatch, by the default rule or by specs.
+
+        >>> split_batch((x, table), {}, 4, args_spec=(None, Replicate()))
+
+    Specs stand as their values stand, may leave keys out, and hold for everything below them. `batch_size` overrules
+    the size that the tensors show. `Microbatches([...])` as an argument is used as it is.
+    """
+    if len(args) == 1 and not kwargs and args_spec is None and batch_size is None:
+        only = args[0]
+        if type(only) is Tensor and only.dim() and only.size(0) >= num_microbatches > 0:
+            sizes = microbatch_sizes(only.size(0), num_microbatches)
+            pieces = only.split_with_sizes(sizes) if only.requires_grad else only.unsafe_split_with_sizes(sizes)
+            return [(piece,) for piece in pieces], [{} for _ in pieces]
+    return _split_calls(args, kwargs or {}, num_microbatches, _Rule(args_spec, kwargs_spec, batch_size))
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+    *,
+    strict: bool = True,
+) -> Split:
+    """`split_batch` under the name and with the parameters that PyTorch users know.
+
+        >>> args_split, kwargs_split = split_args_kwargs_into_chunks((x,), {"mask": mask}, 4)
+
+    `strict=False` cuts every tensor that has no spec along dimension 0, whatever its size, as
+    torch.distributed.pipelining does.
+    """
+    return _split_calls(args, kwargs or {}, chunks, _Rule(args_chunk_spec, kwargs_chunk_spec, None, strict))
+
+
+def split_target(
+    target: Any, num_microbatches: int, *, target_spec: Any = None, batch_size: int | None = None
+) -> list[Any]:
+    """The target of each microbatch; a target is a tensor, None, a number, or any tree of them.
+
+        >>> split_target({"labels": labels, "weight": 0.5}, 4)
+
+    The default rule holds for the target by itself: its first tensor shows the batch size.
+    """
+    if type(target) is Tensor and target_spec is None and batch_size is None:
+        if target.dim() and target.size(0) >= num_microbatches > 0:
+            return split_sizes(target, microbatch_sizes(target.size(0), num_microbatches), 0)
+    leaves: list[Leaf] = []
+    outline = _outline(target, target_spec, TARGET, leaves)
+    pieces = cut_leaves(leaves, num_microbatches, batch_size, True)
+    return [_fill(outline, pieces, microbatch) for microbatch in range(num_microbatches)]
+
+
+def batch_size_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, args_spec: Any = None, kwargs_spec: Any = None
+) -> int | None:
+    """The batch size that the default rule finds; None where no tensor shows one.
+
+    >>> batch_size_of((torch.zeros(8, 3),))
+    8
+    """
+    leaves: list[Leaf] = []
+    _outline(args, args_spec, ARGS, leaves)
+    _outline(dict(kwargs or {}), kwargs_spec, KWARGS, leaves)
+    found = find_batch(leaves)
+    return None if found is None else found.size
+
+
+def sizes_of(microbatches: Sequence[Any]) -> tuple[int, ...] | None:
+    """The batch size of each ready microbatch, for `weights`; None where one of them shows none.
+
+    >>> sizes_of(split_target(torch.zeros(7), 3))
+    (3, 2, 2)
+    """
+    sizes = [item.size(0) if type(item) is Tensor and item.dim() else batch_size_of((item,)) for item in microbatches]
+    known = tuple(size for size in sizes if size is not None)
+    return known if len(known) == len(sizes) else None
+
+
+class _Rule(NamedTuple):
+    args_spec: Any
+    kwargs_spec: Any
+    batch_size: int | None
+    strict: bool = True
+
+
+class _Branch(NamedTuple):
+    node: Node
+    parts: list[int | _Branch]  # an int is the number of a leaf
+    original: Any
+    rebuild: bool
+
+
+def _split_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int, rule: _Rule) -> Split:
+    if len(args) == 1 and isinstance(args[0], Microbatches) and any(map(is_call, args[0])):
+        if kwargs:
+            raise SplitError(
+                f"Microbatches of (args, kwargs) came with further keyword arguments {list(kwargs)}; "
+                "put them into the kwargs of each microbatch"
+            )
+        check_count(args[0], num_microbatches, ARGS)
+        calls = args[0].calls()
+        return [call[0] for call in calls], [call[1] for call in calls]
+    leaves: list[Leaf] = []
+    args_outline = _outline(tuple(args), rule.args_spec, ARGS, leaves)
+    kwargs_outline = _outline(dict(kwargs), rule.kwargs_spec, KWARGS, leaves)
+    pieces = cut_leaves(leaves, num_microbatches, rule.batch_size, rule.strict)
+    return (
+        [_fill(args_outline, pieces, microbatch) for microbatch in range(num_microbatches)],
+        [_fill(kwargs_outline, pieces, microbatch) for microbatch in range(num_microbatches)],
+    )
+
+
+def _outline(value: Any, spec: Any, path: Path, leaves: list[Leaf], inherited: bool = False) -> int | _Branch:
+    """The shape of a value, with its leaves collected in order."""
+    node = open_node(value)
+    if node is None:
+        if spec is not None and not (isinstance(spec, TensorChunkSpec) or is_replicate(spec)):
+            raise SplitError(f"the spec for {path} is {spec!r}; expected TensorChunkSpec(dim), Replicate() or None")
+        leaves.append(Leaf(value, spec, path, inherited))
+        return len(leaves) - 1
+    first = len(leaves)
+    inherited = inherited or is_leaf_spec(spec)
+    parts = [
+        _outline(child, child_spec, path.child(node, index), leaves, inherited)
+        for index, (child, child_spec) in enumerate(zip(node.children, child_specs(spec, node, path), strict=True))
+    ]
+    varies = any(_may_vary(leaf.value) for leaf in leaves[first:])
+    return _Branch(node, parts, value, node.builtin or varies)
+
+
+def _may_vary(value: Any) -> bool:
+    return isinstance(value, Tensor | Microbatches) or is_block_mask(value)
+
+
+def _fill(outline: int | _Branch, pieces: list[Sequence[Any]], microbatch: int) -> Any:
+    if isinstance(outline, int):
+        return pieces[outline][microbatch]
+    if not outline.rebuild:
+        return outline.original
+    return outline.node.build([_fill(part, pieces, microbatch) for part in outline.parts])

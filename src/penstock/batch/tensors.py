@@ -1,0 +1,162 @@
+"""Cut one tensor along one dimension, and put the pieces together again; plain tensors and DTensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from penstock.batch.sizes import microbatch_sizes
+from penstock.batch.specs import TensorChunkSpec
+from penstock.errors import MergeError, SplitError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Whether this is a DTensor, without importing them: who has one has imported them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_microbatches: int) -> list[Tensor]:
+    """The tensor in pieces along `spec.split_dim`; see `microbatch_sizes` for how large each is.
+
+        >>> [piece.shape for piece in split_tensor(torch.zeros(3, 5), TensorChunkSpec(-1), 2)]
+        [torch.Size([3, 3]), torch.Size([3, 2])]
+
+    The pieces share the tensor's memory. A DTensor is cut without communication, each rank its own shard: the pieces
+    keep mesh and placements.
+    """
+    dim = normal_dim(tensor, spec.split_dim)
+    return split_sizes(tensor, microbatch_sizes(tensor.size(dim), num_microbatches), dim)
+
+
+def normal_dim(tensor: Tensor, dim: int) -> int:
+    """The dimension counted from the first, checked."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise SplitError(f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim}")
+    return dim % tensor.dim()
+
+
+def split_sizes(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """The tensor in pieces of these sizes along a dimension counted from the first.
+
+    Note "no views": a piece of a batch that needs no gradient shares its memory but is no view for autograd, so that a
+    stage which works in place on its input does not give the user's batch a gradient history. Where a gradient is
+    needed the pieces are views, and autograd guards them.
+    """
+    if is_dtensor(tensor):
+        return _split_dtensor(tensor, sizes, dim)
+    if type(tensor) is Tensor and not tensor.requires_grad:
+        return list(tensor.unsafe_split_with_sizes(sizes, dim))
+    return list(tensor.split(list(sizes), dim))
+
+
+def merge_tensors(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """The pieces side by side along a dimension: the inverse of `split_tensor`."""
+    if not any(map(is_dtensor, pieces)):
+        _check_shapes(pieces, dim)
+        return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
+    return _merge_dtensors(pieces, dim)
+
+
+def _check_shapes(pieces: Sequence[Tensor], dim: int) -> None:
+    dim = normal_dim(pieces[0], dim)
+    first = list(pieces[0].shape)
+    for microbatch, piece in enumerate(pieces):
+        shape = list(piece.shape)
+        if len(shape) != len(first) or shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
+            raise MergeError(
+                f"microbatch 0 has shape {tuple(first)}, microbatch {microbatch} has {tuple(shape)}: "
+                f"they may differ in dimension {dim} only"
+            )
+
+
+def _split_dtensor(tensor: DTensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """Each rank cuts its own shard; a piece has as many rows as all shards put into it."""
+    from torch.distributed.tensor import DTensor
+
+    local = tensor.to_local()
+    shards = _shard_sizes(tensor, dim)
+    if shards == [tensor.size(dim)]:
+        cuts = list(sizes)
+        totals = list(sizes)
+    else:
+        cuts = _even(local.size(dim), len(sizes))
+        totals = [sum(column) for column in zip(*(_even(shard, len(sizes)) for shard in shards), strict=True)]
+    pieces: list[Tensor] = []
+    for piece, total in zip(local.split(cuts, dim), totals, strict=True):
+        shape = list(tensor.shape)
+        shape[dim] = total
+        pieces.append(
+            DTensor.from_local(
+                piece,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=tensor.stride(),
+            )
+        )
+    return pieces
+
+
+def _even(size: int, num_microbatches: int) -> list[int]:
+    """As `microbatch_sizes`, but a shard may have nothing for some microbatch."""
+    rows, larger = divmod(size, num_microbatches)
+    return [rows + 1] * larger + [rows] * (num_microbatches - larger)
+
+
+def _shard_sizes(tensor: DTensor, dim: int) -> list[int]:
+    """How many rows of this dimension each shard has: DTensor fills shards of ceil(rows / shards) one after another."""
+    from torch.distributed.tensor import Shard
+
+    shards = [tensor.size(dim)]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard) and placement.dim % tensor.dim() == dim:
+            count = tensor.device_mesh.size(mesh_dim)
+            full = [-(-rows // count) for rows in shards]
+            shards = [
+                min(most, max(0, rows - index * most))
+                for rows, most in zip(shards, full, strict=True)
+                for index in range(count)
+            ]
+    return shards
+
+
+def _merge_dtensors(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    first = pieces[0]
+    parts: list[Tensor] = []
+    for microbatch, piece in enumerate(pieces):
+        if not is_dtensor(first) or not is_dtensor(piece):
+            kinds = [type(piece).__name__ for piece in pieces]
+            raise MergeError(f"a mix of DTensors and plain tensors cannot be put together: {kinds}")
+        if piece.placements != first.placements or piece.device_mesh != first.device_mesh:
+            raise MergeError(
+                f"placement mismatch: microbatch 0 has {first.placements} on {first.device_mesh}, "
+                f"microbatch {microbatch} has {piece.placements} on {piece.device_mesh}"
+            )
+        parts.append(piece.to_local())
+    assert is_dtensor(first)
+    dim = normal_dim(first, dim)
+    _check_shapes(pieces, dim)
+    shape = list(first.shape)
+    shape[dim] = sum(piece.size(dim) for piece in pieces)
+    stride = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        stride[axis] = stride[axis + 1] * max(shape[axis + 1], 1)
+    return DTensor.from_local(
+        torch.cat(parts, dim),
+        first.device_mesh,
+        first.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
