@@ -298,8 +298,9 @@ REFUSED = [
         (torch.zeros(3, 5), 1),
         {},
         (
-            "the batch size 3 (dimension 0 of args[0], shape (3, 5)) is smaller than the number of microbatches, 4: use "
-            "at most 3 microbatches, or a larger batch. If args[0] is no batch, write args_chunk_spec=(Replicate(), None)"
+            "the batch size 3 (dimension 0 of args[0], shape (3, 5)) is smaller than the number of microbatches, 4: "
+            "use at most 3 microbatches, or a larger batch. If args[0] is no batch, write "
+            "args_chunk_spec=(Replicate(), None)"
         ),
     ),
 ]
@@ -362,6 +363,8 @@ def test_what_hides_its_rows_is_refused():
         split_batch((x,), {"mask": np.zeros(4)}, 2)
     with pytest.raises(SplitError, match=r"kwargs\['box'\] is a Opaque with tensors in \['rows'\]"):
         split_batch((x,), {"box": Opaque(x)}, 2)
+    with pytest.raises(SplitError, match=r"kwargs\['cache'\] is a Opaque with tensors in \['rows'\]"):
+        split_batch((x,), {"cache": Opaque([Opaque(x)])}, 2)
     box, array = Opaque(x), np.zeros(4)
     specs = {"box": Replicate(), "array": Replicate()}
     _, kwargs = split_batch((x,), {"box": box, "array": array, "n": np.float64(2)}, 2, kwargs_spec=specs)

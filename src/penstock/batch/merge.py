@@ -29,8 +29,9 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
         raise MergeError("there are no microbatches to put together")
     if (chunk_spec is None or isinstance(chunk_spec, TensorChunkSpec)) and len(chunks) > 1:
         dim = 0 if chunk_spec is None else chunk_spec.split_dim
-        if all(type(chunk) is Tensor and chunk.shape == chunks[0].shape and chunk.dim() for chunk in chunks):
-            return merge_tensors(chunks, dim)
+        if all(type(chunk) is Tensor for chunk in chunks) and len({chunk.shape for chunk in chunks}) == 1:
+            if -chunks[0].dim() <= dim < chunks[0].dim():
+                return torch.cat(list(chunks), dim)
     return _merge(list(chunks), chunk_spec, OUTPUT)
 
 

@@ -89,7 +89,7 @@ def split_target(
     leaves: list[Leaf] = []
     outline = _outline(target, target_spec, TARGET, leaves)
     pieces = cut_leaves(leaves, num_microbatches, batch_size, True)
-    return [_fill(outline, pieces, microbatch) for microbatch in range(num_microbatches)]
+    return list(_fill(outline, pieces, num_microbatches))
 
 
 def batch_size_of(
@@ -147,8 +147,8 @@ def _split_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatc
     kwargs_outline = _outline(dict(kwargs), rule.kwargs_spec, KWARGS, leaves)
     pieces = cut_leaves(leaves, num_microbatches, rule.batch_size, rule.strict)
     return (
-        [_fill(args_outline, pieces, microbatch) for microbatch in range(num_microbatches)],
-        [_fill(kwargs_outline, pieces, microbatch) for microbatch in range(num_microbatches)],
+        list(_fill(args_outline, pieces, num_microbatches)),
+        list(_fill(kwargs_outline, pieces, num_microbatches)),
     )
 
 
@@ -174,9 +174,13 @@ def _may_vary(value: Any) -> bool:
     return isinstance(value, Tensor | Microbatches) or is_block_mask(value)
 
 
-def _fill(outline: int | _Branch, pieces: list[Sequence[Any]], microbatch: int) -> Any:
+def _fill(outline: int | _Branch, pieces: list[Sequence[Any]], num_microbatches: int) -> Sequence[Any]:
+    """The value in each microbatch: every container is built once for each of them."""
     if isinstance(outline, int):
-        return pieces[outline][microbatch]
+        return pieces[outline]
     if not outline.rebuild:
-        return outline.original
-    return outline.node.build([_fill(part, pieces, microbatch) for part in outline.parts])
+        return [outline.original] * num_microbatches
+    if not outline.parts:
+        return [outline.node.build(()) for _ in range(num_microbatches)]
+    parts = [_fill(part, pieces, num_microbatches) for part in outline.parts]
+    return [outline.node.build(items) for items in zip(*parts, strict=True)]
