@@ -1,0 +1,239 @@
+"""The backward of one microbatch through one stage: in one piece, or an input pass and a weight pass.
+
+>>> layer = torch.nn.Linear(2, 1)
+>>> x = torch.ones(3, 2, requires_grad=True)
+>>> loss, pending = run_deferred(Deferral(layer), lambda x: layer(x).sum(), (x,), {})
+>>> backward_input([loss], [None], pending, inputs=[x])
+>>> x.grad is not None, layer.weight.grad is None
+(True, True)
+>>> backward_weight(pending)
+>>> layer.weight.grad
+tensor([[3., 3.]])
+
+The input pass is one engine call over the whole graph. Parameters of linear layers wait for the weight pass, all others
+(norms, embeddings, convolutions, whatever torch.compile has compiled) accumulate in the input pass. The weight pass hands
+its gradients to the engine with the parameters as roots, so that hooks fire and accumulation is autograd's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import StageError
+from penstock.stage.deferred import Again, Deferral, Pending, Work, accumulate
+from penstock.stage.engine import capture, leaves_reached, run_engine, seeds
+from penstock.stage.intercept import _root, begin, deferring, end, run_deferred, visible_to_engine_threads
+
+__all__ = [
+    "Deferral",
+    "ManualWeight",
+    "Pending",
+    "Saved",
+    "backward_input",
+    "backward_weight",
+    "can_split",
+    "deferring",
+    "run_backward_full",
+    "run_deferred",
+]
+
+
+class Saved:
+    """What one microbatch's forward left for its backward: input leaves, outputs that require grad, weight work."""
+
+    __slots__ = ("inputs", "outputs", "pending")
+
+    def __init__(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], pending: Pending | ManualWeight | None = None
+    ) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.pending = pending
+
+
+class ManualWeight:
+    """Weight work made by hand: `dw_builder()` is called after each input pass and returns what the weight pass runs.
+
+    >>> log = []
+    >>> manual = ManualWeight(lambda: lambda: log.append("dW"))
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> backward_input([x * 2], [torch.ones(1)], manual, inputs=[x])
+    >>> backward_weight(manual)
+    >>> log
+    ['dW']
+    """
+
+    __slots__ = ("builder", "done", "runner")
+
+    def __init__(self, dw_builder: Callable[[], Callable[[], None]]) -> None:
+        if not callable(dw_builder):
+            raise StageError(
+                f"dw_builder must be a function that returns the weight work, got {dw_builder!r}; "
+                "write `dw_builder=lambda: my_weight_work`"
+            )
+        self.builder = dw_builder
+        self.runner: Callable[[], None] | None = None
+        self.done = False
+
+    def build(self) -> None:
+        """After the input pass: ask for the weight work of this microbatch."""
+        if self.runner is not None or self.done:
+            raise StageError("the input pass of a microbatch ran twice: each microbatch needs a ManualWeight of its own")
+        runner = self.builder()
+        if not callable(runner):
+            raise StageError(
+                f"dw_builder must return a function without arguments that does the weight work, got {runner!r}; "
+                "write `def dw_builder(): return my_weight_work`, not `return my_weight_work()`"
+            )
+        self.runner = runner
+
+    def run(self) -> None:
+        """The weight pass."""
+        if self.runner is None:
+            when = "a second time" if self.done else "before the input pass of its microbatch"
+            raise StageError(f"the weight work of dw_builder was asked for {when}; the order is forward, input, weight, once each")
+        runner, self.runner, self.done = self.runner, None, True
+        runner()
+
+
+def can_split(module: nn.Module) -> bool:
+    """Whether the weight work of `module` can be put off; False if a part of it was compiled or scripted."""
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before it is imported, which takes long
+    return not any(
+        (compiled is not None and isinstance(part, compiled.OptimizedModule))
+        or getattr(part, "_compiled_call_impl", None) is not None
+        or isinstance(part, torch.jit.ScriptModule)
+        for part in module.modules()
+    )
+
+
+def run_backward_full(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Everything at once. An output whose gradient is None takes no part, unless it is a loss: a single number."""
+    roots, given = seeds(outputs, grads)
+    if roots:
+        run_engine(roots, given)
+
+
+def backward_input(
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    pending: Pending | ManualWeight,
+    *,
+    inputs: Sequence[Tensor],
+) -> None:
+    """Gradients of `inputs`, found in their `.grad` afterwards. What can wait is left in `pending`.
+
+    If no input needs a gradient there is nothing to hurry for: all of it waits.
+    """
+    roots, given = seeds(outputs, grads)
+    if isinstance(pending, ManualWeight):
+        if roots:
+            run_engine(roots, given)
+        pending.build()
+        return
+    pending.advance("input", expected="forward", verb="backward_input")
+    if not roots:
+        pending.records = []
+        return
+    for tensor in inputs:
+        if tensor.requires_grad:
+            _differentiate(roots, given, pending, inputs)
+            return
+    pending.kept = roots, given
+
+
+def backward_weight(pending: Pending | ManualWeight) -> None:
+    """Gradients of the parameters that the input pass left out. Consumes `pending`."""
+    if isinstance(pending, ManualWeight):
+        pending.run()
+        return
+    pending.advance("weight", expected="input", verb="backward_weight")
+    if pending.kept is not None:
+        (roots, given), pending.kept = pending.kept, None
+        _differentiate(roots, given, pending, ())
+    work, pending.work = pending.work, []
+    if pending.again is None:
+        accumulate(work)
+    else:
+        again, pending.again = pending.again, None
+        _accumulate_all(work, again)
+
+
+def _differentiate(
+    roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending, inputs: Sequence[Tensor]
+) -> None:
+    deferral = pending.deferral
+    if not deferral.enabled:
+        run_engine(roots, grads)
+        return
+    mixed = _used_otherwise(roots, pending)
+    previous = begin(pending)
+    try:
+        if mixed:
+            _capture_inputs(roots, grads, pending, inputs)
+        elif roots[0].is_cpu:
+            run_engine(roots, grads)
+        else:
+            with visible_to_engine_threads(pending):
+                run_engine(roots, grads)
+        pending.harvest()
+    except BaseException:
+        deferral.reset()
+        raise
+    finally:
+        end(previous)
+
+
+def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
+    """Whether some deferred weight is also used by an operator that is not; it is no longer deferred then.
+
+    Asked once for each weight: the graph of a stage is taken to use its weights alike for each microbatch.
+    """
+    checked = pending.deferral.checked
+    calls = pending.calls()
+    if pending.skip is not pending.deferral.skip and any(id(call.weight) in pending.deferral.skip for call in calls):
+        return True
+    news = [call for call in calls if id(call.weight) not in checked]
+    if not news:
+        return False
+    used: dict[int, Any] = {id(call.weight): call.weight for call in news}
+    checked.update(used)
+    used.update({id(call.bias): call.bias for call in news if call.bias is not None})
+    found = {key: used[key] for key in leaves_reached(roots) & used.keys()}
+    if found:
+        pending.deferral.stop_deferring(found)
+    return bool(found)
+
+
+def _capture_inputs(
+    roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending, inputs: Sequence[Tensor]
+) -> None:
+    """The input pass without accumulation, for a microbatch found to use a deferred weight in two ways.
+
+    All its parameters then accumulate in the weight pass, in one engine call, so that each hook fires once.
+    """
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+    anchors = [slot.anchor for slot, _, _ in pending.records]
+    found = capture(roots, grads, inputs=(*leaves, *anchors, _root))
+    for leaf, grad in zip(leaves, found, strict=False):
+        leaf.grad = grad
+    for anchor, grad in zip(anchors, found[len(leaves) :], strict=False):
+        anchor.grad = grad
+    pending.again = Again(roots, grads, (*leaves, *anchors))
+
+
+def _accumulate_all(work: list[Work], again: Again) -> None:
+    """Leaves of penstock's own would receive their gradients a second time: they are shielded."""
+    old = [leaf.grad for leaf in again.shielded]
+    for leaf in again.shielded:
+        leaf.grad = None
+    try:
+        accumulate(work, again.roots, again.grads)
+    finally:
+        for leaf, grad in zip(again.shielded, old, strict=True):
+            leaf.grad = grad

@@ -1,0 +1,70 @@
+"""The autograd engine, called with as little as possible in between.
+
+>>> x = torch.ones(2, requires_grad=True)
+>>> run_engine((x * 3,), (torch.ones(2),))
+>>> x.grad
+tensor([3., 3.])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+_run: Any = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def run_engine(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    """Differentiate `roots` with `grads`; every leaf that they reach accumulates, every hook fires."""
+    if roots[0].is_cpu:
+        _run(roots, grads, False, False, (), True, True)
+    else:  # devices have engine threads of their own, to which the wrapper hands the context of this one
+        _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def capture(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], *, inputs: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    """The gradients of `inputs` (None where there is none); nothing accumulates and the graph stays usable."""
+    gradients: Sequence[Tensor] = _engine_run_backward(
+        roots, grads, True, False, inputs, allow_unreachable=True, accumulate_grad=False
+    )
+    return gradients
+
+
+def seeds(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What the engine starts from: outputs with a gradient; a lone number without one (a loss) starts with 1."""
+    if len(outputs) == 1 and grads[0] is not None:
+        return (outputs[0],), (grads[0],)
+    roots: list[Tensor] = []
+    given: list[Tensor] = []
+    for output, grad in zip(outputs, grads, strict=True):
+        if not output.requires_grad:
+            continue
+        if grad is None:
+            if output.numel() != 1 or len(outputs) > 1:
+                continue
+            grad = torch.ones_like(output)
+        roots.append(output)
+        given.append(grad)
+    return tuple(roots), tuple(given)
+
+
+def leaves_reached(roots: Iterable[Tensor]) -> set[int]:
+    """The `id` of every leaf in which the graph of `roots` would accumulate. Walks the graph: for rare use."""
+    found = {id(root) for root in roots if root.is_leaf}
+    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen: set[Any] = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            found.add(id(node.variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return found

@@ -1,0 +1,286 @@
+"""While a stage of a split plan runs, `torch.nn.functional.linear` and `torch.addmm` defer their weight gradients.
+
+>>> deferral, layer, x = Deferral(), torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+>>> pending = Pending(deferral)
+>>> with deferring(pending):
+...     y = layer(x)
+>>> len(pending.records)
+1
+
+The functions are swapped for the time of the `with` block (counted, so that blocks may nest and overlap) and act only
+in the thread that opened it, on leaf parameters of plain type, outside of torch.compile and of functorch transforms. Everything
+else goes to the original. The user's module and its parameters are not touched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.parameter import Parameter
+
+from penstock.errors import StageError
+from penstock.stage.deferred import Call, Deferral, DeferredLinear, Operator, Pending, Slot, _versions
+from penstock.stage.engine import leaves_reached
+
+_C: Any = torch._C
+_saved_tensor_hooks = _C._autograd._top_saved_tensors_default_hooks
+_functorch_level = _C._functorch.maybe_current_level
+_KEY = "penstock.stage.pending"
+
+
+class _Local(threading.local):
+    pending: Pending | None = None
+
+
+_local = _Local()
+_lock = threading.Lock()
+_blocks = 0
+_engine_thread_blocks = 0
+_original_linear: Any = F.linear
+_original_addmm: Any = torch.addmm
+_original_engine: Any = torch.autograd._engine_run_backward
+_root = torch.zeros((), requires_grad=True)  # makes a deferred call differentiable where its input is not
+
+
+class NestedDifferentiation(StageError):
+    """The forward of a stage differentiates through its own linear layers."""
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    if is_compiling():
+        return _original_linear(input, weight, bias)  # type: ignore[no-any-return]
+    pending = _local.pending
+    if pending is None and (not _engine_thread_blocks or (pending := _of_engine_thread()) is None):
+        return _original_linear(input, weight, bias)  # type: ignore[no-any-return]
+    slot = pending.slots[pending.index]
+    if (
+        slot.weight is weight
+        and slot.bias is bias
+        and slot.shape == input.shape
+        and slot.cast is None
+        and not slot.transposed
+        and weight.requires_grad
+        and type(input) is Tensor
+        and weight.data_ptr() == slot.weight_pointer
+        and (bias is None or bias.data_ptr() == slot.bias_pointer)
+        and _saved_tensor_hooks(True) is None
+        and _functorch_level() is None
+    ):
+        if slot.rows_shape is None:
+            rows, output = input, _original_linear(input, slot.frozen, slot.anchor)
+        else:
+            output, rows = slot.apply(_original_linear, input)
+        if output.dtype is slot.dtype:  # else autocast has been switched on
+            if output.requires_grad:
+                pending.index += 1
+                pending.records.append((slot, rows, rows._version))
+            return output
+    return _defer(pending, input, weight, bias=bias, transposed=False)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
+    if is_compiling():
+        return _original_addmm(input, mat1, mat2, **kwargs)  # type: ignore[no-any-return]
+    pending = _local.pending
+    if pending is None and (not _engine_thread_blocks or (pending := _of_engine_thread()) is None):
+        return _original_addmm(input, mat1, mat2, **kwargs)  # type: ignore[no-any-return]
+    if kwargs or type(input) is not Parameter:
+        return _original_addmm(input, mat1, mat2, **kwargs)  # type: ignore[no-any-return]
+    return _defer(pending, mat1, mat2, bias=input, transposed=True)
+
+
+def _addmm_operator(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _original_addmm(bias, rows, weight)  # type: ignore[no-any-return]
+
+
+def _of_engine_thread() -> Pending | None:
+    return _C._get_obj_in_tls(_KEY) if _C._is_key_in_tls(_KEY) else None  # type: ignore[no-any-return]
+
+
+def _deferrable(pending: Pending, input: Tensor, call: Call) -> bool:  # noqa: A002
+    weight, bias, transposed = call
+    if type(weight) is not Parameter or not weight.requires_grad or not torch.is_grad_enabled():
+        return False
+    if type(input) is not Tensor and type(input) is not Parameter:
+        return False
+    if id(weight) in pending.skip or not weight.is_leaf or _functorch_level() is not None:
+        return False
+    if weight.dim() != 2 or weight.layout is not torch.strided or not weight.is_floating_point() or not weight.numel():
+        return False
+    if input.dim() < 2 or input.shape[-1] != weight.shape[0 if transposed else 1] or input.device != weight.device:
+        return False
+    if bias is None:
+        return True
+    if type(bias) is not Parameter and (type(bias) is not Tensor or bias.requires_grad):
+        return False
+    return bias.dim() == 1 and bias.shape[0] == weight.shape[1 if transposed else 0] and id(bias) not in pending.skip
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _defer(pending: Pending, input: Tensor, weight: Tensor, *, bias: Tensor | None, transposed: bool) -> Tensor:  # noqa: A002
+    """Every case that the short way of `_linear` does not know."""
+    operator: Operator = _addmm_operator if transposed else _original_linear
+    call = Call(weight, bias, transposed)  # type: ignore[arg-type]
+    if not _deferrable(pending, input, call):
+        return operator(input, weight, bias)
+    cast = _autocast_dtype(weight)
+    dtypes = {tensor.dtype for tensor in (input, weight, bias) if tensor is not None}
+    if (len(dtypes) > 1 and cast is None) or (torch.float64 in dtypes and cast is not None):
+        return operator(input, weight, bias)
+    if dtypes == {cast}:
+        cast = None
+    if not weight.is_cpu or _saved_tensor_hooks(True) is not None:
+        frozen, plain = weight.detach(), None if bias is None else bias.detach()
+        if cast is not None:
+            input, frozen, plain = input.to(cast), frozen.to(cast), None if plain is None else plain.to(cast)
+        pending.functions.append(call)
+        return DeferredLinear.apply(input, _root, frozen, plain, call, pending.work, operator)  # type: ignore[no-any-return,no-untyped-call]
+    slot = pending.slots[pending.index]
+    if not _matches(slot, input, call, cast=cast):
+        slot = Slot(call, input, cast=cast)
+        if pending.slots[pending.index].weight is None:
+            pending.slots.insert(pending.index, slot)
+        else:
+            pending.slots[pending.index] = slot
+    output, rows = slot.apply(operator, input)
+    pending.index += 1
+    pending.records.append((slot, rows, rows._version))
+    return output
+
+
+def _matches(slot: Slot, input: Tensor, call: Call, *, cast: torch.dtype | None) -> bool:  # noqa: A002
+    weight, bias, transposed = call
+    return (
+        slot.weight is weight
+        and slot.bias is bias
+        and slot.transposed is transposed
+        and slot.shape == input.shape
+        and slot.cast is cast
+        and slot.weight_pointer == weight.data_ptr()
+        and (bias is None or slot.bias_pointer == bias.data_ptr())
+        and (cast is None or slot.versions == _versions(weight, bias))
+    )
+
+
+def _engine(roots: Sequence[Any], grads: Any, keep: bool, create: bool, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Differentiation inside a forward or an input pass: let it be, unless it needs a weight that is deferred."""
+    pending = _local.pending
+    if pending is not None and _functorch_level() is None:
+        deferred = {id(tensor) for call in pending.calls() for tensor in call[:2]}
+        asked = {id(tensor) for tensor in inputs}
+        if create or deferred & asked or (not asked and pending.phase == "forward"):
+            anchors = {id(slot.anchor) for slot, _, _ in pending.records} | {id(_root)}
+            if leaves_reached([root for root in roots if isinstance(root, Tensor)]) & anchors:
+                raise NestedDifferentiation(
+                    "this stage differentiates inside itself (torch.autograd.grad or backward, called from a forward or from "
+                    "a custom backward) through linear layers whose weight gradients a split backward puts off. "
+                    "Use a schedule with full backwards, or set `enabled = False` on the stage's Deferral"
+                )
+    return _original_engine(roots, grads, keep, create, inputs, *args, **kwargs)
+
+
+def begin(pending: Pending) -> Pending | None:
+    """Open a block: the cheaper half of `deferring`. Hand what it returns to `end`."""
+    global _blocks, _original_linear, _original_addmm, _original_engine
+    with _lock:
+        if not _blocks:
+            _original_linear, _original_addmm = F.linear, torch.addmm
+            _original_engine = torch.autograd._engine_run_backward
+            F.linear = _linear  # type: ignore[assignment]
+            torch.addmm = _addmm  # type: ignore[assignment]
+            torch.autograd._engine_run_backward = _engine  # type: ignore[assignment]
+        _blocks += 1
+    previous = _local.pending
+    _local.pending = pending
+    return previous
+
+
+def end(previous: Pending | None) -> None:
+    """Close the block that returned `previous`."""
+    global _blocks
+    _local.pending = previous
+    with _lock:
+        _blocks -= 1
+        if not _blocks:
+            if F.linear is _linear:  # type: ignore[comparison-overlap]
+                F.linear = _original_linear
+            if torch.addmm is _addmm:  # type: ignore[comparison-overlap]
+                torch.addmm = _original_addmm
+            if torch.autograd._engine_run_backward is _engine:
+                torch.autograd._engine_run_backward = _original_engine
+
+
+@contextmanager
+def deferring(pending: Pending) -> Iterator[None]:
+    """Within the block, linear layers called by this thread leave their weight work in `pending`."""
+    if not pending.deferral.enabled:
+        yield
+        return
+    previous = begin(pending)
+    try:
+        yield
+    finally:
+        end(previous)
+
+
+@contextmanager
+def visible_to_engine_threads(pending: Pending) -> Iterator[None]:
+    """Devices run their backward in threads of the engine, which see what is stashed here."""
+    global _engine_thread_blocks
+    with _lock:
+        _engine_thread_blocks += 1
+    _C._stash_obj_in_tls(_KEY, pending)
+    try:
+        yield
+    finally:
+        _C._remove_obj_from_tls(_KEY)
+        with _lock:
+            _engine_thread_blocks -= 1
+
+
+def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Pending]:
+    """The forward of a stage whose backward will be split: its value, and the weight work that it began.
+
+    A module that differentiates through its own layers (forces as the gradient of an energy) cannot be split. Its first
+    forward shows that; it is then run again, from the same random state and the same buffers, and never split again.
+    """
+    pending = Pending(deferral)
+    if not deferral.enabled:
+        return module(*args, **kwargs), pending
+    if deferral.proved:
+        previous = begin(pending)
+        try:
+            return module(*args, **kwargs), pending
+        finally:
+            end(previous)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if hasattr(module, "buffers") else []
+    devices = {buffer.device for buffer, _ in buffers if buffer.is_cuda} | {arg.device for arg in args if isinstance(arg, Tensor) and arg.is_cuda}
+    states = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    try:
+        with deferring(pending):
+            value = module(*args, **kwargs)
+    except NestedDifferentiation:
+        deferral.enabled = False
+        torch.set_rng_state(states[0])
+        for device, state in states[1]:
+            torch.cuda.set_rng_state(state, device)
+        with torch.no_grad():
+            for buffer, old in buffers:
+                buffer.copy_(old)
+        pending = Pending(deferral)
+        return module(*args, **kwargs), pending
+    deferral.proved = True
+    return value, pending
