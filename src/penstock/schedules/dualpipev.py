@@ -1,9 +1,13 @@
-"""DualPipeV (arXiv 2412.19437, folded in half): forwards and backwards in one slot, so that each hides the other's messages.
+"""DualPipeV (arXiv 2412.19437, folded in half): a forward and a backward in one slot hide one another's messages.
 
-DRAW dualpipev 3 7
+Two ranks, two stages each, four microbatches::
 
-`(0F4;5B1)OVERLAP_F_B` is one slot. The full pattern needs `2 * num_ranks` microbatches; with fewer, those that are
-missing are left out of it, and a pair that lost one half becomes a plain action.
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3 3B1  -)  .  (3F2 0B0 -) 3B2  -   .  (3F3 0B1 -)  3B3 - 0I2 0W2 0I3 0W3
+    rank 1  .   1F0 2F0 1F1 2F1 1F2 2B0 -    (2F2 1B0 -) (1F3 2B1 -) (2F3 1B1 -) 2B2  -   1B2 -   . 2I3 1I3 2W3 1W3
+
+Brackets hold the two halves of an overlapped pair, such as `(0F3;3B1)OVERLAP_F_B`: one slot where the two are fused,
+drawn here in series. The full pattern needs `2 * num_ranks` microbatches; with fewer, those that are missing are left
+out of it, and a pair that lost one half becomes a plain action.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from typing import Final
 from penstock.plan.actions import backward, backward_input, backward_weight, forward, overlap
 from penstock.schedules.registry import Sizes
 from penstock.schedules.weave import STEP, alternate, below, run, weave
-
 
 PAIR_STEP: Final = overlap(STEP, STEP) - overlap(0, 0)  # from a packed pair to that of the next microbatches
 

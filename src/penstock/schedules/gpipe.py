@@ -1,6 +1,10 @@
 """GPipe (arXiv 1811.06965): all forwards, then all backwards.
 
-DRAW gpipe 3 4
+Three ranks, four microbatches::
+
+    rank 0  F0 F1 F2 F3 .  .  .  . .  . B0 - B1 - B2 - B3 -
+    rank 1  .  F0 F1 F2 F3 .  .  . B0 - B1 - B2 - B3 - .  .
+    rank 2  .  .  F0 F1 F2 F3 B0 - B1 - B2 - B3 - .  . .  .
 
 A rank holds the activations of all microbatches.
 """

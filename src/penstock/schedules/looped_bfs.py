@@ -1,6 +1,9 @@
 """Looped breadth-first (arXiv 2211.05953): all microbatches through one stage, then all through the rank's next.
 
-DRAW loopedbfs 2 4 2
+Two ranks, two stages each, four microbatches::
+
+    rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 .   .   . 2B3 - 2B2 - 2B1 - 2B0 - 0B3 - 0B2 - 0B1 - 0B0 -
+    rank 1  .   1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 - 3B2 - 3B1 - 3B0 - 1B3 - 1B2 - 1B1 - 1B0 - .   .
 
 The backwards come in the reverse order of the forwards. A rank holds the activations of all microbatches, as in GPipe,
 but the bubble is divided by the number of stages a rank, and each stage's parameters are gathered only twice a step.

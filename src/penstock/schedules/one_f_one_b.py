@@ -1,6 +1,10 @@
 """1F1B (PipeDream-Flush, arXiv 2104.04473): one forward, one backward, as soon as the pipeline is full.
 
-DRAW 1f1b 3 4
+Three ranks, four microbatches::
+
+    rank 0  F0 F1 F2 .  . .  .  B0 -  F3 B1 -  .  B2 -  . B3 -
+    rank 1  .  F0 F1 .  . B0 -  F2 B1 -  F3 B2 -  .  B3 - .  .
+    rank 2  .  .  F0 B0 - F1 B1 -  F2 B2 -  F3 B3 -  .  . .  .
 
 A rank holds the activations of at most `num_ranks - rank` microbatches, however many there are.
 """

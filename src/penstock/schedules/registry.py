@@ -60,7 +60,9 @@ class Recipe:
 
     def sizes(self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Sizes:
         """Check the sizes and fill in the default."""
-        wanted = stages_per_rank if stages_per_rank is not None else self.stages_per_rank or self.default_stages_per_rank
+        wanted = (
+            stages_per_rank if stages_per_rank is not None else self.stages_per_rank or self.default_stages_per_rank
+        )
         if self.stages_per_rank is not None and wanted != self.stages_per_rank:
             raise PlanError(
                 f"{self.name} with {wanted} stages a rank; it is made for {self.stages_per_rank}. "
@@ -100,11 +102,13 @@ def _fold(name: str) -> str:
 
 
 def register(recipe: Recipe) -> Recipe:
-    """Make a schedule known to `get_schedule`, the command line and the gallery."""
-    for spelling in (recipe.name, *recipe.aliases):
-        other = _BY_SPELLING.setdefault(_fold(spelling), recipe)
+    """Make a schedule known to `get_schedule`, the command line and the gallery. The same name again replaces it."""
+    spellings = {_fold(spelling): spelling for spelling in (recipe.name, *recipe.aliases)}
+    for folded, spelling in spellings.items():
+        other = _BY_SPELLING.get(folded, recipe)
         if other.name != recipe.name:
             raise PlanError(f"the name {spelling!r} is taken by the schedule {other.name!r}; choose another")
+    _BY_SPELLING.update(dict.fromkeys(spellings, recipe))
     _RECIPES[recipe.name] = recipe
     return recipe
 
@@ -130,5 +134,3 @@ def get_schedule(name: str) -> Recipe:
         hint = f" Did you mean {_BY_SPELLING[near[0]].name!r}?" if near else ""
         raise UnknownNameError(f"no schedule is called {name!r}.{hint} There are: {', '.join(_RECIPES)}")
     return found
-
-

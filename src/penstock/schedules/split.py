@@ -10,9 +10,7 @@ from __future__ import annotations
 from penstock.schedules.weave import alternate
 
 
-def split_actions(
-    forwards: list[int], inputs: list[int], weights: list[int], *, ahead: int, owed: int
-) -> list[int]:
+def split_actions(forwards: list[int], inputs: list[int], weights: list[int], *, ahead: int, owed: int) -> list[int]:
     """`ahead` forwards come before the first pair F I; the first `owed` input backwards are not followed by a W."""
     total = len(forwards)
     steady = total - ahead  # rounds with a forward

@@ -11,9 +11,10 @@ assignments: no step of Python for each action.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Final
 
-from penstock.plan.actions import MICROBATCH_SHIFT, parts
+from penstock.plan.actions import MICROBATCH_SHIFT, OP, OVERLAP, split_overlap
 
 STEP: Final = 1 << MICROBATCH_SHIFT
 
@@ -51,7 +52,7 @@ def repeat(block: Iterable[tuple[int, int]], interval: int, num_microbatches: in
     phased = sorted((time % interval, time // interval, action) for time, action in block)
     edges = sorted({edge for _, begin, _ in phased for edge in (begin, begin + num_microbatches)})
     actions: list[int] = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         active = [
             action + (low - begin) * STEP for _, begin, action in phased if begin <= low < begin + num_microbatches
         ]
@@ -64,8 +65,12 @@ def below(num_microbatches: int, actions: Iterable[int]) -> list[int]:
 
     What an action needs belongs to its own microbatch, so an order stays right when whole microbatches are left out.
     """
+    limit = num_microbatches * STEP  # every overlapped pair is above it
     kept: list[int] = []
     for action in actions:
-        left = [part for part in parts(action) if part < num_microbatches * STEP]
-        kept += [action] if len(left) == len(parts(action)) else left
+        if action < limit:
+            kept.append(action)
+        elif action & OP == OVERLAP:
+            left = [part for part in split_overlap(action) if part < limit]
+            kept += [action] if len(left) == 2 else left
     return kept

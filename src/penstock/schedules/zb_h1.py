@@ -1,6 +1,10 @@
 """ZB-H1 (arXiv 2401.10241): 1F1B with split backwards, and no more memory than it: the bubble shrinks to a third.
 
-DRAW zb-h1 3 5
+Three ranks, five microbatches::
+
+    rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+    rank 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+    rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
 Rank r leaves r weight backwards for later, when it would wait. The peak is `num_ranks` microbatches on every rank.
 """
