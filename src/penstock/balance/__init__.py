@@ -1,0 +1,15 @@
+"""Where to cut: layer costs and memory in, cut points out. No torch.
+
+>>> from penstock.balance import LayerCost, Profile, balance
+>>> profile = Profile(layers=tuple(LayerCost(f"layers.{i}", forward=1.0, backward_input=1.0) for i in range(6)))
+>>> balance(profile, 3).boundaries
+(2, 4)
+"""
+
+from __future__ import annotations
+
+from penstock.balance.cuts import Cuts, StageCut
+from penstock.balance.profile import LayerCost, Profile
+from penstock.balance.solve import balance, placement_ranks
+
+__all__ = ["Cuts", "LayerCost", "Profile", "StageCut", "balance", "placement_ranks"]

@@ -1,0 +1,194 @@
+"""The exact answer where every stage stands for itself: a chain of cuts, no rank-wide sums.
+
+`sweep` answers "is there a cut in which no stage costs more than `bound`?", stage by stage: for each cut the best cut
+before it is the one with the largest start value in its window (a monotone queue). `slowest` searches the least such
+bound among real sums, `settle` then picks, under it, the least bytes between ranks and the smallest sum of squares.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from penstock.balance.problem import Problem
+
+Layers = list[dict[int, int]]  # for each boundary: reachable cut -> the cut before it
+
+
+def windows(problem: Problem, limits: Sequence[int] | None) -> list[list[int]]:
+    """For each stage and cut b: the first a for which the layers a..b alone fit the rank of the stage."""
+    if limits is None:
+        return [[0] * (problem.num_layers + 1)] * problem.num_stages
+    known: dict[tuple[int, tuple[int, int]], list[int]] = {}
+    found = []
+    for stage, flight in enumerate(problem.in_flight):
+        key = (limits[problem.ranks[stage]], flight)
+        if key not in known:
+            known[key] = _window(problem, stage, key[0])
+        found.append(known[key])
+    return found
+
+
+def _window(problem: Problem, stage: int, limit: int) -> list[int]:
+    sizes, layers, groups = problem.layer_memory(stage), problem.profile.layers, problem.group_states
+    used = dict.fromkeys(groups, 0)
+    first, start, memory = [0], 0, 0
+    for stop, layer in enumerate(layers, 1):
+        memory += sizes[stop - 1]
+        for name in layer.shared:
+            memory += 0 if used[name] else groups[name]
+            used[name] += 1
+        while memory > limit and start < stop:
+            memory -= sizes[start]
+            for name in layers[start].shared:
+                used[name] -= 1
+                memory -= 0 if used[name] else groups[name]
+            start += 1
+        first.append(start)
+    return first
+
+
+def sweep(problem: Problem, bound: int | None, window: list[list[int]]) -> Layers | None:
+    """Every cut that can stand at each boundary with no stage over the bound; None when the end is out of reach."""
+    count, stages, prefix = problem.num_layers, problem.num_stages, problem.prefix
+    bound = problem.ceiling if bound is None else bound
+    layers: Layers = [{0: 0}]
+    for stage in range(stages):
+        left = stages - 1 - stage
+        low = max(stage + 1, bisect_left(prefix, prefix[-1] - left * bound)) if left else count
+        high = min(count - left, bisect_right(prefix, (stage + 1) * bound) - 1)
+        ends, starts, first = problem.ends(stage), problem.starts(stage), window[stage]
+        before, taken = list(layers[-1]), 0
+        queue: deque[int] = deque()
+        reached: dict[int, int] = {}
+        for stop in range(low, high + 1):
+            while taken < len(before) and before[taken] < stop:
+                start = before[taken]
+                while queue and starts[queue[-1]] <= starts[start]:
+                    queue.pop()
+                queue.append(start)
+                taken += 1
+            while queue and queue[0] < first[stop]:
+                queue.popleft()
+            if queue and ends[stop] - starts[queue[0]] <= bound:
+                reached[stop] = queue[0]
+        if not reached:
+            return None
+        layers.append(reached)
+    return layers
+
+
+def path(layers: Layers, end: int) -> tuple[int, ...]:
+    """Walk back from the last cut."""
+    cuts = [end]
+    for reached in reversed(layers[1:]):
+        cuts.append(reached[cuts[-1]])
+    return tuple(reversed(cuts))
+
+
+def slowest(problem: Problem, window: list[list[int]]) -> int | None:
+    """The least possible cost of the slowest stage; None when memory allows no cut at all."""
+
+    def attempt(bound: int | None) -> int | None:
+        layers = sweep(problem, bound, window)
+        if layers is None:
+            return None
+        cuts = path(layers, problem.num_layers)
+        return max(problem.cost(s, cuts[s], cuts[s + 1]) for s in range(problem.num_stages))
+
+    low = max(-(-problem.prefix[-1] // problem.num_stages), problem.longest)
+    if (high := attempt(low)) is not None:
+        return high
+    low += 1
+    if (high := attempt(None)) is None:
+        return None
+    tries = 0
+    while low < high:
+        tries += 1
+        # A cut that is found lowers `high` to a real sum; asking just below it now and then proves it the least.
+        middle = high - 1 if tries % 4 == 0 else (low + high) // 2
+        found = attempt(middle)
+        if found is None:
+            low = middle + 1
+        else:
+            high = found
+    return high
+
+
+class Step(NamedTuple):
+    """The choice of one stage: for each row (a cut behind it) the best column (a cut before it)."""
+
+    rows: list[int]
+    columns: list[int]
+    # Columns that can lead to each row lie in this range, as far as memory and time without wires say.
+    spans: list[tuple[int, int]]
+    # The cost of the stage is tops[row] - marks[column].
+    tops: list[int]
+    marks: list[int]
+    # The tie-break of the stages before each column.
+    values: list[int]
+    bound: int
+
+
+def settle(problem: Problem, bound: int, window: list[list[int]]) -> tuple[int, ...]:
+    """Of all cuts within the bound: the least bytes between ranks, then the smallest sum of squared costs."""
+    layers = sweep(problem, bound, window)
+    assert layers is not None, "settle is asked only for a bound that slowest has found"
+    prefix = problem.prefix
+    values = {0: 0}
+    chosen: Layers = [{0: 0}]
+    for stage in range(problem.num_stages):
+        rows, columns, first = list(layers[stage + 1]), list(values), window[stage]
+        lowest = [max(first[stop], bisect_left(prefix, prefix[stop] - bound)) for stop in rows]
+        spans = [
+            (bisect_left(columns, low), bisect_left(columns, stop)) for low, stop in zip(lowest, rows, strict=True)
+        ]
+        ends, starts = problem.ends(stage), problem.starts(stage)
+        tops, marks = [ends[r] for r in rows], [starts[c] for c in columns]
+        step = Step(rows, columns, spans, tops, marks, list(values.values()), bound)
+        best = _pick_by_halves(step) if _rises(tops) and _rises(marks) else _pick_by_scan(step)
+        tie = problem.tie_cut(stage + 1)
+        chosen.append({stop: columns[column] for stop, (_, column) in zip(rows, best, strict=True)})
+        values = {stop: value + tie[stop] for stop, (value, _) in zip(rows, best, strict=True)}
+    return path(chosen, problem.num_layers)
+
+
+def _rises(numbers: list[int]) -> bool:
+    return all(a <= b for a, b in pairwise(numbers))
+
+
+def _pick_by_halves(step: Step) -> list[tuple[int, int]]:
+    """Best (value, column) of each row, where the best column never moves left as the row moves right.
+
+    Squares of differences are convex, and where tops and marks rise a part of an allowed stage is allowed, so choices
+    that cross never pay: solve the middle row, then each half with the columns on its side.
+    """
+    marks, values = step.marks, step.values
+    best = [(0, 0)] * len(step.rows)
+    stack = [(0, len(step.rows), 0, len(marks))]
+    while stack:
+        top, bottom, left, right = stack.pop()
+        if top >= bottom:
+            continue
+        row = (top + bottom) // 2
+        here = step.tops[row]
+        begin = max(left, step.spans[row][0], bisect_left(marks, here - step.bound))
+        end = min(right, step.spans[row][1])
+        best[row] = min((values[c] + (here - marks[c]) ** 2, c) for c in range(begin, end))
+        column = best[row][1]
+        stack.append((top, row, left, column + 1))
+        stack.append((row + 1, bottom, column, right))
+    return best
+
+
+def _pick_by_scan(step: Step) -> list[tuple[int, int]]:
+    """The same where a longer stage may cost less, because less crosses its ends: look at every column."""
+    marks, values = step.marks, step.values
+    best = []
+    for here, (begin, end) in zip(step.tops, step.spans, strict=True):
+        least = here - step.bound
+        best.append(min((values[c] + (here - marks[c]) ** 2, c) for c in range(begin, end) if marks[c] >= least))
+    return best

@@ -1,0 +1,122 @@
+"""The answer: which layers form which stage, as numbers and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """One stage: the layers start..stop and what they add up to, for one microbatch."""
+
+    stage: int
+    rank: int
+    start: int
+    stop: int
+    layers: tuple[str, ...]
+    forward: float
+    backward_input: float
+    backward_weight: float
+    activation_to_input: int
+    activation_to_weight: int
+    # Own and shared parameters of the stage.
+    parameter_bytes: int
+    # Bytes over the cut behind the stage; 0 for the last.
+    output_bytes: int
+    # Forward, both halves of backward, and the wires on both sides when a bandwidth was given.
+    cost: float
+    # Parameters, gradients, optimizer state, and activations of all microbatches in flight.
+    memory: int
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where to cut, as found by `balance`.
+
+    >>> from penstock.balance import LayerCost, Profile, balance
+    >>> layers = LayerCost("a", forward=3.0), LayerCost("b", forward=1.0), LayerCost("c", forward=2.0)
+    >>> cuts = balance(Profile(layers), 2)
+    >>> cuts.boundaries, cuts.names, cuts.slowest
+    ((1,), ('b',), 3.0)
+    >>> print(cuts.table())
+    stage  rank  layers  parameters  cost  memory
+        0     0  a              0 B     3     0 B
+        1     1  b .. c         0 B     3     0 B
+    """
+
+    stages: tuple[StageCut, ...]
+    # Bytes for each rank, all its stages together; what they share is counted once.
+    rank_memory: tuple[int, ...]
+    # The value that was made as small as possible: the cost of the slowest stage, or of the slowest rank.
+    slowest: float
+    objective: str
+    # Whether ties are settled too. False only for very many layers with several stages on a rank under a memory limit;
+    # `slowest` is the least possible in any case.
+    settled: bool = True
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The index of the first layer of each stage but the first."""
+        return tuple(stage.start for stage in self.stages[1:])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of the first layer of each stage but the first: where the marks go."""
+        return tuple(stage.layers[0] for stage in self.stages[1:])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(stage.rank for stage in self.stages)
+
+    def costs(self) -> dict[str, list[float] | list[int]]:
+        """Plain numbers for each stage (and, for output_bytes, each boundary), as a simulation takes them."""
+        return {
+            "forward": [s.forward for s in self.stages],
+            "backward_input": [s.backward_input for s in self.stages],
+            "backward_weight": [s.backward_weight for s in self.stages],
+            "activation_to_input": [s.activation_to_input for s in self.stages],
+            "activation_to_weight": [s.activation_to_weight for s in self.stages],
+            "parameter_bytes": [s.parameter_bytes for s in self.stages],
+            "output_bytes": [s.output_bytes for s in self.stages[:-1]],
+        }
+
+    def table(self) -> str:
+        """Plain text: stage, rank, layers, parameters, cost, memory."""
+        rows = [("stage", "rank", "layers", "parameters", "cost", "memory")]
+        for s in self.stages:
+            layers = s.layers[0] if len(s.layers) == 1 else f"{s.layers[0]} .. {s.layers[-1]}"
+            rows.append(
+                (str(s.stage), str(s.rank), layers, size_text(s.parameter_bytes), f"{s.cost:.6g}", size_text(s.memory))
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if column == 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def size_text(size: int) -> str:
+    """Bytes for people.
+
+    >>> size_text(512), size_text(1536), size_text(3 << 30)
+    ('512 B', '1.5 KiB', '3.0 GiB')
+    """
+    if size < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1024 or unit == "TiB":
+            break
+    return f"{value:.1f} {unit}"

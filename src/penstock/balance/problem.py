@@ -1,0 +1,174 @@
+"""The same question in whole numbers: exact sums, no rounding, so that ties are ties."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate
+
+from penstock.balance.profile import Profile
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A profile, a placement and the limits, ready for the solvers. Cut 0 is the front, cut num_layers the end.
+
+    Times are whole multiples of 1/scale: every float is one, so nothing is rounded.
+    """
+
+    profile: Profile
+    # Rank of each stage.
+    ranks: tuple[int, ...]
+    # Bytes for each rank; None: no limit.
+    limits: tuple[int, ...] | None
+    # For each stage: microbatches between F and I, and between I and W.
+    in_flight: tuple[tuple[int, int], ...]
+    # Bytes of parameter, gradient and optimizer state for each byte of parameter.
+    state_factor: Fraction
+    bandwidth: float | None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.profile.layers)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.ranks) + 1
+
+    @cached_property
+    def rank_stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, in order."""
+        return tuple(tuple(s for s, r in enumerate(self.ranks) if r == rank) for rank in range(self.num_ranks))
+
+    @cached_property
+    def _exact(self) -> tuple[list[int], list[int], int]:
+        times = [
+            Fraction(layer.forward) + Fraction(layer.backward_input) + Fraction(layer.backward_weight)
+            for layer in self.profile.layers
+        ]
+        wires = [Fraction(0)] * (self.num_layers + 1)
+        if self.bandwidth is not None:
+            wires[1:-1] = [Fraction(size / self.bandwidth) for size in self.profile.crossing]
+        scale = math.lcm(*(value.denominator for value in (*times, *wires)))
+        return [int(t * scale) for t in times], [int(w * scale) for w in wires], scale
+
+    @property
+    def scale(self) -> int:
+        return self._exact[2]
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """prefix[c]: the time of all layers before cut c."""
+        return [0, *accumulate(self._exact[0])]
+
+    @cached_property
+    def longest(self) -> int:
+        """The time of the slowest layer."""
+        return max(self._exact[0])
+
+    @cached_property
+    def ceiling(self) -> int:
+        """More than any stage or rank can cost."""
+        return self.prefix[-1] + 2 * self.num_stages * max(self._exact[1]) + 1
+
+    def local(self, cut_index: int) -> bool:
+        """Whether the boundary before this stage joins two stages of one rank (the turn of a V)."""
+        return 0 < cut_index < self.num_stages and self.ranks[cut_index - 1] == self.ranks[cut_index]
+
+    @cached_property
+    def has_wires(self) -> bool:
+        return any(self._exact[1])
+
+    @cached_property
+    def _with_wire(self) -> tuple[list[int], list[int]]:
+        wires = self._exact[1]
+        return [p + w for p, w in zip(self.prefix, wires, strict=True)], [
+            p - w for p, w in zip(self.prefix, wires, strict=True)
+        ]
+
+    def ends(self, stage: int) -> list[int]:
+        """With `starts`: the cost of layers a..b as this stage is ends[b] - starts[a]."""
+        return self.prefix if self.local(stage + 1) or not self.has_wires else self._with_wire[0]
+
+    def starts(self, stage: int) -> list[int]:
+        return self.prefix if self.local(stage) or not self.has_wires else self._with_wire[1]
+
+    def cost(self, stage: int, start: int, stop: int) -> int:
+        return self.ends(stage)[stop] - self.starts(stage)[start]
+
+    @cached_property
+    def _crossing(self) -> list[int]:
+        return [0, *self.profile.crossing, 0]
+
+    @cached_property
+    def _square_bits(self) -> int:
+        return (self.num_stages * self.ceiling * self.ceiling).bit_length()
+
+    def tie_cut(self, cut_index: int) -> list[int]:
+        """What the boundary before this stage adds to the tie-break: its bytes, above all sums of squares."""
+        if self.local(cut_index):
+            return [0] * (self.num_layers + 1)
+        return [size << self._square_bits for size in self._crossing]
+
+    def wire_bytes(self, cut_index: int, cut: int) -> int:
+        """Bytes between ranks over this boundary."""
+        return 0 if self.local(cut_index) else self._crossing[cut]
+
+    @cached_property
+    def layer_states(self) -> list[int]:
+        return [math.ceil(layer.parameter_bytes * self.state_factor) for layer in self.profile.layers]
+
+    @cached_property
+    def group_states(self) -> dict[str, int]:
+        return {name: math.ceil(size * self.state_factor) for name, size in self.profile.shared_parameters.items()}
+
+    def layer_memory(self, stage: int) -> list[int]:
+        """Bytes of each layer as part of this stage, parameters that are shared left out."""
+        to_input, to_weight = self.in_flight[stage]
+        return [
+            state + to_input * layer.activation_to_input + to_weight * layer.activation_to_weight
+            for state, layer in zip(self.layer_states, self.profile.layers, strict=True)
+        ]
+
+    @cached_property
+    def memory_prefix(self) -> list[list[int]]:
+        """For each stage: the sums of layer_memory before each cut."""
+        known: dict[tuple[int, int], list[int]] = {}
+        for stage, key in enumerate(self.in_flight):
+            if key not in known:
+                known[key] = [0, *accumulate(self.layer_memory(stage))]
+        return [known[key] for key in self.in_flight]
+
+    def groups(self, start: int, stop: int) -> frozenset[str]:
+        """Shared parameters that the layers start..stop use."""
+        return frozenset().union(*(layer.shared for layer in self.profile.layers[start:stop]))
+
+    def group_memory(self, groups: frozenset[str]) -> int:
+        return sum(self.group_states[name] for name in groups)
+
+    def stage_memory(self, stage: int, start: int, stop: int) -> int:
+        prefix = self.memory_prefix[stage]
+        return prefix[stop] - prefix[start] + self.group_memory(self.groups(start, stop))
+
+    def rank_memory(self, rank: int, cuts: Sequence[int]) -> int:
+        """Bytes of a rank; what several of its stages share is counted once."""
+        used: frozenset[str] = frozenset()
+        total = 0
+        for stage in self.rank_stages[rank]:
+            start, stop = cuts[stage], cuts[stage + 1]
+            total += self.memory_prefix[stage][stop] - self.memory_prefix[stage][start]
+            used |= self.groups(start, stop)
+        return total + self.group_memory(used)
+
+    def fits(self, cuts: Sequence[int]) -> bool:
+        """Whether every rank stays within its limit."""
+        return self.limits is None or all(
+            self.rank_memory(rank, cuts) <= limit for rank, limit in enumerate(self.limits)
+        )

@@ -1,0 +1,210 @@
+"""What each layer costs: the input of `balance`, and a small JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from penstock.errors import BalanceError
+
+_FORMAT = "penstock-profile"
+_VERSION = 1
+_TIMES = ("forward", "backward_input", "backward_weight")
+_BYTES = ("activation_to_input", "activation_to_weight", "parameter_bytes", "output_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer (or graph node), for one microbatch.
+
+    >>> LayerCost("embed", forward=0.2, backward_weight=0.3, parameter_bytes=4_000_000, output_bytes=65_536).total
+    0.5
+
+    Times may be in any unit (seconds, FLOPs), as long as all layers use the same one.
+    """
+
+    name: str
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    # Bytes held for each microbatch from its forward until its input-backward; what the weight-backward needs included.
+    activation_to_input: int = 0
+    # Bytes still held from the input-backward until the weight-backward.
+    activation_to_weight: int = 0
+    # Parameters that this layer alone uses.
+    parameter_bytes: int = 0
+    # What the layer hands on.
+    output_bytes: int = 0
+    # Names of parameters that other layers use too; their sizes stand once, in Profile.shared_parameters.
+    shared: frozenset[str] = frozenset()
+    # Index of the last layer that reads the output; None: the next layer. A skip connection sets it further on.
+    last_use: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _TIMES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise BalanceError(f"layer {self.name!r}: {name} is {value!r}, expected a finite number >= 0")
+        for name in _BYTES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise BalanceError(f"layer {self.name!r}: {name} is {value!r}, expected a whole number of bytes >= 0")
+        shared: object = self.shared
+        if isinstance(shared, str):
+            raise BalanceError(
+                f"layer {self.name!r}: shared is the text {shared!r}, expected a set of names; "
+                f"write shared=frozenset({{{shared!r}}})"
+            )
+        object.__setattr__(self, "shared", frozenset(self.shared))
+
+    @property
+    def total(self) -> float:
+        """Forward and both halves of backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers of a model in the order in which they run, with what they cost.
+
+    >>> profile = Profile(layers=(LayerCost("embed", forward=1.0, output_bytes=8), LayerCost("head", forward=2.0)))
+    >>> Profile.loads(profile.dumps()) == profile
+    True
+    >>> profile.crossing
+    (8,)
+    """
+
+    layers: tuple[LayerCost, ...]
+    # Bytes of each parameter that several layers use (a tied embedding).
+    shared_parameters: Mapping[str, int] = field(default_factory=dict)
+    # Bytes over the cut before layer 1, 2, ...; None: computed from output_bytes and last_use.
+    crossing_bytes: tuple[int, ...] | None = None
+    # Anything worth keeping beside the numbers: device, microbatch size, date. JSON values only.
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "shared_parameters", MappingProxyType(dict(self.shared_parameters)))
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+        if self.crossing_bytes is not None:
+            object.__setattr__(self, "crossing_bytes", tuple(self.crossing_bytes))
+        _check_profile(self)
+
+    @property
+    def crossing(self) -> tuple[int, ...]:
+        """Bytes over each possible cut: entry i stands for the cut before layer i + 1."""
+        if self.crossing_bytes is not None:
+            return self.crossing_bytes
+        count = len(self.layers)
+        change = [0] * (count + 1)
+        for index, layer in enumerate(self.layers):
+            last = index + 1 if layer.last_use is None else layer.last_use
+            change[min(index + 1, count)] += layer.output_bytes
+            change[min(last + 1, count)] -= layer.output_bytes
+        crossing, live = [], 0
+        for cut in range(1, count):
+            live += change[cut]
+            crossing.append(live)
+        return tuple(crossing)
+
+    def dumps(self) -> str:
+        """The profile as JSON text, one layer a line; `loads` is the inverse."""
+        rows = ",\n".join("  " + json.dumps(_layer_to_json(layer)) for layer in self.layers)
+        head = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "metadata": dict(self.metadata),
+            "shared_parameters": dict(self.shared_parameters),
+            "crossing_bytes": None if self.crossing_bytes is None else list(self.crossing_bytes),
+        }
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        return "\n".join(["{", *lines, ' "layers": [', rows, " ]", "}", ""])
+
+    @classmethod
+    def loads(cls, text: str) -> Profile:
+        """Read what `dumps` wrote."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BalanceError(f"this is no profile: not JSON ({error})") from error
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise BalanceError(f'this is no profile: expected a JSON object with "format": "{_FORMAT}"')
+        if data.get("version") != _VERSION:
+            raise BalanceError(f"the profile has version {data.get('version')!r}, this penstock reads {_VERSION}")
+        unknown = data.keys() - {"format", "version", *(f.name for f in fields(cls))}
+        if unknown or not isinstance(data.get("layers"), list):
+            raise BalanceError(f"the profile needs a list 'layers' and no unknown entries, got {sorted(data)}")
+        crossing = data.get("crossing_bytes")
+        return cls(
+            layers=tuple(_layer_from_json(row) for row in data["layers"]),
+            shared_parameters=data.get("shared_parameters", {}),
+            crossing_bytes=None if crossing is None else tuple(crossing),
+            metadata=data.get("metadata", {}),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a JSON file."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile from a JSON file."""
+        return cls.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def _check_profile(profile: Profile) -> None:
+    layers = profile.layers
+    if not layers:
+        raise BalanceError("the profile has no layers, expected at least one LayerCost")
+    first: dict[str, int] = {}
+    for index, layer in enumerate(layers):
+        if layer.name in first:
+            raise BalanceError(f"layers {first[layer.name]} and {index} are both called {layer.name!r}; rename one")
+        first[layer.name] = index
+        missing = layer.shared - profile.shared_parameters.keys()
+        if missing:
+            raise BalanceError(
+                f"layer {layer.name!r} shares {sorted(missing)}, which shared_parameters does not list "
+                f"({sorted(profile.shared_parameters)}); write shared_parameters={{{min(missing)!r}: bytes}}"
+            )
+        if layer.last_use is not None and not index <= layer.last_use < len(layers):
+            raise BalanceError(
+                f"layer {layer.name!r} (index {index}): last_use is {layer.last_use}, "
+                f"expected an index from {index} to {len(layers) - 1}"
+            )
+    sizes: dict[str, object] = {f"shared parameter {name!r}": size for name, size in profile.shared_parameters.items()}
+    if profile.crossing_bytes is not None:
+        if len(profile.crossing_bytes) != len(layers) - 1:
+            raise BalanceError(
+                f"crossing_bytes has {len(profile.crossing_bytes)} entries, expected {len(layers) - 1}: "
+                f"one for each cut between {len(layers)} layers"
+            )
+        sizes |= {f"crossing_bytes[{i}]": size for i, size in enumerate(profile.crossing_bytes)}
+    for what, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise BalanceError(f"{what} is {size!r}, expected a whole number of bytes >= 0")
+
+
+def _layer_to_json(layer: LayerCost) -> dict[str, Any]:
+    """Fields that differ from their default; names first."""
+    row: dict[str, Any] = {"name": layer.name}
+    for name in (*_TIMES, *_BYTES):
+        if getattr(layer, name):
+            row[name] = getattr(layer, name)
+    if layer.shared:
+        row["shared"] = sorted(layer.shared)
+    if layer.last_use is not None:
+        row["last_use"] = layer.last_use
+    return row
+
+
+def _layer_from_json(row: object) -> LayerCost:
+    known = {f.name for f in fields(LayerCost)}
+    if not isinstance(row, dict) or "name" not in row or row.keys() - known:
+        raise BalanceError(f"a layer of the profile is {row!r}, expected 'name' and any of {sorted(known)}")
+    return LayerCost(**{**row, "shared": frozenset(row.get("shared", ()))})

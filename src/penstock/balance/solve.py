@@ -1,0 +1,270 @@
+"""`balance`: check what was asked, choose the solver, explain what cannot be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Literal
+
+from penstock.balance import chain, ranks
+from penstock.balance.cuts import Cuts, StageCut, size_text
+from penstock.balance.problem import Problem
+from penstock.balance.profile import Profile
+from penstock.errors import BalanceError
+
+InFlight = int | tuple[int, int]
+
+
+def balance(
+    profile: Profile,
+    num_stages: int,
+    *,
+    num_ranks: int | None = None,
+    placement: Literal["loop", "v"] | Sequence[int] = "loop",
+    objective: Literal["stage", "rank"] = "stage",
+    memory_limit: int | Sequence[int] | None = None,
+    microbatches_in_flight: Callable[[int], InFlight] | Sequence[InFlight] | None = None,
+    optimizer_bytes_per_parameter_byte: float = 2.0,
+    bandwidth: float | None = None,
+) -> Cuts:
+    """Find the cut points that make the slowest stage as fast as possible. Exact, not a heuristic.
+
+    >>> from penstock.balance import LayerCost, Profile
+    >>> times = {"embed": 1.0, "block.0": 4.0, "block.1": 4.0, "block.2": 4.0, "head": 3.0}
+    >>> profile = Profile(layers=tuple(LayerCost(name, forward=time) for name, time in times.items()))
+    >>> [stage.layers for stage in balance(profile, 2).stages]
+    [('embed', 'block.0', 'block.1'), ('block.2', 'head')]
+
+    Every layer lands in exactly one stage and every stage has a layer. Among cuts with an equally fast slowest stage
+    the one with the fewest bytes between ranks wins, then the one with the smallest sum of squared stage costs.
+
+    num_ranks: one rank for each stage unless given; for "v" half as many.
+    placement: "loop" (stage s on rank s % num_ranks), "v" (back and forth), or the rank of each stage.
+    objective: "stage": the slowest stage; "rank": the slowest rank, the sum over its stages.
+    memory_limit: bytes of a rank, or one number for each rank: parameters, gradients, optimizer state, and the
+        activations of the microbatches in flight of all its stages. What its stages share counts once.
+    microbatches_in_flight: for each stage how many microbatches the schedule holds at most between F and I, or a pair:
+        between F and I, and between I and W. A list, or a function of the stage. 1 unless given.
+    optimizer_bytes_per_parameter_byte: 2 for Adam in the precision of the parameters, 0 for plain SGD.
+    bandwidth: bytes in one unit of time. Then what crosses a cut between two ranks costs its stages on either side
+        bytes / bandwidth (the activation one way, its gradient the other).
+
+    Raises BalanceError when there is no such cut, and says why.
+    """
+    stage_ranks = placement_ranks(placement, num_stages, num_ranks=num_ranks)
+    if num_stages > len(profile.layers):
+        raise BalanceError(
+            f"{len(profile.layers)} layers cannot fill {num_stages} stages: every stage needs at least one layer; "
+            f"ask for num_stages <= {len(profile.layers)} or profile smaller layers"
+        )
+    if objective not in ("stage", "rank"):
+        raise BalanceError(f'objective is {objective!r}, expected "stage" or "rank"')
+    problem = Problem(
+        profile=profile,
+        ranks=stage_ranks,
+        limits=_limits(memory_limit, max(stage_ranks) + 1),
+        in_flight=_in_flight(microbatches_in_flight, num_stages),
+        state_factor=_positive("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte, zero=True) + 2,
+        bandwidth=None if bandwidth is None else float(_positive("bandwidth", bandwidth)),
+    )
+    try:
+        cuts, settled = _solve(problem, objective)
+    except ranks.TooLarge:
+        raise BalanceError(
+            f"{len(profile.layers)} layers in {num_stages} stages on {problem.num_ranks} ranks are too many to weigh "
+            'rank by rank; profile whole blocks instead of single nodes, or ask for objective="stage" with more memory_limit'
+        ) from None
+    return _result(problem, cuts, objective=objective, settled=settled)
+
+
+def placement_ranks(
+    placement: Literal["loop", "v"] | Sequence[int], num_stages: int, *, num_ranks: int | None = None
+) -> tuple[int, ...]:
+    """The rank of each stage.
+
+    >>> placement_ranks("loop", 4, num_ranks=2), placement_ranks("v", 4, num_ranks=2)
+    ((0, 1, 0, 1), (0, 1, 1, 0))
+    """
+    if num_stages < 1:
+        raise BalanceError(f"num_stages is {num_stages}, expected at least 1")
+    if num_ranks is not None and not 1 <= num_ranks <= num_stages:
+        raise BalanceError(f"num_ranks is {num_ranks}, expected 1 to {num_stages} (num_stages): a rank needs a stage")
+    if placement == "loop":
+        count = num_ranks or num_stages
+        return tuple(stage % count for stage in range(num_stages))
+    if placement == "v":
+        count = num_ranks or max(1, num_stages // 2)
+        folded = (divmod(stage, count) for stage in range(num_stages))
+        return tuple(count - 1 - offset if turn % 2 else offset for turn, offset in folded)
+    other: object = placement
+    if isinstance(other, str):
+        raise BalanceError(f'placement is {other!r}, expected "loop", "v" or a list: the rank of each stage')
+    given = tuple(placement)
+    if len(given) != num_stages:
+        raise BalanceError(f"placement lists {len(given)} ranks, num_stages is {num_stages}; write one for each stage")
+    if set(given) != set(range(num_ranks or max(given) + 1)):
+        raise BalanceError(f"placement uses ranks {sorted(set(given))}, expected every rank from 0 on to have a stage")
+    return given
+
+
+def _limits(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    limits = (given,) * num_ranks if isinstance(given, int | float) else tuple(given)
+    if len(limits) != num_ranks:
+        raise BalanceError(f"memory_limit has {len(limits)} entries, expected {num_ranks}: one for each rank")
+    return tuple(math.floor(_positive("memory_limit", limit)) for limit in limits)
+
+
+def _in_flight(
+    given: Callable[[int], InFlight] | Sequence[InFlight] | None, num_stages: int
+) -> tuple[tuple[int, int], ...]:
+    if given is None:
+        return ((1, 0),) * num_stages
+    entries = [given(stage) for stage in range(num_stages)] if callable(given) else list(given)
+    if len(entries) != num_stages:
+        raise BalanceError(f"microbatches_in_flight has {len(entries)} entries, expected {num_stages}: one a stage")
+    pairs = []
+    for stage, entry in enumerate(entries):
+        pair: tuple[object, ...] = (entry, 0) if isinstance(entry, int) else tuple(entry)
+        if len(pair) != 2 or any(not isinstance(n, int) or n < 0 for n in pair):
+            raise BalanceError(
+                f"microbatches_in_flight of stage {stage} is {entry!r}, expected a count, or two: held to I, held to W"
+            )
+        pairs.append((entry, 0) if isinstance(entry, int) else entry)
+    return tuple(pairs)
+
+
+def _positive(name: str, value: float, *, zero: bool = False) -> Fraction:
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise BalanceError(f"{name} is {value!r}, expected a finite number {'>= 0' if zero else '> 0'}")
+    return Fraction(value)
+
+
+def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool]:
+    """The cuts, and whether ties are settled. Each stage alone first; sums over ranks only where they matter."""
+    single = problem.num_ranks == problem.num_stages
+    window = chain.windows(problem, problem.limits)
+    least = chain.slowest(problem, window)
+    if least is None:
+        raise _no_room(problem)
+    if objective == "rank" and not single:
+        goal = ranks.Goal.RANK
+        least = max(least, -(-problem.prefix[-1] // problem.num_ranks))
+    else:
+        goal = ranks.Goal.STAGE
+        cuts = chain.settle(problem, least, window)
+        if single or problem.fits(cuts):
+            return cuts, True
+    try:
+        bound = ranks.best(problem, goal, least=least, most=problem.ceiling)
+        if bound is None:
+            raise _no_room(problem)
+        return ranks.settle(problem, goal, bound), True
+    except ranks.TooLarge:
+        if goal is ranks.Goal.STAGE and (shared_out := _by_shares(problem, least)) is not None:
+            return shared_out, False
+        raise
+
+
+def _by_shares(problem: Problem, least: int) -> tuple[int, ...] | None:
+    """A cut that reaches `least` with each rank's memory shared out among its stages beforehand, if there is one."""
+    assert problem.limits is not None, "without limits no search is large"
+    alone = replace(problem, ranks=tuple(range(problem.num_stages)), limits=None)
+    sizes = [problem.memory_prefix[s][-1] for s in range(problem.num_stages)]
+    for weights in ([1] * problem.num_stages, sizes):
+        sums = [sum(weights[s] for s in stages) or 1 for stages in problem.rank_stages]
+        parts = [problem.limits[r] * w // sums[r] for r, w in zip(problem.ranks, weights, strict=True)]
+        window = chain.windows(alone, parts)
+        if chain.sweep(problem, least, window) is not None:
+            return chain.settle(problem, least, window)
+    return None
+
+
+def _no_room(problem: Problem) -> BalanceError:
+    """Say which layer is too large, or the least memory that would do."""
+    assert problem.limits is not None, "without a limit there is always room"
+    profile, limits = problem.profile, problem.limits
+    for index, layer in enumerate(profile.layers):
+        over, stage = min(
+            (problem.stage_memory(s, index, index + 1) - limits[problem.ranks[s]], s) for s in range(problem.num_stages)
+        )
+        if over > 0:
+            need = problem.stage_memory(stage, index, index + 1)
+            limit = limits[problem.ranks[stage]]
+            return BalanceError(
+                f"layer {layer.name!r} alone needs {need} bytes ({size_text(need)}) even on stage {stage}, "
+                f"and rank {problem.ranks[stage]} may hold {limit} ({size_text(limit)}); "
+                "raise memory_limit, split the layer, or hold fewer microbatches"
+            )
+    excess = _least_excess(problem)
+    asked = f"no cut of {len(profile.layers)} layers into {problem.num_stages} stages fits the memory limit"
+    if len(set(limits)) == 1:
+        need = limits[0] + excess
+        return BalanceError(
+            f"{asked} of {limits[0]} bytes ({size_text(limits[0])}) a rank: "
+            f"the least possible is {need} bytes ({size_text(need)}); raise memory_limit or use more ranks"
+        )
+    return BalanceError(
+        f"{asked} of {list(limits)} bytes: each rank needs at least {excess} bytes ({size_text(excess)}) more; "
+        "raise memory_limit or use more ranks"
+    )
+
+
+def _least_excess(problem: Problem) -> int:
+    """The bytes by which every limit must grow before a cut fits."""
+    assert problem.limits is not None, "an excess is asked for only where there are limits"
+    heaviest = (max(sizes) for sizes in zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True))
+    low, most = 0, sum(heaviest) + sum(problem.group_states.values())
+    high = most
+    while low < high:
+        middle = (low + high) // 2
+        grown = tuple(limit + middle for limit in problem.limits)
+        if chain.sweep(problem, None, chain.windows(problem, grown)) is None:
+            low = middle + 1
+        else:
+            high = middle
+    if problem.num_ranks == problem.num_stages:
+        return low
+    found = ranks.best(problem, ranks.Goal.EXCESS, least=low, most=most)
+    assert found is not None, "the largest excess holds everything"
+    return found
+
+
+def _result(problem: Problem, cuts: tuple[int, ...], *, objective: str, settled: bool) -> Cuts:
+    costs = [problem.cost(s, cuts[s], cuts[s + 1]) for s in range(problem.num_stages)]
+    if objective == "rank":
+        slowest = max(sum(costs[s] for s in stages) for stages in problem.rank_stages)
+    else:
+        slowest = max(costs)
+    return Cuts(
+        stages=tuple(_stage(problem, stage, cuts=cuts, cost=cost) for stage, cost in enumerate(costs)),
+        rank_memory=tuple(problem.rank_memory(rank, cuts) for rank in range(problem.num_ranks)),
+        slowest=slowest / problem.scale,
+        objective=objective,
+        settled=settled,
+    )
+
+
+def _stage(problem: Problem, stage: int, *, cuts: tuple[int, ...], cost: int) -> StageCut:
+    start, stop = cuts[stage], cuts[stage + 1]
+    layers = problem.profile.layers[start:stop]
+    shared = sum(problem.profile.shared_parameters[name] for name in problem.groups(start, stop))
+    return StageCut(
+        stage=stage,
+        rank=problem.ranks[stage],
+        start=start,
+        stop=stop,
+        layers=tuple(layer.name for layer in layers),
+        forward=math.fsum(layer.forward for layer in layers),
+        backward_input=math.fsum(layer.backward_input for layer in layers),
+        backward_weight=math.fsum(layer.backward_weight for layer in layers),
+        activation_to_input=sum(layer.activation_to_input for layer in layers),
+        activation_to_weight=sum(layer.activation_to_weight for layer in layers),
+        parameter_bytes=sum(layer.parameter_bytes for layer in layers) + shared,
+        output_bytes=problem.profile.crossing[stop - 1] if stop < problem.num_layers else 0,
+        cost=cost / problem.scale,
+        memory=problem.stage_memory(stage, start, stop),
+    )
