@@ -6,6 +6,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from tests.gloo_pool import gloo_pool  # noqa: F401 - a fixture for every test
+
 # Two workers on two cores: one thread each. Read by torch when it is first imported, and inherited by child processes.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")

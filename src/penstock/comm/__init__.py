@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.comm.distributed import DistributedTransport
 from penstock.comm.local import LocalTransport, LocalWorld
 from penstock.comm.transport import FailureRecord, Store, Transport, Work
 
-__all__ = ["FailureRecord", "LocalTransport", "LocalWorld", "Store", "Transport", "Work"]
+__all__ = ["DistributedTransport", "FailureRecord", "LocalTransport", "LocalWorld", "Store", "Transport", "Work"]

@@ -56,7 +56,11 @@ class LocalWork:
     def wait(self, timeout: timedelta = timedelta(0), /) -> None:
         """Let the other ranks run until this is done. It never takes real time that nobody uses."""
         if not self.done:
-            self._transport.wait_until(lambda: self.done, peer=self._peer, what=self.what)
+            try:
+                self._transport.wait_until(lambda: self.done, peer=self._peer, what=self.what)
+            except PenstockError:
+                self._transport.withdraw(self, self._peer)
+                raise
         if self._error is not None:
             raise self._error
 
@@ -72,6 +76,10 @@ class _Channel:
         self.sends_posted = 0
         self.receives_posted = 0
         self.held: set[LocalWork] = set()
+
+    def withdraw(self, work: LocalWork) -> None:
+        self.sends = deque(send for send in self.sends if send[1] is not work)
+        self.receives = deque(receive for receive in self.receives if receive[1] is not work)
 
     def match(self) -> None:
         while self.sends and self.receives and self.sends[0][1] not in self.held:
@@ -150,6 +158,11 @@ class LocalTransport(Transport):
     def wait_until(self, ready: Callable[[], bool], *, peer: int | None, what: str) -> None:
         self._world.baton.wait(self.rank, Waiting(ready, peer, what))
 
+    def withdraw(self, work: LocalWork, peer: int) -> None:
+        """Forget a message that will never arrive, so that nothing later can meet it."""
+        for pair in ((self.rank, peer), (peer, self.rank)):
+            self._world.channel(*pair).withdraw(work)
+
     def _watch(self) -> None:
         self._watching = True
         self.failed = self.failure()
@@ -224,7 +237,7 @@ class LocalWorld:
         return results
 
     def post_send(self, transport: LocalTransport, peer: int, tensors: list[Tensor], /) -> LocalWork:
-        tensor, channel = _only(tensors), self._channel(transport.rank, peer)
+        tensor, channel = _only(tensors), self.channel(transport.rank, peer)
         number = channel.sends_posted
         hold = self.on_message is not None and self.on_message(transport.rank, peer, number)
         channel.sends_posted += 1
@@ -239,7 +252,7 @@ class LocalWorld:
         return work
 
     def post_receive(self, transport: LocalTransport, peer: int, tensors: list[Tensor], /) -> LocalWork:
-        buffer, channel = _only(tensors), self._channel(peer, transport.rank)
+        buffer, channel = _only(tensors), self.channel(peer, transport.rank)
         work = LocalWork(transport, peer, f"message {channel.receives_posted} from rank {peer}")
         channel.receives_posted += 1
         channel.receives.append((buffer, work))
@@ -253,7 +266,7 @@ class LocalWorld:
         for transport in self.transports:
             transport.epoch, transport.meetings = epoch, meetings
 
-    def _channel(self, source: int, destination: int) -> _Channel:
+    def channel(self, source: int, destination: int) -> _Channel:
         return self._channels.setdefault((source, destination), _Channel())
 
     def _let_go(self) -> bool:

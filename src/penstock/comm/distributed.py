@@ -1,0 +1,228 @@
+"""Messages over torch.distributed: by gloo's own calls, or by those of another backend with a group per direction."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from penstock.comm.store import Departure, DistributedStore
+from penstock.comm.transport import FailureRecord, Transport, Work
+from penstock.comm.watcher import Watcher
+from penstock.errors import PenstockError, StepTimeout, TransportError
+
+_TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
+_BREAK_TAG = 0x9E58  # nothing is ever sent under it
+_CAUSE_GRACE = 1.0  # seconds that the reason for a lost connection may take to reach the store
+
+
+class DistributedTransport(Transport):
+    """A process group as a transport; ranks are ranks in the group. Every rank of the group makes one.
+
+        transport = DistributedTransport.of(mesh.get_group("pp"))
+
+    Backends other than gloo get two groups of their own, one for each direction, so that a send to the next rank
+    cannot block one to the previous rank. That part is written for accelerators and not tested on any.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str = "cpu") -> None:
+        group = _member(group)
+        self.device = torch.device(device)
+        self.rank = group.rank()
+        self.num_ranks = group.size()
+        backend = group._get_backend(self.device)
+        self._gloo: Any = backend if isinstance(backend, dist.ProcessGroupGloo) else None
+        self._channels = _channels(group, backend, self.device)
+        self.timeout = _timeout(backend)
+        self.store: DistributedStore = _store(group, self.device, rank=self.rank)
+        self._watcher: Watcher | None = None
+        self._broken: FailureRecord | None = None
+        self._closed = False
+        _OPEN.add(self)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None, *, device: torch.device | str = "cpu") -> DistributedTransport:
+        """The one transport of the group: all schedules on it share it, so that their steps are counted together."""
+        group = _member(group)
+        transports = _OF_GROUP.setdefault(group, {})
+        kind = torch.device(device).type
+        if kind not in transports:
+            transports[kind] = cls(group, device=device)
+        return transports[kind]
+
+    # -- messages
+
+    def sender(self, peer: int) -> Callable[[list[Tensor]], Work]:
+        channel, number = self._channels(self._peer(peer), self.rank < peer)
+        return partial(channel.send, dstRank=number, tag=_TAG)
+
+    def receiver(self, peer: int) -> Callable[[list[Tensor]], Work]:
+        channel, number = self._channels(self._peer(peer), peer < self.rank)
+        return partial(channel.recv, srcRank=number, tag=_TAG)
+
+    def waiter(self) -> Callable[[Work], object]:
+        if self.device.type == "cpu":
+            return methodcaller("wait", timedelta(seconds=self.timeout))
+        return methodcaller("wait")  # on an accelerator a bound would make the host wait for the stream
+
+    def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
+        if isinstance(error, PenstockError):
+            return error
+        if self._broken is not None:
+            return self._broken.error()
+        text = str(error)
+        if "Application timeout" in text:
+            return TransportError(
+                f"rank {self.rank}, {what}, rank {peer}: an earlier wait on this process group ran out, which closed "
+                "its connections; make a new process group"
+            )
+        timed_out = "Timed out" in text or "timed out" in text
+        if not timed_out and not _connection_lost(text):
+            return TransportError(f"rank {self.rank}, {what}, rank {peer}: {text}")
+        known = self._known_cause(peer, patience=0.0 if timed_out else _CAUSE_GRACE)
+        if known is not None:
+            return known.error()
+        if timed_out:
+            late = StepTimeout(f"rank {self.rank} waited {self.timeout:g} s for {what}, rank {peer}")
+            self._post(FailureRecord(self.rank, cause=f"StepTimeout: {late}"))
+            return late
+        return self._post(
+            FailureRecord(peer, cause=f"connection lost during {what}: {text.split('] ', 1)[-1]}")
+        ).error()
+
+    def _known_cause(self, peer: int, *, patience: float) -> FailureRecord | None:
+        """Why a peer went silent, if the store knows, or comes to know soon."""
+        end = time.monotonic() + patience
+        while True:
+            try:
+                record = self.failure() if self.epoch else None
+                gone = [] if record is not None else self.store.departures(self.num_ranks)
+            except TransportError:
+                return self.failed
+            if record is not None and record.rank != self.rank:
+                return record
+            for departure in gone:
+                if departure.rank == peer or (departure.rank != self.rank and departure.epoch < self.epoch):
+                    return FailureRecord(departure.rank, cause=departure.cause)
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.05)
+
+    def _post(self, record: FailureRecord) -> FailureRecord:
+        with suppress(TransportError):
+            return self.report_failure(record)
+        return record
+
+    def _peer(self, peer: int) -> int:
+        if not 0 <= peer < self.num_ranks or peer == self.rank:
+            raise ValueError(f"rank {self.rank} of {self.num_ranks} has no peer {peer}")
+        return peer
+
+    # -- steps
+
+    def _watch(self) -> None:
+        if self._watcher is None:
+            self._watcher = Watcher(self, self.store.clone())
+        self._watcher.begin(self.epoch)
+
+    def _unwatch(self) -> None:
+        if self._watcher is not None:
+            self._watcher.end()
+
+    def break_connections(self, record: FailureRecord) -> None:
+        """End this rank's waits by force, with ``record`` as the reason. The group cannot be used afterwards.
+
+        A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits.
+        """
+        if self._gloo is None or self.num_ranks == 1:
+            return
+        self._broken = record
+        peer = (self.rank + 1) % self.num_ranks
+        with suppress(RuntimeError):
+            self._gloo.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._watcher is not None:
+            self._watcher.end()
+            self._watcher.stop()
+        with suppress(TransportError):
+            self.store.depart(Departure(self.rank, self.epoch, f"it left after step {self.epoch}{_last_words()}"))
+
+
+_OPEN: weakref.WeakSet[DistributedTransport] = weakref.WeakSet()
+_OF_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DistributedTransport]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def close_all() -> None:
+    """Close every transport of this process; done by itself when the program ends."""
+    for transport in list(_OPEN):
+        transport.close()
+
+
+def _last_words() -> str:
+    """The exception that ends this program, if one does."""
+    error = getattr(sys, "last_value", None)
+    return "" if error is None else f": {type(error).__name__}: {error}"
+
+
+def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        if not dist.is_initialized():
+            raise TransportError("there is no process group; call torch.distributed.init_process_group first")
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TransportError(f"this process is no member of the group ({group!r}); give a group that holds it")
+    return group
+
+
+def _channels(group: dist.ProcessGroup, backend: Any, device: torch.device) -> Callable[[int, bool], tuple[Any, int]]:
+    """From (peer, does the message go to a higher rank) to whose send and recv to call, and the peer's rank there."""
+    if device.type == "cpu":
+        # The backend itself, not the group: one dispatch less for each message.
+        channel = backend if isinstance(backend, dist.ProcessGroupGloo) else group
+        return lambda peer, upward: (channel, peer)
+    ranks = dist.get_process_group_ranks(group)
+    up, down = (dist.new_group(ranks, use_local_synchronization=True) for _ in ("up", "down"))
+
+    def directed(peer: int, upward: bool) -> tuple[Any, int]:
+        channel = up if upward else down
+        return channel, dist.get_group_rank(channel, ranks[peer])
+
+    return directed
+
+
+def _timeout(backend: Any) -> float:
+    options = getattr(backend, "options", None)
+    bound = getattr(options, "_timeout", timedelta(minutes=30))
+    return float(bound.total_seconds())
+
+
+def _store(group: dist.ProcessGroup, device: torch.device, *, rank: int) -> DistributedStore:
+    """Keys of this group and of this life of it: groups side by side, and one made again, must not meet."""
+    ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+    name = hashlib.sha1(f"{group.group_name}|{ranks}|{device.type}".encode()).hexdigest()[:16]
+    base = PrefixStore(f"penstock/{name}", _get_default_store())
+    life = base.add(f"lives/{rank}", 1)
+    return DistributedStore(PrefixStore(str(life), base), rank)
+
+
+def _connection_lost(text: str) -> bool:
+    signs = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "ocket closed", "pair.cc")
+    return any(sign in text for sign in signs)

@@ -1,0 +1,131 @@
+"""A thread that listens during steps: for failures that other ranks post, for ranks that leave, and for Ctrl-C.
+
+The main thread may sit in a wait that no signal and no exception can end. So peers that hear of a failure drain: they
+send what is awaited, unfilled, and the wait ends. Where nobody is left to drain, the watcher breaks the connections.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Protocol
+
+from penstock.comm.store import DistributedStore
+from penstock.comm.transport import FailureRecord, failure_key
+from penstock.errors import TransportError
+
+_TICK = 0.3  # seconds between looks at the store
+_GRACE = 2.0  # seconds for a step to end by itself after a rank has left, before its connections are broken
+
+
+class Watched(Protocol):
+    """What the watcher needs of a transport."""
+
+    rank: int
+    num_ranks: int
+    epoch: int
+    failed: FailureRecord | None
+
+    def break_connections(self, record: FailureRecord) -> None: ...
+
+
+class Watcher:
+    """Listens from ``begin`` to ``end`` of each step, and rests between. Holds its transport weakly."""
+
+    def __init__(self, transport: Watched, store: DistributedStore) -> None:
+        self._transport = weakref.ref(transport)
+        self._store = store
+        self._epoch = 0  # the step that is watched, 0 between steps
+        self._left_since: float | None = None
+        self._interrupts = 0
+        self._stopping = False
+        self._bell, self._button = os.pipe()
+        os.set_blocking(self._bell, False)
+        os.set_blocking(self._button, False)
+        self._signals_before: int | None = None
+        self._thread = threading.Thread(target=self._listen, name="penstock watcher", daemon=True)
+        self._thread.start()
+
+    def begin(self, epoch: int) -> None:
+        self._epoch, self._left_since, self._interrupts = epoch, None, 0
+        if threading.current_thread() is threading.main_thread():
+            self._signals_before = signal.set_wakeup_fd(self._button, warn_on_full_buffer=False)
+
+    def end(self) -> None:
+        self._epoch = 0
+        if self._signals_before is not None:
+            signal.set_wakeup_fd(self._signals_before)
+            self._signals_before = None
+
+    def stop(self) -> None:
+        """End the thread; the pipe is closed once nobody can write to it."""
+        self._stopping = True
+        with suppress(OSError):
+            os.write(self._button, b"\0")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            for end in (self._bell, self._button):
+                with suppress(OSError):
+                    os.close(end)
+
+    def _listen(self) -> None:
+        while not self._stopping:
+            ready, _, _ = select.select([self._bell], [], [], _TICK)
+            transport = self._transport()
+            if transport is None or self._stopping:
+                return
+            try:
+                if ready:
+                    self._hear_signals(transport, os.read(self._bell, 64))
+                if self._epoch:
+                    self._look(transport, self._epoch)
+            except TransportError as error:
+                # The store's process is gone, and with it every record: whoever held it has failed or finished. The
+                # waits of this step end by themselves, since its connections are gone too.
+                self._tell(transport, self._epoch, FailureRecord(0, cause=str(error)))
+                return
+            del transport
+
+    def _look(self, transport: Watched, epoch: int) -> None:
+        key = failure_key(epoch)
+        if transport.failed is None and self._store.check(key):
+            record = FailureRecord.decode(self._store.get(key, _TICK))
+            if record.rank != transport.rank:
+                self._tell(transport, epoch, record)
+        for departure in self._store.departures(transport.num_ranks):
+            if departure.epoch < epoch and departure.rank != transport.rank:
+                self._tell(transport, epoch, FailureRecord(departure.rank, cause=departure.cause))
+                self._lose_patience(transport, epoch)
+
+    def _tell(self, transport: Watched, epoch: int, record: FailureRecord) -> None:
+        if self._epoch == epoch and epoch and transport.failed is None:
+            transport.failed = record
+
+    def _lose_patience(self, transport: Watched, epoch: int) -> None:
+        now = time.monotonic()
+        if self._left_since is None:
+            self._left_since = now
+        elif now > self._left_since + _GRACE and self._epoch == epoch and transport.failed is not None:
+            self._left_since = float("inf")
+            transport.break_connections(transport.failed)
+
+    def _hear_signals(self, transport: Watched, numbers: bytes) -> None:
+        """Ctrl-C becomes a failure of this rank, so that the others drain; a second one ends the wait by force."""
+        before = self._signals_before
+        if before is not None and before >= 0:
+            with suppress(OSError):
+                os.write(before, numbers)
+        interrupts = numbers.count(signal.SIGINT)
+        if not self._epoch or not interrupts or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        self._interrupts += interrupts
+        record = FailureRecord(transport.rank, cause="KeyboardInterrupt: interrupted by SIGINT")
+        self._store.first(failure_key(self._epoch), record.encode())
+        if self._interrupts > 1:
+            transport.break_connections(record)

@@ -1,0 +1,211 @@
+"""Real processes with a gloo process group, started once and used by many tests.
+
+    pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
+
+    def exchange(scale):                      # module level: it is named to the workers, not sent
+        rank = torch.distributed.get_rank()
+        ...
+
+    def test_exchange(gloo_pool):
+        assert gloo_pool.run(2, exchange, 3.0) == [...]
+
+Each call gets a fresh process group in the same processes. A worker that dies or hangs costs the pool, which starts
+again at the next call; ``outcomes`` tells what became of each rank. Nothing here imports torch, the workers do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+
+_STARTUP = 60.0  # seconds for processes to start and import torch on a busy machine
+_AFTERMATH = 15.0  # seconds that ranks may live on after another one raised or died
+
+
+@dataclass(frozen=True)
+class Job:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    meeting_point: str
+    group_timeout: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank: a value, or the kind of the exception and its traceback, or an exit code."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    details: str = ""
+    exit_code: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+class RemoteError(Exception):
+    """A rank raised, died or hung; the text holds the tracebacks, the first failure first."""
+
+
+class GlooPool:
+    """Worker processes that wait for functions to run as ranks of a gloo process group."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="penstock-pool-")
+        self._calls = 0
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Call ``function(*args)`` in ``world_size`` ranks; their results in order, or RemoteError."""
+        outcomes = self.outcomes(world_size, function, *args, **options)
+        failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=lambda outcome: outcome.seconds)
+        if failed:
+            parts = [f"rank {outcome.rank}: {outcome.error}\n{outcome.details}" for outcome in failed]
+            raise RemoteError("\n".join(parts))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        group_timeout: float = 1800.0,
+        store: str = "file",
+    ) -> list[Outcome]:
+        """The same, telling for each rank what became of it. ``store``: "file", or "tcp" (held by rank 0)."""
+        self._grow(world_size)
+        self._calls += 1
+        point = f"file://{self._directory.name}/{self._calls}" if store == "file" else f"tcp://127.0.0.1:{_free_port()}"
+        for rank in range(world_size):
+            job = Job(function, args, rank, world_size, point, group_timeout)
+            self._workers[rank][1].send_bytes(pickle.dumps(job))
+        outcomes = self._collect(world_size, timeout)
+        if any(outcome.exit_code is not None for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def close(self) -> None:
+        """End the workers; the next call starts new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join(10)
+        self._workers.clear()
+
+    def _grow(self, world_size: int) -> None:
+        fresh = []
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+            fresh.append(ours)
+        for connection in fresh:
+            if not connection.poll(_STARTUP):
+                self.close()
+                raise RemoteError(f"a worker did not start within {_STARTUP:g} s")
+            connection.recv_bytes()
+
+    def _collect(self, world_size: int, timeout: float) -> list[Outcome]:
+        start = time.monotonic()
+        end = start + timeout
+        found: dict[int, Outcome] = {}
+        while len(found) < world_size:
+            waiting = {self._workers[rank][1]: rank for rank in range(world_size) if rank not in found}
+            for connection in wait(list(waiting), max(0.0, end - time.monotonic())):
+                assert isinstance(connection, Connection)
+                outcome = self._receive(waiting[connection], connection, seconds=time.monotonic() - start)
+                found[outcome.rank] = outcome
+                if not outcome.ok:
+                    end = min(end, time.monotonic() + _AFTERMATH)
+            if time.monotonic() >= end:
+                for rank in set(range(world_size)) - set(found):
+                    found[rank] = Outcome(rank, error="hung", exit_code=0, seconds=time.monotonic() - start)
+        return [found[rank] for rank in range(world_size)]
+
+    def _receive(self, rank: int, connection: Connection, *, seconds: float) -> Outcome:
+        try:
+            value, error, details = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            process = self._workers[rank][0]
+            process.join(10)
+            return Outcome(rank, error="died", exit_code=process.exitcode, seconds=seconds)
+        return Outcome(rank, value, error, details, seconds=seconds)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(connection: Connection) -> None:
+    """A worker's life: one job after another, until the pool closes the line."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+
+    import penstock.comm  # noqa: F401 - imported here, so that the first job does not pay for it
+
+    torch.set_num_threads(1)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            answer = pickle.dumps((_work(pickle.loads(job)), None, ""))
+        except BaseException as error:  # noqa: BLE001 - reported to the test
+            answer = pickle.dumps((None, type(error).__name__, f"{error}\n{traceback.format_exc()}"))
+        connection.send_bytes(answer)
+
+
+def _work(job: Job) -> Any:
+    import torch.distributed as dist
+
+    from penstock.comm.distributed import close_all
+
+    bound = timedelta(seconds=job.group_timeout)
+    dist.init_process_group(
+        "gloo", init_method=job.meeting_point, rank=job.rank, world_size=job.world_size, timeout=bound
+    )
+    try:
+        return job.function(*job.args)
+    finally:
+        close_all()
+        dist.destroy_process_group()
+
+
+_POOL: GlooPool | None = None
+
+
+@pytest.fixture(scope="session")
+def gloo_pool() -> Iterator[GlooPool]:
+    """The pool of this test session; its processes start when a test first needs them."""
+    global _POOL
+    if _POOL is None:
+        _POOL = GlooPool()
+    yield _POOL
+    _POOL.close()
