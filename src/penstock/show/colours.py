@@ -68,7 +68,7 @@ def shades(plan: Plan) -> tuple[tuple[int, int], ...]:
 
 
 def rank_colour(rank: int, num_ranks: int) -> str:
-    """A colour for the curve of one rank: from blue for the first to red for the last, readable on white and on black."""
+    """A colour for the curve of one rank: from blue for the first to red for the last, for any background."""
     hue = 215 - 215 * rank / max(num_ranks - 1, 1) if num_ranks > 1 else 215
     return f"hsl({hue:.0f} 62% 52%)"
 

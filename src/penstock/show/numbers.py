@@ -41,11 +41,15 @@ def summary_text(timeline: Timeline) -> str:
     plan, unit = timeline.plan, timeline.unit
     lines = [
         f"{plan.name or 'plan'}: {sizes(timeline)}, {plan.num_actions} actions",
-        f"makespan {time_text(timeline.makespan, unit)}   bubble {percent(timeline.bubble_makespan)} of the makespan, "
-        f"{percent(timeline.bubble_longest_rank)} on the longest rank   peak memory {peak(timeline)}",
+        (
+            f"makespan {time_text(timeline.makespan, unit)}   "
+            f"bubble {percent(timeline.bubble_makespan)} of the makespan, "
+            f"{percent(timeline.bubble_longest_rank)} on the longest rank   peak memory {peak(timeline)}"
+        ),
     ]
     if timeline.idle:
-        lines.append(f"{'rank':>8} {'busy':>10} " + " ".join(f"{cause:>13}" for cause in CAUSES) + f" {'peak memory':>12}")
+        causes = " ".join(f"{cause:>13}" for cause in CAUSES)
+        lines.append(f"{'rank':>8} {'busy':>10} {causes} {'peak memory':>12}")
     for rank, idle in enumerate(timeline.idle):
         causes = " ".join(f"{time_text(getattr(idle, cause), unit):>13}" for cause in CAUSES)
         held = memory_text(timeline.peak_memory[rank]) if timeline.memory else "-"
@@ -56,8 +60,12 @@ def summary_text(timeline: Timeline) -> str:
 def sizes(timeline: Timeline) -> str:
     """``4 ranks, 8 stages, 16 microbatches``."""
     plan = timeline.plan
-    counts = ((plan.num_ranks, "rank"), (plan.num_stages, "stage"), (plan.num_microbatches, "microbatch"))
-    return ", ".join(f"{count} {word}{'' if count == 1 else 'es' if word.endswith('h') else 's'}" for count, word in counts)
+    counts = (
+        (plan.num_ranks, "rank", "ranks"),
+        (plan.num_stages, "stage", "stages"),
+        (plan.num_microbatches, "microbatch", "microbatches"),
+    )
+    return ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts)
 
 
 def peak(timeline: Timeline) -> str:
@@ -70,6 +78,15 @@ def percent(share: float) -> str:
     return f"{max(share, 0.0) * 100 + 0.0:.1f}%"
 
 
+def number(value: float) -> str:
+    """Four digits, or all that stand before the point; never an exponent for what is large.
+
+    >>> number(12345.6), number(0.33333), number(33.0)
+    ('12346', '0.3333', '33')
+    """
+    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
 def time_text(value: float, unit: str = "") -> str:
     """A time: seconds get the prefix that suits them, any other unit stays as it is.
 
@@ -77,11 +94,11 @@ def time_text(value: float, unit: str = "") -> str:
     ('1.25 ms', '33', '0.3333 slots')
     """
     if unit != "s":
-        return f"{value:.4g}" + (f" {unit}" if unit else "")
+        return number(value) + (f" {unit}" if unit else "")
     if not value:
         return "0 s"
     scale, name = next(((s, n) for s, n in _SECONDS if abs(value) >= s), _SECONDS[-1])
-    return f"{value / scale:.4g} {name}"
+    return f"{number(value / scale)} {name}"
 
 
 def memory_text(value: float) -> str:
@@ -91,6 +108,6 @@ def memory_text(value: float) -> str:
     ('4', '3.5 MB')
     """
     if abs(value) < _SURELY_BYTES:
-        return f"{value:.4g}"
+        return number(value)
     scale, name = next((s, n) for s, n in _BYTES if abs(value) >= s)
-    return f"{value / scale:.4g} {name}"
+    return f"{number(value / scale)} {name}"

@@ -20,18 +20,18 @@ text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif}
 .paper{fill:#fff}.title{font-weight:650;font-size:14px;fill:#1b2433}.figures,.word{font-size:11.5px;fill:#5b6779}
 .rank{font-size:11.5px;font-weight:600;fill:#364152;text-anchor:end}.tick{font-size:10.5px;fill:#7a8699;text-anchor:middle}
 .track{fill:#eef1f5}.hatch{stroke:#d3dae4}.grid{stroke:#dfe4ec;stroke-width:1}.label{text-anchor:middle;font-weight:600}
-@media (prefers-color-scheme:dark){.paper{fill:#141a24}.title{fill:#eef2f8}.figures,.word{fill:#a3afc0}.rank{fill:#cbd4e1}
-.tick{fill:#8793a6}.track{fill:#202937}.hatch{stroke:#374357}.grid{stroke:#2b3545}}
+@media (prefers-color-scheme:dark){.paper{fill:#141a24}.title{fill:#eef2f8}.figures,.word{fill:#a3afc0}
+.rank{fill:#cbd4e1}.tick{fill:#8793a6}.track{fill:#202937}.hatch{stroke:#374357}.grid{stroke:#2b3545}}
 """
 _GUTTER, _MARGIN, _TOP, _AXIS = 58, 14, 54, 26
 _DIGIT: Final = 0.62  # the width of a digit, in sizes of its font
 
 
-def svg(shown: Timeline | Plan, *, width: int = 900, row: int = 26, title: str | None = None) -> str:
+def to_svg(shown: Timeline | Plan, *, width: int = 900, row: int = 26, title: str | None = None) -> str:
     """The drawing as the text of an SVG file; a plan is timed with unit costs.
 
     >>> from penstock.schedules import get_schedule
-    >>> svg(get_schedule("1f1b")(4, 8)).count('<g class="span"')
+    >>> to_svg(get_schedule("1f1b")(4, 8)).count('<g class="span"')
     64
     """
     timeline = simulate(shown) if isinstance(shown, Plan) else shown
@@ -76,7 +76,8 @@ class _Drawing:
         yield f"<style>{_STYLE}</style>"
         yield (
             '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-            '<rect class="track" width="6" height="6"/><path class="hatch" d="M0 0V6" stroke-width="2"/></pattern></defs>'
+            '<rect class="track" width="6" height="6"/><path class="hatch" d="M0 0V6" stroke-width="2"/></pattern>'
+            "</defs>"
         )
         yield f'<rect class="paper" width="{self.width}" height="{self.height}" rx="8"/>'
         yield f'<text class="title" x="{_MARGIN}" y="22">{name}</text>'
@@ -112,7 +113,8 @@ class _Drawing:
             colour = paint(action.op, *shade[action.stage])
             round_by = f' rx="{min(3.0, width / 4):.2g}"' if width > 3 and len(actions) == 1 else ""
             drawn.append(
-                f'<rect x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height:g}"{round_by} fill="{colour.fill}"/>'
+                f'<rect x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height:g}"{round_by} '
+                f'fill="{colour.fill}"/>'
             )
             drawn.append(self.label(action, colour, box=(x, top, width, height)))
         return "".join(drawn) + "</g>"
@@ -145,7 +147,8 @@ class _Drawing:
         for number in range(int(self.timeline.makespan / step + 1e-9) + 1):
             x = self.x(self.timeline.start + number * step)
             yield f'<path class="grid" d="M{x:.2f} {self.bottom - 2}v6"/>'
-            yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 16}">{escape(time_text(number * step, self.timeline.unit))}</text>'
+            words = escape(time_text(number * step, self.timeline.unit))
+            yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 16}">{words}</text>'
 
     def legend(self) -> Iterator[str]:
         for x, y, fill, words in self.legend_entries:

@@ -41,11 +41,11 @@ _FINE = _Marks("·", "─", "│")
 _ASCII = _Marks(".", "-", "|")
 
 
-def table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = False) -> str:
+def to_table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = False) -> str:
     """The table as plain text; a plan is timed with unit costs.
 
     >>> from penstock.schedules import get_schedule
-    >>> print(table(get_schedule("1f1b")(2, 2)), end="")
+    >>> print(to_table(get_schedule("1f1b")(2, 2)), end="")
             0  1  2  3  4  5  6  7  8
     rank 0 │F0 F1 ·  ·  B0 ─  ·  B1 ─
     rank 1 │·  F0 B0 ─  F1 B1 ─  ·  ·
@@ -82,15 +82,13 @@ def show_table(shown: Timeline | Plan, console: Console | None = None, *, action
     console = console if console is not None else Console()
     plan = shown if isinstance(shown, Plan) else shown.plan
     if console.is_terminal and console.color_system is not None:
-        made = (
-            coloured_listing(plan, width=console.width) if actions else coloured_table(shown, width=console.width)
-        )
+        made = coloured_listing(plan, width=console.width) if actions else coloured_table(shown, width=console.width)
         console.print(made, soft_wrap=True, end="")
     else:
         plain = (
             listing(plan, width=console.width)
             if actions
-            else table(shown, width=console.width, ascii_only=not console.encoding.startswith("utf"))
+            else to_table(shown, width=console.width, ascii_only=not console.encoding.startswith("utf"))
         )
         console.print(plain, soft_wrap=True, end="", markup=False, highlight=False, emoji=False)
 
@@ -136,7 +134,8 @@ class _Layout:
             last = min(first + room, self.grid.num_columns)
             yield [Piece(" " * (self.gutter + 1)), Piece(self.ruler(first, last), _DIM)]
             for rank, row in enumerate(self.grid.rows):
-                yield [Piece(f"rank {rank} ".rjust(self.gutter)), Piece(self.marks.edge, _DIM), *self.row(row, first, last)]
+                head = Piece(f"rank {rank} ".rjust(self.gutter))
+                yield [head, Piece(self.marks.edge, _DIM), *self.row(row, first, last)]
         yield list(self.legend())
 
     def ruler(self, first: int, last: int) -> str:
@@ -206,7 +205,8 @@ def _listed(plan: Plan, width: int) -> Iterator[list[Piece]]:
                 line, used = [Piece(" " * gutter), Piece(_FINE.edge, _DIM)], gutter + 1
             first = parts(code)[0]
             op = Op(first & OP)
-            line += [Piece(word, _DIM if op.is_message else paint(op, *shade[first >> STAGE_SHIFT & STAGE])), Piece(" ")]
+            painted = _DIM if op.is_message else paint(op, *shade[first >> STAGE_SHIFT & STAGE])
+            line += [Piece(word, painted), Piece(" ")]
             used += len(word) + 1
         yield line
 

@@ -26,11 +26,11 @@ _SHORTEST: Final = 1e-3  # a nanosecond: arrows need something to be bound to
 Event = dict[str, Any]
 
 
-def trace(shown: Timeline | Plan) -> dict[str, Any]:
+def to_trace(shown: Timeline | Plan) -> dict[str, Any]:
     """The trace as one JSON-ready object; a plan is timed with unit costs.
 
     >>> from penstock.schedules import get_schedule
-    >>> sorted({event["ph"] for event in trace(get_schedule("1f1b")(2, 2))["traceEvents"]})
+    >>> sorted({event["ph"] for event in to_trace(get_schedule("1f1b")(2, 2))["traceEvents"]})
     ['C', 'M', 'X', 'f', 's']
     """
     timeline = simulate(shown) if isinstance(shown, Plan) else shown
@@ -44,7 +44,7 @@ def trace(shown: Timeline | Plan) -> dict[str, Any]:
 
 def dump_trace(shown: Timeline | Plan, path: str | PathLike[str]) -> None:
     """Write the trace as a JSON file."""
-    Path(path).write_text(json.dumps(trace(shown), separators=(",", ":")), encoding="utf-8")
+    Path(path).write_text(json.dumps(to_trace(shown), separators=(",", ":")), encoding="utf-8")
 
 
 class _Trace:
@@ -88,7 +88,7 @@ class _Trace:
     def memory(self, rank: int) -> Iterator[Event]:
         if self.timeline.memory:
             for time, held in self.timeline.memory[rank]:
-                yield {"ph": "C", "name": "memory", "pid": rank, "tid": _COMPUTE, "ts": self.at(time), "args": {"held": held}}
+                yield {"ph": "C", "name": "memory", "pid": rank, "ts": self.at(time), "args": {"held": held}}
 
     def messages(self) -> Iterator[Event]:
         """Both ends of every message and the arrow between them."""
@@ -140,7 +140,8 @@ class _Trace:
             if part & OP > Op.B:
                 continue
             for need in plan.rules.needs(part & KEY):
-                source = where.get(need | part & MICROBATCH_FIELD) or where.get(_as_full(need) | part & MICROBATCH_FIELD)
+                microbatch = part & MICROBATCH_FIELD
+                source = where.get(need | microbatch) or where.get(_as_full(need) | microbatch)
                 if source is None or source[0] == rank:
                     continue
                 number += 1

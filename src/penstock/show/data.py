@@ -1,0 +1,142 @@
+"""What the page knows of a timeline: columns of numbers, small enough for a hundred thousand spans.
+
+An action is a *key* (an index into `keys`) and a microbatch. What an action needs is stated over keys too, as in
+`penstock.plan.rules`, so the page finds what any action needs, and what needs it, without a list of all edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import floor, log10
+from typing import Any
+
+from penstock.plan import Op, Plan
+from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, PEER_SHIFT, STAGE, STAGE_SHIFT, parts
+from penstock.show.colours import WORDS, paint, rank_colour, shades
+from penstock.simulate import Timeline
+
+_NONE = -1
+
+
+def timeline_data(name: str, timeline: Timeline) -> dict[str, Any]:
+    """Everything that the page draws of one timeline, ready for JSON. Times count from its first start.
+
+    ``rows``      one a rank: `k` key, `m` microbatch, `s` start, `e` end of each box, by start; `pair` the second
+                  action of an overlapped one: its place -> [key, microbatch]
+    ``messages``  `f` from rank, `t` to rank, `a` key of the send, `b` key of the receive, `m`, `s`, `e`
+    ``memory``    one a rank: [time, held, time, held, ..]
+    """
+    plan = timeline.plan
+    keys = _Keys(plan)
+    digits = _digits(timeline.makespan)
+    rows = [_row(timeline, rank, keys, digits=digits) for rank in range(plan.num_ranks)]
+    messages = _messages(timeline, keys, digits=digits)
+    return {
+        "name": name,
+        "schedule": plan.name,
+        "unit": timeline.unit,
+        "measured": timeline.measured,
+        "makespan": round(timeline.makespan, digits),
+        "microbatches": plan.num_microbatches,
+        "stages": [list(plan.placement.stages_of(rank)) for rank in range(plan.num_ranks)],
+        "curves": [rank_colour(rank, plan.num_ranks) for rank in range(plan.num_ranks)],
+        "rows": rows,
+        "messages": messages,
+        "memory": [_curve(curve, timeline.start, digits) for curve in timeline.memory],
+        "keys": keys.listed(),
+        "needs": keys.needs(),
+    }
+
+
+class _Keys:
+    """Numbers for keys, in the order in which they are met."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.numbers: dict[int, int] = {}
+
+    def number(self, code: int) -> int:
+        return self.numbers.setdefault(code & KEY, len(self.numbers))
+
+    def needs(self) -> list[list[int]]:
+        """For each key the keys of what it needs, as far as they are known."""
+        needs = self.plan.rules.needs
+        return [[self.numbers[need] for need in needs(key) if need in self.numbers] for key in self.numbers]
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Each key as the page shows it: its kind, its stage, its colours.
+
+        Each B brings the I that others may need with it; `whole` of that I is the key of the B that stands for it.
+        """
+        for key in list(self.numbers):
+            if key & OP == Op.B:
+                self.number(key & ~OP | Op.I)
+        shade = shades(self.plan)
+        made = []
+        for key in self.numbers:
+            op, stage = Op(key & OP), key >> STAGE_SHIFT & STAGE
+            colour = paint(op, *shade[stage])
+            peer = key >> PEER_SHIFT
+            whole = self.numbers.get(key & ~OP | Op.B, _NONE) if op is Op.I else _NONE
+            made.append(
+                {
+                    "op": op.name,
+                    "word": WORDS[op],
+                    "stage": stage,
+                    "peer": peer - 1 if peer else _NONE,
+                    "counted": op.has_microbatch,
+                    "fill": colour.fill,
+                    "ink": colour.ink,
+                    "whole": whole,
+                }
+            )
+        return made
+
+
+def _row(timeline: Timeline, rank: int, keys: _Keys, *, digits: int) -> dict[str, Any]:
+    begin = timeline.start
+    boxes = sorted(
+        (round(start - begin, digits), round(end - begin, digits), position, code)
+        for position, (code, start, end) in enumerate(
+            zip(timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
+        )
+        if not Op.SEND_F <= code & OP <= Op.RECV_B
+    )
+    firsts = [parts(code)[0] for _, _, _, code in boxes]
+    pairs = {
+        place: [keys.number(split[1]), split[1] >> MICROBATCH_SHIFT & MICROBATCH]
+        for place, (_, _, _, code) in enumerate(boxes)
+        if len(split := parts(code)) == 2
+    }
+    return {
+        "k": [keys.number(code) for code in firsts],
+        "m": [code >> MICROBATCH_SHIFT & MICROBATCH for code in firsts],
+        "s": [start for start, _, _, _ in boxes],
+        "e": [end for _, end, _, _ in boxes],
+        "pair": pairs,
+    }
+
+
+def _messages(timeline: Timeline, keys: _Keys, *, digits: int) -> dict[str, list[Any]]:
+    if not timeline.plan.is_lowered:
+        return {column: [] for column in "ftabmse"}
+    found = sorted(timeline.messages(), key=lambda message: message.posted)
+    codes = [(message.send.code, message.recv.code) for message in found]
+    return {
+        "f": [message.sender for message in found],
+        "t": [message.receiver for message in found],
+        "a": [keys.number(send) for send, _ in codes],
+        "b": [keys.number(recv) for _, recv in codes],
+        "m": [send >> MICROBATCH_SHIFT & MICROBATCH for send, _ in codes],
+        "s": [round(message.posted - timeline.start, digits) for message in found],
+        "e": [round(message.arrived - timeline.start, digits) for message in found],
+    }
+
+
+def _curve(curve: Iterable[tuple[float, float]], begin: float, digits: int) -> list[float]:
+    return [number for time, held in curve for number in (round(time - begin, digits), held)]
+
+
+def _digits(makespan: float) -> int:
+    """Decimal places that keep nine digits of the longest time."""
+    return 9 - floor(log10(makespan)) if makespan > 0 else 9

@@ -1,0 +1,202 @@
+"""Timelines as a part of a page, and as one self-contained page: zoom, pan, hover, memory, figures, light and dark.
+
+The drawing is done by three small scripts beside this file: `model.js` holds the columns of a timeline and knows what
+needs what, `draw.js` paints, `view.js` listens. Nothing is fetched, and every text from outside goes through `escape`.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from penstock.errors import PlanError
+from penstock.plan import Op, Plan
+from penstock.show.colours import WORDS, paint
+from penstock.show.data import timeline_data
+from penstock.show.numbers import CAUSES, memory_text, peak, percent, sizes, time_text
+from penstock.show.svg import ops_of
+from penstock.simulate import Timeline, simulate
+
+_CAUSE_WORDS = {
+    "filling": "before the first action",
+    "draining": "after the last action",
+    "communication": "value under way",
+    "imbalance": "value not ready",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: put `style` into a <style> and `script` into a <script> after all sections, once each."""
+
+    html: str
+    style: str
+    script: str
+
+
+def timeline_section(timelines: Sequence[tuple[str, Timeline]]) -> Section:
+    """One or more named timelines on one shared time axis, each from its own first start.
+
+    >>> from penstock.schedules import get_schedule
+    >>> plan = get_schedule("1f1b")(4, 8)
+    >>> section = timeline_section([("planned", simulate(plan)), ("measured", simulate(plan))])
+    >>> section.html.count("<canvas class=\\"ps-rows\\"")
+    2
+    """
+    if not timelines:
+        raise PlanError("a section of no timelines; expected at least one (name, Timeline)")
+    blocks = "".join(_block(name, timeline) for name, timeline in timelines)
+    data = embed_json([timeline_data(name, timeline) for name, timeline in timelines])
+    html = (
+        f'<section class="ps-section">{_bar([timeline for _, timeline in timelines])}{blocks}'
+        '<div class="ps-tip" role="status" hidden></div>'
+        f'<script type="application/json" class="ps-data">{data}</script></section>'
+    )
+    return Section(html, style(), script())
+
+
+def to_html(shown: Timeline | Plan | Sequence[tuple[str, Timeline]], *, title: str | None = None) -> str:
+    """One page with one timeline (a plan is timed with unit costs), or with several on one time axis.
+
+    >>> from penstock.schedules import get_schedule
+    >>> to_html(get_schedule("1f1b")(4, 8)).startswith("<!doctype html>")
+    True
+    """
+    if isinstance(shown, Plan):
+        shown = simulate(shown)
+    timelines = [("measured" if shown.measured else "simulated", shown)] if isinstance(shown, Timeline) else list(shown)
+    section = timeline_section(timelines)
+    first = timelines[0][1]
+    name = title if title is not None else first.plan.name or "plan"
+    heading = (
+        f'<header class="ps-top"><div><h1>{escape(name)}</h1>'
+        f"<p>{escape(sizes(first))}, {first.plan.num_actions} actions</p></div>"
+        '<button class="ps-button" type="button" data-ps-theme title="light or dark">◐ theme</button></header>'
+    )
+    return page(name, heading + section.html, style_text=section.style, script_text=section.script)
+
+
+def page(title: str, body: str, *, style_text: str, script_text: str) -> str:
+    """A whole page around a body. Its policy lets nothing load, and no script run but the given one."""
+    digest = b64encode(sha256(script_text.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style_text}</style></head>\n"
+        f'<body class="ps-page"><main>{body}</main>\n<script>{script_text}</script></body></html>\n'
+    )
+
+
+def embed_json(value: Any) -> str:
+    """JSON that can stand inside a <script> element: no text in it can end the element or open a comment."""
+    made = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return made.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@lru_cache(maxsize=1)
+def style() -> str:
+    """The style of sections, and of a page around them."""
+    return _beside("style.css")
+
+
+@lru_cache(maxsize=1)
+def script() -> str:
+    """The script that brings all sections of a page to life."""
+    return '"use strict";\n{\n' + "\n".join(map(_beside, ("model.js", "draw.js", "view.js"))) + "}\n"
+
+
+def _beside(name: str) -> str:
+    return files("penstock.show").joinpath(name).read_text(encoding="utf-8")
+
+
+def _bar(timelines: Sequence[Timeline]) -> str:
+    """What the colours mean, and the tools."""
+    used = {op for timeline in timelines for op in ops_of(timeline.plan)}
+    colours = "".join(
+        f'<span><i style="background:{paint(op).fill}"></i>{op.name} {WORDS[op]}</span>' for op in _in_order(used)
+    )
+    if any(timeline.plan.num_stages > timeline.plan.num_ranks for timeline in timelines):
+        colours += "<span>paler: later stages of the rank</span>"
+    messages = ""
+    if any(timeline.plan.is_lowered for timeline in timelines):
+        messages = '<label><input type="checkbox" class="ps-messages" autocomplete="off">messages</label>'
+    tools = "".join(
+        f'<button class="ps-button" type="button" data-ps-do="{do}" title="{hint}">{sign}</button>'
+        for do, sign, hint in (("in", "+", "zoom in (+)"), ("out", "−", "zoom out (-)"), ("fit", "fit", "show all (0)"))
+    )
+    return (
+        f'<div class="ps-bar"><div class="ps-legend">{colours}<span><i class="ps-idle"></i>idle</span></div>'
+        f'<div class="ps-tools">{messages}<span class="ps-hint">wheel zooms, drag pans, click pins</span>{tools}</div>'
+        "</div>"
+    )
+
+
+def _in_order(used: set[Op]) -> list[Op]:
+    return [op for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD) if op in used]
+
+
+def _block(name: str, timeline: Timeline) -> str:
+    figures = [
+        ("makespan", time_text(timeline.makespan, timeline.unit)),
+        ("bubble", percent(timeline.bubble_makespan)),
+        ("bubble on the longest rank", percent(timeline.bubble_longest_rank)),
+        ("peak memory", peak(timeline)),
+    ]
+    listed = "".join(f"<div><dt>{word}</dt><dd>{escape(value)}</dd></div>" for word, value in figures)
+    memory = '<canvas class="ps-memory"></canvas>' if any(timeline.memory) else ""
+    label = escape(f"{name}: timeline of {timeline.plan.num_ranks} ranks; the table beside it has the figures")
+    return (
+        f'<article class="ps-block ps-card"><div class="ps-head"><h2>{escape(name)}</h2>'
+        f'<dl class="ps-figures">{listed}</dl></div>'
+        f'<div class="ps-body"><div class="ps-plots" tabindex="0" role="application" aria-label="{label}">'
+        f'<canvas class="ps-rows"></canvas>{memory}<div class="ps-scroll" aria-hidden="true">'
+        f'<div class="ps-thumb"></div></div><div class="ps-line"></div></div>{_side(timeline)}</div></article>'
+    )
+
+
+def _side(timeline: Timeline) -> str:
+    """The figures of each rank: how it spent the makespan, and its peak memory."""
+    whole = timeline.makespan or 1.0
+    rows = []
+    for rank, busy in enumerate(timeline.busy):
+        shares = [("busy", busy)]
+        if timeline.idle:
+            shares += [(cause, getattr(timeline.idle[rank], cause)) for cause in CAUSES]
+        stack = "".join(
+            f'<i style="width:{100 * value / whole:.2f}%;background:var(--ps-{cause})" '
+            f'title="{cause} {escape(time_text(value, timeline.unit))}"></i>'
+            for cause, value in shares
+            if value > 0
+        )
+        held = f"<td>{memory_text(timeline.peak_memory[rank])}</td>" if timeline.memory else ""
+        rows.append(
+            f'<tr><td>rank {rank}</td><td class="ps-share"><div class="ps-stack">{stack}</div></td>'
+            f"<td>{percent(busy / whole)}</td>{held}</tr>"
+        )
+    peak_head = "<th>peak</th>" if timeline.memory else ""
+    head = f"<thead><tr><th>rank</th><th></th><th>busy</th>{peak_head}</tr></thead>"
+    return f'<aside class="ps-side">{_causes(timeline)}<table>{head}<tbody>{"".join(rows)}</tbody></table></aside>'
+
+
+def _causes(timeline: Timeline) -> str:
+    if not timeline.idle:
+        return ""
+    whole = timeline.makespan * len(timeline.idle) or 1.0
+    rows = [("busy", "", sum(timeline.busy))]
+    for cause, words in _CAUSE_WORDS.items():
+        rows.append((cause, words, sum(getattr(idle, cause) for idle in timeline.idle)))
+    listed = "".join(
+        f'<i style="background:var(--ps-{cause})"></i><span>{cause} <small>{words}</small></span>'
+        f"<b>{percent(total / whole)}</b>"
+        for cause, words, total in rows
+    )
+    return f'<div class="ps-causes">{listed}</div>'
