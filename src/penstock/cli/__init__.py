@@ -1,0 +1,1 @@
+"""The `penstock` command: one file a subcommand, loaded when it is called."""

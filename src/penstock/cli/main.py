@@ -1,0 +1,56 @@
+"""The `penstock` command. A subcommand is one line in `COMMANDS`, and a file with a click command called `command`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Final
+
+import click
+
+from penstock import __version__
+from penstock.errors import PenstockError
+
+# name -> its module, and its line in `penstock --help`. Modules are imported when their command is called, not before.
+COMMANDS: Final = {
+    "plan": ("penstock.cli.plan", "Make a plan of a schedule, time it and show it."),
+    "compare": ("penstock.cli.compare", "Time all schedules side by side."),
+    "check": ("penstock.cli.check", "Prove that a plan file is right, or say what is wrong with it."),
+    "show": ("penstock.cli.show", "Time a plan file and show it."),
+}
+
+
+class _Commands(click.Group):
+    """Loads commands when they are called, and turns penstock's errors into one line on stderr."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(COMMANDS[cmd_name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (PenstockError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="penstock")
+def main() -> None:
+    """Plan, prove, time and show pipeline-parallel training.
+
+    \b
+    Examples:
+      penstock plan zbv --ranks 4 --microbatches 8
+      penstock compare --ranks 8 --microbatches 24 --latency 0.1
+      penstock plan 1f1b --lowered -o plan.csv && penstock check plan.csv
+    """

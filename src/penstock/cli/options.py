@@ -1,0 +1,113 @@
+"""Options that several commands share: sizes, costs, and files to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from penstock.plan import Plan
+    from penstock.simulate import Costs, Timeline
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_TIME: Final = click.FloatRange(min=0)
+_OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+_SIZES: Final = (
+    click.option("--ranks", "-p", type=click.IntRange(min=1), default=4, show_default=True, help="Number of ranks."),
+    click.option(
+        "--microbatches", "-m", type=click.IntRange(min=1), default=8, show_default=True, help="Number of microbatches."
+    ),
+    click.option(
+        "--stages-per-rank",
+        "-v",
+        type=click.IntRange(min=1),
+        help="Stages on each rank.  [default: what suits the schedule]",
+    ),
+)
+_COSTS: Final = (
+    click.option("--forward", type=_TIME, default=1.0, show_default=True, metavar="T", help="Time of a forward."),
+    click.option(
+        "--backward-input",
+        type=_TIME,
+        default=1.0,
+        show_default=True,
+        metavar="T",
+        help="Time of a backward, gradients of the inputs only.",
+    ),
+    click.option(
+        "--backward-weight",
+        type=_TIME,
+        default=1.0,
+        show_default=True,
+        metavar="T",
+        help="Time of a backward, gradients of the weights only.",
+    ),
+    click.option(
+        "--latency",
+        type=_TIME,
+        default=0.0,
+        show_default=True,
+        metavar="T",
+        help="Time of a message between two ranks.",
+    ),
+)
+_DRAWINGS: Final = (
+    click.option("--svg", type=_OUTPUT, metavar="FILE", help="Write a drawing."),
+    click.option("--html", type=_OUTPUT, metavar="FILE", help="Write a page for the browser: zoom, hover, memory."),
+    click.option("--trace", type=_OUTPUT, metavar="FILE", help="Write a trace for Perfetto or chrome://tracing."),
+)
+
+plan_file = click.argument(
+    "file", type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path), metavar="FILE.csv"
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+
+
+def sizes(command: _Command) -> _Command:
+    """--ranks, --microbatches, --stages-per-rank."""
+    return _with(command, _SIZES)
+
+
+def costs(command: _Command) -> _Command:
+    """--forward, --backward-input, --backward-weight, --latency: per rank and microbatch, as in the papers."""
+    return _with(command, _COSTS)
+
+
+def drawings(command: _Command) -> _Command:
+    """--svg, --html, --trace."""
+    return _with(command, _DRAWINGS)
+
+
+def _with(command: _Command, options: tuple[Callable[[_Command], _Command], ...]) -> _Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def costs_of(plan: Plan, given: dict[str, Any]) -> Costs:
+    """What `costs` was given, for this plan: with v stages a rank each costs 1/v."""
+    from penstock.simulate import Costs
+
+    names = ("forward", "backward_input", "backward_weight", "latency")
+    per_rank = -(-plan.num_stages // plan.num_ranks)
+    return Costs.per_rank(num_stages=plan.num_stages, stages_per_rank=per_rank, **{name: given[name] for name in names})
+
+
+def write_drawings(timeline: Timeline, *, svg: Path | None, html: Path | None, trace: Path | None) -> None:
+    """Write the files that were asked for."""
+    if svg is not None:
+        from penstock.show.svg import svg as draw
+
+        svg.write_text(draw(timeline), encoding="utf-8")
+    if html is not None:
+        from penstock.show.html import html as page
+
+        html.write_text(page(timeline), encoding="utf-8")
+    if trace is not None:
+        from penstock.show.trace import dump_trace
+
+        dump_trace(timeline, trace)

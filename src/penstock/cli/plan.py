@@ -1,0 +1,63 @@
+"""`penstock plan NAME`: make a plan of a schedule, time it and show it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from penstock.cli import options
+
+
+@click.command()
+@click.argument("name")
+@options.sizes
+@options.costs
+@click.option("--lowered", is_flag=True, help="With sends and receives: all that a rank does, not only its computing.")
+@options.as_json
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE.csv",
+    help="Write the plan, in the format that torch reads and writes too.",
+)
+@options.drawings
+def command(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None,
+    lowered: bool,
+    as_json: bool,
+    output: Path | None,
+    **given: Any,
+) -> None:
+    """Make a plan of the schedule NAME, prove it, time it and show it.
+
+    Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. The memory
+    is in units of one rank's activations for one microbatch.
+
+    \b
+    Examples:
+      penstock plan 1f1b --ranks 4 --microbatches 8
+      penstock plan zbv -p 8 -m 24 --forward 18.5 --backward-input 18.1 --backward-weight 9.3 --latency 0.6 --json
+      penstock plan interleaved1f1b --stages-per-rank 4 --lowered -o plan.csv --html plan.html
+    """
+    from penstock.cli.figures import print_timeline
+    from penstock.lower import lower
+    from penstock.plan import check, dump
+    from penstock.schedules import get_schedule
+    from penstock.simulate import simulate
+
+    plan = get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank)
+    if lowered:
+        plan = lower(plan)
+    check(plan)
+    timeline = simulate(plan, options.costs_of(plan, given))
+    if output is not None:
+        dump(plan, output)
+    options.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
+    print_timeline(timeline, as_json=as_json, actions=lowered)
