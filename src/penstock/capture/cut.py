@@ -1,0 +1,327 @@
+"""The placed graph into one graph for each stage, and the wires between them.
+
+    cut = cut_graph(placed, table, names)
+    cut.pieces[1].graph, cut.pieces[1].inputs, cut.pieces[1].outputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from penstock.capture.flat import REGION
+from penstock.capture.names import StateNames
+from penstock.capture.ops import aten, body_module, is_size
+from penstock.capture.place import EVERYWHERE, Placed
+from penstock.capture.program import Program, late
+from penstock.capture.regions import wrap_regions
+from penstock.capture.trace import FromConstant, FromInput, FromState
+from penstock.capture.wires import Size, Wire
+from penstock.errors import CaptureError
+
+
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stage: its graph and what goes in and out."""
+
+    graph: fx.Graph
+    bodies: dict[str, Program]  # regions, by attribute name
+    inputs: tuple[Wire, ...]
+    outputs: tuple[Wire, ...]  # of the last stage: the leaves of the model's output
+    states: tuple[str, ...]  # parameters and buffers that it uses, by the names that it uses
+    constants: dict[str, torch.Tensor]
+    recipe: Any = None  # of the last stage: puts the model's output together
+    fixed: tuple[tuple[int, Any], ...] = ()  # of the last stage: leaves of the output that are always the same
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The whole model, cut."""
+
+    pieces: tuple[Piece, ...]
+
+
+@dataclass
+class _Needs:
+    """What one stage must be given."""
+
+    arguments: set[fx.Node] = field(default_factory=set)
+    values: set[fx.Node] = field(default_factory=set)
+    sizes: set[fx.Node] = field(default_factory=set)
+    own: list[fx.Node] = field(default_factory=list)
+
+
+class Cutter:
+    """Cuts one placed graph; `input_names` are the model's arguments, leaf by leaf."""
+
+    def __init__(self, placed: Placed, names: StateNames, *, input_names: Sequence[str], transmit: bool) -> None:
+        self.placed = placed
+        self.names = names
+        self.input_names = input_names
+        self.flat = placed.flat
+        self.origins = placed.flat.traced.origins
+        self.stage = placed.stage
+        self.last = placed.num_stages - 1
+        self.order = {n: i for i, n in enumerate([*self.origins, *self.flat.nodes])}
+        self.leader = names.leaders(self.origins)
+        self.owner = self._parameter_owners() if transmit else {}
+        self.needs = [self._needs(k) for k in range(placed.num_stages)]
+        self._resolve_sizes()
+        self.wires = self._wires()
+
+    def cut(self) -> Cut:
+        pieces = [self._piece(k) for k in range(self.placed.num_stages)]
+        fixed = tuple((i, v) for i, v in enumerate(self.flat.traced.outputs) if not isinstance(v, fx.Node))
+        pieces[-1] = replace(pieces[-1], recipe=self.flat.traced.recipe, fixed=fixed)
+        return Cut(tuple(pieces))
+
+    def _parameter_owners(self) -> dict[fx.Node, int]:
+        """For parameters that travel: the first stage that uses each of those which several stages use."""
+        users: dict[fx.Node, set[int]] = {}
+        for node in self.flat.nodes:
+            for arg in node.all_input_nodes:
+                origin = self.origins.get(arg)
+                if isinstance(origin, FromState) and origin.parameter:
+                    users.setdefault(self.leader[arg], set()).add(self.stage[node])
+        return {node: min(stages) for node, stages in users.items() if len(stages) > 1}
+
+    def _needs(self, k: int) -> _Needs:
+        needs = _Needs()
+        seen: set[fx.Node] = set()
+        roots = [n for n in self.flat.nodes if self.stage[n] == k and not is_size(n)]
+        if k == self.last:
+            roots += [v for v in self.flat.traced.outputs if isinstance(v, fx.Node)]
+        todo = list(roots)
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            origin = self.origins.get(node)
+            if isinstance(origin, FromInput):
+                needs.arguments.add(node)
+            elif isinstance(origin, FromState):
+                node = self.leader[node]
+                if self.owner.get(node, k) < k:
+                    needs.values.add(node)
+            elif origin is not None:
+                continue
+            elif is_size(node):
+                needs.sizes.add(node)
+            elif self.stage[node] in (k, EVERYWHERE):
+                needs.own.append(node)
+                todo += node.all_input_nodes
+            else:
+                needs.values.add(node)
+        needs.own.sort(key=self.order.__getitem__)
+        return needs
+
+    def _resolve_sizes(self) -> None:
+        """Each stage reads sizes off tensors that it has; a size that none of them shows becomes a wire."""
+        for k, needs in enumerate(self.needs):
+            for node in list(needs.sizes):
+                if not self._reachable(node, k):
+                    needs.sizes.discard(node)
+                    needs.values.add(node)
+        for needs in self.needs:  # the producer of such a size must be able to make it
+            for node in list(needs.values):
+                if is_size(node):
+                    self.needs[self._size_home(node)].sizes.add(node)
+
+    def _size_home(self, node: fx.Node) -> int:
+        return next(k for k in range(len(self.needs)) if self._reachable(node, k, own=True))
+
+    def _reachable(self, node: fx.Node, k: int, *, own: bool = False) -> bool:
+        return self._size_source(node, k) is not None or (
+            not self._reads_tensor(node) and all(self._reachable(a, k, own=own) for a in node.all_input_nodes)
+        ) or (own and self._reads_tensor(node) and self._is_here(node.all_input_nodes[0], k))
+
+    @staticmethod
+    def _reads_tensor(node: fx.Node) -> bool:
+        return bool(node.all_input_nodes) and not is_size(node.all_input_nodes[0])
+
+    def _is_here(self, node: fx.Node, k: int) -> bool:
+        needs = self.needs[k]
+        if node in self.origins:
+            origin = self.origins[node]
+            return node in needs.arguments or (isinstance(origin, FromState | FromConstant))
+        return node in needs.values or self.stage[node] in (k, EVERYWHERE)
+
+    def _size_source(self, node: fx.Node, k: int) -> tuple[fx.Node, int] | None:
+        """A tensor among the stage's inputs that shows the size, and in which dimension."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt):
+            return None
+        expression = value.node.expr
+        needs = self.needs[k]
+        for given in sorted(needs.arguments | needs.values, key=self.order.__getitem__):
+            tensor = given.meta.get("val")
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            for dim, size in enumerate(tensor.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr == expression:
+                    return given, dim
+        return None
+
+    def _wires(self) -> dict[fx.Node, Wire]:
+        used: dict[fx.Node, list[int]] = {}
+        for k, needs in enumerate(self.needs):
+            for node in needs.arguments | needs.values:
+                used.setdefault(node, []).append(k)
+        wires = {}
+        for node, stages in sorted(used.items(), key=lambda item: self.order[item[0]]):
+            origin = self.origins.get(node)
+            if isinstance(origin, FromInput):
+                wires[node] = wire_of(node, self.input_names[origin.index], source=None, stages=stages)
+            elif isinstance(origin, FromState):
+                wires[node] = wire_of(node, origin.name, source=self.owner[node], stages=stages)
+            else:
+                home = self._size_home(node) if is_size(node) else self.stage[node]
+                wires[node] = wire_of(node, node.name, source=home, stages=stages)
+        return wires
+
+    def _piece(self, k: int) -> Piece:
+        needs = self.needs[k]
+        given = sorted(needs.arguments | needs.values, key=lambda n: (n not in needs.arguments, self.order[n]))
+        builder = _Builder(self, k, given)
+        for node in needs.own:
+            builder.add(node)
+        if k == self.last:
+            leaves = [v for v in self.flat.traced.outputs if isinstance(v, fx.Node)]
+            outputs = tuple(
+                wire_of(v, v.name, source=k, stages=()) for v in leaves
+            )
+        else:
+            leaves = [n for n, wire in self.wires.items() if wire.source == k]
+            outputs = tuple(self.wires[n] for n in leaves)
+        builder.graph.output(tuple(builder.value(n) for n in leaves))
+        wrap_regions(builder.graph, builder.bodies)
+        inputs = tuple(self.wires[n] for n in given)
+        return Piece(builder.graph, builder.bodies, inputs, outputs, tuple(builder.states), builder.constants)
+
+
+class _Builder:
+    """Writes the graph of one stage."""
+
+    def __init__(self, cutter: Cutter, k: int, given: Sequence[fx.Node]) -> None:
+        self.cutter = cutter
+        self.k = k
+        self.graph = fx.Graph()
+        self.bodies: dict[str, Program] = {}
+        self.states: dict[str, None] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.attributes: dict[str, fx.Node] = {}
+        for node in given:
+            self.values[node] = self.graph.placeholder(identifier(cutter.wires[node].name))
+
+    def add(self, node: fx.Node) -> None:
+        body = body_module(node, self.cutter.flat.traced.root)
+        if body is not None:
+            name = f"_region_{len(self.bodies)}"
+            self.bodies[name] = Program.of(body)
+            self.values[node] = self._attribute(name)
+            return
+        args = fx.map_arg(node.args, lambda n: self.value(n, user=node))
+        kwargs = fx.map_arg(node.kwargs, lambda n: self.value(n, user=node))
+        made = self.graph.create_node(node.op, late(node.target), args, kwargs, node.name)  # type: ignore[arg-type, call-overload]
+        made.meta["path"] = module_path(node)
+        if REGION in node.meta:
+            made.meta[REGION] = node.meta[REGION]
+        self.values[node] = made
+
+    def value(self, node: fx.Node, *, user: fx.Node | None = None) -> fx.Node:
+        """The node of this graph that holds what `node` held in the whole one."""
+        origin = self.cutter.origins.get(node)
+        if isinstance(origin, FromState):
+            canonical = self.cutter.leader[node]
+            if canonical in self.values:
+                return self.values[canonical]
+            name = self.cutter.names.name_for(origin.name, "" if user is None else module_path(user))
+            self.states[name] = None
+            return self._once(name)
+        if node in self.values:
+            return self.values[node]
+        if isinstance(origin, FromConstant):
+            name = f"_constant_{identifier(origin.name)}"
+            self.constants[name] = constant_value(origin)
+            self.values[node] = self._attribute(name)
+        elif is_size(node):
+            self.values[node] = self._size(node)
+        else:
+            raise CaptureError(f"stage {self.k} uses {node.name}, which no stage gives it")
+        return self.values[node]
+
+    def _size(self, node: fx.Node) -> fx.Node:
+        source = self.cutter._size_source(node, self.k)
+        if source is not None:
+            made = self.graph.call_function(aten.sym_size.int, (self.value(source[0]), source[1]))
+        else:
+            args = fx.map_arg(node.args, self.value)
+            made = self.graph.create_node("call_function", node.target, args, dict(node.kwargs), node.name)
+        return made
+
+    def _once(self, name: str) -> fx.Node:
+        if name not in self.attributes:
+            self.attributes[name] = self._attribute(name)
+        return self.attributes[name]
+
+    def _attribute(self, name: str) -> fx.Node:
+        return self.graph.create_node("get_attr", name)
+
+
+def wire_of(node: fx.Node, name: str, *, source: int | None, stages: Sequence[int]) -> Wire:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return Wire(name, source, tuple(stages), "number", (), None)
+    shape = tuple(size_of(s) for s in value.shape)
+    return Wire(name, source, tuple(stages), "tensor", shape, value.dtype, _is_contiguous(value))
+
+
+def _is_contiguous(value: torch.Tensor) -> bool:
+    if any(isinstance(s, torch.SymInt) for s in value.shape):
+        expected: list[Any] = []
+        step: Any = 1
+        for size in reversed(value.shape):
+            expected.append(str(step))
+            step = size * step
+        return [str(s) for s in value.stride()] == expected[::-1]
+    return value.is_contiguous()
+
+
+def size_of(size: int | torch.SymInt) -> Size:
+    if isinstance(size, torch.SymInt):
+        number = size.node.maybe_as_int()
+        return str(size.node.expr) if number is None else int(number)
+    return int(size)
+
+
+def module_path(node: fx.Node) -> str:
+    """The module in whose forward the node was made, by its name in the user's model."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        path = entry[0]
+    return path.removeprefix("model").removeprefix(".")
+
+
+def identifier(name: str) -> str:
+    text = "".join(c if c.isalnum() else "_" for c in name)
+    return text if text.isidentifier() else f"_{text}"
+
+
+def constant_value(origin: FromConstant) -> torch.Tensor:
+    if not isinstance(origin.value, torch.Tensor):
+        raise CaptureError(f"{origin.name} is a {type(origin.value).__name__}; only tensors can be put into a stage")
+    if isinstance(origin.value, torch._subclasses.FakeTensor) or origin.value.is_meta:
+        raise CaptureError(
+            f"{origin.name} is a plain tensor attribute on the meta device, so its values are unknown; make it a buffer "
+            "(self.register_buffer), so that it can be loaded by name"
+        )
+    return origin.value

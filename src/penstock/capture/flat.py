@@ -1,0 +1,116 @@
+"""From what export returns to a list of nodes with cut positions.
+
+    flat = flatten(traced)
+    flat.nodes          # operators in order, without marks and checks
+    flat.cuts           # before which node each mark stood, and what the mark was
+
+A region (autocast, no_grad) stays one node unless a mark stands inside it; then its body is put into the list, each
+node remembering the region, and the cutter wraps what ends up in one stage again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from torch import fx
+
+from penstock.capture.marks import mark
+from penstock.capture.ops import bodies, is_check, is_region
+from penstock.capture.trace import Traced
+from penstock.errors import CaptureError
+
+REGION = "penstock_region"  # meta key: a tuple of (number, operator, leading arguments), outermost first
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A cut before ``nodes[position]``."""
+
+    position: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The model as a list of nodes."""
+
+    traced: Traced
+    nodes: list[fx.Node]
+    marks: tuple[Mark, ...]
+    index: dict[fx.Node, int] = field(default_factory=dict)
+
+
+def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
+    """Opens regions with marks inside, takes marks and checks out of the graph. `wanted`: cut before these nodes too."""
+    numbers = count()
+    for node in list(traced.graph.nodes):
+        if is_region(node) and _has_mark(node, traced.root):
+            _open(node, traced.root, numbers, ())
+    nodes: list[fx.Node] = []
+    marks: list[Mark] = []
+    for node in list(traced.graph.nodes):
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.name in wanted:
+            marks.append(Mark(len(nodes), f"the policy's mark before {node.name}"))
+        if node.target is mark:
+            marks.append(Mark(len(nodes), str(node.args[0])))
+            traced.graph.erase_node(node)
+        elif is_check(node):
+            traced.graph.erase_node(node)
+        else:
+            nodes.append(node)
+    return Flat(traced, nodes, tuple(marks), {node: i for i, node in enumerate(nodes)})
+
+
+def _has_mark(node: fx.Node, root: fx.GraphModule) -> bool:
+    return any(
+        inner.target is mark or (is_region(inner) and _has_mark(inner, body.owning_module))
+        for body in bodies(node, root)
+        for inner in body.nodes
+    )
+
+
+def _open(node: fx.Node, root: fx.GraphModule, numbers: count[int], outer: tuple[object, ...]) -> None:
+    """Put the body of a region in place of the region."""
+    args = list(node.args)
+    where = next((i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr"), None)
+    if where is None or any(isinstance(a, fx.Node) for a in args[:where]) or len(bodies(node, root)) != 1:
+        raise CaptureError(f"a split mark stands inside {node.target}, a region that cannot be cut; move the mark outside")
+    body = bodies(node, root)[0]
+    tag = (*outer, (next(numbers), node.target, tuple(args[:where])))
+    graph = node.graph
+    values: dict[fx.Node, fx.Node] = {}
+    given = iter(args[where + 1 :])
+    with graph.inserting_before(node):
+        for inner in body.nodes:
+            if inner.op == "placeholder":
+                values[inner] = next(given)  # type: ignore[assignment]
+            elif inner.op == "output":
+                results = inner.args[0]
+            else:
+                values[inner] = _copied(inner, graph, root, body.owning_module, values)
+                values[inner].meta[REGION] = tag
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            raise CaptureError(f"a split mark stands inside {node.target}, whose result is used whole; move the mark outside")
+        user.replace_all_uses_with(values[results[user.args[1]]])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(node)
+    for copied in list(values.values()):
+        if isinstance(copied, fx.Node) and is_region(copied) and _has_mark(copied, root):
+            _open(copied, root, numbers, tag)
+
+
+def _copied(
+    inner: fx.Node, graph: fx.Graph, root: fx.GraphModule, owner: fx.GraphModule, values: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    made = graph.node_copy(inner, lambda n: values[n])
+    if inner.op == "get_attr" and owner is not root:
+        name = f"{inner.target}_of_{made.name}"
+        setattr(root, name, getattr(owner, str(inner.target)))
+        made.target = name
+    return made

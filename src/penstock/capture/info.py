@@ -1,0 +1,101 @@
+"""What everybody may know about a captured model.
+
+    info = pipe.info()
+    info.num_stages, info.inputs.names, info.edges          # 4, ("x", "mask"), {(0, 1), (1, 2), (0, 2)}
+    info.shared["wte.weight"].holders                       # ((0, "wte.weight"), (3, "lm_head.weight"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.capture.inputs import InputTable
+from penstock.capture.tree import Constant, leaf_paths
+from penstock.capture.wires import Wire
+from penstock.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One parameter or buffer that several stages use, each under a name of the user's model."""
+
+    owner: int  # the stage whose copy counts: in a norm, in a checkpoint
+    name: str  # its name there
+    holders: tuple[tuple[int, str], ...]  # every (stage, name), the owner first
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """The captured model without its tensors. Plain data: it can be compared, printed and saved."""
+
+    num_stages: int
+    inputs: InputTable
+    stage_inputs: tuple[tuple[Wire, ...], ...]
+    stage_outputs: tuple[tuple[Wire, ...], ...]  # of the last stage: the leaves of the model's output
+    shared: Mapping[str, Shared]
+    output_paths: tuple[str, ...]  # of the output leaves that are tensors, as a user would write them
+    loss_index: int | None  # which of them is the model's own loss
+    why_static: str = ""  # why the batch size could not be kept open
+
+    @property
+    def has_loss(self) -> bool:
+        return self.loss_index is not None
+
+    @property
+    def edges(self) -> frozenset[tuple[int, int]]:
+        """(producer, user) for every pair of stages between which something travels."""
+        return frozenset(
+            (wire.source, stage)
+            for stage, wires in enumerate(self.stage_inputs)
+            for wire in wires
+            if wire.source is not None
+        )
+
+    def arguments(self, stage: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's arguments that a stage reads, out of a call; a rank may leave out what its stages do not read."""
+        wanted = [wire for wire in self.stage_inputs[stage] if wire.source is None]
+        if not wanted:
+            return {}
+        given = self.inputs.bind(args, kwargs, partial=True)
+        missing = [wire.name for wire in wanted if wire.name not in given]
+        if missing:
+            raise CaptureError(
+                f"stage {stage} reads {', '.join(missing)}, and this rank's call does not give it; pass the same arguments "
+                f"on every rank, or at least {', '.join(w.name for w in wanted)} here"
+            )
+        return {wire.name: given[wire.name] for wire in wanted}
+
+
+def find_loss(recipe: Any, wires: Sequence[Wire], spec: Any) -> int | None:
+    """Which output leaf is the loss: the one that `spec` marks with True, else one called "loss" that is a single number."""
+    paths = leaf_paths(recipe)
+    if spec is not None:
+        marked = _marked(spec, "")
+        wanted = [i for i, path in enumerate(paths) if path in marked or (marked == [""] and len(paths) == 1)]
+        if len(wanted) != 1:
+            raise CaptureError(
+                f"output_loss_value_spec={spec!r} marks {len(wanted)} of the model's outputs ({', '.join(paths) or 'a single value'}); "
+                "it must mark exactly one with True, for example {'loss': True}"
+            )
+        return wanted[0]
+    for i, path in enumerate(paths):
+        if path.rpartition(".")[2] == "loss" and i < len(wires) and wires[i].shape == ():
+            return i
+    return None
+
+
+def _marked(spec: Any, path: str) -> list[str]:
+    if spec is True:
+        return [path]
+    if isinstance(spec, Mapping):
+        return [p for key, value in spec.items() for p in _marked(value, f"{path}.{key}")]
+    if isinstance(spec, list | tuple):
+        return [p for i, value in enumerate(spec) for p in _marked(value, f"{path}[{i}]")]
+    return []
+
+
+def is_plain(recipe: Any) -> bool:
+    """Whether the model returns no tensor at all."""
+    return isinstance(recipe, Constant)

@@ -1,0 +1,243 @@
+"""One stage of a captured model, as a module.
+
+    stage = pipe.get_stage_module(1)
+    stage(hidden)                   # runs alone
+    stage.state_dict()              # the names of the user's model: "layers.3.attn.q.weight"
+    stage.inputs, stage.outputs     # its wires
+    stage.eval()                    # dropout off, batch norm by its statistics: as on the model
+
+Batch norm in training uses the statistics of each microbatch and updates the running ones in place after each of
+them, as a plain loop over the microbatches does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.capture.cut import Piece
+from penstock.capture.program import Program
+from penstock.capture.tree import put_together
+from penstock.capture.wires import Wire, check_sizes
+from penstock.errors import CaptureError, ShapeError
+
+Key = tuple[bool | None, frozenset[str]]  # the mode (None: mixed, as captured), and the changing sizes that are 1
+
+
+class Source(Protocol):
+    """Whoever can trace the model again, in another mode or for a size of 1."""
+
+    def piece(self, stage: int, key: Key) -> Piece: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the last stage puts the model's output together."""
+
+    recipe: Any
+    fixed: tuple[tuple[int, Any], ...]
+
+    def build(self, values: Sequence[Any]) -> Any:
+        leaves = list(values)
+        for position, value in self.fixed:
+            leaves.insert(position, value)
+        return put_together(self.recipe, leaves)
+
+
+class StageModule(nn.Module):
+    """A stage: its parameters and buffers under the names of the user's model, and its part of the graph."""
+
+    inputs: tuple[Wire, ...]
+    outputs: tuple[Wire, ...]
+
+    def __init__(self, index: int, num_stages: int, *, piece: Piece, key: Key, source: Source | None, device: torch.device) -> None:
+        super().__init__()
+        self.stage_index = index
+        self.num_stages = num_stages
+        self.inputs = piece.inputs
+        self.outputs = piece.outputs
+        self.why_static = ""
+        self.model_names: frozenset[str] = frozenset()  # every name of the whole model
+        self.aliases: dict[str, tuple[str, ...]] = {}  # other names of the same tensor, for loading
+        self._key = key
+        self._source = source
+        self._programs: dict[Key, Program] = {}
+        self._functions: dict[Key, Callable[..., Any]] = {}
+        self._results: dict[Key, Result] = {}
+        self._why_not: dict[Key, str] = {}
+        self.register_buffer("_anchor", torch.empty(0, device=device), persistent=False)
+        self._device = device
+        self.add_constants(piece.constants)
+        self._learn(key, piece)
+        mode = key[0]
+        if mode is not None:
+            self.training = mode
+
+    def add_constants(self, constants: Mapping[str, torch.Tensor]) -> None:
+        for name, value in constants.items():
+            if name not in self._buffers:
+                self.register_buffer(name, value.detach().to(self._device), persistent=False)
+
+    def add_state(self, name: str, value: torch.Tensor, *, persistent: bool = True) -> None:
+        """Hold a parameter or buffer under its name in the user's model."""
+        path, _, leaf = name.rpartition(".")
+        owner: nn.Module = self
+        for part in path.split(".") if path else ():
+            if part not in owner._modules:
+                owner._modules[part] = nn.Module()
+            child = owner._modules[part]
+            assert child is not None
+            owner = child
+        if isinstance(value, nn.Parameter):
+            owner._parameters[leaf] = value
+        else:
+            owner._buffers[leaf] = value
+            if not persistent:
+                owner._non_persistent_buffers_set.add(leaf)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """The graph that runs in the present mode."""
+        return self._programs[self._key].graph
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The inputs in the order of ``inputs``, or by name. The last stage returns what the model returns."""
+        values = args if not kwargs and len(args) == len(self.inputs) else self._bound(args, kwargs)
+        results = self.run(values)
+        if self.is_last:
+            return self.build_output(results)
+        return results[0] if len(results) == 1 else results
+
+    def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The outputs, in the order of ``outputs``."""
+        key = self._key
+        if not torch.compiler.is_compiling():
+            sizes: dict[str, int] = {}
+            check_sizes(self.inputs, values, why_static=self.why_static, symbols=sizes)
+            if 1 in sizes.values():
+                key = (key[0], frozenset(name for name, size in sizes.items() if size == 1))
+                self._ensure(key)
+        return self._functions[key](self, *values)  # type: ignore[no-any-return]
+
+    def build_output(self, values: Sequence[Any]) -> Any:
+        """What the model returns, out of the outputs of the last stage."""
+        return self._results[self._key].build(values)
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Switch to the graph of that mode, tracing it first if need be."""
+        key = (mode, frozenset[str]())
+        self._ensure(key)
+        super().train(mode)
+        self._key = key
+        return self
+
+    def print_readable(self) -> str:
+        """The stage as text: wires, parameters, code."""
+        lines = [f"stage {self.stage_index} of {self.num_stages}"]
+        lines += [f"  in   {wire}" for wire in self.inputs]
+        lines += [f"  out  {wire}" for wire in self.outputs]
+        count = sum(p.numel() for p in self.parameters())
+        lines += [f"  {count:,} parameters in {len(list(self.parameters()))} tensors", "", self._programs[self._key].source()]
+        return "\n".join(lines)
+
+    def extra_repr(self) -> str:
+        wires = ", ".join(str(w) for w in self.inputs)
+        return f"stage {self.stage_index} of {self.num_stages}, inputs: {wires}"
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        names = [wire.name for wire in self.inputs]
+        if len(args) > len(names):
+            raise CaptureError(f"stage {self.stage_index} takes {len(names)} inputs ({', '.join(names)}), {len(args)} were given")
+        found = dict(zip(names, args, strict=False))
+        for name, value in kwargs.items():
+            if name in found or name not in names:
+                raise CaptureError(f"stage {self.stage_index} got {name!r} twice or has no such input: {', '.join(names)}")
+            found[name] = value
+        missing = [str(wire) for wire in self.inputs if wire.name not in found]
+        if missing:
+            raise CaptureError(f"stage {self.stage_index} is missing the input {', '.join(missing)}")
+        return tuple(found[name] for name in names)
+
+    def _ensure(self, key: Key) -> None:
+        if key in self._functions:
+            return
+        if self._source is None:
+            why = self._why_not.get(key, "it was saved without")
+            if key[1]:
+                raise ShapeError(f"{', '.join(sorted(key[1]))} is 1, and the capture has no graph for that: {why}")
+            raise CaptureError(f"stage {self.stage_index} has no graph for {'training' if key[0] else 'evaluation'}: {why}")
+        self._learn(key, self._source.piece(self.stage_index, key))
+
+    def _learn(self, key: Key, piece: Piece) -> None:
+        self.add_constants(piece.constants)
+        if self.is_last:
+            self._results[key] = Result(piece.recipe, piece.fixed)
+        program = Program(piece.graph, piece.bodies).moved(self._device, self._anchor.device)
+        self._adopt(key, program)
+
+    def _adopt(self, key: Key, program: Program) -> None:
+        mode = f"{key[0]}_{'_'.join(sorted(key[1]))}"
+        renamed = program.renamed({name: f"_{mode}{name}" for name in program.bodies})
+        for name, body in renamed.bodies.items():
+            object.__setattr__(self, name, body.module())
+        self._programs[key] = program
+        self._functions[key] = renamed.function()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
+        old = self._anchor.device
+        super()._apply(fn, recurse)
+        new = self._anchor.device
+        if new != old:
+            for key, program in list(self._programs.items()):
+                self._adopt(key, program.moved(old, new))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._source is not None:
+            for mode in (True, False):
+                try:
+                    self._ensure((mode, frozenset()))
+                except CaptureError as error:
+                    self._why_not[mode, frozenset()] = str(error)
+        state = {k: v for k, v in self.__dict__.items() if not isinstance(v, torch.fx.GraphModule)}
+        return state | {"_source": None, "_functions": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for key, program in list(self._programs.items()):
+            self._adopt(key, program)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageModule:
+        import copy
+
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        skip = ("_source", "_functions", "_programs")
+        state = {k: v for k, v in self.__dict__.items() if k not in skip and not isinstance(v, torch.fx.GraphModule)}
+        nn.Module.__setstate__(made, copy.deepcopy(state, memo))
+        made._source = self._source
+        made._programs = dict(self._programs)
+        made._functions = {}
+        for key, program in made._programs.items():
+            made._adopt(key, program)
+        return made
+
+
+def same_wires(old: Sequence[Wire], new: Sequence[Wire]) -> bool:
+    """Whether two captures of a model send the same things in the same order."""
+    plain = [replace(w, name="", shape=(), contiguous=True) for w in old]
+    return plain == [replace(w, name="", shape=(), contiguous=True) for w in new] and [len(w.shape) for w in old] == [
+        len(w.shape) for w in new
+    ]

@@ -1,0 +1,68 @@
+"""The names of parameters and buffers, and which of them are one tensor under several names.
+
+    names = StateNames.of(model)
+    names.groups["wte.weight"]                       # ("wte.weight", "lm_head.weight"): tied
+    names.name_for("wte.weight", "lm_head")          # "lm_head.weight": the name where it is used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from penstock.capture.trace import FromState, Origin
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """Every name of the user's model: ``first`` maps it to the first name of the same tensor."""
+
+    first: dict[str, str]
+    groups: dict[str, tuple[str, ...]]  # first name -> all names, in the model's order
+    parameters: frozenset[str]  # names of parameters; all others are buffers
+    transient: frozenset[str]  # names of buffers that state_dict leaves out
+
+    @staticmethod
+    def of(model: nn.Module) -> StateNames:
+        first: dict[str, str] = {}
+        groups: dict[str, list[str]] = {}
+        by_identity: dict[int, str] = {}
+        for name, value in named_state(model).items():
+            leader = by_identity.setdefault(id(value), name)
+            first[name] = leader
+            groups.setdefault(leader, []).append(name)
+        parameters = frozenset(n for n, _ in model.named_parameters(remove_duplicate=False))
+        transient = frozenset(
+            f"{prefix}.{n}" if prefix else n
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for n in module._non_persistent_buffers_set
+            if module._buffers.get(n) is not None
+        )
+        return StateNames(first, {k: tuple(v) for k, v in groups.items()}, parameters, transient)
+
+    def name_for(self, name: str, path: str) -> str:
+        """Of all names of a tensor, the one that belongs to the module at `path`, if there is one."""
+        for candidate in self.groups[self.first[name]]:
+            if candidate.rpartition(".")[0] == path:
+                return candidate
+        inside = [c for c in self.groups[self.first[name]] if not path or c.startswith(f"{path}.")]
+        return inside[0] if inside else self.first[name]
+
+    def leaders(self, origins: Mapping[fx.Node, Origin]) -> dict[fx.Node, fx.Node]:
+        """For each placeholder of a parameter or buffer, the one that stands for all names of the same tensor."""
+        by_name: dict[str, fx.Node] = {}
+        found = {}
+        for node, origin in origins.items():
+            if isinstance(origin, FromState):
+                found[node] = by_name.setdefault(self.first[origin.name], node)
+        return found
+
+
+def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, under every name that they have."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found |= dict(model.named_buffers(remove_duplicate=False))
+    return found

@@ -1,0 +1,122 @@
+"""A model in stages.
+
+    pipe = pipeline(model, (x,), split_spec={"layers.4": SplitPoint.BEGINNING})
+    pipe(x)                          # all stages in this process: what model(x) returns
+    pipe.get_stage_module(1)         # one stage, a module
+    stage = pipe.build_stage(rank, device)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture.build import build_stage
+from penstock.capture.info import PipeInfo
+from penstock.capture.module import StageModule
+from penstock.errors import CaptureError
+
+
+class MultiUseParameterConfig(Enum):
+    """What happens to a parameter that several stages use."""
+
+    TRANSMIT = 1  # one stage holds it and sends its value to the others, as an activation
+    REPLICATE = 2  # every stage that uses it holds it; their gradients are summed
+
+
+class Pipe(nn.Module):
+    """The stages of a captured model, together."""
+
+    def __init__(self, stages: Sequence[StageModule], info: PipeInfo) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self._info = info
+        self.training = any(stage.training for stage in stages)
+
+    @classmethod
+    def from_tracing(
+        cls,
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: Mapping[str, Any] | None = None,
+        split_policy: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> Pipe:
+        """Capture a model with marks in its code, or with a policy that sets them."""
+        from penstock.capture.pipeline import capture
+
+        return cls(*capture(mod, example_args, mb_kwargs=example_kwargs, split_policy=split_policy, **options))
+
+    @property
+    def num_stages(self) -> int:
+        return self._info.num_stages
+
+    def info(self) -> PipeInfo:
+        """The wires, arguments, outputs and shared parameters of the stages."""
+        return self._info
+
+    def get_stage_module(self, stage_idx: int) -> StageModule:
+        """One stage as a module."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise CaptureError(f"there is no stage {stage_idx}: this model has stages 0 to {self.num_stages - 1}")
+        stage = self.stages[stage_idx]
+        assert isinstance(stage, StageModule)
+        return stage
+
+    def build_stage(self, stage_index: int, device: torch.device | str, group: Any = None) -> Any:
+        """One stage for a schedule, on `device`."""
+        return build_stage(self.get_stage_module(stage_index), stage_index, self._info, device, group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """All stages, one after the other, in this process: returns what the model returns."""
+        values: dict[str, Any] = {}
+        arguments = self._info.inputs.bind(args, kwargs)
+        for k in range(self.num_stages):
+            stage = self.get_stage_module(k)
+            given = [arguments[w.name] if w.source is None else values[w.name] for w in stage.inputs]
+            if k == self.num_stages - 1:
+                return stage(*given)
+            values |= zip([w.name for w in stage.outputs], stage.run(given), strict=True)
+        raise AssertionError("a pipe has at least one stage")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The tensors of all stages, under the names of the user's model."""
+        found: dict[str, Any] = {}
+        for stage in self.stages:
+            found |= stage.state_dict(*args, **kwargs)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load by the names of the user's model."""
+        missing: list[str] = []
+        known: set[str] = set()
+        for stage in self.stages:
+            own = {name: value for name, value in state_dict.items() if name in stage.state_dict()}
+            known |= set(own)
+            missing += stage.load_state_dict(own, strict=False, assign=assign).missing_keys
+        unexpected = [name for name in state_dict if name not in known]
+        if strict and (missing or unexpected):
+            raise CaptureError(f"state dict does not fit: missing {missing}, unexpected {unexpected}")
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def print_readable(self, print_output: bool = True) -> str:
+        """All stages as text: wires, parameters, code."""
+        import sys
+
+        text = "\n\n".join(self.get_stage_module(k).print_readable() for k in range(self.num_stages))
+        if print_output:
+            sys.stdout.write(text + "\n")
+        return text
+
+    def __str__(self) -> str:
+        lines = [f"Pipe of {self.num_stages} stages"]
+        for k in range(self.num_stages):
+            stage = self.get_stage_module(k)
+            count = sum(p.numel() for p in stage.parameters())
+            wires = ", ".join(map(str, stage.inputs))
+            lines.append(f"  stage {k}: {count:,} parameters, takes {wires}")
+        return "\n".join(lines)

@@ -1,0 +1,138 @@
+"""``pipeline``: a model, an example of one microbatch and the wanted cuts, into a ``Pipe``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.capture.cuts import choose_cuts as cuts_by_estimate
+from penstock.capture.dims import batch_dims, given_dims
+from penstock.capture.info import PipeInfo, find_loss
+from penstock.capture.inputs import InputTable
+from penstock.capture.marks import SplitPoint, annotations, submodule
+from penstock.capture.module import StageModule
+from penstock.capture.names import StateNames
+from penstock.capture.pipe import MultiUseParameterConfig, Pipe
+from penstock.capture.skeleton import Skeleton
+from penstock.capture.source import ChooseCuts, Source
+from penstock.capture.state import assign, find_shared, give
+from penstock.capture.tree import leaf_paths
+from penstock.errors import CaptureError
+
+SplitPolicy = Callable[[fx.GraphModule], Any]
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...] = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: SplitPolicy | None = None,
+    *,
+    num_stages: int | None = None,
+    dynamic_shapes: Mapping[str, Any] | None = None,
+    multi_use_param_spec: MultiUseParameterConfig | None = None,
+    output_loss_value_spec: Any = None,
+    choose_cuts: ChooseCuts | None = None,
+) -> Pipe:
+    """Capture a model and cut it into stages. The model itself is not changed.
+
+    pipe = pipeline(model, (x,), {"mask": m}, split_spec={"layers.4": SplitPoint.BEGINNING})
+    pipe = pipeline(model, (x,), num_stages=4)
+
+    `mb_args` and `mb_kwargs` are an example of one microbatch; their values do not matter. The cuts come from
+    `split_spec`, from ``pipe_split()`` in the model's code and ``annotate_split_points``, from a `split_policy`, or, with
+    `num_stages`, from the costs. The size of the first dimension may change from call to call; `dynamic_shapes` says the
+    same of others, by argument: ``{"x": {1: torch.export.Dim.AUTO}}``, and with ``{}`` every size stays fixed.
+
+    A cache in the output crosses like everything else; to leave it out, say so to the model: ``mb_kwargs={"use_cache": False}``.
+    """
+    return Pipe(
+        *capture(
+            module,
+            mb_args,
+            mb_kwargs=mb_kwargs,
+            split_spec=split_spec,
+            split_policy=split_policy,
+            num_stages=num_stages,
+            dynamic_shapes=dynamic_shapes,
+            multi_use_param_spec=multi_use_param_spec,
+            output_loss_value_spec=output_loss_value_spec,
+            choose_cuts=choose_cuts,
+        )
+    )
+
+
+def capture(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    *,
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: SplitPolicy | None = None,
+    num_stages: int | None = None,
+    dynamic_shapes: Mapping[str, Any] | None = None,
+    multi_use_param_spec: MultiUseParameterConfig | None = None,
+    output_loss_value_spec: Any = None,
+    choose_cuts: ChooseCuts | None = None,
+) -> tuple[list[StageModule], PipeInfo]:
+    """The stages and the description out of which ``Pipe`` is made."""
+    table, leaves = InputTable.of(module.forward, mb_args, mb_kwargs or {})
+    source = Source(
+        skeleton=Skeleton.of(module, leaves),
+        table=table,
+        leaves=[_without_data(leaf, name) for leaf, name in zip(leaves, table.names, strict=True)],
+        dims=batch_dims(leaves) if dynamic_shapes is None else given_dims(table, leaves, dynamic_shapes),
+        fall_back=dynamic_shapes is None,
+        points=_points(module, split_spec or {}, automatic=num_stages is not None),
+        names=StateNames.of(module),
+        transmit=multi_use_param_spec is MultiUseParameterConfig.TRANSMIT,
+        policy=split_policy,
+        num_stages=num_stages,
+        choose_cuts=choose_cuts or cuts_by_estimate,
+    )
+    cut = source.first()
+    count = len(cut.pieces)
+    stages = [
+        StageModule(k, count, piece=piece, key=source.key, source=source, device=source.skeleton.device)
+        for k, piece in enumerate(cut.pieces)
+    ]
+    held = assign(source.names, [piece.states for piece in cut.pieces])
+    give(stages, module, names=source.names, held=held)
+    for stage in stages:
+        stage.why_static = source.why_static
+    info = PipeInfo(
+        num_stages=count,
+        inputs=table,
+        stage_inputs=tuple(p.inputs for p in cut.pieces),
+        stage_outputs=tuple(p.outputs for p in cut.pieces),
+        shared=find_shared(source.names, held),
+        output_paths=tuple(leaf_paths(cut.pieces[-1].recipe)),
+        loss_index=find_loss(cut.pieces[-1].recipe, cut.pieces[-1].outputs, output_loss_value_spec),
+        why_static=source.why_static,
+    )
+    return stages, info
+
+
+def _points(
+    module: nn.Module, spec: Mapping[str, SplitPoint], *, automatic: bool
+) -> dict[str, frozenset[SplitPoint]]:
+    points = annotations(module)
+    for name, point in spec.items():
+        if not isinstance(point, SplitPoint):
+            raise CaptureError(f"split_spec[{name!r}] is {point!r}; write SplitPoint.BEGINNING or SplitPoint.END")
+        submodule(module, name)
+        points[name] = points.get(name, frozenset()) | {point}
+    if automatic and spec:
+        raise CaptureError("give either num_stages= (cut by cost) or split_spec= (cut where it says), not both")
+    return {} if automatic else points
+
+
+def _without_data(leaf: Any, name: str) -> torch.Tensor:
+    if not isinstance(leaf, torch.Tensor):
+        raise CaptureError(f"{name} of the example is a {type(leaf).__name__}; give a tensor or a plain value")
+    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return made.requires_grad_(leaf.requires_grad)

@@ -1,0 +1,227 @@
+"""Which stage computes which node.
+
+A node belongs to the stage in whose part of the model's code it stands, with three exceptions:
+
+- a value that depends on nothing but arguments, buffers and constants is computed where it is first used;
+- such a value that depends on no argument at all (positions, causal masks, rotary tables) is computed again in every
+  stage that uses it, instead of being sent;
+- traced sizes have no stage: each stage reads them off a tensor that it has.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from penstock.capture.flat import Flat, Mark
+from penstock.capture.ops import aten, body_module, is_pure, is_size, shares_memory, written
+from penstock.capture.trace import FromConstant, FromInput, FromState
+from penstock.errors import CaptureError
+
+EVERYWHERE = -1
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The stage of every node that has one; ``EVERYWHERE`` for values that each stage computes for itself."""
+
+    flat: Flat
+    num_stages: int
+    stage: dict[fx.Node, int]
+
+
+def place(flat: Flat, cuts: Sequence[Mark]) -> Placed:
+    """Decide the stage of every node, for the given cuts."""
+    stage: dict[fx.Node, int] = {}
+    current = 0
+    boundaries = [cut.position for cut in cuts]
+    for i, node in enumerate(flat.nodes):
+        while current < len(boundaries) and boundaries[current] <= i:
+            current += 1
+        stage[node] = current
+    num_stages = len(cuts) + 1
+    _move_free(flat, stage, num_stages)
+    _keep_tuples_whole(flat, stage)
+    _settle_writes(flat, stage)
+    _check_full(flat, stage, cuts)
+    return Placed(flat, num_stages, stage)
+
+
+def _move_free(flat: Flat, stage: dict[fx.Node, int], num_stages: int) -> None:
+    origins = flat.traced.origins
+    dirty = _written_state(flat)
+    free: dict[fx.Node, bool] = {}  # -> whether it depends on an argument
+    for node, origin in origins.items():
+        match origin:
+            case FromInput():
+                free[node] = True
+            case FromState(_, parameter) if not parameter and node not in dirty:
+                free[node] = False
+            case FromConstant():
+                free[node] = False
+    for node in flat.nodes:
+        if is_size(node):
+            free[node] = False
+        elif body_module(node, flat.traced.root) is not None:
+            free[node] = False
+        elif all(a in free for a in node.all_input_nodes) and is_pure(node, flat.traced.root):
+            free[node] = any(free[a] for a in node.all_input_nodes)
+    for node in flat.nodes:  # a value that somebody writes to is not free, nor is what shares its memory
+        for target in written(node):
+            for member in _family(target):
+                free.pop(member, None)
+    for node in flat.nodes:  # what depends on it is not free either
+        if node in free and any(a not in free for a in node.all_input_nodes) and not is_size(node):
+            free.pop(node)
+    outputs = {value for value in flat.traced.outputs if isinstance(value, fx.Node)}
+    for node in reversed(flat.nodes):
+        if node not in free or is_size(node):
+            continue
+        users = [stage[u] for u in node.users if u in stage]
+        if node in outputs:
+            users.append(num_stages - 1)
+        if not free[node] and (len(set(users)) > 1 or EVERYWHERE in users):
+            stage[node] = EVERYWHERE
+        elif users:
+            stage[node] = min(users)
+
+
+def _written_state(flat: Flat) -> set[fx.Node]:
+    """Placeholders whose tensor is written to, directly or through a view."""
+    found: set[fx.Node] = set()
+    for node in flat.nodes:
+        for target in written(node):
+            found |= {m for m in _family(target) if m in flat.traced.origins}
+    return found
+
+
+def _family(node: fx.Node) -> set[fx.Node]:
+    """Everything that may share memory with `node`."""
+    found = {node}
+    todo = [node]
+    while todo:
+        here = todo.pop()
+        near = [*shares_memory(here), *(u for u in here.users if here in shares_memory(u) or here in written(u))]
+        for other in near:
+            if other not in found:
+                found.add(other)
+                todo.append(other)
+    return found
+
+
+def _keep_tuples_whole(flat: Flat, stage: dict[fx.Node, int]) -> None:
+    """The parts of a tuple are taken out where the tuple is made: only tensors travel."""
+    for node in flat.nodes:
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            stage[node] = stage[node.args[0]]
+        for arg in node.all_input_nodes:
+            if body_module(arg, flat.traced.root) is not None:
+                stage[arg] = stage[node]
+
+
+def _settle_writes(flat: Flat, stage: dict[fx.Node, int]) -> None:
+    """In-place operators on what another stage made: write to a copy. Buffers: one stage writes, later ones get a copy."""
+    for node in list(flat.nodes):
+        for target in written(node):
+            family = _family(target)
+            states = [m for m in family if m in flat.traced.origins]
+            if states:
+                _settle_state(flat, stage, states, family)
+            else:
+                _settle_value(flat, stage, node, family)
+
+
+def _settle_value(flat: Flat, stage: dict[fx.Node, int], node: fx.Node, family: set[fx.Node]) -> None:
+    here = stage[node]
+    crossing = [m for m in family if m in stage and stage[m] < here and any(stage.get(u, here) >= here for u in m.users)]
+    if not crossing:
+        return
+    if len(crossing) > 1:
+        raise CaptureError(
+            f"{node.target} in stage {here} writes to a value that stage {stage[crossing[0]]} made and that reaches it "
+            f"as {' and as '.join(m.name for m in crossing)}{_line(node)}; use the out-of-place form there, or move the cut"
+        )
+    _copy_into(flat, stage, crossing[0], here)
+
+
+def _copy_into(flat: Flat, stage: dict[fx.Node, int], value: fx.Node, here: int) -> None:
+    graph = value.graph
+    users = [u for u in value.users if stage.get(u, -1) >= here or u.op == "output"]
+    first = min((u for u in users if u in flat.index), key=lambda u: flat.index[u])
+    with graph.inserting_before(first):
+        made = graph.call_function(aten.clone.default, (value,))
+    made.meta = {"val": value.meta.get("val"), "nn_module_stack": first.meta.get("nn_module_stack")}
+    for user in users:
+        user.replace_input_with(value, made)
+    _insert(flat, stage, made, before=first, at=here)
+    _rename_outputs(flat, value, made)
+
+
+def _settle_state(flat: Flat, stage: dict[fx.Node, int], states: list[fx.Node], family: set[fx.Node]) -> None:
+    writers = {stage[n] for n in flat.nodes if any(t in family for t in written(n))}
+    readers = {stage[u] for m in family for u in m.users if u in stage}
+    names = ", ".join(_state_name(flat, s) for s in states)
+    if len(writers) > 1 or min(readers) < min(writers):
+        raise CaptureError(
+            f"buffer {names} is written by stage {', '.join(map(str, sorted(writers)))} and used by stages {sorted(readers)}: "
+            "with microbatches in flight these would see different values. Move the cut so that one stage writes it first"
+        )
+    (owner,) = writers
+    for member in list(family):
+        later = [u for u in member.users if stage.get(u, owner) > owner]
+        if not later:
+            continue
+        last = max((n for n in flat.nodes if stage[n] == owner), key=lambda n: flat.index[n])
+        with member.graph.inserting_after(last):
+            made = member.graph.call_function(aten.clone.default, (member,))
+        made.meta = {"val": member.meta.get("val")}
+        for user in later:
+            user.replace_input_with(member, made)
+        _insert(flat, stage, made, after=last, at=owner)
+
+
+def _insert(
+    flat: Flat,
+    stage: dict[fx.Node, int],
+    made: fx.Node,
+    *,
+    at: int,
+    before: fx.Node | None = None,
+    after: fx.Node | None = None,
+) -> None:
+    position = flat.index[before] if before is not None else flat.index[after] + 1 if after is not None else len(flat.nodes)
+    flat.nodes.insert(position, made)
+    flat.index.clear()
+    flat.index.update({node: i for i, node in enumerate(flat.nodes)})
+    stage[made] = at
+
+
+def _rename_outputs(flat: Flat, old: fx.Node, new: fx.Node) -> None:
+    flat.traced.outputs[:] = [new if value is old else value for value in flat.traced.outputs]
+
+
+def _state_name(flat: Flat, node: fx.Node) -> str:
+    origin = flat.traced.origins[node]
+    return origin.name if isinstance(origin, FromState | FromConstant) else f"argument {node.name}"
+
+
+def _line(node: fx.Node) -> str:
+    trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    return f" ({trace[-2].strip()}: {trace[-1].strip()})" if len(trace) >= 2 else ""
+
+
+def _check_full(flat: Flat, stage: dict[fx.Node, int], cuts: Sequence[Mark]) -> None:
+    used = {stage[n] for n in flat.nodes if n.op != "get_attr" and not is_size(n)}
+    for k in range(len(cuts) + 1):
+        if k in used:
+            continue
+        if k == 0:
+            where = f"nothing is computed before {cuts[0].what}"
+        elif k == len(cuts):
+            where = f"nothing is computed after {cuts[-1].what}"
+        else:
+            where = f"nothing is computed between {cuts[k - 1].what} and {cuts[k].what}"
+        raise CaptureError(f"stage {k} would be empty: {where}. Remove one of the {len(cuts)} marks, or move it")

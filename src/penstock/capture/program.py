@@ -1,0 +1,175 @@
+"""A graph that can be run, printed, saved and moved to another device.
+
+    program = Program(graph, bodies={})
+    program.function("self")(module, x)         # runs with the attributes of `module`
+    pickle.loads(pickle.dumps(program))         # equal
+
+Nothing of torch's tracing (fake tensors, symbolic sizes) is kept.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from penstock.capture import calls
+from penstock.capture.ops import aten
+
+_LATE: dict[Any, Any] = {aten.linear.default: calls.linear, aten.addmm.default: calls.addmm}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A use of another node, in a saved graph."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Named:
+    """An operator of torch, by name, in a saved graph."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph and the bodies of its regions, by the attribute names that the graph uses for them."""
+
+    graph: fx.Graph
+    bodies: dict[str, Program] = field(default_factory=dict)
+
+    @staticmethod
+    def of(module: fx.GraphModule) -> Program:
+        """The program of the body of a region, without what tracing left on it."""
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        bodies = {}
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                bodies[str(node.target)] = Program.of(getattr(module, str(node.target)))
+            values[node] = graph.node_copy(node, lambda n: values[n])
+            values[node].meta = {}
+            values[node].type = None
+            values[node].target = late(node.target)
+        return Program(graph, bodies)
+
+    def module(self) -> fx.GraphModule:
+        """For use as the body of a region."""
+        return fx.GraphModule({name: body.module() for name, body in self.bodies.items()}, self.graph)
+
+    def source(self) -> str:
+        return str(self.graph.python_code("self").src).strip()
+
+    def function(self) -> Callable[..., Any]:
+        """The graph as a Python function ``forward(self, *inputs)``."""
+        code = self.graph.python_code("self")
+        name = f"<penstock stage {id(self):x}>"
+        space = dict(code.globals)
+        linecache.cache[name] = (len(code.src), None, code.src.splitlines(True), name)
+        exec(compile(code.src, name, "exec"), space)
+        return space["forward"]  # type: ignore[no-any-return]
+
+    def renamed(self, names: dict[str, str]) -> Program:
+        """The same program, with other attribute names for its bodies."""
+        if not names:
+            return self
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            values[node] = graph.node_copy(node, lambda n: values[n])
+            if node.op == "get_attr":
+                values[node].target = names.get(str(node.target), node.target)
+        return Program(graph, {names.get(name, name): body for name, body in self.bodies.items()})
+
+    def devices(self) -> set[torch.device]:
+        """The devices that the graph names."""
+        found = set()
+        for node in self.graph.nodes:
+            found |= {v for v in _literals((node.args, node.kwargs)) if isinstance(v, torch.device)}
+        for body in self.bodies.values():
+            found |= body.devices()
+        return found
+
+    def moved(self, old: torch.device, new: torch.device) -> Program:
+        """The same program, with another device wherever it names `old`."""
+        if old not in self.devices():
+            return self
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            made = graph.node_copy(node, lambda n: values[n])
+            made.args = _replace(made.args, old, new)
+            made.kwargs = _replace(made.kwargs, old, new)
+            values[node] = made
+        return Program(graph, {name: body.moved(old, new) for name, body in self.bodies.items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        nodes = [
+            (n.op, n.name, _pack_target(n.target), _pack(n.args), _pack(n.kwargs), n.meta.get("path", ""))
+            for n in self.graph.nodes
+        ]
+        return {"nodes": nodes, "bodies": self.bodies}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        graph = fx.Graph()
+        values: dict[str, fx.Node] = {}
+        for op, name, target, args, kwargs, path in state["nodes"]:
+            made = graph.create_node(op, _unpack_target(target), _unpack(args, values), _unpack(kwargs, values), name)
+            made.meta["path"] = path
+            values[name] = made
+        object.__setattr__(self, "graph", graph)
+        object.__setattr__(self, "bodies", state["bodies"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self
+
+
+def late(target: Any) -> Any:
+    """Operators that a split backward may replace are looked up at each call."""
+    return _LATE.get(target, target) if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _pack_target(target: Any) -> Any:
+    if isinstance(target, torch._ops.OpOverload):
+        return Named(str(target))
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return Named(f"higher_order.{target.name()}")
+    return target
+
+
+def _unpack_target(target: Any) -> Any:
+    if not isinstance(target, Named):
+        return target
+    found: Any = torch.ops
+    for part in target.path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _pack(value: Any) -> Any:
+    return fx.node.map_aggregate(value, lambda v: Ref(v.name) if isinstance(v, fx.Node) else v)
+
+
+def _unpack(value: Any, values: dict[str, fx.Node]) -> Any:
+    return fx.node.map_aggregate(value, lambda v: values[v.name] if isinstance(v, Ref) else v)
+
+
+def _replace(value: Any, old: torch.device, new: torch.device) -> Any:
+    return fx.node.map_aggregate(value, lambda v: new if isinstance(v, torch.device) and v == old else v)
+
+
+def _literals(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _literals(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _literals(item)
+    else:
+        yield value

@@ -1,0 +1,95 @@
+"""A copy of the user's model that holds no data, to be traced in either mode.
+
+    skeleton = Skeleton.of(model)
+    skeleton.module        # same classes, same attributes; parameters and buffers are fake tensors
+
+The user's module is only read. Tracing it in another mode later does not need it any more, nor its memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from penstock.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The data-free copy, and the device on which its fake tensors pretend to be."""
+
+    module: nn.Module
+    device: torch.device
+
+    @staticmethod
+    def of(model: nn.Module, leaves: list[Any]) -> Skeleton:
+        device = _main_device(model, leaves)
+        memo: dict[int, Any] = {}
+        fake = fake_mode()
+        for value in _tensors(model):
+            memo[id(value)] = _fake(fake, value, device)
+        for constant in _plain_tensors(model):
+            memo.setdefault(id(constant), constant)
+        try:
+            return Skeleton(copy.deepcopy(model, memo), device)
+        except (TypeError, RuntimeError, NotImplementedError) as error:
+            raise CaptureError(
+                f"{type(model).__name__} cannot be deep-copied ({error}), and capture traces a copy so that yours stays "
+                "as it is. Give the attribute that cannot be copied a __deepcopy__, or create it in forward; or build the "
+                "stages by hand: penstock.split_modules(model, [...], num_stages)"
+            ) from error
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have sizes and no data, fit for torch.export."""
+    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+
+
+def fake_leaves(leaves: list[Any], device: torch.device) -> list[torch.Tensor]:
+    """Data-free stand-ins of the example's tensors."""
+    mode = fake_mode()
+    return [_fake(mode, leaf, device) for leaf in leaves]
+
+
+def _fake(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    where = device if value.is_meta else value.device
+    with mode:
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=where)
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(made, requires_grad=value.requires_grad)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _main_device(model: nn.Module, leaves: list[Any]) -> torch.device:
+    for value in (*model.parameters(), *model.buffers(), *leaves):
+        if not value.is_meta:
+            return torch.device(value.device)
+    return torch.device("cpu")
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values()):
+            if value is not None:
+                yield value
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that are plain attributes: small constants, kept as they are."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, list | tuple):
+                yield from (item for item in value if isinstance(item, torch.Tensor))
+            elif isinstance(value, dict):
+                yield from (item for item in value.values() if isinstance(item, torch.Tensor))

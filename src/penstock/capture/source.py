@@ -1,0 +1,151 @@
+"""Tracing and cutting a model, as often as needed: now in its mode, later in the other one.
+
+    source = Source.of(model, args, kwargs, ...)
+    source.piece(0, (False, frozenset()))        # stage 0 in evaluation, traced when first asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from penstock.capture.cut import Cut, Cutter, Piece, size_of
+from penstock.capture.flat import Flat, Mark, flatten
+from penstock.capture.inputs import InputTable
+from penstock.capture.marks import SplitPoint
+from penstock.capture.module import Key, same_wires
+from penstock.capture.names import StateNames
+from penstock.capture.place import place
+from penstock.capture.skeleton import Skeleton
+from penstock.capture.trace import Dims, trace
+from penstock.errors import CaptureError
+
+ChooseCuts = Callable[[Flat, int], Sequence[int]]
+
+
+@dataclass
+class Source:
+    """All that is needed to trace the model again; holds none of its data."""
+
+    skeleton: Skeleton
+    table: InputTable
+    leaves: list[torch.Tensor]  # of the example, on the meta device
+    dims: Dims
+    fall_back: bool
+    points: Mapping[str, frozenset[SplitPoint]]
+    names: StateNames
+    transmit: bool = False
+    policy: Callable[[fx.GraphModule], Any] | None = None
+    num_stages: int | None = None
+    choose_cuts: ChooseCuts | None = None
+    key: Key = (None, frozenset())
+    why_static: str = ""
+    shapes: tuple[tuple[int | str, ...], ...] = ()
+    positions: tuple[int, int, tuple[int, ...]] | None = None  # chosen cuts: how many nodes, how many, where
+    flat: Flat | None = None
+    cuts: dict[Key, Cut] = field(default_factory=dict)
+
+    def first(self) -> Cut:
+        """Trace the model in the mode that it is in."""
+        modes = {m.training for m in self.skeleton.module.modules()}
+        self.key = (modes.pop() if len(modes) == 1 else None, frozenset())
+        cut = self._cut(self.key)
+        self.cuts[self.key] = cut
+        return cut
+
+    def piece(self, stage: int, key: Key) -> Piece:
+        if key not in self.cuts:
+            self.cuts[key] = self._checked(self._cut(key), key)
+        return self.cuts[key].pieces[stage]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
+        return self
+
+    def _cut(self, key: Key) -> Cut:
+        mode, ones = key
+        dims = self.dims if not self.why_static else tuple(None for _ in self.dims)
+        traced = trace(
+            self.skeleton,
+            self.table,
+            leaves=self._leaves(ones),
+            training=mode,
+            dims=self._without(dims, ones),
+            points=self.points,
+            fall_back=self.fall_back,
+        )
+        wanted = policy_positions(self.policy, traced.root) if self.policy is not None else ()
+        flat = flatten(traced, wanted)
+        if not self.cuts:
+            self.why_static = traced.why_static
+            inputs = [node for node in traced.origins if node.op == "placeholder"][-len(self.leaves) :] if self.leaves else []
+            self.shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
+            self.flat = flat
+        placed = place(flat, self._marks(flat))
+        return Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit).cut()
+
+    def _marks(self, flat: Flat) -> Sequence[Mark]:
+        if self.num_stages is None or self.choose_cuts is None:
+            return flat.marks
+        if self.positions is None:
+            where = tuple(self.choose_cuts(flat, self.num_stages))
+            self.positions = (len(flat.nodes), self.num_stages, where)
+        count, _, where = self.positions
+        if count != len(flat.nodes):
+            raise CaptureError(
+                f"the model has {count} operators in one mode and {len(flat.nodes)} in the other, so cuts chosen by cost do "
+                "not carry over; name them with split_spec="
+            )
+        return [Mark(p, f"operator {p} ({flat.nodes[p].name})") for p in where]
+
+    def _leaves(self, ones: frozenset[str]) -> list[torch.Tensor]:
+        if not ones:
+            return self.leaves
+        made = []
+        for leaf, shape in zip(self.leaves, self.shapes, strict=True):
+            sizes = [1 if s in ones else now for s, now in zip(shape, leaf.shape, strict=True)]
+            made.append(torch.empty(sizes, dtype=leaf.dtype, device="meta"))
+        return made
+
+    def _without(self, dims: Dims, ones: frozenset[str]) -> Dims:
+        if not ones:
+            return dims
+        kept = []
+        for spec, shape in zip(dims, self.shapes, strict=True):
+            left = {d: v for d, v in spec.items() if shape[d] not in ones} if spec else None
+            kept.append(left or None)
+        return tuple(kept)
+
+    def _checked(self, cut: Cut, key: Key) -> Cut:
+        """The other graph must send the same things, for the stages may not know of each other's mode."""
+        what = "train" if key[0] else "eval"
+        base = self.cuts[self.key]
+        if len(cut.pieces) != len(base.pieces):
+            raise CaptureError(f"in {what} mode the model falls into {len(cut.pieces)} stages, not {len(base.pieces)}")
+        for k, (old, new) in enumerate(zip(base.pieces, cut.pieces, strict=True)):
+            if not same_wires(old.inputs, new.inputs) or (new is not cut.pieces[-1] and not same_wires(old.outputs, new.outputs)):
+                raise CaptureError(
+                    f"in {what} mode stage {k} takes ({', '.join(map(str, new.inputs))}) and was captured with "
+                    f"({', '.join(map(str, old.inputs))}); capture the model once in each mode instead"
+                )
+        return cut
+
+
+def policy_positions(policy: Callable[[fx.GraphModule], Any], root: fx.GraphModule) -> list[str]:
+    """The names of the nodes before which a policy wants to cut."""
+    before = {node.name for node in root.graph.nodes}
+    result = policy(root)
+    if not isinstance(result, fx.GraphModule):
+        return [str(name) for name in result]
+    names = []
+    for node in list(result.graph.nodes):
+        if "pipe_split" in str(getattr(node.target, "__name__", node.target)):
+            following = node.next
+            while following.name not in before:
+                following = following.next
+            names.append(following.name)
+            result.graph.erase_node(node)
+    return names

@@ -1,0 +1,192 @@
+"""The model as one flat graph, by torch.export.
+
+    traced = trace(skeleton, table, leaves, training=True, dims=batch_dims(leaves), points={})
+    traced.graph                     # aten operators, with the marks in their places
+
+The graph keeps in-place updates of buffers, random operators and regions of another grad or autocast mode as the model
+has them. What a placeholder stands for is in ``traced.origins``.
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import ConstantArgument, InputKind
+
+from penstock.capture.inputs import InputTable
+from penstock.capture.marks import SplitPoint, watching
+from penstock.capture.skeleton import Skeleton, fake_leaves
+from penstock.capture.tree import take_apart
+from penstock.errors import CaptureError
+
+_PREFIX = "model."
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+
+Dims = tuple[Any, ...]  # for each leaf: None, or {dimension: Dim}
+
+
+@dataclass(frozen=True)
+class FromInput:
+    """A placeholder that is a leaf of the model's arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class FromState:
+    """A placeholder that is a parameter or buffer, by its name in the user's model."""
+
+    name: str
+    parameter: bool
+
+
+@dataclass(frozen=True)
+class FromConstant:
+    """A placeholder that is a tensor made while tracing, or a plain attribute of a module."""
+
+    name: str
+    value: Any
+
+
+Origin = FromInput | FromState | FromConstant
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What torch.export saw."""
+
+    graph: fx.Graph
+    root: fx.GraphModule  # holds the bodies of regions
+    origins: dict[fx.Node, Origin]
+    outputs: list[Any]  # for each leaf of the output: a node, or a constant
+    recipe: Any  # puts the output leaves back into what the model returns
+    training: bool
+    why_static: str  # why the batch dimension could not be kept dynamic, or ""
+
+
+class _Holder:
+    """Carries the recipe of the output out of the trace."""
+
+    recipe: Any = None
+
+
+class _Root(nn.Module):
+    """Takes and returns flat tensors, so that export never meets a container that it does not know."""
+
+    def __init__(self, model: nn.Module, table: InputTable, holder: _Holder) -> None:
+        super().__init__()
+        self.model = model
+        self.call = table.call
+        self.holder = holder
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
+        result = self.call(self.model, leaves)
+        values, self.holder.recipe = take_apart(result)
+        return tuple(values)
+
+
+def trace(
+    skeleton: Skeleton,
+    table: InputTable,
+    *,
+    leaves: Sequence[torch.Tensor],
+    training: bool | None,
+    dims: Dims,
+    points: Mapping[str, frozenset[SplitPoint]],
+    fall_back: bool,
+) -> Traced:
+    """Trace in the given mode (None: the mode of each submodule as it is).
+
+    With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
+    """
+    why = ""
+    model = skeleton.module
+    if training is not None and training != model.training:
+        model.train(training)
+    while True:
+        holder = _Holder()
+        root = _Root(model, table, holder)
+        root.training = model.training
+        fakes = tuple(fake_leaves(list(leaves), skeleton.device))
+        try:
+            with watching(model, points) as called, warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore")
+                program = torch.export.export(
+                    root, fakes, dynamic_shapes=(dims,) if any(dims) else None, strict=False, prefer_deferred_runtime_asserts_over_guards=False
+                )
+        except Exception as error:
+            if fall_back and any(dims):
+                why, dims = _reason(error), tuple(None for _ in dims)
+                continue
+            raise _explained(model, error) from error
+        _check_called(model, points, called)
+        return _traced(program, holder, model.training, why)
+
+
+def _traced(program: torch.export.ExportedProgram, holder: _Holder, training: bool, why: str) -> Traced:
+    graph = program.graph
+    origins: dict[fx.Node, Origin] = {}
+    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    index = 0
+    for spec in program.graph_signature.input_specs:
+        node = nodes[spec.arg.name]
+        match spec.kind:
+            case InputKind.USER_INPUT:
+                origins[node] = FromInput(index)
+                index += 1
+            case InputKind.PARAMETER | InputKind.BUFFER:
+                name = str(spec.target).removeprefix(_PREFIX)
+                origins[node] = FromState(name, spec.kind is InputKind.PARAMETER)
+            case InputKind.CONSTANT_TENSOR:
+                origins[node] = FromConstant(str(spec.target), program.constants[str(spec.target)])
+            case _:
+                raise CaptureError(f"the model uses {spec.target}, a {spec.kind.name.lower()} that cannot be put into a stage")
+    outputs = []
+    output = graph.output_node()
+    for spec, value in zip(program.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
+        outputs.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
+    return Traced(graph, program.graph_module, origins, outputs, holder.recipe, training, why)
+
+
+def _check_called(model: nn.Module, points: Mapping[str, frozenset[SplitPoint]], called: set[str]) -> None:
+    for name in points:
+        if name in called:
+            continue
+        child = model.get_submodule(name)
+        inside = [f"{name}.{n}" for n, _ in child.named_children()]
+        hint = f"; the modules inside it are called {', '.join(inside[:4])}" if inside else ""
+        raise CaptureError(
+            f"{name!r} ({type(child).__name__}) is named in split_spec, and the model never calls it with these arguments{hint}"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else text
+
+
+def _explained(model: nn.Module, error: Exception) -> CaptureError:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+    where = ""
+    if own:
+        last = own[-1]
+        code = (last.line or linecache.getline(last.filename, last.lineno or 0)).strip()
+        where = f"\n  at {last.filename}:{last.lineno} in {last.name}\n      {code}"
+    return CaptureError(
+        f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {_reason(error)}{where}\n"
+        "Two ways out:\n"
+        "  1. change that line so that it does not depend on the values of tensors (torch.where for a branch, "
+        "torch.cond, a fixed size), and capture again;\n"
+        "  2. build the stages from the model's modules, without a trace: "
+        "penstock.split_modules(model, [\"embed\", \"layers.0\", ...], num_stages)"
+    )

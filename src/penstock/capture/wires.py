@@ -1,0 +1,65 @@
+"""What enters and leaves a stage.
+
+    stage.inputs     # (Wire("x", source=None, ...), Wire("add_3", source=0, ...))
+    stage.outputs    # values that later stages use, or the leaves of the model's output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.errors import ShapeError
+
+Size = int | str  # a fixed size, or the name of a size that may change from call to call
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One value on its way: made by one stage (or given as an argument), used by later ones."""
+
+    name: str  # unique in the model; for an argument, as a user would write it
+    source: int | None  # the stage that makes it; None for an argument of the model
+    stages: tuple[int, ...]  # the stages that use it, in order
+    kind: str  # "tensor" or "number"
+    shape: tuple[Size, ...]
+    dtype: torch.dtype | None  # None for numbers
+    contiguous: bool = True  # as the producer makes it
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.shape)) if self.kind == "tensor" else "number"
+        made = "argument" if self.source is None else f"stage {self.source}"
+        return f"{self.name} ({size}, from {made})"
+
+
+def check_sizes(wires: Sequence[Wire], values: Sequence[Any], *, why_static: str, symbols: dict[str, int]) -> None:
+    """Refuse values whose sizes are not what was captured; collects what each changing size is now."""
+    for wire, value in zip(wires, values, strict=True):
+        if wire.kind != "tensor" or not isinstance(value, torch.Tensor):
+            continue
+        shape = value.shape
+        if len(shape) != len(wire.shape):
+            raise ShapeError(
+                f"{wire.name} has {len(shape)} dimensions {tuple(shape)}; the model was captured with {len(wire.shape)} "
+                f"({', '.join(map(str, wire.shape))})"
+            )
+        for dim, (expected, now) in enumerate(zip(wire.shape, shape, strict=True)):
+            if isinstance(expected, int):
+                if expected != now:
+                    raise ShapeError(_fixed(wire, dim, expected, now, why_static))
+            elif symbols.setdefault(expected, now) != now:
+                raise ShapeError(
+                    f"dimension {dim} of {wire.name} is {now}, and must equal another dimension of this call that is "
+                    f"{symbols[expected]} (both are {expected})"
+                )
+
+
+def _fixed(wire: Wire, dim: int, expected: int, now: int, why_static: str) -> str:
+    reason = f" ({why_static})" if why_static else ""
+    return (
+        f"dimension {dim} of {wire.name} is {now}; the model was captured with {expected} there, and that dimension is "
+        f"fixed{reason}. Capture with dynamic_shapes={{{wire.name!r}: {{{dim}: torch.export.Dim.AUTO}}}}, or with this size"
+    )
