@@ -1,4 +1,4 @@
-"""V-Half (arXiv 2405.15362): half the memory of 1F1B, and about half of its bubble.
+"""V-Half (arXiv 2405.15362): half the memory of 1F1B, and little more than half of its bubble.
 
 Three ranks, two stages each, three microbatches::
 
