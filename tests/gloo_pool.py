@@ -9,8 +9,8 @@
     def test_exchange(gloo_pool):
         assert gloo_pool.run(2, exchange, 3.0) == [...]
 
-Each call gets a fresh process group in the same processes. A worker that dies or hangs costs the pool, which starts
-again at the next call; ``outcomes`` tells what became of each rank. Nothing here imports torch, the workers do.
+Each call gets a fresh process group in the same processes. A worker that dies or hangs is replaced at the next call;
+``outcomes`` tells what became of each rank. Nothing here imports torch, the workers do.
 """
 
 from __future__ import annotations
@@ -100,18 +100,21 @@ class GlooPool:
             job = Job(function, args, rank, world_size, point, group_timeout)
             self._workers[rank][1].send_bytes(pickle.dumps(job))
         outcomes = self._collect(world_size, timeout)
-        if any(outcome.exit_code is not None for outcome in outcomes):
-            self.close()
+        lost = [outcome.rank for outcome in outcomes if outcome.exit_code is not None]
+        self._retire([self._workers[rank] for rank in lost])
         return outcomes
 
     def close(self) -> None:
         """End the workers; the next call starts new ones."""
-        for process, connection in self._workers:
+        self._retire(list(self._workers))
+
+    def _retire(self, workers: list[tuple[BaseProcess, Connection]]) -> None:
+        for process, connection in workers:
             connection.close()
             process.kill()
-        for process, _ in self._workers:
+        for process, _ in workers:
             process.join(10)
-        self._workers.clear()
+        self._workers = [worker for worker in self._workers if worker not in workers]
 
     def _grow(self, world_size: int) -> None:
         fresh = []

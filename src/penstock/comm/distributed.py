@@ -26,7 +26,7 @@ from penstock.errors import PenstockError, StepTimeout, TransportError
 
 _TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
 _BREAK_TAG = 0x9E58  # nothing is ever sent under it
-_CAUSE_GRACE = 1.0  # seconds that the reason for a lost connection may take to reach the store
+_CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
 
 
 class DistributedTransport(Transport):
@@ -50,6 +50,7 @@ class DistributedTransport(Transport):
         self.store: DistributedStore = _store(group, self.device, rank=self.rank)
         self._watcher: Watcher | None = None
         self._broken: FailureRecord | None = None
+        self._in_step = False
         self._closed = False
         _OPEN.add(self)
 
@@ -134,11 +135,13 @@ class DistributedTransport(Transport):
     # -- steps
 
     def _watch(self) -> None:
+        self._in_step = True
         if self._watcher is None:
             self._watcher = Watcher(self, self.store.clone())
         self._watcher.begin(self.epoch)
 
     def _unwatch(self) -> None:
+        self._in_step = False
         if self._watcher is not None:
             self._watcher.end()
 
@@ -155,6 +158,7 @@ class DistributedTransport(Transport):
             self._gloo.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
+        """Leave for good. A step that failed, or is not over, does not count as one that this rank has done."""
         if self._closed:
             return
         self._closed = True
@@ -162,7 +166,9 @@ class DistributedTransport(Transport):
             self._watcher.end()
             self._watcher.stop()
         with suppress(TransportError):
-            self.store.depart(Departure(self.rank, self.epoch, f"it left after step {self.epoch}{_last_words()}"))
+            whole = not self._in_step and self.failure() is None
+            done = self.epoch if whole else self.epoch - 1
+            self.store.depart(Departure(self.rank, done, f"it left after step {done}{_last_words()}"))
 
 
 _OPEN: weakref.WeakSet[DistributedTransport] = weakref.WeakSet()

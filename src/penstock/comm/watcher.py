@@ -20,7 +20,7 @@ from penstock.comm.transport import FailureRecord, failure_key
 from penstock.errors import TransportError
 
 _TICK = 0.3  # seconds between looks at the store
-_GRACE = 2.0  # seconds for a step to end by itself after a rank has left, before its connections are broken
+_GRACE = 1.5  # seconds for a step to end by itself after a rank has left, before its connections are broken
 
 
 class Watched(Protocol):
