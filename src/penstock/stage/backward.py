@@ -11,7 +11,7 @@
 tensor([[3., 3.]])
 
 The input pass is one engine call over the whole graph. Parameters of linear layers wait for the weight pass, all others
-(norms, embeddings, convolutions, whatever torch.compile has compiled) accumulate in the input pass. The weight pass hands
+(norms, embeddings, convolutions, what torch.compile has compiled) accumulate in the input pass. The weight pass hands
 its gradients to the engine with the parameters as roots, so that hooks fire and accumulation is autograd's own.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from penstock.errors import StageError
 from penstock.stage.deferred import Again, Deferral, Pending, Work, accumulate
 from penstock.stage.engine import capture, leaves_reached, run_engine, seeds
-from penstock.stage.intercept import _root, begin, deferring, end, run_deferred, visible_to_engine_threads
+from penstock.stage.intercept import _root, begin, deferring, end, intercepted, run_deferred, visible_to_engine_threads
 
 __all__ = [
     "Deferral",
@@ -38,6 +38,7 @@ __all__ = [
     "backward_weight",
     "can_split",
     "deferring",
+    "intercepted",
     "run_backward_full",
     "run_deferred",
 ]
@@ -83,7 +84,9 @@ class ManualWeight:
     def build(self) -> None:
         """After the input pass: ask for the weight work of this microbatch."""
         if self.runner is not None or self.done:
-            raise StageError("the input pass of a microbatch ran twice: each microbatch needs a ManualWeight of its own")
+            raise StageError(
+                "the input pass of a microbatch ran twice: each microbatch needs a ManualWeight of its own"
+            )
         runner = self.builder()
         if not callable(runner):
             raise StageError(
@@ -96,14 +99,18 @@ class ManualWeight:
         """The weight pass."""
         if self.runner is None:
             when = "a second time" if self.done else "before the input pass of its microbatch"
-            raise StageError(f"the weight work of dw_builder was asked for {when}; the order is forward, input, weight, once each")
+            raise StageError(
+                f"the weight work of dw_builder was asked for {when}; the order is forward, input, weight, once each"
+            )
         runner, self.runner, self.done = self.runner, None, True
         runner()
 
 
 def can_split(module: nn.Module) -> bool:
     """Whether the weight work of `module` can be put off; False if a part of it was compiled or scripted."""
-    compiled = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before it is imported, which takes long
+    compiled = sys.modules.get(
+        "torch._dynamo.eval_frame"
+    )  # nothing is compiled before it is imported, which takes long
     return not any(
         (compiled is not None and isinstance(part, compiled.OptimizedModule))
         or getattr(part, "_compiled_call_impl", None) is not None
@@ -171,7 +178,7 @@ def _differentiate(
     if not deferral.enabled:
         run_engine(roots, grads)
         return
-    mixed = _used_otherwise(roots, pending)
+    mixed = (deferral.news or pending.skip is not deferral.skip) and _used_otherwise(roots, pending)
     previous = begin(pending)
     try:
         if mixed:
@@ -196,6 +203,7 @@ def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
     """
     checked = pending.deferral.checked
     calls = pending.calls()
+    pending.deferral.news = False
     if pending.skip is not pending.deferral.skip and any(id(call.weight) in pending.deferral.skip for call in calls):
         return True
     news = [call for call in calls if id(call.weight) not in checked]
@@ -218,7 +226,7 @@ def _capture_inputs(
     All its parameters then accumulate in the weight pass, in one engine call, so that each hook fires once.
     """
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
-    anchors = [slot.anchor for slot, _, _ in pending.records]
+    anchors = pending.anchors()
     found = capture(roots, grads, inputs=(*leaves, *anchors, _root))
     for leaf, grad in zip(leaves, found, strict=False):
         leaf.grad = grad

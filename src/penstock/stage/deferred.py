@@ -3,8 +3,8 @@
 A linear layer computes with an alias of its weight that needs no gradient, so that the input pass skips the weight. In
 place of its bias stands an *anchor*: a leaf that looks like the bias repeated for every row. Autograd accumulates the
 gradient of the layer's output in the anchor's `.grad` (it moves there, nothing is copied and no Python runs), whatever
-happens to the output later: views, in-place activations, no use at all. A layer without bias gets an anchor of -0.0, which
-changes no bit of a sum. The input and that gradient are all that the weight pass needs.
+happens to the output later: views, in-place activations, no use at all. A layer without bias gets an anchor of -0.0,
+which changes no bit of a sum. The input and that gradient are all that the weight pass needs.
 
 Anchors are kept from microbatch to microbatch: the n-th call of the forward finds them in the n-th `Slot`. That is safe
 because an anchor's `.grad` is filled and emptied within one input pass.
@@ -30,8 +30,8 @@ from penstock.stage.engine import run_engine
 Operator = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Computes (rows, frozen weight, bias or anchor) -> output, for rows of two dimensions."""
 
-ENGINE_CALL_BYTES = 64 << 20
-"""Weight gradients handed to the engine at once: enough to make its cost vanish, few enough to spare memory."""
+ENGINE_CALL_BYTES = 1 << 20
+"""Weight gradients handed to the engine at once: enough to make its cost vanish, few enough to stay in the cache."""
 
 
 class Call(NamedTuple):
@@ -42,12 +42,8 @@ class Call(NamedTuple):
     transposed: bool  # the weight is (inputs, outputs), as `addmm` takes it; `linear` takes (outputs, inputs)
 
 
-class Work(NamedTuple):
-    """The weight work of one call: everything that is kept from the input pass to the weight pass."""
-
-    call: Call
-    rows: Tensor
-    grad: Tensor
+Work = tuple[Call, Tensor, Tensor]
+"""The weight work of one call, all that is kept between the passes: its rows and the gradients of its output rows."""
 
 
 class Again(NamedTuple):
@@ -66,12 +62,12 @@ class Slot:
         "transposed", "versions", "weight", "weight_pointer",
     )  # fmt: skip
 
-    def __init__(self, call: Call, input: Tensor, *, cast: torch.dtype | None) -> None:  # noqa: A002
+    def __init__(self, call: Call, x: Tensor, *, cast: torch.dtype | None) -> None:
         weight, bias, self.transposed = call
         self.call = call
         self.weight: Parameter | None = weight
         self.bias = bias
-        self.shape = input.shape
+        self.shape = x.shape
         self.weight_pointer = weight.data_ptr()
         self.bias_pointer = 0 if bias is None else bias.data_ptr()
         self.cast = cast
@@ -79,20 +75,20 @@ class Slot:
         self.frozen = weight.detach() if cast is None else weight.detach().to(cast)
         self.dtype = self.frozen.dtype
         width, features = weight.shape if self.transposed else (weight.shape[1], weight.shape[0])
-        rows = input.numel() // width
+        rows = x.numel() // width
         if bias is None:
             base = torch.full((), -0.0, dtype=self.dtype, device=weight.device)
         else:
             base = bias.detach().to(self.dtype)
         self.anchor = base.expand(rows, features).requires_grad_()
-        self.rows_shape = None if input.dim() == 2 else (rows, width)
-        self.output_shape = (*input.shape[:-1], features)
+        self.rows_shape = None if x.dim() == 2 else (rows, width)
+        self.output_shape = (*x.shape[:-1], features)
 
-    def apply(self, operator: Operator, input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+    def apply(self, operator: Operator, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output, and the rows to keep for the weight pass."""
         if self.cast is not None:
-            input = input.to(self.cast)
-        return _apply(operator, input, frozen=self.frozen, bias=self.anchor, fused=self.bias is None)
+            x = x.to(self.cast)
+        return _apply(operator, x, frozen=self.frozen, bias=self.anchor, fused=self.bias is None)
 
 
 class _Nothing(Slot):
@@ -108,18 +104,16 @@ def _versions(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
     return weight._version, -1 if bias is None else bias._version
 
 
-def _apply(
-    operator: Operator, input: Tensor, *, frozen: Tensor, bias: Tensor | None, fused: bool  # noqa: A002
-) -> tuple[Tensor, Tensor]:
-    """As torch does it with a weight that needs a gradient: one matrix product over rows, fused with the bias or not."""
-    if input.dim() == 2:
-        return operator(input, frozen, bias), input
-    rows = input.reshape(-1, input.shape[-1])
-    if fused or bias is None or input.is_contiguous():
+def _apply(operator: Operator, x: Tensor, *, frozen: Tensor, bias: Tensor | None, fused: bool) -> tuple[Tensor, Tensor]:
+    """As torch does it for a weight that needs a gradient: one matrix product of rows, fused with the bias or not."""
+    if x.dim() == 2:
+        return operator(x, frozen, bias), x
+    rows = x.reshape(-1, x.shape[-1])
+    if fused or bias is None or x.is_contiguous():
         output = operator(rows, frozen, bias)
     else:
         output = operator(rows, frozen, None) + bias
-    return output.view(*input.shape[:-1], output.shape[-1]), rows
+    return output.view(*x.shape[:-1], output.shape[-1]), rows
 
 
 class Deferral:
@@ -128,18 +122,30 @@ class Deferral:
     `enabled` may be set to False: nothing is deferred then, and the input pass is the whole backward.
     """
 
-    __slots__ = ("checked", "enabled", "proved", "skip", "slots")
+    __slots__ = ("checked", "enabled", "news", "proved", "repeats", "skip", "slots")
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.slots: list[Slot] = [_Nothing()]
         self.skip: dict[int, Parameter] = {} if module is None else _tied_outside_linear(module)
         self.checked: dict[int, Parameter] = {}
+        self.news = True  # a weight may have been deferred that is not checked yet
+        self.repeats = False  # some weight is used twice
         self.enabled = True
         self.proved = False  # a forward has run without differentiating inside itself
 
     def reset(self) -> None:
         """Forget the anchors: after an input pass that failed half-way some of them hold gradients."""
         self.slots = [_Nothing()]
+
+    def place(self, slot: Slot, *, at: int, slots: list[Slot]) -> None:
+        """Put a new slot where the old one did not match."""
+        self.news = True
+        if any(other.weight is slot.weight for other in slots):
+            self.repeats = True
+        if slots[at].weight is None:
+            slots.insert(at, slot)
+        else:
+            slots[at] = slot
 
     def stop_deferring(self, weights: dict[int, Parameter]) -> None:
         """From the next microbatch on. Those in flight keep their view, so that recomputation repeats the forward."""
@@ -176,15 +182,17 @@ class Pending:
         self.slots = deferral.slots
         self.skip = deferral.skip
         self.index = 0
-        self.records: list[tuple[Slot, Tensor, int]] = []
+        self.records: list[Any] = []  # slot, rows, version of the rows; slot, rows, ...: flat, to spare the collector
         self.work: list[Work] = []
-        self.kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None  # a backward that waits for the weight pass
+        self.kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = (
+            None  # a backward that waits for the weight pass
+        )
         self.again: Again | None = None
         self.functions: list[Call] = []  # calls that went through the autograd function
         self.phase = "forward"
 
     def __repr__(self) -> str:
-        return f"Pending(phase={self.phase!r}, records={len(self.records)}, work={len(self.work)})"
+        return f"Pending(phase={self.phase!r}, calls={len(self.calls())}, work={len(self.work)})"
 
     def advance(self, phase: str, *, expected: str, verb: str) -> None:
         if self.phase != expected:
@@ -197,25 +205,32 @@ class Pending:
     def harvest(self) -> None:
         """Take the gradients out of the anchors; the last call comes first, as in a backward."""
         work = self.work
-        for slot, rows, version in reversed(self.records):
+        backwards = iter(self.records[::-1])
+        for version, rows, slot in zip(backwards, backwards, backwards, strict=True):
             anchor = slot.anchor
             grad = anchor.grad
             if grad is not None:
                 anchor.grad = None
                 if rows._version != version:
                     raise StageError(_changed(slot, rows))
-                work.append(Work(slot.call, rows.data, grad))
-        self.records, self.functions = [], []
+                work += ((slot.call, rows.data, grad),)
+        if self.functions or self.deferral.repeats:
+            self.work = grouped(work)
+            self.functions = []
+        self.records = []
 
     def calls(self) -> list[Call]:
         """What is deferred so far."""
-        return [slot.call for slot, _, _ in self.records] + self.functions
+        return [slot.call for slot in self.records[::3]] + self.functions
+
+    def anchors(self) -> list[Tensor]:
+        return [slot.anchor for slot in self.records[::3]]
 
 
 def _changed(slot: Slot, rows: Tensor) -> str:
     return (
-        f"the input of a linear layer with weight {tuple(slot.call.weight.shape)}, of shape {tuple(rows.shape)}, was changed in "
-        "place after the layer had used it, so the gradient of the weight cannot be computed. "
+        f"the input of a linear layer with weight {tuple(slot.call.weight.shape)}, of shape {tuple(rows.shape)}, was "
+        "changed in place after the layer had used it, so the gradient of the weight cannot be computed. "
         "Write `y = x + 1` instead of `x += 1` there, or give the layer a clone"
     )
 
@@ -224,68 +239,64 @@ class DeferredLinear(torch.autograd.Function):
     """A linear layer whose backward yields the gradient of its input and leaves the rest to the weight pass."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, input: Tensor, root: Tensor, frozen: Tensor, bias: Tensor | None, call: Call, work: list[Work],  # noqa: A002, ARG004
+    def forward(
+        ctx: Any, x: Tensor, root: Tensor, frozen: Tensor, bias: Tensor | None, call: Call, work: list[Work],
         operator: Operator,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(input, frozen)
+        ctx.save_for_backward(x, frozen)
         ctx.call, ctx.work = call, work
-        return _apply(operator, input, frozen=frozen, bias=bias, fused=False)[0]
+        return _apply(operator, x, frozen=frozen, bias=bias, fused=False)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        input, frozen = ctx.saved_tensors  # noqa: A001
-        rows, row_grads = input, grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, frozen = ctx.saved_tensors
+        rows, row_grads = x, grad
         if grad.dim() != 2:
-            rows, row_grads = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        ctx.work.append(Work(ctx.call, rows.data, row_grads))
+            rows, row_grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        ctx.work.append((ctx.call, rows.data, row_grads))
         input_grad = None
         if ctx.needs_input_grad[0]:
             input_grad = row_grads.mm(frozen.t() if ctx.call.transposed else frozen)
             if grad.dim() != 2:
-                input_grad = input_grad.view(input.shape)
+                input_grad = input_grad.view(x.shape)
         return input_grad, None, None, None, None, None, None
 
 
-def weight_gradients(work: Work) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, gradient) of one call, bit for bit as autograd's own backward of the operator computes them."""
-    (weight, bias, transposed), rows, grad = work
-    found: list[tuple[Tensor, Tensor]] = []
-    if weight.requires_grad:
-        value = rows.t().mm(grad) if transposed else grad.t().mm(rows)
-        found.append((weight, value if value.dtype is weight.dtype else value.to(weight.dtype)))
-    if bias is not None and bias.requires_grad:
-        value = grad.sum(0)
-        found.append((bias, value if value.dtype is bias.dtype else value.to(bias.dtype)))
-    return found
-
-
 def accumulate(work: list[Work], roots: tuple[Tensor, ...] = (), grads: tuple[Tensor, ...] = ()) -> None:
-    """Compute the weight gradients and let the engine accumulate them, together with what `roots` still owe."""
+    """Compute weight gradients, bit for bit as autograd's backward of the operators does; the engine accumulates them.
+
+    They go to the engine by and by, to be added while they are in the cache; together with `roots`, if there are any.
+    """
     all_roots, all_grads = list(roots), list(grads)
     held = 0
-    work = _grouped(work)
-    for position, item in enumerate(work):
-        for parameter, gradient in weight_gradients(item):
-            all_roots.append(parameter)
-            all_grads.append(gradient)
-            held += gradient.nbytes
-        if held > ENGINE_CALL_BYTES and not roots and not _continues(work, position):
+    last = None
+    for (weight, bias, transposed), rows, grad in work:
+        if held >= ENGINE_CALL_BYTES and weight is not last and not roots:
             run_engine(tuple(all_roots), tuple(all_grads))
             all_roots, all_grads, held = [], [], 0
+        last = weight
+        if weight.requires_grad:
+            gradient = rows.t().mm(grad) if transposed else grad.t().mm(rows)
+            if gradient.dtype is not weight.dtype:
+                gradient = gradient.to(weight.dtype)
+            all_roots += (weight,)
+            all_grads += (gradient,)
+            held += gradient.nbytes
+        if bias is not None and bias.requires_grad:
+            gradient = grad.sum(0)
+            if gradient.dtype is not bias.dtype:
+                gradient = gradient.to(bias.dtype)
+            all_roots += (bias,)
+            all_grads += (gradient,)
     if all_roots:
         run_engine(tuple(all_roots), tuple(all_grads))
 
 
-def _continues(work: list[Work], position: int) -> bool:
-    return position + 1 < len(work) and work[position + 1].call.weight is work[position].call.weight
-
-
-def _grouped(work: list[Work]) -> list[Work]:
+def grouped(work: list[Work]) -> list[Work]:
     """The calls of one weight side by side, so that one engine call adds them up and its hooks fire once."""
     first: dict[int, int] = {}
-    order = [first.setdefault(id(item.call.weight), position) for position, item in enumerate(work)]
+    order = [first.setdefault(id(call.weight), position) for position, (call, _, _) in enumerate(work)]
     if len(first) == len(work):
         return work
     return [item for _, item in sorted(zip(order, work, strict=True), key=lambda pair: pair[0])]

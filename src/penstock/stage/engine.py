@@ -34,9 +34,7 @@ def capture(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], *, inputs: tup
     return gradients
 
 
-def seeds(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def seeds(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What the engine starts from: outputs with a gradient; a lone number without one (a loss) starts with 1."""
     if len(outputs) == 1 and grads[0] is not None:
         return (outputs[0],), (grads[0],)

@@ -4,18 +4,18 @@
 >>> pending = Pending(deferral)
 >>> with deferring(pending):
 ...     y = layer(x)
->>> len(pending.records)
-1
+>>> pending
+Pending(phase='forward', calls=1, work=0)
 
 The functions are swapped for the time of the `with` block (counted, so that blocks may nest and overlap) and act only
-in the thread that opened it, on leaf parameters of plain type, outside of torch.compile and of functorch transforms. Everything
-else goes to the original. The user's module and its parameters are not touched.
+in the thread that opened it, on leaf parameters of plain type, outside of torch.compile and of functorch transforms.
+Everything else goes to the original. The user's module and its parameters are not touched.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,15 +37,19 @@ _KEY = "penstock.stage.pending"
 
 class _Local(threading.local):
     pending: Pending | None = None
+    held = False  # by `intercepted`
 
 
 _local = _Local()
 _lock = threading.Lock()
 _blocks = 0
 _engine_thread_blocks = 0
-_original_linear: Any = F.linear
-_original_addmm: Any = torch.addmm
-_original_engine: Any = torch.autograd._engine_run_backward
+_original_linear: Callable[..., Tensor] = F.linear
+_original_addmm: Callable[..., Tensor] = torch.addmm
+_autograd: Any = torch.autograd  # whose name for the engine is not public
+_functional: Any = F
+_torch: Any = torch
+_original_engine: Any = _autograd._engine_run_backward
 _root = torch.zeros((), requires_grad=True)  # makes a deferred call differentiable where its input is not
 
 
@@ -55,10 +59,10 @@ class NestedDifferentiation(StageError):
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
     if is_compiling():
-        return _original_linear(input, weight, bias)  # type: ignore[no-any-return]
+        return _original_linear(input, weight, bias)
     pending = _local.pending
     if pending is None and (not _engine_thread_blocks or (pending := _of_engine_thread()) is None):
-        return _original_linear(input, weight, bias)  # type: ignore[no-any-return]
+        return _original_linear(input, weight, bias)
     slot = pending.slots[pending.index]
     if (
         slot.weight is weight
@@ -80,41 +84,41 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         if output.dtype is slot.dtype:  # else autocast has been switched on
             if output.requires_grad:
                 pending.index += 1
-                pending.records.append((slot, rows, rows._version))
+                pending.records += (slot, rows, rows._version)
             return output
     return _defer(pending, input, weight, bias=bias, transposed=False)
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
     if is_compiling():
-        return _original_addmm(input, mat1, mat2, **kwargs)  # type: ignore[no-any-return]
+        return _original_addmm(input, mat1, mat2, **kwargs)
     pending = _local.pending
     if pending is None and (not _engine_thread_blocks or (pending := _of_engine_thread()) is None):
-        return _original_addmm(input, mat1, mat2, **kwargs)  # type: ignore[no-any-return]
+        return _original_addmm(input, mat1, mat2, **kwargs)
     if kwargs or type(input) is not Parameter:
-        return _original_addmm(input, mat1, mat2, **kwargs)  # type: ignore[no-any-return]
+        return _original_addmm(input, mat1, mat2, **kwargs)
     return _defer(pending, mat1, mat2, bias=input, transposed=True)
 
 
 def _addmm_operator(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _original_addmm(bias, rows, weight)  # type: ignore[no-any-return]
+    return _original_addmm(bias, rows, weight)
 
 
 def _of_engine_thread() -> Pending | None:
-    return _C._get_obj_in_tls(_KEY) if _C._is_key_in_tls(_KEY) else None  # type: ignore[no-any-return]
+    return _C._get_obj_in_tls(_KEY) if _C._is_key_in_tls(_KEY) else None
 
 
-def _deferrable(pending: Pending, input: Tensor, call: Call) -> bool:  # noqa: A002
+def _deferrable(pending: Pending, x: Tensor, call: Call) -> bool:
     weight, bias, transposed = call
     if type(weight) is not Parameter or not weight.requires_grad or not torch.is_grad_enabled():
         return False
-    if type(input) is not Tensor and type(input) is not Parameter:
+    if type(x) is not Tensor and type(x) is not Parameter:
         return False
     if id(weight) in pending.skip or not weight.is_leaf or _functorch_level() is not None:
         return False
     if weight.dim() != 2 or weight.layout is not torch.strided or not weight.is_floating_point() or not weight.numel():
         return False
-    if input.dim() < 2 or input.shape[-1] != weight.shape[0 if transposed else 1] or input.device != weight.device:
+    if x.dim() < 2 or x.shape[-1] != weight.shape[0 if transposed else 1] or x.device != weight.device:
         return False
     if bias is None:
         return True
@@ -130,44 +134,42 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def _defer(pending: Pending, input: Tensor, weight: Tensor, *, bias: Tensor | None, transposed: bool) -> Tensor:  # noqa: A002
+def _defer(pending: Pending, x: Tensor, weight: Tensor, *, bias: Tensor | None, transposed: bool) -> Tensor:
     """Every case that the short way of `_linear` does not know."""
     operator: Operator = _addmm_operator if transposed else _original_linear
     call = Call(weight, bias, transposed)  # type: ignore[arg-type]
-    if not _deferrable(pending, input, call):
-        return operator(input, weight, bias)
+    if not _deferrable(pending, x, call):
+        return operator(x, weight, bias)
     cast = _autocast_dtype(weight)
-    dtypes = {tensor.dtype for tensor in (input, weight, bias) if tensor is not None}
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if (len(dtypes) > 1 and cast is None) or (torch.float64 in dtypes and cast is not None):
-        return operator(input, weight, bias)
+        return operator(x, weight, bias)
     if dtypes == {cast}:
         cast = None
     if not weight.is_cpu or _saved_tensor_hooks(True) is not None:
         frozen, plain = weight.detach(), None if bias is None else bias.detach()
         if cast is not None:
-            input, frozen, plain = input.to(cast), frozen.to(cast), None if plain is None else plain.to(cast)
+            x, frozen, plain = x.to(cast), frozen.to(cast), None if plain is None else plain.to(cast)
         pending.functions.append(call)
-        return DeferredLinear.apply(input, _root, frozen, plain, call, pending.work, operator)  # type: ignore[no-any-return,no-untyped-call]
+        pending.deferral.news = True
+        return DeferredLinear.apply(x, _root, frozen, plain, call, pending.work, operator)  # type: ignore[no-any-return,no-untyped-call]
     slot = pending.slots[pending.index]
-    if not _matches(slot, input, call, cast=cast):
-        slot = Slot(call, input, cast=cast)
-        if pending.slots[pending.index].weight is None:
-            pending.slots.insert(pending.index, slot)
-        else:
-            pending.slots[pending.index] = slot
-    output, rows = slot.apply(operator, input)
+    if not _matches(slot, x, call, cast=cast):
+        slot = Slot(call, x, cast=cast)
+        pending.deferral.place(slot, at=pending.index, slots=pending.slots)
+    output, rows = slot.apply(operator, x)
     pending.index += 1
-    pending.records.append((slot, rows, rows._version))
+    pending.records += (slot, rows, rows._version)
     return output
 
 
-def _matches(slot: Slot, input: Tensor, call: Call, *, cast: torch.dtype | None) -> bool:  # noqa: A002
+def _matches(slot: Slot, x: Tensor, call: Call, *, cast: torch.dtype | None) -> bool:
     weight, bias, transposed = call
     return (
         slot.weight is weight
         and slot.bias is bias
         and slot.transposed is transposed
-        and slot.shape == input.shape
+        and slot.shape == x.shape
         and slot.cast is cast
         and slot.weight_pointer == weight.data_ptr()
         and (bias is None or slot.bias_pointer == bias.data_ptr())
@@ -182,27 +184,59 @@ def _engine(roots: Sequence[Any], grads: Any, keep: bool, create: bool, inputs: 
         deferred = {id(tensor) for call in pending.calls() for tensor in call[:2]}
         asked = {id(tensor) for tensor in inputs}
         if create or deferred & asked or (not asked and pending.phase == "forward"):
-            anchors = {id(slot.anchor) for slot, _, _ in pending.records} | {id(_root)}
+            anchors = {id(anchor) for anchor in pending.anchors()} | {id(_root)}
             if leaves_reached([root for root in roots if isinstance(root, Tensor)]) & anchors:
                 raise NestedDifferentiation(
-                    "this stage differentiates inside itself (torch.autograd.grad or backward, called from a forward or from "
+                    "this stage differentiates inside itself (torch.autograd.grad or backward, called in a forward or in "
                     "a custom backward) through linear layers whose weight gradients a split backward puts off. "
                     "Use a schedule with full backwards, or set `enabled = False` on the stage's Deferral"
                 )
     return _original_engine(roots, grads, keep, create, inputs, *args, **kwargs)
 
 
-def begin(pending: Pending) -> Pending | None:
-    """Open a block: the cheaper half of `deferring`. Hand what it returns to `end`."""
+@contextmanager
+def intercepted() -> Iterator[None]:
+    """Keep the functions swapped, so that the blocks of this thread within need not: put it around a whole step."""
+    held = _local.held
+    if not held:
+        _swap()
+        _local.held = True
+    try:
+        yield
+    finally:
+        if not held:
+            _local.held = False
+            _restore()
+
+
+def _swap() -> None:
     global _blocks, _original_linear, _original_addmm, _original_engine
     with _lock:
         if not _blocks:
             _original_linear, _original_addmm = F.linear, torch.addmm
-            _original_engine = torch.autograd._engine_run_backward
-            F.linear = _linear  # type: ignore[assignment]
-            torch.addmm = _addmm  # type: ignore[assignment]
-            torch.autograd._engine_run_backward = _engine  # type: ignore[assignment]
+            _original_engine = _autograd._engine_run_backward
+            _functional.linear, _torch.addmm = _linear, _addmm
+            _autograd._engine_run_backward = _engine
         _blocks += 1
+
+
+def _restore() -> None:
+    global _blocks
+    with _lock:
+        _blocks -= 1
+        if not _blocks:
+            if _functional.linear is _linear:  # else someone else has replaced it in the meantime
+                _functional.linear = _original_linear
+            if _torch.addmm is _addmm:
+                _torch.addmm = _original_addmm
+            if _autograd._engine_run_backward is _engine:
+                _autograd._engine_run_backward = _original_engine
+
+
+def begin(pending: Pending) -> Pending | None:
+    """Open a block: the cheaper half of `deferring`. Hand what it returns to `end`."""
+    if not _local.held:
+        _swap()
     previous = _local.pending
     _local.pending = pending
     return previous
@@ -210,17 +244,9 @@ def begin(pending: Pending) -> Pending | None:
 
 def end(previous: Pending | None) -> None:
     """Close the block that returned `previous`."""
-    global _blocks
     _local.pending = previous
-    with _lock:
-        _blocks -= 1
-        if not _blocks:
-            if F.linear is _linear:  # type: ignore[comparison-overlap]
-                F.linear = _original_linear
-            if torch.addmm is _addmm:  # type: ignore[comparison-overlap]
-                torch.addmm = _original_addmm
-            if torch.autograd._engine_run_backward is _engine:
-                torch.autograd._engine_run_backward = _original_engine
+    if not _local.held:
+        _restore()
 
 
 @contextmanager
@@ -266,21 +292,32 @@ def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: d
             return module(*args, **kwargs), pending
         finally:
             end(previous)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if hasattr(module, "buffers") else []
-    devices = {buffer.device for buffer, _ in buffers if buffer.is_cuda} | {arg.device for arg in args if isinstance(arg, Tensor) and arg.is_cuda}
-    states = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    rewind = _remember(module, args)
     try:
         with deferring(pending):
             value = module(*args, **kwargs)
     except NestedDifferentiation:
         deferral.enabled = False
-        torch.set_rng_state(states[0])
-        for device, state in states[1]:
-            torch.cuda.set_rng_state(state, device)
-        with torch.no_grad():
-            for buffer, old in buffers:
-                buffer.copy_(old)
-        pending = Pending(deferral)
-        return module(*args, **kwargs), pending
+        rewind()
+        return module(*args, **kwargs), Pending(deferral)
     deferral.proved = True
     return value, pending
+
+
+def _remember(module: Any, args: Sequence[Any]) -> Callable[[], None]:
+    """The random state and the buffers as they are now, as a function that brings them back."""
+    buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+    values = [buffer.detach().clone() for buffer in buffers]
+    state = torch.get_rng_state()
+    devices = {tensor.device for tensor in (*buffers, *args) if isinstance(tensor, Tensor) and tensor.is_cuda}
+    states = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def rewind() -> None:
+        torch.set_rng_state(state)
+        for device, device_state in states:
+            torch.cuda.set_rng_state(device_state, device)
+        with torch.no_grad():
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+
+    return rewind
