@@ -6,13 +6,14 @@ An action is a *key* (an index into `keys`) and a microbatch. What an action nee
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from math import floor, log10
 from typing import Any
 
 from penstock.plan import Op, Plan
 from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, PEER_SHIFT, STAGE, STAGE_SHIFT, parts
 from penstock.show.colours import WORDS, paint, rank_colour, shades
+from penstock.show.rows import boxes, extent
 from penstock.simulate import Timeline
 
 _NONE = -1
@@ -28,21 +29,26 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, Any]:
     """
     plan = timeline.plan
     keys = _Keys(plan)
-    digits = _digits(timeline.makespan)
-    rows = [_row(timeline, rank, keys, digits=digits) for rank in range(plan.num_ranks)]
-    messages = _messages(timeline, keys, digits=digits)
+    covered = extent(timeline)
+    digits = _digits(covered.length)
+
+    def at(time: float) -> float:
+        return round(time - covered.start, digits)
+
+    rows = [_row(timeline, rank, keys, at) for rank in range(plan.num_ranks)]
+    messages = _messages(timeline, keys, at)
     return {
         "name": name,
         "schedule": plan.name,
         "unit": timeline.unit,
         "measured": timeline.measured,
-        "makespan": round(timeline.makespan, digits),
+        "length": round(covered.length, digits),
         "microbatches": plan.num_microbatches,
         "stages": [list(plan.placement.stages_of(rank)) for rank in range(plan.num_ranks)],
         "curves": [rank_colour(rank, plan.num_ranks) for rank in range(plan.num_ranks)],
         "rows": rows,
         "messages": messages,
-        "memory": [_curve(curve, timeline.start, digits) for curve in timeline.memory],
+        "memory": [[number for time, held in curve for number in (at(time), held)] for curve in timeline.memory],
         "keys": keys.listed(),
         "needs": keys.needs(),
     }
@@ -93,31 +99,24 @@ class _Keys:
         return made
 
 
-def _row(timeline: Timeline, rank: int, keys: _Keys, *, digits: int) -> dict[str, Any]:
-    begin = timeline.start
-    boxes = sorted(
-        (round(start - begin, digits), round(end - begin, digits), position, code)
-        for position, (code, start, end) in enumerate(
-            zip(timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
-        )
-        if not Op.SEND_F <= code & OP <= Op.RECV_B
-    )
-    firsts = [parts(code)[0] for _, _, _, code in boxes]
+def _row(timeline: Timeline, rank: int, keys: _Keys, at: Callable[[float], float]) -> dict[str, Any]:
+    row = sorted((at(start), at(end), place, code) for place, (code, start, end) in enumerate(boxes(timeline, rank)))
+    firsts = [parts(code)[0] for _, _, _, code in row]
     pairs = {
         place: [keys.number(split[1]), split[1] >> MICROBATCH_SHIFT & MICROBATCH]
-        for place, (_, _, _, code) in enumerate(boxes)
+        for place, (_, _, _, code) in enumerate(row)
         if len(split := parts(code)) == 2
     }
     return {
         "k": [keys.number(code) for code in firsts],
         "m": [code >> MICROBATCH_SHIFT & MICROBATCH for code in firsts],
-        "s": [start for start, _, _, _ in boxes],
-        "e": [end for _, end, _, _ in boxes],
+        "s": [start for start, _, _, _ in row],
+        "e": [end for _, end, _, _ in row],
         "pair": pairs,
     }
 
 
-def _messages(timeline: Timeline, keys: _Keys, *, digits: int) -> dict[str, list[Any]]:
+def _messages(timeline: Timeline, keys: _Keys, at: Callable[[float], float]) -> dict[str, list[Any]]:
     if not timeline.plan.is_lowered:
         return {column: [] for column in "ftabmse"}
     found = sorted(timeline.messages(), key=lambda message: message.posted)
@@ -128,15 +127,11 @@ def _messages(timeline: Timeline, keys: _Keys, *, digits: int) -> dict[str, list
         "a": [keys.number(send) for send, _ in codes],
         "b": [keys.number(recv) for _, recv in codes],
         "m": [send >> MICROBATCH_SHIFT & MICROBATCH for send, _ in codes],
-        "s": [round(message.posted - timeline.start, digits) for message in found],
-        "e": [round(message.arrived - timeline.start, digits) for message in found],
+        "s": [at(message.posted) for message in found],
+        "e": [at(message.arrived) for message in found],
     }
 
 
-def _curve(curve: Iterable[tuple[float, float]], begin: float, digits: int) -> list[float]:
-    return [number for time, held in curve for number in (round(time - begin, digits), held)]
-
-
-def _digits(makespan: float) -> int:
+def _digits(longest: float) -> int:
     """Decimal places that keep nine digits of the longest time."""
-    return 9 - floor(log10(makespan)) if makespan > 0 else 9
+    return 9 - floor(log10(longest)) if longest > 0 else 9

@@ -89,7 +89,7 @@ function drawRows(canvas, model, geometry, theme, focus, options) {
   pen.save();
   clipToPlot(pen, geometry, geometry.height);
   pen.fillStyle = pen.createPattern(theme.tile, "repeat");
-  const [left, right] = [geometry.x(0), geometry.x(model.data.makespan)];
+  const [left, right] = [geometry.x(0), geometry.x(model.data.length)];
   for (let rank = 0; rank < model.numRanks; rank++) pen.fillRect(left, geometry.y(rank), right - left, geometry.row);
   pen.globalAlpha = focus ? 0.3 : 1;
   const drawOne = geometry.crowded ? drawShares : drawRank;
@@ -336,7 +336,7 @@ function drawCurve(pen, model, geometry, y, rank, alpha, width) {
     [low, high] = [Math.min(low, held), Math.max(high, held)];
   }
   if (pixel >= 0) flush();
-  pen.lineTo(Math.min(geometry.x(Math.max(model.data.makespan, geometry.from)), geometry.width), y(held));
+  pen.lineTo(Math.min(geometry.x(Math.max(model.data.length, geometry.from)), geometry.width), y(held));
   pen.stroke();
   pen.globalAlpha = 1;
 }

@@ -165,7 +165,7 @@ def _block(name: str, timeline: Timeline) -> str:
 
 def _side(timeline: Timeline) -> str:
     """The figures of each rank: how it spent the makespan, and its peak memory."""
-    whole = timeline.makespan or 1.0
+    whole, peaks = timeline.makespan or 1.0, timeline.peak_memory
     rows = []
     for rank, busy in enumerate(timeline.busy):
         shares = [("busy", busy)]
@@ -177,7 +177,7 @@ def _side(timeline: Timeline) -> str:
             for cause, value in shares
             if value > 0
         )
-        held = f"<td>{memory_text(timeline.peak_memory[rank])}</td>" if timeline.memory else ""
+        held = f"<td>{memory_text(peaks[rank])}</td>" if timeline.memory else ""
         rows.append(
             f'<tr><td>rank {rank}</td><td class="ps-share"><div class="ps-stack">{stack}</div></td>'
             f"<td>{percent(busy / whole)}</td>{held}</tr>"

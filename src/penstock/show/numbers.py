@@ -50,9 +50,10 @@ def summary_text(timeline: Timeline) -> str:
     if timeline.idle:
         causes = " ".join(f"{cause:>13}" for cause in CAUSES)
         lines.append(f"{'rank':>8} {'busy':>10} {causes} {'peak memory':>12}")
+    peaks = timeline.peak_memory
     for rank, idle in enumerate(timeline.idle):
         causes = " ".join(f"{time_text(getattr(idle, cause), unit):>13}" for cause in CAUSES)
-        held = memory_text(timeline.peak_memory[rank]) if timeline.memory else "-"
+        held = memory_text(peaks[rank]) if timeline.memory else "-"
         lines.append(f"{rank:>8} {time_text(timeline.busy[rank], unit):>10} {causes} {held:>12}")
     return "\n".join(lines) + "\n"
 

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from penstock.plan.actions import OP, OVERLAP, Op
+from penstock.show.rows import Box, boxes, extent
 from penstock.simulate import Timeline
 
 _FINEST: Final = 12  # columns that the shortest action may take; beyond that the slots are rounded
@@ -47,7 +48,8 @@ def cut(timeline: Timeline) -> Grid:
     Measured times have no such unit; there the columns are about a quarter of a usual action, every action covers at
     least one, and `Grid.exact` is False. Messages are no slots. An action that takes no time has no column when exact.
     """
-    spans = [list(_occupying(timeline, rank)) for rank in range(timeline.plan.num_ranks)]
+    begin = extent(timeline).start
+    spans = [list(_from_start(timeline, rank, begin)) for rank in range(timeline.plan.num_ranks)]
     unit = _common_unit(spans)
     if unit is not None:
         return Grid(unit, True, tuple(tuple(_exact(row, unit)) for row in spans))
@@ -56,15 +58,14 @@ def cut(timeline: Timeline) -> Grid:
     return Grid(unit, False, tuple(tuple(_rounded(row, unit)) for row in spans))
 
 
-_Spans = list[tuple[int, float, float]]
+_Spans = list[Box]
 
 
-def _occupying(timeline: Timeline, rank: int) -> Iterator[tuple[int, float, float]]:
-    begin = timeline.start
-    for code, start, end in zip(timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
-        op = code & OP
-        if op <= Op.B or op == OVERLAP or (op > Op.RECV_B and end > start):
-            yield code, start - begin, end - begin
+def _from_start(timeline: Timeline, rank: int, begin: float) -> Iterator[Box]:
+    """The boxes of one rank, counted from `begin`. The care of parameters has no column when it takes no time."""
+    for code, start, end in boxes(timeline, rank):
+        if end > start or code & OP <= Op.B or code & OP == OVERLAP:
+            yield Box(code, start - begin, end - begin)
 
 
 def _exact(spans: _Spans, unit: float) -> Iterator[Slot]:

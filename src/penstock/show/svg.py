@@ -13,6 +13,7 @@ from penstock.plan import Action, AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import OP, parts
 from penstock.show.colours import WORDS, Paint, paint, shades
 from penstock.show.numbers import peak, percent, sizes, time_text
+from penstock.show.rows import Extent, extent
 from penstock.simulate import Span, Timeline, simulate
 
 _STYLE: Final = """
@@ -57,7 +58,11 @@ class _Drawing:
 
     def x(self, time: float) -> float:
         room = self.width - _GUTTER - _MARGIN
-        return _GUTTER + (time - self.timeline.start) / (self.timeline.makespan or 1.0) * room
+        return _GUTTER + (time - self.extent.start) / (self.extent.length or 1.0) * room
+
+    @cached_property
+    def extent(self) -> Extent:
+        return extent(self.timeline)
 
     def y(self, rank: int) -> int:
         return _TOP + rank * (self.row + 4)
@@ -89,7 +94,7 @@ class _Drawing:
 
     def rows(self) -> Iterator[str]:
         shade = shades(self.timeline.plan)
-        left, right = self.x(self.timeline.start), self.x(self.timeline.start + self.timeline.makespan)
+        left, right = self.x(self.extent.start), self.x(self.extent.end)
         for rank in range(self.timeline.plan.num_ranks):
             y = self.y(rank)
             yield f'<g class="row"><text class="rank" x="{_GUTTER - 8}" y="{y + self.row / 2 + 4:g}">rank {rank}</text>'
@@ -107,7 +112,7 @@ class _Drawing:
         width = max(until - x - (1 if until - x > 4 else 0), 0.4)
         actions = _parts(span)
         height = self.row / len(actions)
-        drawn = [f'<g class="span" data-rank="{span.rank}"><title>{escape(_tooltip(span, self.timeline.unit))}</title>']
+        drawn = [f'<g class="span" data-rank="{span.rank}"><title>{escape(self.tooltip(span))}</title>']
         for number, action in enumerate(actions):
             top = y + number * height
             colour = paint(action.op, *shade[action.stage])
@@ -119,12 +124,17 @@ class _Drawing:
             drawn.append(self.label(action, colour, box=(x, top, width, height)))
         return "".join(drawn) + "</g>"
 
+    def tooltip(self, span: Span) -> str:
+        """What it is and when, counted from where the axis begins."""
+        begin, end = (time_text(time - self.extent.start, self.timeline.unit) for time in (span.start, span.end))
+        return f"{describe(span.action)}\nrank {span.rank}, {begin} to {end}"
+
     @cached_property
     def whole_words(self) -> bool:
         """Whether every box has room for its whole action; if not, all of them show their microbatch alone."""
         spans = [span for rank in range(self.timeline.plan.num_ranks) for span in self.timeline.spans(rank)]
         return all(
-            _room(str(part), min(11.5, self.row / len(_parts(span)) - 1)) <= self.x(span.end) - self.x(span.start)
+            _room(str(part), min(11.5, self.row / len(_parts(span)) - 1)) + 6 <= self.x(span.end) - self.x(span.start)
             for span in spans
             for part in _parts(span)
             if _occupies(span) and span.end > span.start
@@ -143,9 +153,9 @@ class _Drawing:
         )
 
     def axis(self) -> Iterator[str]:
-        step = nice_step(self.timeline.makespan, (self.width - _GUTTER - _MARGIN) / 64)
-        for number in range(int(self.timeline.makespan / step + 1e-9) + 1):
-            x = self.x(self.timeline.start + number * step)
+        step = nice_step(self.extent.length, (self.width - _GUTTER - _MARGIN) / 64)
+        for number in range(int(self.extent.length / step + 1e-9) + 1):
+            x = self.x(self.extent.start + number * step)
             yield f'<path class="grid" d="M{x:.2f} {self.bottom - 2}v6"/>'
             words = escape(time_text(number * step, self.timeline.unit))
             yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 16}">{words}</text>'
@@ -202,11 +212,7 @@ def _parts(span: Span) -> tuple[Action, ...]:
 
 
 def _room(words: str, size: float) -> float:
-    return len(words) * size * _DIGIT + 5
-
-
-def _tooltip(span: Span, unit: str) -> str:
-    return f"{describe(span.action)}\nrank {span.rank}, {time_text(span.start, unit)} to {time_text(span.end, unit)}"
+    return len(words) * size * _DIGIT + 4
 
 
 def describe(action: AnyAction) -> str:

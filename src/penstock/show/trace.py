@@ -16,6 +16,7 @@ from typing import Any, Final
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts
 from penstock.show.colours import WORDS
+from penstock.show.rows import extent
 from penstock.simulate import Message, Timeline, simulate
 
 _MICROSECONDS: Final = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
@@ -50,6 +51,7 @@ def dump_trace(shown: Timeline | Plan, path: str | PathLike[str]) -> None:
 class _Trace:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
+        self.begin = extent(timeline).start
         self.scale = _MICROSECONDS.get(timeline.unit, _UNITLESS)
         self.lanes: dict[tuple[int, int], list[float]] = {}  # (rank, kind) -> when each of its threads is free again
 
@@ -66,7 +68,7 @@ class _Trace:
             yield from self.dependencies()
 
     def at(self, time: float) -> float:
-        return round((time - self.timeline.start) * self.scale, 3)
+        return round((time - self.begin) * self.scale, 3)
 
     def slices(self, rank: int) -> Iterator[Event]:
         for span in self.timeline.spans(rank):

@@ -12,7 +12,7 @@ class View {
       line: element.querySelector(".ps-line"),
       geometry: null,
     }));
-    this.full = Math.max(...this.blocks.map(({ model }) => model.data.makespan)) || 1;
+    this.full = Math.max(...this.blocks.map(({ model }) => model.data.length)) || 1;
     [this.from, this.to] = [0, this.full];
     this.tip = root.querySelector(".ps-tip");
     this.thumbs = root.querySelectorAll(".ps-thumb");
@@ -200,7 +200,7 @@ class View {
       this.tip.hidden = !found;
       if (found) this.tip.replaceChildren(...this.tipLines());
     }
-    if (found && event) this.placeTip(event.clientX, event.clientY, found.block.rows.getBoundingClientRect().bottom);
+    if (found && event) this.placeTip(event.clientX, event.clientY, found.block.rows.getBoundingClientRect());
   }
 
   tipLines() {
@@ -234,15 +234,15 @@ class View {
     return lines;
   }
 
-  // Below the rows, so that it hides none of them; if there is no room, beside the pointer.
-  placeTip(x, y, bottom) {
+  // Below or above the rows, so that it hides none of them; if there is no room, beside the pointer.
+  placeTip(x, y, rows) {
     const { offsetWidth: width, offsetHeight: height } = this.tip;
-    const below = bottom + 4 + height <= innerHeight;
+    const below = rows.bottom + 4 + height <= innerHeight;
+    const above = !below && rows.top - height >= 0;
     const beside = x + 16 + width > innerWidth ? x - 16 - width : x + 16;
-    const left = below ? Math.min(x - width / 2, innerWidth - width - 8) : beside;
-    const top = below ? bottom + 4 : Math.min(y + 18, innerHeight - height - 4);
-    [x, y] = [Math.max(left, 4), Math.max(top, 4)];
-    this.tip.style.transform = `translate(${Math.round(x)}px, ${Math.round(y)}px)`;
+    const left = below || above ? Math.min(x - width / 2, innerWidth - width - 8) : beside;
+    const top = below ? rows.bottom + 4 : above ? rows.top - height : Math.min(y + 18, innerHeight - height - 4);
+    this.tip.style.transform = `translate(${Math.round(Math.max(left, 4))}px, ${Math.round(Math.max(top, 4))}px)`;
   }
 
   // Every box with its place on the screen: for tests, and for those who script the page.

@@ -1,0 +1,50 @@
+"""What stands in the rows of a picture: the actions that occupy a rank, and the time that they cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.plan.actions import OP, Op
+from penstock.simulate import Timeline
+
+
+class Box(NamedTuple):
+    """One packed action that occupies its rank: everything but a message."""
+
+    code: int
+    start: float
+    end: float
+
+
+def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
+    """The actions of one rank that occupy it, in their order."""
+    for code, start, end in zip(timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
+        if not Op.SEND_F <= code & OP <= Op.RECV_B:
+            yield Box(code, start, end)
+
+
+class Extent(NamedTuple):
+    """The time that a picture covers. It may begin before the first compute action, and end after the last."""
+
+    start: float
+    end: float
+
+    @property
+    def length(self) -> float:
+        return self.end - self.start
+
+
+def extent(timeline: Timeline) -> Extent:
+    """From the first start to the last end of all actions that occupy a rank.
+
+    >>> from penstock.schedules import get_schedule
+    >>> from penstock.simulate import simulate
+    >>> extent(simulate(get_schedule("1f1b")(4, 8)))
+    Extent(start=0.0, end=33.0)
+    """
+    start, end = timeline.start, timeline.start + timeline.makespan
+    for rank in range(timeline.plan.num_ranks):
+        for box in boxes(timeline, rank):
+            start, end = min(start, box.start), max(end, box.end)
+    return Extent(start, end)
