@@ -47,8 +47,10 @@ def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
     """Opens regions with marks inside, takes marks and checks out of the graph. `wanted`: cut before these nodes too."""
     numbers = count()
     for node in list(traced.graph.nodes):
-        if is_region(node) and _has_mark(node, traced.root):
-            _open(node, traced.root, numbers, ())
+        if is_region(node):
+            _drop_checks(node, traced.root)
+            if _has_mark(node, traced.root):
+                _open(node, traced.root, numbers, ())
     nodes: list[fx.Node] = []
     marks: list[Mark] = []
     for node in list(traced.graph.nodes):
@@ -64,6 +66,15 @@ def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
         else:
             nodes.append(node)
     return Flat(traced, nodes, tuple(marks), {node: i for i, node in enumerate(nodes)})
+
+
+def _drop_checks(node: fx.Node, root: fx.GraphModule) -> None:
+    for body in bodies(node, root):
+        for inner in list(body.nodes):
+            if is_check(inner):
+                body.erase_node(inner)
+            elif is_region(inner):
+                _drop_checks(inner, body.owning_module)
 
 
 def _has_mark(node: fx.Node, root: fx.GraphModule) -> bool:

@@ -10,9 +10,11 @@ has them. What a placeholder stands for is in ``traced.origins``.
 from __future__ import annotations
 
 import linecache
+import logging
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 
 from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint, watching
@@ -93,6 +97,37 @@ class _Root(nn.Module):
         return tuple(values)
 
 
+class CertainDraws(TorchFunctionMode):
+    """Answers ``torch.rand([]) < 0``: never. Models with a layer-drop rate of zero ask this before every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.lt, torch.lt, torch.Tensor.__lt__) and len(args) == 2:
+            if isinstance(args[1], int | float) and args[1] <= 0 and any(args[0] is draw for draw in self.draws):
+                return False
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand:
+            self.draws.append(result)
+        return result
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What export would log and warn goes into our own error instead."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def trace(
     skeleton: Skeleton,
     table: InputTable,
@@ -117,13 +152,10 @@ def trace(
         root.training = model.training
         fakes = tuple(fake_leaves(list(leaves), skeleton.device))
         try:
-            with watching(model, points) as called, warnings.catch_warnings(), torch.enable_grad():
-                warnings.simplefilter("ignore")
-                program = torch.export.export(
-                    root, fakes, dynamic_shapes=(dims,) if any(dims) else None, strict=False, prefer_deferred_runtime_asserts_over_guards=False
-                )
+            with watching(model, points) as called, _quiet(), CertainDraws(), torch.enable_grad():
+                program = torch.export.export(root, fakes, dynamic_shapes=(dims,) if any(dims) else None, strict=False)
         except Exception as error:
-            if fall_back and any(dims):
+            if fall_back and any(dims) and not isinstance(error, GuardOnDataDependentSymNode):
                 why, dims = _reason(error), tuple(None for _ in dims)
                 continue
             raise _explained(model, error) from error
