@@ -170,14 +170,14 @@ def questions(draw: st.DrawFn, *, several: bool) -> tuple[Profile, tuple[int, ..
     return profile, ranks, options, how
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(questions(several=False))
 def test_one_stage_a_rank(question: tuple[Profile, tuple[int, ...], dict[str, Any], dict[str, Any]]) -> None:
     profile, ranks, options, how = question
     agree(profile, ranks, options, **how)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(questions(several=True))
 def test_several_stages_a_rank(question: tuple[Profile, tuple[int, ...], dict[str, Any], dict[str, Any]]) -> None:
     profile, ranks, options, how = question

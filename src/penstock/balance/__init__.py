@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 from penstock.balance.cuts import Cuts, StageCut
+from penstock.balance.flight import in_flight
 from penstock.balance.profile import LayerCost, Profile
 from penstock.balance.solve import balance, placement_ranks
 
-__all__ = ["Cuts", "LayerCost", "Profile", "StageCut", "balance", "placement_ranks"]
+__all__ = ["Cuts", "LayerCost", "Profile", "StageCut", "balance", "in_flight", "placement_ranks"]

@@ -92,7 +92,7 @@ def path(layers: Layers, end: int) -> tuple[int, ...]:
 def slowest(problem: Problem, window: list[list[int]]) -> int | None:
     """The least possible cost of the slowest stage; None when memory allows no cut at all."""
 
-    def attempt(bound: int | None) -> int | None:
+    def attempt(bound: int) -> int | None:
         layers = sweep(problem, bound, window)
         if layers is None:
             return None
@@ -100,16 +100,16 @@ def slowest(problem: Problem, window: list[list[int]]) -> int | None:
         return max(problem.cost(s, cuts[s], cuts[s + 1]) for s in range(problem.num_stages))
 
     low = max(-(-problem.prefix[-1] // problem.num_stages), problem.longest)
-    if (high := attempt(low)) is not None:
-        return high
-    low += 1
-    if (high := attempt(None)) is None:
-        return None
+    bound, gap = low, max(1, low >> 12)
+    while (high := attempt(bound)) is None:
+        if bound == problem.ceiling:
+            return None
+        low, bound, gap = bound + 1, min(problem.ceiling, bound + gap), gap * 8
     tries = 0
     while low < high:
         tries += 1
         # A cut that is found lowers `high` to a real sum; asking just below it now and then proves it the least.
-        middle = high - 1 if tries % 4 == 0 else (low + high) // 2
+        middle = high - 1 if tries % 3 == 0 else (low + high) // 2
         found = attempt(middle)
         if found is None:
             low = middle + 1

@@ -50,9 +50,9 @@ class Cuts:
     # The value that was made as small as possible: the cost of the slowest stage, or of the slowest rank.
     slowest: float
     objective: str
-    # Whether ties are settled too. False only for very many layers with several stages on a rank under a memory limit;
-    # `slowest` is the least possible in any case.
-    settled: bool = True
+    # False only where the stages of a rank were too many to weigh together: then this cut is good and fits, but not
+    # proved to be the best.
+    exact: bool = True
 
     @property
     def num_stages(self) -> int:
@@ -73,16 +73,15 @@ class Cuts:
         """The rank of each stage."""
         return tuple(stage.rank for stage in self.stages)
 
-    def costs(self) -> dict[str, list[float] | list[int]]:
-        """Plain numbers for each stage (and, for output_bytes, each boundary), as a simulation takes them."""
+    def costs(self) -> dict[str, tuple[float, ...]]:
+        """Plain numbers for each stage, under the names that the simulator knows: `Costs(**cuts.costs())`."""
         return {
-            "forward": [s.forward for s in self.stages],
-            "backward_input": [s.backward_input for s in self.stages],
-            "backward_weight": [s.backward_weight for s in self.stages],
-            "activation_to_input": [s.activation_to_input for s in self.stages],
-            "activation_to_weight": [s.activation_to_weight for s in self.stages],
-            "parameter_bytes": [s.parameter_bytes for s in self.stages],
-            "output_bytes": [s.output_bytes for s in self.stages[:-1]],
+            "forward": tuple(s.forward for s in self.stages),
+            "backward_input": tuple(s.backward_input for s in self.stages),
+            "backward_weight": tuple(s.backward_weight for s in self.stages),
+            "held_to_input": tuple(s.activation_to_input for s in self.stages),
+            "held_to_weight": tuple(s.activation_to_weight for s in self.stages),
+            "output_bytes": tuple(s.output_bytes for s in self.stages),
         }
 
     def table(self) -> str:
@@ -94,13 +93,16 @@ class Cuts:
                 (str(s.stage), str(s.rank), layers, size_text(s.parameter_bytes), f"{s.cost:.6g}", size_text(s.memory))
             )
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
-        return "\n".join(
+        lines = [
             "  ".join(
                 cell.ljust(width) if column == 2 else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             )
             for row in rows
-        )
+        ]
+        if not self.exact:
+            lines.append("(fits, but is not proved to be the best: too many layers and stages to weigh rank by rank)")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()

@@ -218,6 +218,7 @@ class Search:
         prefix, bound = self.problem.prefix, self.stage_bound
         first = max(cuts[low] + cut - low, bisect_left(prefix, prefix[cuts[high]] - (high - cut) * bound))
         last = min(cuts[high] - (high - cut), bisect_right(prefix, prefix[cuts[low]] + (cut - low) * bound) - 1)
+        self.budget[0] -= last - first
         reach = self.reach[cut]
         return [position for position in range(first, last + 1) if position in reach]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
@@ -12,7 +11,9 @@ from penstock.balance import chain, ranks
 from penstock.balance.cuts import Cuts, StageCut, size_text
 from penstock.balance.problem import Problem
 from penstock.balance.profile import Profile
+from penstock.balance.shares import by_shares
 from penstock.errors import BalanceError
+from penstock.plan import Placement
 
 InFlight = int | tuple[int, int]
 
@@ -22,7 +23,7 @@ def balance(
     num_stages: int,
     *,
     num_ranks: int | None = None,
-    placement: Literal["loop", "v"] | Sequence[int] = "loop",
+    placement: Literal["loop", "v"] | Placement | Sequence[int] = "loop",
     objective: Literal["stage", "rank"] = "stage",
     memory_limit: int | Sequence[int] | None = None,
     microbatches_in_flight: Callable[[int], InFlight] | Sequence[InFlight] | None = None,
@@ -41,17 +42,19 @@ def balance(
     the one with the fewest bytes between ranks wins, then the one with the smallest sum of squared stage costs.
 
     num_ranks: one rank for each stage unless given; for "v" half as many.
-    placement: "loop" (stage s on rank s % num_ranks), "v" (back and forth), or the rank of each stage.
+    placement: "loop" (stage s on rank s % num_ranks), "v" (there and back), a Placement, or the rank of each stage.
     objective: "stage": the slowest stage; "rank": the slowest rank, the sum over its stages.
     memory_limit: bytes of a rank, or one number for each rank: parameters, gradients, optimizer state, and the
         activations of the microbatches in flight of all its stages. What its stages share counts once.
     microbatches_in_flight: for each stage how many microbatches the schedule holds at most between F and I, or a pair:
-        between F and I, and between I and W. A list, or a function of the stage. 1 unless given.
+        between F and I, and between I and W. A list (`in_flight(plan)`), or a function of the stage. 1 unless given.
     optimizer_bytes_per_parameter_byte: 2 for Adam in the precision of the parameters, 0 for plain SGD.
     bandwidth: bytes in one unit of time. Then what crosses a cut between two ranks costs its stages on either side
         bytes / bandwidth (the activation one way, its gradient the other).
 
-    Raises BalanceError when there is no such cut, and says why.
+    Sums over the stages of a rank (objective="rank", or a memory limit that two stages share) are weighed exactly as
+    long as that takes seconds; beyond, the result says `exact=False`. Raises BalanceError when no cut is possible, and
+    says why.
     """
     stage_ranks = placement_ranks(placement, num_stages, num_ranks=num_ranks)
     if num_stages > len(profile.layers):
@@ -69,18 +72,12 @@ def balance(
         state_factor=_positive("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte, zero=True) + 2,
         bandwidth=None if bandwidth is None else float(_positive("bandwidth", bandwidth)),
     )
-    try:
-        cuts, settled = _solve(problem, objective)
-    except ranks.TooLarge:
-        raise BalanceError(
-            f"{len(profile.layers)} layers in {num_stages} stages on {problem.num_ranks} ranks are too many to weigh "
-            'rank by rank; profile whole blocks instead of single nodes, or ask for objective="stage" with more memory_limit'
-        ) from None
-    return _result(problem, cuts, objective=objective, settled=settled)
+    cuts, exact = _solve(problem, objective)
+    return _result(problem, cuts, objective=objective, exact=exact)
 
 
 def placement_ranks(
-    placement: Literal["loop", "v"] | Sequence[int], num_stages: int, *, num_ranks: int | None = None
+    placement: Literal["loop", "v"] | Placement | Sequence[int], num_stages: int, *, num_ranks: int | None = None
 ) -> tuple[int, ...]:
     """The rank of each stage.
 
@@ -93,15 +90,14 @@ def placement_ranks(
         raise BalanceError(f"num_ranks is {num_ranks}, expected 1 to {num_stages} (num_stages): a rank needs a stage")
     if placement == "loop":
         count = num_ranks or num_stages
-        return tuple(stage % count for stage in range(num_stages))
+        return Placement.loop(count, -(-num_stages // count)).ranks[:num_stages]
     if placement == "v":
         count = num_ranks or max(1, num_stages // 2)
-        folded = (divmod(stage, count) for stage in range(num_stages))
-        return tuple(count - 1 - offset if turn % 2 else offset for turn, offset in folded)
+        return Placement.v(count, -(-num_stages // count)).ranks[:num_stages]
     other: object = placement
     if isinstance(other, str):
         raise BalanceError(f'placement is {other!r}, expected "loop", "v" or a list: the rank of each stage')
-    given = tuple(placement)
+    given = placement.ranks if isinstance(placement, Placement) else tuple(placement)
     if len(given) != num_stages:
         raise BalanceError(f"placement lists {len(given)} ranks, num_stages is {num_stages}; write one for each stage")
     if set(given) != set(range(num_ranks or max(given) + 1)):
@@ -144,11 +140,11 @@ def _positive(name: str, value: float, *, zero: bool = False) -> Fraction:
 
 
 def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool]:
-    """The cuts, and whether ties are settled. Each stage alone first; sums over ranks only where they matter."""
+    """The cuts, and whether they are proved the best. Each stage alone first; sums over ranks where they matter."""
     single = problem.num_ranks == problem.num_stages
     window = chain.windows(problem, problem.limits)
     least = chain.slowest(problem, window)
-    if least is None:
+    if least is None or _average_excess(problem) > 0:
         raise _no_room(problem)
     if objective == "rank" and not single:
         goal = ranks.Goal.RANK
@@ -164,23 +160,7 @@ def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool]:
             raise _no_room(problem)
         return ranks.settle(problem, goal, bound), True
     except ranks.TooLarge:
-        if goal is ranks.Goal.STAGE and (shared_out := _by_shares(problem, least)) is not None:
-            return shared_out, False
-        raise
-
-
-def _by_shares(problem: Problem, least: int) -> tuple[int, ...] | None:
-    """A cut that reaches `least` with each rank's memory shared out among its stages beforehand, if there is one."""
-    assert problem.limits is not None, "without limits no search is large"
-    alone = replace(problem, ranks=tuple(range(problem.num_stages)), limits=None)
-    sizes = [problem.memory_prefix[s][-1] for s in range(problem.num_stages)]
-    for weights in ([1] * problem.num_stages, sizes):
-        sums = [sum(weights[s] for s in stages) or 1 for stages in problem.rank_stages]
-        parts = [problem.limits[r] * w // sums[r] for r, w in zip(problem.ranks, weights, strict=True)]
-        window = chain.windows(alone, parts)
-        if chain.sweep(problem, least, window) is not None:
-            return chain.settle(problem, least, window)
-    return None
+        return by_shares(problem), False
 
 
 def _no_room(problem: Problem) -> BalanceError:
@@ -199,13 +179,14 @@ def _no_room(problem: Problem) -> BalanceError:
                 f"and rank {problem.ranks[stage]} may hold {limit} ({size_text(limit)}); "
                 "raise memory_limit, split the layer, or hold fewer microbatches"
             )
-    excess = _least_excess(problem)
+    excess, sure = _least_excess(problem)
+    least = "the least possible is" if sure else "it takes at least"
     asked = f"no cut of {len(profile.layers)} layers into {problem.num_stages} stages fits the memory limit"
     if len(set(limits)) == 1:
         need = limits[0] + excess
         return BalanceError(
             f"{asked} of {limits[0]} bytes ({size_text(limits[0])}) a rank: "
-            f"the least possible is {need} bytes ({size_text(need)}); raise memory_limit or use more ranks"
+            f"{least} {need} bytes ({size_text(need)}); raise memory_limit or use more ranks"
         )
     return BalanceError(
         f"{asked} of {list(limits)} bytes: each rank needs at least {excess} bytes ({size_text(excess)}) more; "
@@ -213,12 +194,20 @@ def _no_room(problem: Problem) -> BalanceError:
     )
 
 
-def _least_excess(problem: Problem) -> int:
-    """The bytes by which every limit must grow before a cut fits."""
+def _average_excess(problem: Problem) -> int:
+    """Bytes that are missing on each rank on average, however the layers are placed."""
+    if problem.limits is None:
+        return 0
+    lightest: int = sum(map(min, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
+    return -(-(lightest - sum(problem.limits)) // problem.num_ranks)
+
+
+def _least_excess(problem: Problem) -> tuple[int, bool]:
+    """The bytes by which every limit must grow before a cut fits; whether that is also enough."""
     assert problem.limits is not None, "an excess is asked for only where there are limits"
-    heaviest = (max(sizes) for sizes in zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True))
-    low, most = 0, sum(heaviest) + sum(problem.group_states.values())
-    high = most
+    heaviest: int = sum(map(max, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
+    most = heaviest + sum(problem.group_states.values())
+    low, high = max(0, _average_excess(problem)), most
     while low < high:
         middle = (low + high) // 2
         grown = tuple(limit + middle for limit in problem.limits)
@@ -227,13 +216,16 @@ def _least_excess(problem: Problem) -> int:
         else:
             high = middle
     if problem.num_ranks == problem.num_stages:
-        return low
-    found = ranks.best(problem, ranks.Goal.EXCESS, least=low, most=most)
+        return low, True
+    try:
+        found = ranks.best(problem, ranks.Goal.EXCESS, least=low, most=most)
+    except ranks.TooLarge:
+        return low, False
     assert found is not None, "the largest excess holds everything"
-    return found
+    return found, True
 
 
-def _result(problem: Problem, cuts: tuple[int, ...], *, objective: str, settled: bool) -> Cuts:
+def _result(problem: Problem, cuts: tuple[int, ...], *, objective: str, exact: bool) -> Cuts:
     costs = [problem.cost(s, cuts[s], cuts[s + 1]) for s in range(problem.num_stages)]
     if objective == "rank":
         slowest = max(sum(costs[s] for s in stages) for stages in problem.rank_stages)
@@ -244,7 +236,7 @@ def _result(problem: Problem, cuts: tuple[int, ...], *, objective: str, settled:
         rank_memory=tuple(problem.rank_memory(rank, cuts) for rank in range(problem.num_ranks)),
         slowest=slowest / problem.scale,
         objective=objective,
-        settled=settled,
+        exact=exact,
     )
 
 
