@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -238,3 +240,20 @@ def test_an_interrupted_caller_stops_the_ranks() -> None:
 def test_a_world_needs_a_rank() -> None:
     with pytest.raises(ValueError, match="at least 1 rank, not 0"):
         LocalWorld(0)
+
+
+def test_a_caller_interrupted_from_outside_gets_its_exception_and_no_thread_stays() -> None:
+    before = set(threading.enumerate())
+    stop = threading.Event()
+
+    def endless(transport: LocalTransport) -> None:
+        if transport.rank == 0:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while not stop.is_set():
+            transport.gather("again", b"")
+
+    world = LocalWorld(2)
+    with pytest.raises(KeyboardInterrupt):
+        world.run(endless)
+    stop.set()
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("rank ")} <= before

@@ -30,7 +30,7 @@ class Baton:
     """
 
     def __init__(self, num_ranks: int, loosen: Callable[[], bool], *, seed: int | None = None) -> None:
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._loosen = loosen
         self._dice = None if seed is None else random.Random(seed)
         self._gates = [threading.Lock() for _ in range(num_ranks)]
@@ -44,7 +44,7 @@ class Baton:
 
     def start(self) -> None:
         """Give rank 0 (or whoever the dice say) the first turn. The ranks' threads have called ``enter``, or will."""
-        self._pass_on(self._num_ranks - 1)
+        self._pass_on(self.num_ranks - 1)
 
     def enter(self, rank: int) -> None:
         """Wait for this rank's first turn."""
@@ -90,7 +90,7 @@ class Baton:
 
     def _able(self, rank: int) -> list[int]:
         """The ranks that can run now, beginning with the one after ``rank``."""
-        order = [(rank + 1 + step) % self._num_ranks for step in range(self._num_ranks)]
+        order = [(rank + 1 + step) % self.num_ranks for step in range(self.num_ranks)]
         return [other for other in order if not self._left[other] and self._can_run(other)]
 
     def _can_run(self, rank: int) -> bool:
@@ -100,7 +100,7 @@ class Baton:
         return waiting.ready()
 
     def _despair(self) -> None:
-        everyone = "; ".join(self._spell(rank) for rank in range(self._num_ranks))
+        everyone = "; ".join(self._spell(rank) for rank in range(self.num_ranks))
         for rank, waiting in enumerate(self._waiting):
             if waiting is not None:
                 gone = self._gone(rank)

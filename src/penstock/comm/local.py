@@ -13,21 +13,20 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.comm.baton import Baton, Waiting
+from penstock.comm.crew import Crew
 from penstock.comm.transport import FailureRecord, Store, Transport, Work
-from penstock.errors import PenstockError, RunError, ShapeError, StepTimeout, TransportError
+from penstock.errors import PenstockError, RunError, ShapeError, TransportError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -226,10 +225,14 @@ class LocalWorld:
 
         The first exception that a rank raised comes out as it is, with a note that names the rank.
         """
-        results, first = _Crew(self, lambda transport: function(transport, *args, **kwargs)).run()
+        self._level()
+        self.baton = Baton(self.num_ranks, self._let_go, seed=self.seed)
+        crew: Crew[Result] = Crew(self.baton, lambda rank: function(self.transports[rank], *args, **kwargs))
+        results = crew.run()
+        self.errors = crew.errors
         left_over, self._channels = self._left_over(), {}
-        if first is not None:
-            rank, error = first
+        if crew.first is not None:
+            rank, error = crew.first
             error.add_note(f"raised on rank {rank} of {self.num_ranks} (ranks as threads)")
             raise error
         if left_over:
@@ -259,7 +262,7 @@ class LocalWorld:
         channel.match()
         return work
 
-    def level(self) -> None:
+    def _level(self) -> None:
         """Give all ranks the same counts again, if a run that failed kept some of them from a step or a meeting."""
         epoch = max(transport.epoch for transport in self.transports)
         meetings = max(transport.meetings for transport in self.transports)
@@ -283,52 +286,6 @@ class LocalWorld:
             for kind, posted in (("sent", channel.sends), ("awaited", channel.receives)):
                 found += [f"{len(posted)} {kind} from rank {source} to rank {destination}"] if posted else []
         return found
-
-
-class _Crew:
-    """The threads of one ``run``."""
-
-    def __init__(self, world: LocalWorld, function: Callable[[LocalTransport], Any]) -> None:
-        self._world, self._function = world, function
-        self._results: list[Any] = [None] * world.num_ranks
-        self._first: tuple[int, BaseException] | None = None
-        self._grad = torch.is_grad_enabled()  # the mode belongs to a thread: the ranks take over the caller's
-
-    def run(self) -> tuple[list[Any], tuple[int, BaseException] | None]:
-        world = self._world
-        world.errors = [None] * world.num_ranks
-        world.baton = Baton(world.num_ranks, world._let_go, seed=world.seed)
-        world.level()
-        context = contextvars.copy_context()
-        threads = [
-            threading.Thread(target=context.copy().run, args=(self._live, rank), name=f"rank {rank}", daemon=True)
-            for rank in range(world.num_ranks)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            world.baton.start()
-            world.baton.finished.wait()
-        except BaseException:
-            world.baton.stop(StepTimeout("the run was interrupted"))
-            raise
-        finally:
-            for thread in threads:
-                thread.join(timeout=10.0)
-        return self._results, self._first
-
-    def _live(self, rank: int) -> None:
-        world = self._world
-        world.baton.enter(rank)
-        try:
-            with torch.set_grad_enabled(self._grad):
-                self._results[rank] = self._function(world.transports[rank])
-        except BaseException as error:  # noqa: BLE001 - handed to the caller of run
-            world.errors[rank] = error
-            if self._first is None:
-                self._first = (rank, error)
-        finally:
-            world.baton.leave(rank)
 
 
 def _checked_peer(peer: int, transport: LocalTransport) -> int:

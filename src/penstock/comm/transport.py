@@ -202,15 +202,19 @@ class Transport(ABC):
     def sum(self, tensor: Tensor) -> None:
         """Make the small tensor, on every rank, the sum over all ranks: up a tree to rank 0, and down again."""
         children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.num_ranks]
+        parent = (self.rank - 1) // 2
+        # Receives first: a message that is awaited goes out at once, one that is not costs a question and an answer.
+        total = torch.empty_like(tensor)
+        answer = [self.irecv(total, parent)] if self.rank > 0 else []
         parts = [torch.empty_like(tensor) for _ in children]
         for work in [self.irecv(part, child) for part, child in zip(parts, children, strict=True)]:
             work.wait()
         for part in parts:
             tensor += part
         if self.rank > 0:
-            parent = (self.rank - 1) // 2
             self.isend(tensor, parent).wait()
-            self.irecv(tensor, parent).wait()
+            answer[0].wait()
+            tensor.copy_(total)
         for work in [self.isend(tensor, child) for child in children]:
             work.wait()
 
