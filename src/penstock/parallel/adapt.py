@@ -1,0 +1,90 @@
+"""Find the data parallelism of a stage's module.
+
+>>> adapt(torch.nn.Linear(2, 2)).reduces
+False
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch  # noqa: F401 - for the example above
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.parallel.ddp import DDPAdapter, ReplicateAdapter
+from penstock.parallel.protocol import DataParallel, Unwrapped
+
+
+def adapt(module: nn.Module) -> DataParallel:
+    """The adapter for `module`, which may be wrapped itself, have wrapped modules inside, or neither."""
+    found = list(_adapters(module, set()))
+    match found:
+        case []:
+            return Unwrapped()
+        case [one]:
+            return one
+        case _:
+            return Several(found)
+
+
+class Several:
+    """Wrapped modules side by side in one stage: each action goes to all of them, in one order on every replica."""
+
+    def __init__(self, adapters: Sequence[DataParallel]) -> None:
+        self._adapters = tuple(adapters)
+
+    @property
+    def sharded(self) -> bool:
+        return any(adapter.sharded for adapter in self._adapters)
+
+    @property
+    def reduces(self) -> bool:
+        return any(adapter.reduces for adapter in self._adapters)
+
+    def begin(self) -> None:
+        for adapter in self._adapters:
+            adapter.begin()
+
+    def end(self, *, failed: bool = True) -> None:
+        problems: list[Exception] = []
+        for adapter in reversed(self._adapters):
+            try:
+                adapter.end(failed=failed)
+            except RuntimeError as problem:  # the others must end all the same
+                problems.append(problem)
+        if problems:
+            raise problems[0]
+
+    def unshard(self) -> None:
+        for adapter in self._adapters:
+            adapter.unshard()
+
+    def reshard(self) -> None:
+        for adapter in self._adapters:
+            adapter.reshard()
+
+    def reduce_grad(self) -> None:
+        for adapter in self._adapters:
+            adapter.reduce_grad()
+
+
+def _adapters(module: nn.Module, seen: set[nn.Module]) -> Iterator[DataParallel]:
+    """One for each wrapper, from the outside in. What was never imported wraps nothing."""
+    if module in seen:
+        return
+    seen.add(module)
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    sharding = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    if sharding is not None and isinstance(module, sharding.FSDPModule):
+        from penstock.parallel.fsdp import FullyShardAdapter
+
+        yield FullyShardAdapter(module)  # and all that is wrapped inside
+        return
+    if isinstance(module, DistributedDataParallel):
+        yield DDPAdapter(module)
+    elif composable is not None and isinstance(module, composable.DDP):
+        yield ReplicateAdapter(composable.replicate.state(module))
+    for child in module.children():
+        yield from _adapters(child, seen)

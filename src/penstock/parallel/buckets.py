@@ -1,0 +1,104 @@
+"""The mean of gradients over a process group, in flat buckets.
+
+Each bucket carries, behind its gradients, one number for each parameter that says whether this replica has a gradient
+for it. So a parameter that only some replicas used is averaged over all of them, one that none used keeps
+`.grad` as it is, and agreeing on it costs no message of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+IN_FLIGHT = 2
+"""Buckets on their way at a time: while one travels, the next is filled or emptied."""
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[Tensor], group: Any, *, bucket_bytes: int) -> None:
+    """Make every `.grad` its mean over `group`, in place. All replicas pass the same parameters in the same order."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return
+    flight: deque[_Bucket] = deque()
+    for members in _by_size(parameters, bucket_bytes):
+        flight.append(_Bucket(members, group, size=size))
+        if len(flight) > IN_FLIGHT:
+            flight.popleft().finish()
+    for bucket in flight:
+        bucket.finish()
+
+
+@torch.no_grad()
+def average_sparse_gradients(parameters: Sequence[Tensor], group: Any) -> None:
+    """The same for parameters whose gradients are sparse tensors, one message each."""
+    size = dist.get_world_size(group)
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            mean = torch.zeros_like(parameter, layout=torch.sparse_coo)
+        else:
+            mean = grad / size
+        mean = mean.coalesce()
+        dist.all_reduce(mean, group=group)
+        if grad is not None or mean._nnz():
+            parameter.grad = mean
+
+
+def _by_size(parameters: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Groups of one dtype and device, of about `limit` bytes each; the last parameters first, as backwards go."""
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for parameter in reversed(parameters):
+        key = parameter.dtype, parameter.device
+        members, held = open_groups.pop(key, ([], 0))
+        members.append(parameter)
+        held += parameter.nbytes
+        if held >= limit:
+            yield members
+        else:
+            open_groups[key] = members, held
+    for members, _ in open_groups.values():
+        yield members
+
+
+class _Bucket:
+    """Gradients on their way; `finish` waits for the mean and writes it back."""
+
+    __slots__ = ("_flat", "_members", "_work")
+
+    def __init__(self, members: list[Tensor], group: Any, *, size: int) -> None:
+        self._members = members
+        first = local(members[0])
+        present = torch.tensor([float(p.grad is not None) for p in members], dtype=first.dtype, device=first.device)
+        parts = [
+            torch.zeros(local(p).numel(), dtype=first.dtype, device=first.device)
+            if p.grad is None
+            else local(p.grad).reshape(-1)
+            for p in members
+        ]
+        self._flat = torch.cat([*parts, present]).div_(size)  # before the sum, which might overflow
+        self._work: Any = dist.all_reduce(self._flat, group=group, async_op=True)
+
+    def finish(self) -> None:
+        self._work.wait()
+        members = self._members
+        sizes = [local(p).numel() for p in members]
+        *views, present = self._flat.split([*sizes, len(members)])
+        if any(p.grad is None for p in members):
+            for used, parameter in zip(present.tolist(), members, strict=True):
+                if used and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        for parameter, view in zip(members, views, strict=True):
+            if parameter.grad is not None:
+                target = local(parameter.grad)
+                target.copy_(view.view(target.shape))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lives here; any other tensor is here already."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

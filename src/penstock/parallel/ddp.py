@@ -1,0 +1,166 @@
+"""DistributedDataParallel, and the composable `replicate` that is built on it.
+
+For the time of a step the wrapper is told not to synchronise. `.grad` grows as autograd adds to it, whatever the
+schedule and the split, and every hook fires as it would without a wrapper. REDUCE_GRAD then averages `.grad` over the
+replicas. An average of what is equal everywhere changes nothing, so gradients that earlier steps left there stay right.
+
+Buffers are broadcast once a step (the wrapper itself does so once a forward). A communication hook of the user is given
+the buckets that DDP's own reducer would give it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.errors import StageError
+from penstock.parallel.buckets import average_gradients, average_sparse_gradients, local
+from penstock.parallel.protocol import Flags, StepOrder
+
+
+class DDPAdapter:
+    """One `DistributedDataParallel`, at the top of a stage's module or anywhere within it."""
+
+    sharded = False
+    reduces = True
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        _refuse_what_cannot_wait(wrapper)
+        self._wrapper: Any = wrapper
+        self._flags = Flags()
+        self._order = StepOrder()
+        self._syncs = True
+
+    def begin(self) -> None:
+        self._order.begin()
+        ddp = self._wrapper
+        self._syncs = ddp.require_backward_grad_sync
+        if ddp.will_sync_module_buffers():
+            ddp._sync_buffers()
+        flags = self._flags
+        flags.set(ddp, "require_forward_param_sync", False)
+        flags.set(ddp, "require_backward_grad_sync", False)
+        flags.set(ddp, "find_unused_parameters", False)  # else it copies every output, to find what buckets say anyway
+        if ddp.static_graph:
+            flags.set(ddp, "_static_graph_delay_allreduce_enqueued", True)  # else the first backward reduces
+
+    def end(self, *, failed: bool = True) -> None:
+        if self._order.end():
+            self._flags.restore()
+            self._wrapper.require_forward_param_sync = self._syncs  # as its own forward would leave it
+
+    def unshard(self) -> None:
+        self._order.unshard()
+
+    def reshard(self) -> None:
+        self._order.reshard()
+
+    def reduce_grad(self) -> None:
+        self._order.reduce()
+        if not self._syncs:  # the user's own `no_sync()` stands around the step
+            return
+        ddp = self._wrapper
+        trained = [p for p in ddp._module_parameters if p.requires_grad]
+        if _has_comm_hook(ddp):
+            _average_through_hook(ddp)
+            return
+        rows = _sparse_parameters(ddp.module)
+        average_gradients(
+            [p for p in trained if id(p) not in rows], ddp.process_group, bucket_bytes=ddp.bucket_bytes_cap
+        )
+        if rows:
+            average_sparse_gradients([p for p in trained if id(p) in rows], ddp.process_group)
+
+
+class ReplicateAdapter:
+    """A module under `torch.distributed._composable.replicate`, which makes its DDP at the first forward."""
+
+    sharded = False
+    reduces = True
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._flags = Flags()
+        self._inner: DDPAdapter | None = None
+
+    def begin(self) -> None:
+        state = self._state
+        if state._init_args or state._init_kwargs:
+            state.lazy_init()
+        if self._inner is None:
+            self._inner = DDPAdapter(state._ddp)
+        state._ddp.require_backward_grad_sync = not state._no_sync
+        self._inner.begin()
+        self._flags.set(state, "_no_sync", True)
+
+    def end(self, *, failed: bool = True) -> None:
+        self._flags.restore()
+        if self._inner is not None:
+            self._inner.end(failed=failed)
+
+    def unshard(self) -> None:
+        self._opened().unshard()
+
+    def reshard(self) -> None:
+        self._opened().reshard()
+
+    def reduce_grad(self) -> None:
+        self._opened().reduce_grad()
+
+    def _opened(self) -> DDPAdapter:
+        if self._inner is None:
+            self._inner = DDPAdapter(self._state._ddp)
+        return self._inner
+
+
+def _refuse_what_cannot_wait(ddp: Any) -> None:
+    """Options of DDP that communicate in the middle of a backward and cannot be told to wait."""
+    in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters)
+    options = [
+        (ddp.mixed_precision is not None, "mixed_precision", "use autocast, or fully_shard and its mp_policy"),
+        (ddp._delay_all_reduce_params, "delay_all_reduce_named_params", "leave it out, REDUCE_GRAD delays everything"),
+        (hasattr(ddp, "buffer_hook"), "a hook for buffers", "leave it out, buffers are broadcast once a step"),
+        (in_backward, "optimizers in backward", "call the optimizer after the step, gradients are complete then"),
+    ]
+    for present, name, advice in options:
+        if present:
+            raise StageError(
+                f"a stage is wrapped in DistributedDataParallel with {name}, which acts within each backward, "
+                f"that is for each microbatch; {advice}"
+            )
+
+
+def _has_comm_hook(ddp: Any) -> bool:
+    if ddp._comm_hooks:
+        return True
+    return bool(ddp._get_ddp_logging_data().get("comm_hook"))  # those that are written in C++ show up here alone
+
+
+@torch.no_grad()
+def _average_through_hook(ddp: Any) -> None:
+    """Hand `.grad` to the user's hook in the reducer's own buckets, and write back what it returns."""
+    parameters = [p for p in ddp._module_parameters if p.requires_grad]
+    used = torch.tensor([float(p.grad is not None) for p in parameters], device=ddp.device)
+    torch.distributed.all_reduce(used, group=ddp.process_group)
+    unused = {id(p) for p, count in zip(parameters, used.tolist(), strict=True) if not count}
+    for bucket in ddp.reducer._get_zeros_like_grad_buckets():
+        members = bucket.parameters()
+        for parameter, view in zip(members, bucket.gradients(), strict=True):
+            if parameter.grad is not None:
+                view.copy_(local(parameter.grad))
+        result = ddp.reducer._run_comm_hook(bucket).wait()
+        bucket.set_buffer(result if isinstance(result, Tensor) else result[0])
+        for parameter, view in zip(members, bucket.gradients(), strict=True):
+            if id(parameter) in unused:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(view)
+
+
+def _sparse_parameters(module: nn.Module) -> set[int]:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {id(part.weight) for part in module.modules() if isinstance(part, kinds) and part.sparse}

@@ -1,0 +1,220 @@
+"""`fully_shard` (FSDP2) and the `replicate` that is built on it.
+
+FSDP2 keeps two forms of each parameter: the sharded one that the user and the optimizer see, and the full one that
+computes. Autograd accumulates in the full one; reducing moves that sum, once, into the `.grad` of the sharded one, and
+adds to what earlier steps left there. During a step penstock's plan decides when that happens:
+
+- *Held* groups of parameters are gathered by UNSHARD, stay so until RESHARD, and are never gathered on the way.
+- *Frugal* groups, those whose user wrote `reshard_after_forward=True` (or a number), go on to gather and free their
+  parameters around each forward and each backward: that is a choice of memory over time which a plan must not undo.
+- Groups that are replicated and not sharded have nothing to gather: they get their full form when the step begins.
+
+No group reduces before REDUCE_GRAD, which runs the reduction of FSDP2 itself, so that its hooks, its divide
+factors, its mixed precision and its two-level meshes (HSDP) mean what they mean without a pipeline.
+
+Weight passes of a split backward do not pass through the module, and FSDP2 does not notice them. That matters only if
+gradients are added up in another dtype than that of the parameters: then a hook on the full parameter moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.utils.hooks import RemovableHandle
+
+from penstock.errors import RunError, StageError
+from penstock.parallel.protocol import Flags, StepOrder
+
+
+class FullyShardAdapter:
+    """One module under `fully_shard` or `replicate`, with all the modules inside it that are under them as well."""
+
+    reduces = True
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._root: Any = module._get_fsdp_state()
+        self._flags = Flags()
+        self._order = StepOrder()
+        self._hooks: list[RemovableHandle] = []
+        self._watched: set[int] = set()  # groups, by id
+        self._syncing: list[Any] = []  # groups that the user wants reduced
+
+    @property
+    def sharded(self) -> bool:
+        return any(_is_held(state, group) for state in self._states() for group in state._fsdp_param_groups)
+
+    def begin(self) -> None:
+        self._order.begin()
+        self._syncing = []
+        self._root._lazy_init()
+        if not self._root._is_root:
+            raise StageError(
+                f"the module of a stage, a {type(self._module).__name__}, has been run as a part of a larger module "
+                "under fully_shard, which still governs it; build the stages first, then wrap and run each of them"
+            )
+        flags = self._flags
+        flags.set(self._root._state_ctx, "is_last_backward", False)
+        for state in self._states():
+            for group in state._fsdp_param_groups:
+                if group.reduce_grads:
+                    self._syncing.append(group)
+                flags.set(group, "reduce_grads", False)
+                if _is_frugal(state, group):
+                    continue
+                flags.set(group, "reshard_after_backward", False)
+                flags.set(group, "post_forward_mesh_info", None)
+                if not state._states_to_backward_prefetch:
+                    flags.set(state, "_states_to_backward_prefetch", [state])  # itself, which is there: a no-op
+        for state, group in self._groups():
+            if not _is_held(state, group):
+                self._prepare(state, group)
+
+    def unshard(self) -> None:
+        self._order.unshard()
+        for state, group in self._groups():
+            if _is_held(state, group):
+                group.unshard(async_op=True)  # the forward or backward that needs it waits for it
+                self._watch(group)
+
+    def reshard(self) -> None:
+        self._order.reshard()
+        for state, group in self._groups():
+            if _is_held(state, group):
+                _free(group)
+
+    @torch.no_grad()
+    def reduce_grad(self) -> None:
+        self._order.reduce()
+        flags = Flags()
+        flags.set(self._root._state_ctx, "is_last_backward", True)
+        for group in self._syncing:
+            flags.set(group, "reduce_grads", True)
+        try:
+            self._root._root_post_backward_final_callback()
+        finally:
+            flags.restore()
+
+    def end(self, *, failed: bool = True) -> None:
+        if not self._order.end():
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._watched.clear()
+        left = [name for group in self._syncing for name in _drop_unreduced(group)]
+        if self._interrupted():
+            self._root._reset_iter_state()
+        for _, group in self._groups():
+            _free(group)
+            group._post_forward_indices.clear()
+        self._root._comm_ctx.post_forward_order.clear()
+        self._flags.restore()
+        if left and not failed:
+            names = ", ".join(left[:3]) + (" ..." if left[3:] else "")
+            raise RunError(
+                f"the gradients of {names} were not reduced over the replicas and are lost: the plan has no "
+                "REDUCE_GRAD after the last backward of this stage; lower it with `add_reduce_grad`"
+            )
+
+    def _states(self) -> list[Any]:
+        """All states of the tree; before the first step FSDP2 itself has not collected them yet."""
+        collected: list[Any] = self._root._state_ctx.all_states
+        if collected:
+            return collected
+        states = {}
+        for module in self._module.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                state = module._get_fsdp_state()
+                states[id(state)] = state
+        return list(states.values())
+
+    def _groups(self) -> Iterator[tuple[Any, Any]]:
+        for state in self._states():
+            for group in state._fsdp_param_groups:
+                yield state, group
+
+    def _prepare(self, state: Any, group: Any) -> None:
+        """At the beginning of a step, for a group that UNSHARD leaves alone."""
+        if not _is_sharded(group):
+            group.unshard()
+            group.wait_for_unshard()
+        elif _upcasts(group) and not _is_current(group):  # once: the full parameters must exist to carry a hook
+            group.unshard()
+            group.wait_for_unshard()
+            group.reshard()
+        self._watch(group)
+
+    def _watch(self, group: Any) -> None:
+        if id(group) in self._watched or not _upcasts(group):
+            return
+        self._watched.add(id(group))
+        if not _is_current(group):
+            group.wait_for_unshard()
+        for parameter in group.fsdp_params:
+            full = parameter._unsharded_param
+            if full.requires_grad:
+                self._hooks.append(full.register_post_accumulate_grad_hook(_mover(parameter)))
+
+    def _interrupted(self) -> bool:
+        """Whether an exception stopped a forward or a backward half-way."""
+        context = self._root._state_ctx
+        if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
+            return True
+        idle = TrainingState.IDLE
+        return any(state._training_state != idle or group._training_state != idle for state, group in self._groups())
+
+
+def _is_sharded(group: Any) -> bool:
+    return isinstance(group.mesh_info, FSDPMeshInfo)
+
+
+def _is_frugal(state: Any, group: Any) -> bool:
+    return _is_sharded(group) and group.post_forward_mesh_info is not None and not state._auto_reshard_after_forward
+
+
+def _is_held(state: Any, group: Any) -> bool:
+    return _is_sharded(group) and not _is_frugal(state, group)
+
+
+def _is_current(group: Any) -> bool:
+    """Whether the full parameters exist and know which of them are trained; gathering makes it so."""
+    return all(
+        hasattr(parameter, "_unsharded_param")
+        and parameter._unsharded_param.requires_grad == parameter.sharded_param.requires_grad
+        for parameter in group.fsdp_params
+    )
+
+
+def _upcasts(group: Any) -> bool:
+    return any(p.reduce_dtype not in (None, p.param_dtype or p.orig_dtype) for p in group.fsdp_params)
+
+
+def _mover(parameter: Any) -> Any:
+    """Moves a fresh gradient to the sum in the dtype of the reduction, as FSDP2 does after a full backward."""
+
+    def move(_: Any) -> None:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+
+    return move
+
+
+def _free(group: Any) -> None:
+    group.wait_for_unshard()  # gathered and never used
+    group.reshard()
+
+
+def _drop_unreduced(group: Any) -> list[str]:
+    """What a step that failed has added up must not leak into the next one; the names of the parameters concerned."""
+    names = []
+    for parameter in group.fsdp_params:
+        full = getattr(parameter, "_unsharded_param", None)
+        if full is None or (full.grad is None and parameter.unsharded_accumulated_grad is None):
+            continue
+        full.grad = parameter.unsharded_accumulated_grad = None
+        names.append(parameter._param_fqn or "a parameter")
+    return names
