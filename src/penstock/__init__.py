@@ -1,5 +1,50 @@
-"""penstock: pipeline parallelism for PyTorch that is planned, proved, measured and shown."""
+"""penstock: pipeline parallelism for PyTorch that is planned, proved, measured and shown.
+
+Names are resolved when they are first used, so that `import penstock` and the planning half load no torch.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+_HOME = {
+    name: module
+    for module, names in {
+        "penstock.errors": (
+            "PenstockError PlanError ParseError IncompleteError OrderError DeadlockError UnknownNameError SplitError "
+            "CaptureError BalanceError StageError ShapeError RunError PeerFailed RanksDisagree StepTimeout"
+        ),
+        "penstock.plan": "Action Op Overlap Placement Plan StageGraph check",
+        "penstock.schedules": "get_schedule all_schedules",
+        "penstock.lower": "lower Early Ahead JustInTime",
+        "penstock.simulate": "Costs Timeline simulate",
+        "penstock.batch": "TensorChunkSpec Replicate CustomReducer Microbatches sum_reducer merge_chunks",
+        "penstock.comm": "LocalWorld",
+        "penstock.stage.stage": "PipelineStage",
+        "penstock.run": (
+            "Schedule PipelineScheduleSingle PipelineScheduleMulti ScheduleForwardOnly ScheduleGPipe Schedule1F1B "
+            "ScheduleLoopedBFS ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleZBVZeroBubble "
+            "ScheduleDualPipeV ScheduleZBH1 ScheduleZBH2 ScheduleVHalf ScheduleVMin ScheduleVZB ActionContext "
+            "microbatch_rng"
+        ),
+    }.items()
+    for name in names.split()
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,85 @@
+"""Channel: this rank's end of the messages to and from one other rank, in the order of the plan."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.comm.transport import Transport, Work
+from penstock.run.layout import DATA, HEADER_NUMBERS, POISON
+
+Wait = Callable[[Work], object]
+
+
+class Poisoned(Exception):
+    """A cold message announced that its sender has failed."""
+
+
+class Channel:
+    """Sends are posted and reaped later; receives of a cold step are queued and pulled when somebody needs them."""
+
+    def __init__(self, transport: Transport, peer: int, wait: Wait, *, reap_after: int | None) -> None:
+        self.peer = peer
+        self.send = transport.sender(peer)
+        self.recv = transport.receiver(peer)
+        self.wait = wait
+        self.device = transport.device
+        self.sent: deque[Work] = deque()  # sends on their way
+        self.incoming: deque[Callable[[], None]] = deque()  # receives of a cold step that are not done yet
+        self.reap_after = reap_after  # how many sends may be on their way; None: any number
+        self.lost = False  # the connection is gone: nothing more is sent or received, so that the rest can be drained
+
+    def post(self, tensor: Tensor) -> None:
+        """Send a tensor; wait for an older send if many are on their way."""
+        sent = self.sent
+        if self.reap_after is not None and len(sent) >= self.reap_after:
+            self.wait(sent.popleft())
+        sent.append(self.send([tensor]))
+
+    def post_described(self, description: bytes, tensors: list[Tensor]) -> None:
+        """Send a message of a cold step."""
+        blob = torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device)
+        self.sent.append(self.send([self.numbers(DATA, blob.numel())]))
+        self.sent.append(self.send([blob]))
+        for tensor in tensors:
+            self.sent.append(self.send([tensor]))
+
+    def post_poison(self) -> None:
+        """Send, in place of a message of a cold step, that none will come."""
+        self.sent.append(self.send([self.numbers(POISON, 0)]))
+
+    def receive_description(self) -> bytes:
+        """Receive the description of a message of a cold step; its tensors follow."""
+        header = self.numbers(0, 0)
+        self.wait(self.recv([header]))
+        kind, length = header.tolist()
+        if kind == POISON:
+            raise Poisoned
+        blob = torch.empty(length, dtype=torch.uint8, device=self.device)
+        self.wait(self.recv([blob]))
+        return bytes(blob.tolist())
+
+    def receive(self, buffer: Tensor) -> Tensor:
+        self.wait(self.recv([buffer]))
+        return buffer
+
+    def numbers(self, *values: int) -> Tensor:
+        assert len(values) == HEADER_NUMBERS, "a header has a fixed size"
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def pull_until(self, done: Callable[[], bool]) -> None:
+        """Do queued receives, in their order, until `done`."""
+        while not done():
+            self.incoming.popleft()()
+
+    def flush(self) -> None:
+        """Wait for all sends."""
+        while self.sent:
+            self.wait(self.sent.popleft())
+
+    def clear(self) -> None:
+        self.sent.clear()
+        self.incoming.clear()

@@ -1,0 +1,136 @@
+"""What a message looks like: found in band in the first step with a signature, known to both ends from then on.
+
+In a *cold* step each message is preceded by a header of fixed size (two numbers: what it is, and how long its
+description is) and its description (JSON as bytes: shapes, types, the nest of the value). Both ends keep it as a layout;
+the *warm* steps that follow send tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ShapeError
+from penstock.stage.boundary import Spec
+from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, to_local
+
+HEADER_NUMBERS = 2
+DATA, POISON = 1, 2  # what a header announces: a message, or that its sender has failed and none will come
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """One tensor at a boundary between stages."""
+
+    shape: tuple[int, ...]  # of what travels: the local part of a distributed tensor
+    dtype: torch.dtype
+    requires_grad: bool
+    distributed: DTensorLayout | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLayout:
+        distributed = layout_of(tensor)
+        local = tensor if distributed is None else to_local(tensor)
+        return cls(tuple(local.shape), tensor.dtype, tensor.requires_grad, distributed)
+
+    def matches(self, tensor: Tensor) -> bool:
+        if self.distributed is not None or layout_of(tensor) is not None:
+            return TensorLayout.of(tensor) == self
+        return (
+            tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.requires_grad is self.requires_grad
+        )
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}{list(self.shape)}{' with gradient' if self.requires_grad else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One message forward: the tensors of a value, and the nest that they came in."""
+
+    tensors: tuple[TensorLayout, ...]
+    spec: Spec
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+    def encode(self) -> bytes:
+        rows = [
+            [list(t.shape), str(t.dtype), t.requires_grad, None if t.distributed is None else t.distributed.to_json()]
+            for t in self.tensors
+        ]
+        return json.dumps([rows, self.spec.to_json()]).encode()
+
+    @classmethod
+    def decode(cls, blob: bytes) -> Layout:
+        rows, spec = json.loads(blob)
+        return cls(
+            tuple(
+                TensorLayout(
+                    tuple(shape), _DTYPES[dtype], grad, None if distributed is None else DTensorLayout.from_json(distributed)
+                )
+                for shape, dtype, grad, distributed in rows
+            ),
+            Spec.from_json(spec),
+        )
+
+    def check(self, tensors: Sequence[Tensor], spec: Spec, stage: int, microbatch: int) -> None:
+        """Before a warm message is sent: is it what the other end expects?"""
+        if len(tensors) == 1 == len(self.tensors):
+            expected, tensor = self.tensors[0], tensors[0]
+            if (
+                tensor.shape == expected.shape
+                and tensor.dtype is expected.dtype
+                and tensor.requires_grad is expected.requires_grad
+                and expected.distributed is None
+                and type(tensor) is Tensor
+                and (spec is self.spec or spec == self.spec)
+            ):
+                return
+        if len(tensors) == len(self.tensors) and spec == self.spec and all(map(TensorLayout.matches, self.tensors, tensors)):
+            return
+        now = ", ".join(str(TensorLayout.of(tensor)) for tensor in tensors)
+        then = ", ".join(map(str, self.tensors))
+        nest = "" if spec == self.spec else f", in {spec} instead of {self.spec}"
+        raise ShapeError(
+            f"the output of stage {stage} for microbatch {microbatch} is ({now}), but the first step with inputs of these "
+            f"shapes gave ({then}){nest}. If it changes from step to step for other reasons than the shape of the first "
+            "stage's input, make the schedule with dynamic=True"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GradLayout:
+    """One message backward: which tensors of the forward message have a gradient."""
+
+    present: tuple[bool, ...]
+
+    def encode(self) -> bytes:
+        return json.dumps(self.present).encode()
+
+    @classmethod
+    def decode(cls, blob: bytes) -> GradLayout:
+        return cls(tuple(json.loads(blob)))
+
+
+def wire(tensor: Tensor) -> Tensor:
+    """What is sent of a tensor: its local part, contiguous, without its graph."""
+    local = to_local(tensor)
+    return local if local.is_contiguous() else local.contiguous()
+
+
+def unwire(local: Tensor, layout: TensorLayout, mesh: Any) -> Tensor:
+    """What the receiver makes of it."""
+    return local if layout.distributed is None else from_local(local, layout.distributed, mesh)

@@ -1,0 +1,97 @@
+"""The two small exchanges around every step: what is about to run, and whether it ran.
+
+The *preamble* goes down the ranks in the order of the stages, ahead of the first activation: the number of the step, its
+mode, its signature, whether it is cold. So ranks that are about to do different things find out before the first
+activation is sent. The *verdict* is a sum up and down a tree after the last action: a step succeeds on all ranks or on none,
+so no rank steps its optimizer on gradients that another rank does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import torch
+
+from penstock.comm.transport import Transport
+from penstock.errors import PenstockError
+from penstock.plan import Placement
+
+FAILED = -1  # in place of a signature: the first stage's rank failed before it knew one
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """What the first stage's rank is about to run."""
+
+    epoch: int
+    mode: int  # which program: 0 training, 1 forward only
+    signature: int  # a number for the shapes of the first stage's input, or FAILED
+    cold: int  # 1: messages describe themselves
+    num_microbatches: int
+
+    @property
+    def failed(self) -> bool:
+        return self.signature == FAILED
+
+
+class Preambles:
+    """Each rank hears from the rank of the stage before its first one, and tells the ranks that follow it."""
+
+    def __init__(self, transport: Transport, placement: Placement) -> None:
+        self.device = transport.device
+        first = [placement.stages_of(rank)[0] for rank in range(placement.num_ranks)]
+        parents = [None if stage == 0 else placement.rank_of(stage - 1) for stage in first]
+        rank = transport.rank
+        self.parent = parents[rank]
+        self.receive = None if self.parent is None else transport.receiver(self.parent)
+        self.send = [transport.sender(child) for child, parent in enumerate(parents) if parent == rank]
+        self.wait = transport.waiter()
+
+    def hear(self) -> Preamble:
+        assert self.receive is not None, "the first rank has nobody to hear from"
+        numbers = torch.empty(5, dtype=torch.int64, device=self.device)
+        self.wait(self.receive([numbers]))
+        return Preamble(*numbers.tolist())
+
+    def tell(self, preamble: Preamble) -> None:
+        if self.send:
+            numbers = torch.tensor(astuple(preamble), dtype=torch.int64, device=self.device)
+            for work in [send([numbers]) for send in self.send]:
+                self.wait(work)
+
+
+def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset()) -> bool:
+    """Whether all ranks are fine. A rank that cannot be reached is not; the others are told all the same."""
+    rank, size = transport.rank, transport.num_ranks
+    if size == 1:
+        return ok
+    children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+    flag = torch.tensor([0 if ok else 1], dtype=torch.int64, device=transport.device)
+    for child in children:
+        flag += _ask(transport, child, lost)
+    if rank > 0:
+        parent = (rank - 1) // 2
+        _tell(transport, parent, flag, lost)
+        flag = flag + _ask(transport, parent, lost)
+    for child in children:
+        _tell(transport, child, flag, lost)
+    return not flag.item()
+
+
+def _ask(transport: Transport, peer: int, lost: frozenset[int]) -> torch.Tensor:
+    answer = torch.ones(1, dtype=torch.int64, device=transport.device)
+    if peer not in lost:
+        try:
+            transport.irecv(answer, peer).wait()
+        except PenstockError:
+            answer.fill_(1)
+    return answer
+
+
+def _tell(transport: Transport, peer: int, flag: torch.Tensor, lost: frozenset[int]) -> None:
+    if peer in lost:
+        return
+    try:
+        transport.isend(flag, peer).wait()
+    except PenstockError:
+        flag.fill_(1)

@@ -1,0 +1,45 @@
+"""Random numbers that do not depend on the schedule: keyed by seed, stage, microbatch and step.
+
+    with microbatch_rng(seed=0, stage=1, microbatch=3, step=7):
+        output = module(x)      # draws what stage 1 draws for microbatch 3 in step 7, whatever the schedule
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+
+@contextmanager
+def microbatch_rng(*, seed: int, stage: int, microbatch: int, step: int) -> Iterator[None]:
+    """Inside, random numbers are those of this seed, stage, microbatch and step; outside, nothing has moved."""
+    text = f"penstock {seed} {stage} {microbatch} {step}"
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    devices = _devices()
+    with torch.random.fork_rng(devices=devices or [], device_type=_device_type() if devices else "cuda"):
+        torch.manual_seed(number)
+        yield
+
+
+def _device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def _devices() -> list[int]:
+    """The current accelerator, if there is one (untested on any)."""
+    return [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+
+
+class MicrobatchRng:
+    """The random state of a schedule with ``rng="per-microbatch"``."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0  # set by the schedule before each step
+
+    def at(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return microbatch_rng(seed=self.seed, stage=stage, microbatch=microbatch, step=self.step)

@@ -1,0 +1,265 @@
+"""Runner: the steps of one rank. A step succeeds on every rank or raises on every rank, and the next one works."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.comm.transport import FailureRecord, Transport
+from penstock.errors import PenstockError, RanksDisagree, RunError
+from penstock.plan.actions import Action, AnyAction, Op
+from penstock.run.boxes import Inbox, Outbox
+from penstock.run.channel import Channel, Poisoned
+from penstock.run.program import Call, Program, parts_of
+from penstock.run.protocol import FAILED, Preamble, Preambles, verdict
+from penstock.run.stage_run import StepInputs
+
+Prepare = Callable[[], tuple[StepInputs, Any]]
+"""Cuts the batch into microbatches; also gives what tells one shape of input from another."""
+
+
+class _Heard(Exception):
+    """Another rank has failed: stop computing."""
+
+
+@dataclass
+class Outcome:
+    """What a step leaves on this rank."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)  # by microbatch, on the rank of the last stage
+    outputs: list[Any] = field(default_factory=list)  # likewise, if they were asked for
+
+
+class Runner:
+    """Runs programs, one for each mode, over one transport."""
+
+    def __init__(self, transport: Transport, *, dynamic: bool = False) -> None:
+        self.transport = transport
+        self.dynamic = dynamic  # every step is cold: for models whose shapes change for reasons of their own
+        self.signatures: dict[Any, int] = {}
+        self.preambles: Preambles | None = None
+        self.recorder: Any = None
+
+    def step(self, programs: Callable[[int], Program], mode: int, prepare: Prepare) -> Outcome:
+        """One step in the given mode; `programs(mode)` does it."""
+        transport = self.transport
+        transport.begin_step()
+        try:
+            return self._step(programs, mode, prepare)
+        finally:
+            transport.end_step()
+
+    def _step(self, programs: Callable[[int], Program], mode: int, prepare: Prepare) -> Outcome:
+        error: BaseException | None = None
+        inputs = key = None
+        try:
+            inputs, key = prepare()
+        except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+            error = caught
+            self.report(None, caught)
+        preamble, error = self.agree(programs, mode, key, error)
+        program = programs(preamble.mode)
+        if preamble.failed:
+            return self.conclude(program, error, preamble)
+        if preamble.cold:
+            program.fresh_layouts()
+        else:
+            program.load_layouts(preamble.signature)
+        if error is not None:
+            self.drain(program, 0, cold=bool(preamble.cold))
+            return self.conclude(program, error, preamble)
+        assert inputs is not None, "no inputs without an error"
+        program.begin(inputs)
+        calls = program.cold if preamble.cold else program.warm
+        return self.conclude(program, self.run(program, calls, cold=bool(preamble.cold)), preamble)
+
+    # -- before
+
+    def agree(
+        self, programs: Callable[[int], Program], mode: int, key: Any, error: BaseException | None
+    ) -> tuple[Preamble, BaseException | None]:
+        """Tell or hear what is about to run."""
+        if self.preambles is None:
+            self.preambles = Preambles(self.transport, programs(mode).plan.placement)
+        size = programs(mode).plan.num_microbatches
+        if self.preambles.parent is None:
+            preamble = Preamble(self.transport.epoch, mode, *self.signature(programs(mode), mode, key, error), size)
+            self.preambles.tell(preamble)
+            return preamble, error
+        try:
+            preamble = self.preambles.hear()
+        except RuntimeError as caught:
+            explained = self.transport.explain(caught, peer=self.preambles.parent, what="the preamble of the step")
+            preamble = Preamble(self.transport.epoch, mode, FAILED, 1, size)
+            error = error or explained
+        self.preambles.tell(preamble)
+        mine = Preamble(self.transport.epoch, mode, preamble.signature, preamble.cold, size)
+        if mine != preamble and error is None and not preamble.failed:
+            error = RanksDisagree(
+                f"rank {self.transport.rank} is about to run {_spell(mine)}, "
+                f"rank {self.preambles.parent} {_spell(preamble)}. Call the same on every rank"
+            )
+            self.report(None, error)
+        return preamble, error
+
+    def signature(self, program: Program, mode: int, key: Any, error: BaseException | None) -> tuple[int, int]:
+        """The number of this shape of input, and whether it is new."""
+        if error is not None:
+            return FAILED, 1
+        number = self.signatures.setdefault((mode, key), len(self.signatures))
+        return number, int(self.dynamic or number not in program.saved)
+
+    # -- during
+
+    def run(self, program: Program, calls: Sequence[Call], *, cold: bool) -> BaseException | None:
+        """Work through the calls. What goes wrong comes back, when all messages of the step are out of the way."""
+        at = 0
+        transport = self.transport
+        if self.recorder is not None:
+            calls = self.recorder.watched(program, calls)
+        elif torch.autograd._profiler_enabled():
+            calls = [partial(_in_range, f"penstock:{action}", call) for action, call in zip(program.actions, calls, strict=True)]
+        try:
+            with torch.set_grad_enabled(program.setting.grad):
+                for at, call in enumerate(calls):
+                    call()
+                    if transport.failed is not None:
+                        raise _Heard
+                at = len(calls)
+                program.finish()
+        except (_Heard, Poisoned):
+            self.drain(program, at + 1, cold=cold)
+            return self.peer_failure() or RunError("the step was given up, but no rank says why")
+        except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
+            explained = self.explained(error)
+            action = program.actions[at] if at < len(program.actions) else None
+            self.report(action, explained)
+            self.drain(program, at if _posted_nothing(action) else at + 1, cold=cold)
+            return explained
+        finally:
+            if self.recorder is not None:
+                self.recorder.unwatch(program)
+        return None
+
+    def explained(self, error: BaseException) -> BaseException:
+        """An error of a message, which the backend words in its own way, becomes one that names the rank."""
+        if not isinstance(error, RuntimeError) or isinstance(error, PenstockError):
+            return error
+        frames = list(traceback.walk_tb(error.__traceback__))
+        owner = frames[-1][0].f_locals.get("self") if frames else None
+        channel = owner if isinstance(owner, Channel) else owner.channel if isinstance(owner, (Inbox, Outbox)) else None
+        if channel is None:
+            return error
+        channel.lost = True
+        explained = self.transport.explain(error, peer=channel.peer, what="a message of the step with")
+        explained.__cause__ = error
+        return explained
+
+    def report(self, action: AnyAction | None, error: BaseException) -> None:
+        """Tell the other ranks."""
+        single = parts_of(action)[0] if action is not None else None
+        self.transport.report_failure(
+            FailureRecord(
+                self.transport.rank,
+                None if single is None else single.stage,
+                None if action is None else str(action),
+                None if single is None else single.microbatch,
+                f"{type(error).__name__}: {error}",
+            )
+        )
+
+    def peer_failure(self) -> PenstockError | None:
+        record = self.transport.failed or self.transport.failure()
+        return None if record is None or record.rank == self.transport.rank else record.error()
+
+    # -- after
+
+    def drain(self, program: Program, at: int, *, cold: bool) -> None:
+        """Get the remaining messages of a failed step out of the way, without computing: post all, then wait for all."""
+        for action in program.actions[at:]:
+            for part in parts_of(action):
+                if part.op.is_message:
+                    self._drain_one(program, part, cold=cold)
+        for channel in program.channels.values():
+            while channel.incoming and not channel.lost:
+                pull = channel.incoming.popleft()
+                self._try(channel, pull)
+            while channel.sent and not channel.lost:
+                work = channel.sent.popleft()
+                self._try(channel, lambda channel=channel, work=work: channel.wait(work))
+        boxes: list[Inbox | Outbox] = [*program.inboxes.values(), *program.outboxes.values()]
+        for box in boxes:
+            for work in box.pending() if box.channel is not None else ():
+                if not box.channel.lost:  # type: ignore[union-attr]
+                    self._try(box.channel, lambda box=box, work=work: box.channel.wait(work))  # type: ignore[union-attr,arg-type]
+
+    def _drain_one(self, program: Program, action: Action, *, cold: bool) -> None:
+        box = program.message_box(action)
+        channel, microbatch = box.channel, action.microbatch
+        if channel is None or channel.lost or microbatch is None:
+            return
+        drain = box.drain_send if action.op in (Op.SEND_F, Op.SEND_B) else box.drain_receive
+        self._try(channel, lambda: drain(microbatch, cold=cold))
+
+    @staticmethod
+    def _try(channel: Channel, do: Callable[[], object]) -> None:
+        """A peer that is gone cannot be drained: from its first error on its channel is left alone."""
+        try:
+            do()
+        except Poisoned:
+            return
+        except (RuntimeError, PenstockError):
+            channel.lost = True
+
+    def conclude(self, program: Program, error: BaseException | None, preamble: Preamble) -> Outcome:
+        """Succeed on all ranks, or raise on all; nothing of the step is left either way."""
+        left = [] if error is not None else program.left_over()
+        if left:
+            error = RunError(f"left over at the end of the step: {', '.join(left[:8])}; the plan did not use them up")
+            self.report(None, error)
+        outcome = Outcome()
+        for run in program.runs.values():
+            if run.stage.is_last:
+                outcome.losses = [loss for loss in run.reported if loss is not None]
+                outcome.outputs = list(run.outputs) if run.inputs.keep_outputs else []
+        lost = frozenset(peer for peer, channel in program.channels.items() if channel.lost)
+        program.clear()
+        for channel in program.channels.values():
+            channel.lost = False
+        fine = verdict(self.transport, ok=error is None, lost=lost)
+        if fine:
+            if preamble.cold and not self.dynamic:
+                program.save_layouts(preamble.signature)
+            return outcome
+        peer = self.peer_failure()
+        if peer is not None and (error is None or not isinstance(error, Exception) or self._follows(error)):
+            if isinstance(error, BaseException) and not isinstance(error, Exception):
+                raise error
+            raise peer from error
+        raise error or RunError("another rank failed, and its reason has not reached the store")
+
+    def _follows(self, error: BaseException) -> bool:
+        """Whether this rank's error came after another's, whose dummy messages may have caused it."""
+        record = self.transport.failed or self.transport.failure()
+        return record is not None and record.rank != self.transport.rank and not isinstance(error, RanksDisagree)
+
+
+def _posted_nothing(action: AnyAction | None) -> bool:
+    """A message that raised did so before anything was posted: its checks come first."""
+    return isinstance(action, Action) and action.op.is_message
+
+
+def _spell(preamble: Preamble) -> str:
+    mode = {0: "a training step", 1: "an evaluation"}.get(preamble.mode, f"mode {preamble.mode}")
+    return f"{mode} (number {preamble.epoch}) of {preamble.num_microbatches} microbatches"
+
+
+def _in_range(name: str, call: Call) -> None:
+    """While a profiler runs: an action in a range of its name."""
+    with torch.profiler.record_function(name):
+        call()

@@ -1,0 +1,398 @@
+"""Schedule: stages and a plan, ready to train. The classes of `penstock.run.classes` are names for it, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from penstock import __version__
+from penstock.batch import Microbatches, merge_chunks, sizes_of, split_batch, split_target, weights
+from penstock.comm.distributed import DistributedTransport
+from penstock.comm.local import LocalWorld
+from penstock.comm.transport import Transport
+from penstock.errors import DeadlockError, PlanError, RunError, StageError
+from penstock.lower import Ahead, Early, ReceivePolicy, lower
+from penstock.parallel import adapt
+from penstock.plan import AnyAction, Op, Overlap, Placement, Plan, StageGraph, check, dumps, load
+from penstock.run.program import Program, Setting
+from penstock.run.record import Recorder, Recording
+from penstock.run.rng import MicrobatchRng
+from penstock.run.runner import Runner
+from penstock.run.stage_run import StepInputs
+from penstock.schedules import get_schedule
+from penstock.stage.boundary import flatten
+from penstock.stage.stage import PipelineStage
+
+TRAIN, FORWARD = 0, 1
+CustomFunction = Callable[[AnyAction, "ActionContext"], object]
+
+
+class ActionContext:
+    """What a user's function for a kind of action is given beside the action.
+
+        def overlapped(action, context):
+            context.run(action.first)
+            context.run(action.second)
+
+        schedule.register_custom_function(Overlap, overlapped)
+    """
+
+    def __init__(self, schedule: Schedule, program: Program) -> None:
+        self.schedule = schedule
+        self._program = program
+        self.cold = False
+
+    def stage(self, index: int) -> PipelineStage:
+        """A stage of this rank."""
+        return self._program.stages[index]
+
+    @property
+    def inputs(self) -> StepInputs:
+        """The microbatches of this step: `args`, `kwargs`, `targets`."""
+        return next(iter(self._program.runs.values())).inputs
+
+    def run(self, action: AnyAction) -> None:
+        """Do an action as penstock does it; messages of the step included."""
+        self._program.default(action, cold=self.cold)()
+
+
+class Schedule:
+    """Stages and a plan, ready to train.
+
+        schedule = Schedule.from_plan(load("plan.csv"), stages, loss_fn=loss_fn)
+        schedule.step(batch, target=labels)
+
+    Common parameters:
+
+    `n_microbatches`     into how many microbatches a batch is cut.
+    `loss_fn`            called as ``loss_fn(output, target, **loss_kwargs)`` for each microbatch on the last stage.
+    `scale_grads`        True: each microbatch's loss counts by its share of the batch (1/n when it divides evenly), so a
+                         loss that is a mean gives the gradient of the whole batch's mean. False: as it is (sums).
+    `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`  see `penstock.batch`.
+    `rng`                "per-microbatch": random numbers keyed by `seed`, stage, microbatch and step.
+    `dynamic`            True: shapes may change from step to step for reasons other than the input's shape.
+    """
+
+    recipe: ClassVar[str | None] = None  # the name of the schedule in penstock.schedules
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        *,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        target_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        plan: Plan | None = None,
+        receives: ReceivePolicy | None = None,
+        rng: Literal["per-microbatch"] | None = None,
+        seed: int = 0,
+        dynamic: bool = False,
+    ) -> None:
+        if not stages:
+            raise StageError("a schedule without stages; expected the stages of this rank")
+        if n_microbatches < 1:
+            raise PlanError(f"n_microbatches={n_microbatches}; expected at least 1 of the microbatches")
+        self._stages = sorted(stages, key=lambda stage: getattr(stage, "stage_index", 0))
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
+        self._target_chunk_spec, self._output_merge_spec = target_chunk_spec, output_merge_spec
+        self.scale_grads = scale_grads
+        self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
+        self._num_stages = stages[0].num_stages
+        self._given_plan = plan
+        self._receives = receives
+        self._rng = MicrobatchRng(seed) if rng == "per-microbatch" else None
+        self._dynamic = dynamic
+        self._custom: dict[Any, CustomFunction] = {}
+        self._programs: dict[int, Program] = {}
+        self._plan: Plan | None = None
+        self._runner: Runner | None = None
+        self._steps = 0
+
+    @classmethod
+    def from_plan(
+        cls, plan: Plan | str | PathLike[str], stages: PipelineStage | Sequence[PipelineStage], **options: Any
+    ) -> Self:
+        """A schedule that runs this plan, or plan file, compute-only or lowered. Options as in the constructor."""
+        if not isinstance(plan, Plan):
+            plan = load(plan)
+        many = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        made = cls.__new__(cls)
+        Schedule.__init__(made, many, plan.num_microbatches, plan=plan, **options)
+        return made
+
+    # -- the plan
+
+    @property
+    def plan(self) -> Plan:
+        """What is computed, and in which order. `lowered_plan` is what is run."""
+        if self._plan is None:
+            self._plan = self._place(self.make_plan())
+        return self._plan
+
+    def make_plan(self) -> Plan:
+        """The plan of compute actions; a subclass may build its own."""
+        if self._given_plan is not None:
+            return self._given_plan
+        if self.recipe is None:
+            raise PlanError(f"{type(self).__name__} has no plan; use Schedule.from_plan(plan, stages), or override make_plan")
+        recipe = get_schedule(self.recipe)
+        per_rank, rest = divmod(self._num_stages, self.pp_group_size)
+        if rest:
+            raise PlanError(
+                f"{self._num_stages} stages over {self.pp_group_size} ranks; {self.recipe} needs the same number on every rank"
+            )
+        return recipe(self.pp_group_size, self._n_microbatches, stages_per_rank=per_rank)
+
+    def _place(self, plan: Plan) -> Plan:
+        """The plan for the graph of these stages, checked against where they are."""
+        routes = getattr(self._stages[0], "routes", None)
+        if routes is not None:
+            plan = plan.with_graph(StageGraph.of(plan.num_stages, routes.edges))
+        if plan.num_stages != self._num_stages or plan.num_ranks != self.pp_group_size:
+            raise PlanError(
+                f"the plan is for {plan.num_stages} stages on {plan.num_ranks} ranks, but there are {self._num_stages} stages "
+                f"on {self.pp_group_size} ranks"
+            )
+        here = tuple(sorted(stage.stage_index for stage in self._stages))
+        if here != plan.placement.stages_of(self.rank):
+            raise PlanError(
+                f"rank {self.rank} holds stages {list(here)}, but {plan.name or 'the plan'} places "
+                f"{list(plan.placement.stages_of(self.rank))} there; make the stages for those"
+            )
+        return plan
+
+    @property
+    def placement(self) -> Placement:
+        return self.plan.placement
+
+    def lowered_plan(self, *, forward_only: bool = False) -> Plan:
+        """The very plan that is run, messages and all."""
+        return self._program(FORWARD if forward_only else TRAIN).plan
+
+    def _lower(self, mode: int, adapters: Mapping[int, Any]) -> Plan:
+        plan = self.plan if mode == TRAIN else self.plan.forward_only()
+        if plan.is_lowered:
+            return plan
+        default: ReceivePolicy = Early() if mode == TRAIN else Ahead(2)
+        return lower(
+            plan,
+            receives=self._receives or default,
+            shards=any(adapter.sharded for adapter in adapters.values()),
+            reduce=mode == TRAIN and any(adapter.reduces for adapter in adapters.values()),
+        )
+
+    def _program(self, mode: int) -> Program:
+        program = self._programs.get(mode)
+        if program is None:
+            adapters = {stage.stage_index: adapt(stage.submod) for stage in self._stages}
+            plan = self._lower(mode, adapters)
+            check(plan)
+            try:
+                check(plan, sends="blocking")
+                reap = True
+            except DeadlockError:
+                reap = False  # it runs, since sends are asynchronous; only nothing may wait for one before the end
+            setting = Setting(plan, grad=mode == TRAIN, reap=reap, adapters=adapters, custom=self._custom, rng=self._rng)
+            program = self._programs[mode] = Program(setting, self._stages, self._connect().transport)
+            program.context = ActionContext(self, program)
+        return program
+
+    def _connect(self) -> Runner:
+        if self._runner is None:
+            stage = self._stages[0]
+            self._runner = Runner(transport_of(stage.group, stage.device), dynamic=self._dynamic)
+            facts = {
+                "schedule": self.plan.name or type(self).__name__,
+                "plan": hashlib.sha256(dumps(self.plan).encode()).hexdigest()[:16],
+                "microbatches": str(self._n_microbatches),
+                "placement": str(self.plan.placement.ranks),
+                "loss": "with loss" if self._loss_fn is not None else "without loss",
+                "penstock": __version__,
+                "torch": torch.__version__,
+            }
+            self._runner.transport.agree("the first step of a schedule", facts)
+        return self._runner
+
+    def register_custom_function(self, kind: Op | type[Overlap], function: CustomFunction) -> None:
+        """Do actions of a kind with a function of your own: ``function(action, context)``. Before the first step."""
+        if self._programs:
+            raise RunError("register_custom_function after the first step; the plan is bound by then. Call it before")
+        self._custom[kind] = function
+
+    # -- steps
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One training step over a whole batch: cut into microbatches, forward and backward; gradients add up in `.grad`.
+
+        Every rank calls it. The rank of the first stage gives the model's arguments, that of the last stage `target`;
+        giving them everywhere is fine. Keyword arguments go to the stages of this rank that take them. `losses`, a
+        list, is filled with each microbatch's loss on the last stage's rank; the merged outputs are returned there.
+
+        Without a `loss_fn` there is nothing to differentiate, and the step is an evaluation.
+        """
+        mode = TRAIN if self._loss_fn is not None and self.plan.has_backward else FORWARD
+        return self._run(mode, args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The same forward only, without gradients; any batch size. Modules stay in the mode that they are in."""
+        return self._run(FORWARD, args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs)
+
+    def _run(
+        self,
+        mode: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        target: Any,
+        losses: list[Tensor] | None,
+        keep: bool,
+        loss_kwargs: Mapping[str, Any] | None,
+    ) -> Any:
+        runner = self._connect()
+        grad_enabled = torch.is_grad_enabled()
+
+        def prepare() -> tuple[StepInputs, Any]:
+            if mode == TRAIN and not grad_enabled:
+                raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
+            return self._prepare(args, kwargs, target, keep=keep, loss_kwargs=loss_kwargs)
+
+        if self._rng is not None:
+            self._rng.step = self._steps
+        program = self._program(mode)
+        adapters = program.setting.adapters.values()
+        for adapter in adapters:
+            adapter.begin()
+        try:
+            outcome = runner.step(self._program, mode, prepare)
+        finally:
+            for adapter in adapters:
+                adapter.end()
+        self._steps += mode == TRAIN
+        if losses is not None and self._has_last:
+            losses[:] = outcome.losses
+        if not keep or not self._has_last:
+            return None
+        return merge_chunks(outcome.outputs, self._output_merge_spec)
+
+    @property
+    def _has_first(self) -> bool:
+        return any(stage.is_first for stage in self._stages)
+
+    @property
+    def _has_last(self) -> bool:
+        return any(stage.is_last for stage in self._stages)
+
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, keep: bool, loss_kwargs: Mapping[str, Any] | None
+    ) -> tuple[StepInputs, Any]:
+        """Cut what this rank's stages read into microbatches, and say what tells this shape of input from others."""
+        inputs = StepInputs(loss_kwargs=loss_kwargs or {}, keep_outputs=keep, loss_fn=self._loss_fn)
+        size = self._n_microbatches
+        captured = self._stages[0].routes is not None
+        if self._has_first and not args and not kwargs:
+            raise RunError("rank of the first stage: step() without arguments; expected the model's input, step(x, ...)")
+        if args or kwargs:
+            given = args if self._has_first or captured else ()
+            inputs.args, inputs.kwargs = split_batch(
+                given or args, kwargs, size, args_spec=self._args_chunk_spec, kwargs_spec=self._kwargs_chunk_spec
+            )
+        if self._has_last and self._loss_fn is not None:
+            if target is None and not captured:
+                if torch.is_grad_enabled() and self.plan.has_backward:
+                    raise RunError("rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)")
+            else:
+                inputs.targets = split_target(target, size, target_spec=self._target_chunk_spec)
+            if self.scale_grads:
+                inputs.weights = self._weights(inputs)
+        return inputs, _shapes(args, kwargs) if self._has_first else None
+
+    def _weights(self, inputs: StepInputs) -> list[float]:
+        """The share of each microbatch in the batch."""
+        sizes = sizes_of(inputs.targets) if inputs.targets is not None else None
+        if sizes is None and inputs.args is not None:
+            sizes = sizes_of(inputs.args)
+        if sizes is None or len(set(sizes)) == 1 or not sum(sizes):
+            return [1 / self._n_microbatches] * self._n_microbatches
+        return [float(weight) for weight in weights(sizes)]
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Measure the steps inside; afterwards `recording.timeline` is that of the last one, of all ranks.
+
+        with schedule.record() as recording:
+            schedule.step(batch, target=labels)
+        print(recording.timeline.bubble_makespan)
+        """
+        runner = self._connect()
+        recorder = Recorder(runner.transport)
+        runner.recorder = recorder
+        recording = Recording()
+        try:
+            yield recording
+        finally:
+            runner.recorder = None
+        recording.finish(recorder, runner.transport)
+
+
+def transport_of(group: Any, device: torch.device) -> Transport:
+    """The transport of a stage's group: one that was handed over, the process group's, or one rank alone."""
+    if isinstance(group, Transport):
+        return group
+    if group is None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return LocalWorld(1).transports[0]
+    return DistributedTransport.of(group, device=device)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What tells one shape of input from another."""
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+        return args[0].shape, args[0].dtype, args[0].requires_grad
+    if any(isinstance(arg, Microbatches) for arg in args) or any(isinstance(v, Microbatches) for v in kwargs.values()):
+        values: Any = ([list(a) if isinstance(a, Microbatches) else a for a in args], dict(kwargs))
+    else:
+        values = (args, kwargs)
+    tensors, spec = flatten(_plain(values))
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors), spec
+
+
+def _plain(value: Any) -> Any:
+    """What cannot cross a boundary may still be an argument (a mask object, a cache): its type stands for it."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Microbatches):
+        return [_plain(item) for item in value]
+    try:
+        flatten(value)
+    except StageError:
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return value

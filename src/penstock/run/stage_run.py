@@ -1,0 +1,224 @@
+"""StageRun: one stage at work: its forward and its backward, microbatch by microbatch, between its boxes."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import StageError
+from penstock.run.boxes import Inbox, Outbox
+from penstock.run.rng import MicrobatchRng
+from penstock.stage.backward import Deferral, ManualWeight, backward_input, backward_weight, can_split, run_deferred
+from penstock.stage.engine import run_engine
+from penstock.stage.stage import PipelineStage
+
+
+@dataclass
+class StepInputs:
+    """What the user gave for one step, cut into microbatches."""
+
+    args: list[tuple[Any, ...]] | None = None  # on the rank of the first stage
+    kwargs: list[dict[str, Any]] = field(default_factory=list)
+    targets: list[Any] | None = None  # on the rank of the last stage
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weights: list[float] | None = None  # of the microbatches in the loss; None: each counts 1
+    keep_outputs: bool = False
+    loss_fn: Callable[..., Tensor] | None = None
+
+
+class StageRun:
+    """One stage of this rank, in one mode: training with a full or a split backward, or forward only."""
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        num_microbatches: int,
+        *,
+        inboxes: dict[int, Inbox],
+        outboxes: list[Outbox],
+        grad: bool,
+        split: frozenset[int],
+        rng: MicrobatchRng | None,
+    ) -> None:
+        self.stage = stage
+        self.module = stage.submod
+        self.inboxes = inboxes
+        self.outboxes = outboxes
+        self.grad = grad
+        self.rng = rng
+        self.split = split  # the microbatches whose backward comes in two parts
+        self.inputs = StepInputs()
+        self.manual = stage.dw_builder if split else None
+        self.deferral = Deferral(self.module) if split and self.manual is None else None
+        self.pending: list[Any] = [None] * num_microbatches
+        self.losses: list[Tensor | None] = [None] * num_microbatches
+        self.reported: list[Tensor | None] = [None] * num_microbatches
+        self.outputs: list[Any] = [None] * num_microbatches
+        self.accepted = accepted_keywords(self.module)
+        self.chain = stage.routes is None
+        self.box = next(iter(inboxes.values()), None)
+        if split and self.manual is None and not can_split(self.module):
+            warnings.warn(
+                f"stage {stage.stage_index} is compiled: its backward cannot be taken apart, so the input slot does all of "
+                "it and the weight slot what is left. The gradients are right; the bubble is that of a full backward",
+                stacklevel=2,
+            )
+
+    # -- the actions
+
+    def forward(self, microbatch: int) -> None:
+        """F."""
+        args, kwargs = self.arguments(microbatch)
+        if self.rng is None:
+            output = self.call(microbatch, args, kwargs)
+        else:
+            with self.rng.at(self.stage.stage_index, microbatch):
+                output = self.call(microbatch, args, kwargs)
+        for outbox in self.outboxes:
+            outbox.keep(microbatch, output)
+        if not self.grad:
+            for inbox in self.inboxes.values():
+                inbox.read(microbatch)
+
+    def call(self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module, and on the last stage the loss."""
+        if microbatch not in self.split:
+            output = self.module(*args, **kwargs)
+        elif self.deferral is not None:
+            output, self.pending[microbatch] = run_deferred(self.deferral, self.module, args, kwargs)
+        else:
+            output = self.module(*args, **kwargs)
+            self.pending[microbatch] = ManualWeight(self.manual)  # type: ignore[arg-type]
+        if self.stage.is_last:
+            self.finish(microbatch, output)
+        return output
+
+    def finish(self, microbatch: int, output: Any) -> None:
+        """The last stage: compute the loss, keep the output if it is asked for."""
+        inputs = self.inputs
+        if inputs.loss_fn is not None and inputs.targets is not None:
+            loss = inputs.loss_fn(output, inputs.targets[microbatch], **inputs.loss_kwargs)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+                raise StageError(f"loss_fn returned {what}; expected a tensor with one number")
+            if self.grad:
+                self.losses[microbatch] = loss
+            self.reported[microbatch] = loss.detach().clone()  # of its own: a loss can keep its input's memory alive
+        if inputs.keep_outputs:
+            self.outputs[microbatch] = detached(output) if self.grad else output
+
+    def backward(self, microbatch: int) -> None:
+        """B."""
+        roots, grads = self.seeds(microbatch)
+        if roots:
+            run_engine(tuple(roots), tuple(grads))
+
+    def backward_input(self, microbatch: int) -> None:
+        """I."""
+        roots, grads = self.seeds(microbatch)
+        leaves = [leaf for inbox in self.inboxes.values() for leaf in inbox.leaves[microbatch] or ()]
+        backward_input(roots, grads, self.pending[microbatch], inputs=leaves)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W."""
+        pending, self.pending[microbatch] = self.pending[microbatch], None
+        backward_weight(pending)
+
+    # -- their parts
+
+    def arguments(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with."""
+        kwargs = self.inputs.kwargs[microbatch] if self.inputs.kwargs else {}
+        if self.chain:
+            if self.box is None:
+                args = self.inputs.args[microbatch]  # type: ignore[index]
+            else:
+                value = self.box.ready(microbatch)
+                args = (value,) if type(value) is Tensor else positional(value)
+            if kwargs and self.accepted is not None:
+                kwargs = {name: value for name, value in kwargs.items() if name in self.accepted}
+            return args, kwargs
+        values: dict[int, dict[int, Any]] = {}
+        for producer, inbox in self.inboxes.items():
+            bundle = inbox.ready(microbatch)
+            values[producer] = dict(zip(inbox.places, bundle, strict=True))
+        args = self.inputs.args[microbatch] if self.inputs.args is not None else ()
+        return self.stage.routes.call(values, args, kwargs)  # type: ignore[union-attr]
+
+    def seeds(self, microbatch: int) -> tuple[list[Tensor], list[Tensor]]:
+        """What the backward starts from: outputs that have a gradient, and it; on the last stage the loss."""
+        roots: list[Tensor] = []
+        grads: list[Tensor] = []
+        for outbox in self.outboxes:
+            found = outbox.gradients(microbatch)
+            for tensor, grad in zip(outbox.tensors[microbatch] or (), found, strict=True):
+                if grad is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    grads.append(grad)
+            outbox.tensors[microbatch] = outbox.specs[microbatch] = None
+        loss = self.losses[microbatch]
+        if loss is not None:
+            self.losses[microbatch] = None
+            if loss.requires_grad:
+                weights = self.inputs.weights
+                weight = 1.0 if weights is None else weights[microbatch]
+                roots.append(loss)
+                grads.append(torch.full_like(loss, weight))
+        return roots, grads
+
+    # -- around a step
+
+    def left_over(self) -> list[str]:
+        index = self.stage.stage_index
+        found = [f"weight work of stage {index}, microbatch {m}" for m, p in enumerate(self.pending) if p is not None]
+        found += [f"loss of microbatch {m}" for m, loss in enumerate(self.losses) if loss is not None]
+        return found
+
+    def clear(self) -> None:
+        size = len(self.pending)
+        self.pending[:] = [None] * size
+        self.losses[:] = [None] * size
+        self.reported[:] = [None] * size
+        self.outputs[:] = [None] * size
+        self.inputs = StepInputs()
+        if self.deferral is not None:
+            self.deferral.reset()
+
+
+def positional(value: Any) -> tuple[Any, ...]:
+    """A stage gets the tuple (or list) that the stage before it returned as its arguments, and anything else as one."""
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return value
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def detached(value: Any) -> Any:
+    """The output without its graph; no copy."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    from penstock.stage.boundary import flatten, unflatten
+
+    tensors, spec = flatten(value)
+    return unflatten(spec, [tensor.detach() for tensor in tensors])
+
+
+def accepted_keywords(module: torch.nn.Module) -> frozenset[str] | None:
+    """The keyword arguments that a module's forward takes; None: any."""
+    inner = module
+    while isinstance(inner, (torch.nn.parallel.DistributedDataParallel,)):
+        inner = inner.module
+    try:
+        parameters = inspect.signature(inner.forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+

@@ -1,0 +1,115 @@
+"""DTensors at the boundary between stages: their local part travels, the rest is described."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ShapeError
+
+
+def _dtensor_type() -> Any:
+    """DTensor, if anybody has imported it; a program without it has none, and does not pay for the import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorLayout:
+    """How a DTensor is spread, in plain values."""
+
+    shape: tuple[int, ...]  # of the whole
+    stride: tuple[int, ...]
+    placements: tuple[str, ...]  # "R", "S0", "Psum"
+    mesh_names: tuple[str, ...] | None
+    mesh_shape: tuple[int, ...]
+
+    def to_json(self) -> list[Any]:
+        names = None if self.mesh_names is None else list(self.mesh_names)
+        return [list(self.shape), list(self.stride), list(self.placements), names, list(self.mesh_shape)]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> DTensorLayout:
+        shape, stride, placements, names, mesh = data
+        return cls(tuple(shape), tuple(stride), tuple(placements), None if names is None else tuple(names), tuple(mesh))
+
+
+def layout_of(tensor: Tensor) -> DTensorLayout | None:
+    """How a DTensor is spread; None for any other tensor."""
+    if type(tensor) is Tensor:
+        return None
+    dtensor = _dtensor_type()
+    if dtensor is None or not isinstance(tensor, dtensor):
+        return None
+    value: Any = tensor
+    mesh = value.device_mesh
+    return DTensorLayout(
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tuple(map(_spell, value.placements)),
+        None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names),
+        tuple(mesh.mesh.shape),
+    )
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds, without its graph; any other tensor as it is."""
+    if type(tensor) is Tensor:
+        return tensor
+    dtensor = _dtensor_type()
+    if dtensor is None or not isinstance(tensor, dtensor):
+        return tensor
+    value: Any = tensor
+    local: Tensor = value.detach().to_local()
+    return local
+
+
+def from_local(local: Tensor, layout: DTensorLayout, mesh: Any) -> Tensor:
+    """The DTensor of which this is the local part, on the mesh of the receiving stage."""
+    if mesh is None:
+        raise ShapeError(
+            f"a DTensor of shape {list(layout.shape)} arrived, but this stage has no mesh to put it on: its module holds no "
+            "DTensor parameter. Give one: PipelineStage(..., get_mesh=lambda names, layout: mesh)"
+        )
+    if tuple(mesh.mesh.shape) != layout.mesh_shape:
+        raise ShapeError(f"a DTensor on a mesh of {layout.mesh_shape} arrived at a stage on a mesh of {tuple(mesh.mesh.shape)}")
+    dtensor = _dtensor_type()
+    value: Tensor = dtensor.from_local(
+        local,
+        mesh,
+        tuple(map(_placement, layout.placements)),
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=layout.stride,
+    )
+    return value
+
+
+def mesh_of(module: torch.nn.Module, get_mesh: Callable[..., Any] | None, layout: DTensorLayout | None) -> Any:
+    """The mesh that a stage puts arriving DTensors on: asked of the user, or read off its parameters."""
+    if get_mesh is not None and layout is not None:
+        return get_mesh(layout.mesh_names, None)
+    dtensor = _dtensor_type()
+    if dtensor is None:
+        return None
+    found = (p.device_mesh for p in module.parameters() if isinstance(p, dtensor))
+    return next(iter(found), None)
+
+
+def _spell(placement: Any) -> str:
+    if placement.is_shard():
+        return f"S{placement.dim}"
+    return "R" if placement.is_replicate() else f"P{placement.reduce_op}"
+
+
+def _placement(text: str) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if text[0] == "S":
+        return Shard(int(text[1:]))
+    return Replicate() if text == "R" else Partial(text[1:])

@@ -1,0 +1,25 @@
+"""Routes: which outputs of which stages a captured stage reads, and how it calls its module with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+
+class Routes(Protocol):
+    """What a captured stage knows of the whole model. A hand-made stage has none: it reads all that the one before gives."""
+
+    @property
+    def edges(self) -> Iterable[tuple[int, int]]:
+        """(producer, consumer) for every pair of stages between which something travels."""
+        ...
+
+    def wanted_on(self, producer: int, consumers: Iterable[int]) -> tuple[int, ...]:
+        """Which of the producer's outputs these stages read, by their place, in order."""
+        ...
+
+    def call(
+        self, values: Mapping[int, Mapping[int, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of this stage's module: from `values[producer][place]` and the model's own microbatch."""
+        ...
