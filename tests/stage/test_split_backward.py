@@ -145,7 +145,9 @@ def test_linear_layers_of_every_shape_and_dtype_give_the_same_bits(
     ],
 )
 def test_inputs_of_any_layout(view: Callable[[Tensor], Tensor], bias: bool) -> None:
-    module = lambda: Of(lambda m, x: m.b(torch.relu(m.a(view(x)))), a=nn.Linear(6, 5, bias), b=nn.Linear(5, 3, bias)).double()  # noqa: E731, E501
+    module = lambda: Of(
+        lambda m, x: m.b(torch.relu(m.a(view(x)))), a=nn.Linear(6, 5, bias), b=nn.Linear(5, 3, bias)
+    ).double()  # noqa: E731, E501
     assert compare(module, batches(2, 4, 6))["waited"] == 12
 
 
@@ -204,9 +206,9 @@ def twice(m: Any, x: Tensor) -> Tensor:
 
 def in_place(m: Any, x: Tensor) -> Tensor:
     y = m.a(x)
-    y.mul_(2).relu_()
+    y.mul_(2).add_(1)
     y[:, 0] = 1
-    return m.b(y.add_(1))
+    return m.b(y.tanh_())
 
 
 def attention() -> nn.Module:
@@ -276,13 +278,13 @@ def without_grad(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", MODULES)
 def test_split_equals_full_and_defers_what_it_can(name: str) -> None:
     make, deferred = MODULES[name]
-    split = compare(lambda: make().double(), batches(5, 6))
+    split = compare(lambda: make().double(), batches(5, 6), exact="otherwise" not in name)
     if deferred is not None:
         assert split["waited"] == 6 * deferred
 
 
 def test_attention_of_torch_defers_its_projections() -> None:
-    assert compare(lambda: attention().double(), batches(2, 3, 6))["waited"] == 6 * 3
+    assert compare(lambda: attention().double(), batches(2, 3, 6))["waited"] == 6 * 4
 
 
 def test_module_backward_hooks_fire_once() -> None:
@@ -302,30 +304,31 @@ def test_module_backward_hooks_fire_once() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_checkpointing_recomputes_once_and_still_defers(reentrant: bool, bias: bool) -> None:
-    runs: Counter[bool] = Counter()
+    runs: Counter[str] = Counter()
 
     def call(m: Any, x: Tensor) -> Tensor:
-        def inner(y: Tensor) -> Tensor:
-            runs[torch.is_grad_enabled()] += 1
-            return m.c(torch.tanh(m.b(y)))
+        def inner(layer: nn.Module, y: Tensor) -> Tensor:
+            runs["any"] += 1
+            return torch.tanh(layer(torch.tanh(y)))
 
-        y = m.a(x)
-        y = checkpoint(inner, y, use_reentrant=reentrant)
-        return checkpoint(inner, y, use_reentrant=reentrant)
+        y = checkpoint(inner, m.b, m.a(x), use_reentrant=reentrant)
+        return checkpoint(inner, m.c, y, use_reentrant=reentrant)
 
     split = compare(
         lambda: Of(call, a=nn.Linear(6, 6, bias), b=nn.Linear(6, 6, bias), c=nn.Linear(6, 6, bias)).double(),
         batches(4, 6),
-        exact=not reentrant,
     )
-    assert split["waited"] == 6 * 5
+    assert split["waited"] == 6 * 3
     assert sum(runs.values()) == 2 * 6 * 2 * 2  # full and split; microbatches; regions; forward and recomputation
 
 
 def test_checkpointed_inputs_are_not_kept_between_forward_and_backward() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
     value, pending = run_deferred(
-        Deferral(), lambda x: checkpoint(module, x, use_reentrant=False), (torch.ones(8, 64).double().requires_grad_(),), {}
+        Deferral(),
+        lambda x: checkpoint(module, x, use_reentrant=False),
+        (torch.ones(8, 64).double().requires_grad_(),),
+        {},
     )
     assert len(pending.calls()) == 2
     assert pending.records == []
@@ -342,7 +345,9 @@ def test_autocast_gives_the_same_bits(bias: bool, inside: bool, checkpointed: bo
             y = checkpoint(m.body, x, use_reentrant=False) if checkpointed else m.body(x)
         return m.last(y.float())
 
-    split = compare(lambda: Of(call, body=mlp(torch.float32, bias=bias), last=nn.Linear(4, 2)), batches(3, 6, dtype=torch.float32))
+    split = compare(
+        lambda: Of(call, body=mlp(torch.float32, bias=bias), last=nn.Linear(4, 2)), batches(3, 6, dtype=torch.float32)
+    )
     assert split["waited"] == 6 * 4
 
 
@@ -431,4 +436,7 @@ def test_a_loss_needs_no_gradient_and_outputs_without_one_take_no_part() -> None
 def test_large_weights_go_to_the_engine_one_by_one_and_hooks_fire_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.stage.deferred.ENGINE_CALL_BYTES", 1)
     compare(mlp, batches(3, 6))
-    compare(lambda: Of(lambda m, x: twice(m, m.b(twice(m, x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)).double(), batches(3, 6))
+    compare(
+        lambda: Of(lambda m, x: twice(m, m.b(twice(m, x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)).double(),
+        batches(3, 6),
+    )

@@ -204,7 +204,9 @@ def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
     checked = pending.deferral.checked
     calls = pending.calls()
     pending.deferral.news = False
-    if pending.skip is not pending.deferral.skip and any(id(call.weight) in pending.deferral.skip for call in calls):
+    if pending.skip is not pending.deferral.skip and any(
+        id(used) in pending.deferral.skip for call in calls for used in (call.weight, call.bias)
+    ):
         return True
     news = [call for call in calls if id(call.weight) not in checked]
     if not news:

@@ -187,7 +187,7 @@ def _engine(roots: Sequence[Any], grads: Any, keep: bool, create: bool, inputs: 
             anchors = {id(anchor) for anchor in pending.anchors()} | {id(_root)}
             if leaves_reached([root for root in roots if isinstance(root, Tensor)]) & anchors:
                 raise NestedDifferentiation(
-                    "this stage differentiates inside itself (torch.autograd.grad or backward, called in a forward or in "
+                    "this stage differentiates inside itself (torch.autograd.grad or backward, in a forward or in "
                     "a custom backward) through linear layers whose weight gradients a split backward puts off. "
                     "Use a schedule with full backwards, or set `enabled = False` on the stage's Deferral"
                 )
