@@ -284,7 +284,8 @@ def test_a_hundred_thousand_spans_stay_quick(open_page: Open) -> None:
 def test_shares_are_honest_where_boxes_are_too_thin(open_page: Open) -> None:
     """Zoomed out, a column of 1F1B's steady state is a third forward and two thirds backward, not one or the other."""
     page = open_page(to_html(simulate(get_schedule("1f1b")(4, 2000))))
-    top, height = spans(page)[0]["y"], spans(page)[0]["height"]
+    first = page.evaluate("penstock.spans()[0]")
+    top, height = first["y"], first["height"]
     colours = [pixel(page, 600, top + height * (i + 0.5) / 16)[:3] for i in range(16)]
     assert colours.count((47, 111, 219)) == pytest.approx(16 / 3, abs=1)
     assert colours.count((13, 138, 104)) == pytest.approx(32 / 3, abs=1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from html import escape
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import PlanError
@@ -115,7 +115,7 @@ def script() -> str:
 
 
 def _beside(name: str) -> str:
-    return files("penstock.show").joinpath(name).read_text(encoding="utf-8")
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _bar(timelines: Sequence[Timeline]) -> str:

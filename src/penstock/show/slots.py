@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from statistics import median
 from typing import Final, NamedTuple
 
 from penstock.plan.actions import OP, OVERLAP, Op
@@ -53,8 +52,8 @@ def cut(timeline: Timeline) -> Grid:
     unit = _common_unit(spans)
     if unit is not None:
         return Grid(unit, True, tuple(tuple(_exact(row, unit)) for row in spans))
-    durations = [end - start for row in spans for _, start, end in row if end > start]
-    unit = max(min(durations), median(durations) / 4) if durations else 1.0
+    durations = sorted(end - start for row in spans for _, start, end in row if end > start)
+    unit = max(durations[0], durations[len(durations) // 2] / 4) if durations else 1.0
     return Grid(unit, False, tuple(tuple(_rounded(row, unit)) for row in spans))
 
 

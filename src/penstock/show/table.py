@@ -140,7 +140,7 @@ class _Layout:
 
     def ruler(self, first: int, last: int) -> str:
         """The times at which columns begin: at every column, or at every second, third, .. if that is too tight."""
-        marks = [f"{column * self.grid.unit:.5g}" for column in range(first, last)]
+        marks = [f"{column * self.grid.unit:{'.5g' if self.grid.exact else '.3g'}}" for column in range(first, last)]
         every = -(-(max(map(len, marks)) + 1) // self.cell)
         line = "".join(mark.ljust(self.cell * every) for mark in marks[::every])
         return line[: (last - first) * self.cell].rstrip()
