@@ -14,8 +14,8 @@ from penstock.cli import options
 def command(file: Path) -> None:
     """Prove that the plan in FILE.csv is complete, well placed, well ordered and cannot deadlock.
 
-    Exits with 0 if it is, and with 1 and the reason on stderr if it is not. A plan with communication is also tried with
-    blocking sends, as if each rank stayed in a send until its receive is posted; penstock does not need that.
+    Exits with 0 if it is, and with 1 and the reason on stderr if it is not. A plan with communication is also tried
+    with blocking sends, as if each rank stayed in a send until its receive is posted; penstock does not need that.
 
     \b
     Example:

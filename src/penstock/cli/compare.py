@@ -21,8 +21,8 @@ def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, as_js
     """Time all schedules with the same sizes and costs: a table, the shortest makespan first.
 
     Times are per rank and microbatch; without --stages-per-rank each schedule gets the number that suits it, with it
-    only those that allow that number are compared. What has no backward comes last. The memory is in units of one rank's
-    activations for one microbatch.
+    only those that allow that number are compared. What has no backward comes last. The memory is in units of one
+    rank's activations for one microbatch.
 
     \b
     Example:

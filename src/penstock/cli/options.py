@@ -100,13 +100,13 @@ def costs_of(plan: Plan, given: dict[str, Any]) -> Costs:
 def write_drawings(timeline: Timeline, *, svg: Path | None, html: Path | None, trace: Path | None) -> None:
     """Write the files that were asked for."""
     if svg is not None:
-        from penstock.show.svg import svg as draw
+        from penstock.show.svg import to_svg
 
-        svg.write_text(draw(timeline), encoding="utf-8")
+        svg.write_text(to_svg(timeline), encoding="utf-8")
     if html is not None:
-        from penstock.show.html import html as page
+        from penstock.show.html import to_html
 
-        html.write_text(page(timeline), encoding="utf-8")
+        html.write_text(to_html(timeline), encoding="utf-8")
     if trace is not None:
         from penstock.show.trace import dump_trace
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
-from penstock.lower.merge import merge, merge_backward
+from penstock.lower.merge import free_stages, merge, merge_backward
 from penstock.lower.messages import Early, MessageLowering, ReceivePolicy, add_messages
 from penstock.lower.reduce import add_reduce_grad, reduce_grad
 from penstock.lower.shards import add_unshard_reshard, unshard_reshard
@@ -20,11 +21,11 @@ def lower(
     max_unsharded: int = 3,
     reduce: bool = False,
 ) -> Plan:
-    """From what is computed to all that is done: I and W merged where they meet, messages, and care of parameters.
+    """From what is computed to all that is done: messages, care of parameters; I and W merged where it delays nobody.
 
     `shards` is for stages whose parameters are sharded (FSDP2), `reduce` for stages with data-parallel replicas.
     """
-    plan = merge_backward(plan)
+    plan = merge_backward(plan, everywhere=False)
     if shards:
         plan = add_unshard_reshard(plan, max_unsharded)
     if reduce:
@@ -56,10 +57,10 @@ def lower_rank(
     rules = Rules(graph if graph is not None else StageGraph.chain(sizes.num_stages), recipe.place(sizes), lowered=True)
 
     @lru_cache(maxsize=8)
-    def codes_of(rank: int) -> list[int]:
-        codes = merge(recipe.rank_actions(sizes, rank))
+    def codes_of(rank: int) -> Sequence[int]:
+        codes = merge(recipe.rank_actions(sizes, rank), free_stages(rules, rank))
         if shards:
             codes = unshard_reshard(codes, max_unsharded)
         return reduce_grad(codes, num_microbatches) if reduce else codes
 
-    return MessageLowering(rules, codes_of, receives).rank(rank)
+    return MessageLowering(rules, codes_of, receives, num_microbatches=num_microbatches).rank(rank)

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
-from penstock.plan import Plan
-from penstock.plan.actions import OP, Op
-
-
-def merge_backward(plan: Plan) -> Plan:
-    """Neighbouring I and W of the same stage and microbatch become B."""
-    return plan.with_codes(map(merge, plan.codes))
+from penstock.plan import Plan, Rules
+from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, Op, key_of
 
 
-def merge(codes: Sequence[int]) -> list[int]:
-    """The same for the list of one rank."""
+def merge_backward(plan: Plan, *, everywhere: bool = True) -> Plan:
+    """Neighbouring I and W of the same stage and microbatch become B.
+
+    A gradient that goes to another rank leaves after the B, not after the I, so a merge may make that rank wait: with
+    `everywhere=False` only those are merged whose gradient stays on its rank.
+
+    >>> split = Plan.of([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]])
+    >>> print(*merge_backward(split).lines(), sep="; ")
+    rank 0: 0F0 0B0; rank 1: 1F0 1B0
+    >>> print(*merge_backward(split, everywhere=False).lines(), sep="; ")
+    rank 0: 0F0 0B0; rank 1: 1F0 1I0 1W0
+    """
+    rules, every = Rules(plan.graph, plan.placement, lowered=True), frozenset(range(plan.num_stages))
+    return plan.with_codes(
+        merge(codes, every if everywhere else free_stages(rules, rank)) for rank, codes in enumerate(plan.codes)
+    )
+
+
+def free_stages(rules: Rules, rank: int) -> frozenset[int]:
+    """The stages of a rank whose gradients no other rank waits for."""
+    return frozenset(s for s in rules.placement.stages_of(rank) if not rules.sends(key_of(Op.I, s)))
+
+
+def merge(codes: Sequence[int], stages: AbstractSet[int]) -> Sequence[int]:
+    """The same for the list of one rank, for these stages only."""
+    if not stages:
+        return codes
     merged: list[int] = []
     for code in codes:
-        if code & OP == Op.W and merged and merged[-1] == code ^ Op.W ^ Op.I:
+        if code & OP == Op.W and merged and merged[-1] == code ^ Op.W ^ Op.I and code >> STAGE_SHIFT & STAGE in stages:
             merged[-1] = code ^ Op.W ^ Op.B
         else:
             merged.append(code)

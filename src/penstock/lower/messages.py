@@ -19,12 +19,16 @@ A rank needs its own list and those of the ranks that it exchanges messages with
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
 
-from penstock.errors import PlanError
+from penstock.errors import IncompleteError, PlanError
 from penstock.plan import Plan, Rules
-from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, Op, partner_of, parts, peer_of
+from penstock.plan.actions import KEY, OP, STAGE, STAGE_SHIFT, Op, key_of, partner_of, peer_of, text
+from penstock.plan.places import ABSENT, column, either, flatten, places
 
 
 @dataclass(frozen=True)
@@ -50,136 +54,160 @@ class JustInTime:
 
 ReceivePolicy = Early | Ahead | JustInTime
 
-_Receives = list[tuple[int, int, list[int]]]  # the receive, its send at the other end, the log of what we used from there
-_Sends = list[tuple[int, int, int, tuple[list[int], list[int], list[int]]]]  # send, receive, contributors, the logs
-
 
 def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:  # noqa: B008  a frozen value
     """The plan with its sends and receives.
 
     >>> from penstock.schedules import get_schedule
     >>> print(*add_messages(get_schedule("1f1b")(2, 2)).lines(), sep="\\n")
-    rank 0: 0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0B1
+    rank 0: 0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1
+    rank 1: 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     if plan.is_lowered:
         raise PlanError("the plan holds its messages already; expected compute actions only")
     rules = Rules(plan.graph, plan.placement, lowered=True)
-    codes = plan.codes
-    lowering = MessageLowering(rules, codes.__getitem__, policy)
+    lowering = MessageLowering(rules, plan.codes.__getitem__, policy, num_microbatches=plan.num_microbatches)
     return plan.with_codes(lowering.rank(rank) for rank in range(plan.num_ranks))
-
-
-@dataclass
-class _Traffic:
-    """The messages of one rank, as its list of compute actions alone tells them."""
-
-    after: dict[int, list[int]] = field(default_factory=dict)  # slot -> the sends that follow it
-    left: dict[int, int] = field(default_factory=dict)  # send -> its slot
-    used: dict[int, int] = field(default_factory=dict)  # receive -> the first slot that uses it
-    sent: dict[int, list[int]] = field(default_factory=dict)  # by rank: what goes there, as receives, in order
-    heard: dict[int, list[int]] = field(default_factory=dict)  # beside `sent`: how many of that rank's messages were used
-    heeded: dict[int, list[int]] = field(default_factory=dict)  # by rank: its sends, in the order in which they are used
-
-    def towards(self, rank: int) -> tuple[list[int], list[int], list[int]]:
-        return self.sent.setdefault(rank, []), self.heard.setdefault(rank, []), self.heeded.setdefault(rank, [])
 
 
 class MessageLowering:
     """Lowers rank after rank; `codes_of` gives the compute actions of a rank, and is asked for neighbours only."""
 
-    def __init__(self, rules: Rules, codes_of: Callable[[int], Sequence[int]], policy: ReceivePolicy) -> None:
-        self.rules, self.codes_of, self.policy = rules, codes_of, policy
+    def __init__(
+        self,
+        rules: Rules,
+        codes_of: Callable[[int], Sequence[int]],
+        policy: ReceivePolicy,
+        *,
+        num_microbatches: int,
+    ) -> None:
+        self.rules, self.codes_of, self.policy, self.num_microbatches = rules, codes_of, policy, num_microbatches
         self._traffic: dict[int, _Traffic] = {}
-
-    def rank(self, rank: int) -> list[int]:
-        """The lowered list of one rank."""
-        after, posts = self.traffic(rank).after, self.posts(rank)
-        lowered: list[int] = []
-        for slot, code in enumerate(self.codes_of(rank)):
-            if 2 * slot in posts:
-                lowered += posts[2 * slot]
-            lowered.append(code)
-            if 2 * slot + 1 in posts:
-                lowered += posts[2 * slot + 1]
-            if slot in after:
-                lowered += after[slot]
-        return lowered
 
     def traffic(self, rank: int) -> _Traffic:
         found = self._traffic.get(rank)
         if found is None:
-            found = self._traffic[rank] = self._read(rank)
+            found = _Traffic(self.rules, rank, self.codes_of(rank), self.num_microbatches)
+            self._traffic[rank] = found
         return found
 
-    def _read(self, rank: int) -> _Traffic:
-        traffic = _Traffic()
-        after, left, used = traffic.after, traffic.left, traffic.used
-        table: dict[int, tuple[_Receives, _Sends]] = {}
-        partial: dict[int, int] = {}  # sends that several actions contribute to -> how many have
-        for slot, code in enumerate(self.codes_of(rank)):
-            for part in (code,) if code & OP <= 3 else parts(code):
-                entry = table.get(part & KEY)
-                if entry is None:
-                    entry = table[part & KEY] = self._entry(part & KEY, traffic)
-                microbatch = part & MICROBATCH_FIELD
-                for receive, send, heeded in entry[0]:
-                    if receive | microbatch not in used:
-                        used[receive | microbatch] = slot
-                        heeded.append(send | microbatch)
-                for send, receive, contributors, (sent, heard, heeded) in entry[1]:
-                    if contributors > 1:
-                        partial[send | microbatch] = partial.get(send | microbatch, 0) + 1
-                        if partial[send | microbatch] < contributors:
-                            continue
-                    left[send | microbatch] = slot
-                    after.setdefault(slot, []).append(send | microbatch)
-                    sent.append(receive | microbatch)
-                    heard.append(len(heeded))
-        return traffic
+    def rank(self, rank: int) -> list[int]:
+        """The lowered list of one rank.
 
-    def _entry(self, key: int, traffic: _Traffic) -> tuple[_Receives, _Sends]:
-        """What an action with this key receives and sends."""
-        rank_of = self.rules.placement.rank_of
-        receives = [n for n in self.rules.needs(key) if n & OP in (Op.RECV_F, Op.RECV_B)]
-        return (
-            [(receive, partner_of(receive), traffic.towards(rank_of(peer_of(receive)))[2]) for receive in receives],
-            [
-                (send, partner_of(send), len(self.rules.needs(send)), traffic.towards(rank_of(peer_of(send))))
-                for send in self.rules.sends(key)
-            ],
-        )
-
-    def posts(self, rank: int) -> dict[int, list[int]]:
-        """Where to post the receives: 2 * slot is before the slot's action, 2 * slot + 1 after it and before its sends."""
+        Everything gets a place: the action in slot n has 4n + 1; before it, at 4n, come receives that it uses; after
+        it, at 4n + 2, receives that must be posted before the sends, which are at 4n + 3.
+        """
         traffic = self.traffic(rank)
-        posts: dict[int, list[int]] = {}
-        for sender in sorted(traffic.heeded):
-            theirs = self.traffic(sender)
-            if rank not in theirs.sent:
-                continue
-            latest, slots = -1, [-1]  # the latest of our slots that the sender has heard of, by how many it has heard
-            for send in theirs.heeded[rank]:
-                latest = max(latest, traffic.left.get(send, -1))
-                slots.append(latest)
-            messages = theirs.sent[rank]
-            places = self.places(messages, [slots[count] for count in theirs.heard[rank]], traffic.used)
-            for place, receive in zip(places, messages, strict=True):
-                posts.setdefault(place, []).append(receive)
-        return posts
+        lowered = [*self.codes_of(rank)]
+        at = [*range(1, 4 * len(lowered), 4)]
+        for sender in sorted(traffic.senders):
+            theirs = self.traffic(sender).channels.get(rank)
+            if theirs is not None:
+                lowered += theirs.messages
+                at += self.posts(traffic, sender, theirs)
+        for channel in traffic.channels.values():
+            lowered += map(partner_of, channel.messages)
+            at += [4 * slot + 3 for slot in channel.left]
+        return [lowered[n] for n in sorted(range(len(lowered)), key=at.__getitem__)]
 
-    def places(self, messages: list[int], heard: list[int], used: dict[int, int]) -> list[int]:
-        """The place of each receive by the policy, never later than its use, in the order of sending."""
-        uses = [2 * used.get(message, 0) for message in messages]
-        early = [2 * slot + 1 for slot in heard]
+    def posts(self, traffic: _Traffic, sender: int, theirs: _Channel) -> list[int]:
+        """Where to post the receives of a channel: as the policy says, never after the use, in the order of sending."""
+        uses = [4 * slot for slot in theirs.along(traffic.uses)]
         match self.policy:
             case Early():
-                places = early
+                wanted = self.early(traffic, sender, theirs)
             case Ahead(count):
-                places = [max(e, uses[n - count]) if n >= count else e for n, e in enumerate(early)]
+                early = self.early(traffic, sender, theirs)
+                wanted = [*early[:count], *map(max, early[count:], uses)]
             case JustInTime():
-                places = uses
-        place, ordered = 2 * len(used) + max(uses, default=0) + 1, []
-        for wanted, use in zip(reversed(places), reversed(uses), strict=True):
-            place = max(0, min(place, wanted, use))
-            ordered.append(place)
-        return ordered[::-1]
+                wanted = uses
+        return [*accumulate(map(min, reversed(wanted), reversed(uses)), min)][::-1]
+
+    def early(self, traffic: _Traffic, sender: int, theirs: _Channel) -> list[int]:
+        """For each message of the sender: right before the last of our sends that it has heard when it sends."""
+        ours = traffic.channels.get(sender)
+        if ours is None:
+            return [0] * len(theirs.left)
+        heard = sorted(zip(ours.along(self.traffic(sender).uses), ours.left, strict=True))
+        when = [use for use, _ in heard]
+        latest = [0, *accumulate((4 * slot + 2 for _, slot in heard), max)]
+        return [latest[bisect_right(when, slot)] for slot in theirs.left]
+
+
+@dataclass(frozen=True)
+class _Channel:
+    """The messages from one rank to another, in the order of sending."""
+
+    keys: tuple[int, ...]  # of the receives
+    order: list[int]  # the place of each message among the columns of the keys, one after another
+    left: list[int]  # the slot of the sender after which each leaves
+    num_microbatches: int
+
+    @cached_property
+    def messages(self) -> list[int]:
+        """The packed receives."""
+        every = [*chain.from_iterable(column(key, self.num_microbatches) for key in self.keys)]
+        return [every[n] for n in self.order]
+
+    def along(self, columns: dict[int, list[int]]) -> list[int]:
+        """What the columns hold for each message."""
+        every = [*chain.from_iterable(columns[key] for key in self.keys)]
+        return [every[n] for n in self.order]
+
+
+class _Traffic:
+    """The messages of one rank, as its list of compute actions alone tells them."""
+
+    def __init__(self, rules: Rules, rank: int, codes: Sequence[int], num_microbatches: int) -> None:
+        self.rules, self.rank, self.num_microbatches = rules, rank, num_microbatches
+        self.slots = self._slots(codes)
+        self.uses = self._uses()
+        self.senders = {rules.placement.rank_of(peer_of(receive)) for receive in self.uses}
+        self.channels = self._channels()
+
+    def _slots(self, codes: Sequence[int]) -> dict[int, list[int]]:
+        """By key of an F or I: the slot of each microbatch. A B counts as an I."""
+        standing = dict(zip(*flatten(codes, frozenset(map(KEY.__and__, codes))), strict=True))
+        slots = {}
+        for stage in self.rules.placement.stages_of(self.rank):
+            forward, half, whole = (
+                places(standing, key_of(op, stage), self.num_microbatches) for op in (Op.F, Op.I, Op.B)
+            )
+            slots[key_of(Op.F, stage)] = forward
+            backward = either(half, whole)
+            if max(backward) > ABSENT:
+                slots[key_of(Op.I, stage)] = backward
+        for key, found in slots.items():
+            if ABSENT in found:
+                missing = text(column(key, self.num_microbatches)[found.index(ABSENT)])
+                raise IncompleteError(
+                    f"rank {self.rank} lacks {missing}; expected a whole plan, one that check accepts"
+                )
+        return slots
+
+    def _uses(self) -> dict[int, list[int]]:
+        """By key of a receive: the first slot that uses each microbatch."""
+        uses: dict[int, list[int]] = {}
+        for key, slots in self.slots.items():
+            for need in self.rules.needs(key):
+                if need & OP in (Op.RECV_F, Op.RECV_B):
+                    uses[need] = [*map(min, uses[need], slots)] if need in uses else slots
+        return uses
+
+    def _channels(self) -> dict[int, _Channel]:
+        """By rank: what goes there."""
+        left: dict[int, dict[int, list[int]]] = {}  # by rank and key of the receive: the slot after which it leaves
+        for key in self.slots:
+            for send in self.rules.sends(key):
+                receive = partner_of(send)
+                there = self.rules.placement.rank_of(receive >> STAGE_SHIFT & STAGE)
+                contributors = [self.slots[need] for need in self.rules.needs(send)]
+                left.setdefault(there, {})[receive] = (
+                    [*map(max, *contributors)] if contributors[1:] else contributors[0]
+                )
+        channels = {}
+        for there, columns in left.items():
+            every = [*chain.from_iterable(columns.values())]
+            order = sorted(range(len(every)), key=every.__getitem__)
+            channels[there] = _Channel(tuple(columns), order, [every[n] for n in order], self.num_microbatches)
+        return channels

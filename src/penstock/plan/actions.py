@@ -113,7 +113,7 @@ AnyAction = Action | Overlap
 
 _OPS: Final = tuple(Op)
 _NAMES: Final = {op.name: op for op in Op}
-_ACTION = re.compile(r"(\d+)([A-Z_]+?)(\d*)(?:([<>])(\d+))?")
+_ACTION = re.compile(r"([0-9]+)([A-Z_]+?)([0-9]*)(?:([<>])([0-9]+))?")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
@@ -240,18 +240,29 @@ def _parse_single(string: str) -> Action:
     expected = "expected [stage][kind][microbatch], such as 2F0, 1SEND_F3 or 0UNSHARD"
     match = _ACTION.fullmatch(string)
     if match is None:
-        raise ParseError(f"{string!r} is no action; {expected}")
+        raise ParseError(f"{_short(string)!r} is no action; {expected}")
     stage, name, microbatch, arrow, peer = match.groups()
     op = _NAMES.get(name)
     if op is None:
-        raise ParseError(f"{string!r} has the unknown kind {name!r}; expected one of {', '.join(_NAMES)}")
+        raise ParseError(
+            f"{_short(string)!r} has the unknown kind {_short(name)!r}; expected one of {', '.join(_NAMES)}"
+        )
     if op.has_microbatch != bool(microbatch):
         raise ParseError(f"{string!r}: {op.name} takes {'a' if op.has_microbatch else 'no'} microbatch; {expected}")
     if arrow and (not op.is_message or (arrow == ">") != (op in (Op.SEND_F, Op.SEND_B))):
-        raise ParseError(f"{string!r}: only a send may name where it goes (>stage), only a receive whence it comes (<stage)")
-    if int(stage) > MAX_STAGE or int(microbatch or 0) > MAX_MICROBATCH or int(peer or 0) > MAX_STAGE:
-        raise ParseError(f"{string!r} is out of range: stages go up to {MAX_STAGE}, microbatches up to {MAX_MICROBATCH}")
+        raise ParseError(f"{string!r}: only a send may name where it goes (>), only a receive whence it comes (<)")
+    if _above(stage, MAX_STAGE) or _above(microbatch, MAX_MICROBATCH) or _above(peer, MAX_STAGE):
+        limits = f"stages go up to {MAX_STAGE}, microbatches up to {MAX_MICROBATCH}"
+        raise ParseError(f"{_short(string)!r} is out of range: {limits}")
     other = int(peer) if peer else None
     if other is not None and other == neighbour(op, int(stage)):
         other = None
     return Action(op, int(stage), int(microbatch) if microbatch else None, other)
+
+
+def _above(digits: str | None, limit: int) -> bool:
+    return digits is not None and (len(digits) > 20 or int(digits or 0) > limit)
+
+
+def _short(string: str) -> str:
+    return string if len(string) <= 40 else string[:37] + "..."

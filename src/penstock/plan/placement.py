@@ -27,7 +27,8 @@ class Placement:
         used = set(self.ranks)
         if not used or used != set(range(len(used))):
             raise PlanError(
-                f"placement {self.ranks} leaves ranks empty or skips one; expected every rank from 0 to the highest at least once"
+                f"placement {self.ranks} leaves a rank without a stage; "
+                "expected every rank from 0 to the highest at least once"
             )
 
     @classmethod

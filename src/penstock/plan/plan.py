@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.errors import PlanError
-from penstock.plan.actions import OP, OVERLAP, AnyAction, Op, split_overlap, text, unpack
+from penstock.plan.actions import KEY, OP, OVERLAP, AnyAction, Op, split_overlap, text, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.placement import Placement
 from penstock.plan.rules import Rules
@@ -41,12 +41,15 @@ class Plan:
         if self.graph.num_stages != self.placement.num_stages:
             raise PlanError(f"the graph has {self.graph.num_stages} stages, the placement {self.placement.num_stages}")
         if len(self.codes) != self.placement.num_ranks:
-            raise PlanError(f"{len(self.codes)} lists of actions for {self.placement.num_ranks} ranks; expected one each")
+            raise PlanError(
+                f"{len(self.codes)} lists of actions for {self.placement.num_ranks} ranks; expected one each"
+            )
 
     @classmethod
     def of(
         cls,
-        actions: Mapping[int, Iterable[AnyAction | str | int | None]] | Sequence[Iterable[AnyAction | str | int | None]],
+        actions: Mapping[int, Iterable[AnyAction | str | int | None]]
+        | Sequence[Iterable[AnyAction | str | int | None]],
         *,
         placement: Placement | None = None,
         graph: StageGraph | None = None,
@@ -76,13 +79,23 @@ class Plan:
         return sum(map(len, self.codes))
 
     @cached_property
-    def is_lowered(self) -> bool:
-        """Whether the plan holds its messages; a compute-only plan does not."""
-        return any(Op.SEND_F <= code & OP <= Op.RECV_B for codes in self.codes for code in codes)
+    def keys(self) -> tuple[frozenset[int], ...]:
+        """The keys (packed actions without their microbatch) of each rank; of an overlapped pair the pair's own."""
+        return tuple(frozenset(map(KEY.__and__, codes)) for codes in self.codes)
 
     @cached_property
+    def _ops(self) -> frozenset[int]:
+        """The ops that are there; `OVERLAP` for overlapped pairs."""
+        return frozenset(key & OP for keys in self.keys for key in keys)
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether the plan holds its messages; a compute-only plan does not."""
+        return not self._ops.isdisjoint((Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B))
+
+    @property
     def has_backward(self) -> bool:
-        return any(Op.I <= code & OP <= Op.B or code & OP == OVERLAP for codes in self.codes for code in codes)
+        return not self._ops.isdisjoint((Op.I, Op.W, Op.B, OVERLAP))
 
     @cached_property
     def rules(self) -> Rules:
@@ -116,6 +129,3 @@ def _forward_only(codes: Iterable[int]) -> Iterator[int]:
             yield from (part for part in split_overlap(code) if part & OP == Op.F)
         elif code & OP in _FORWARD_OPS:
             yield code
-
-
-

@@ -1,7 +1,7 @@
 """What precedes what. The only statement of it: lowering, checking, simulating and running all ask here.
 
 Everything that an action needs belongs to its own microbatch, so the rules are stated over *keys* (packed actions
-without their microbatch). A full backward B counts as both I and W, so a need for a gradient is written as a need for I.
+without their microbatch). A full backward B counts as both I and W: a need for a gradient is written as a need for I.
 
     F(s)            each producer's output: F(p) on this rank, or its message RECV_F
     I(s), B(s)      F(s), and each consumer's gradient: I(c) on this rank, or its message RECV_B

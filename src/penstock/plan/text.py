@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
 from os import PathLike
 from pathlib import Path
 
@@ -50,12 +51,19 @@ def load(path: str | PathLike[str], **known: object) -> Plan:
     `known` is what the file cannot tell: ``placement``, ``graph``, ``num_microbatches``, ``name``; by default they are
     read off the actions, as in `Plan.of`.
     """
-    return loads(Path(path).read_text(encoding="utf-8"), source=str(path), **known)
+    try:
+        string = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ParseError(f"{path} is no text: {error}; expected CSV, one row a rank") from None
+    return loads(string, source=str(path), **known)
 
 
 def loads(string: str, *, source: str = "the text", **known: object) -> Plan:
     """Read CSV text. `source` is named in errors."""
-    rows = list(csv.reader(string.splitlines()))
+    try:
+        rows = list(csv.reader(StringIO(string, newline="")))
+    except csv.Error as error:
+        raise ParseError(f"{source} is no CSV: {error}; expected one row a rank, such as 0F0,0F1,0B0,0B1") from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     if not rows:
@@ -104,12 +112,14 @@ class _Reader:
 
     def row(self, row: int, cells: Iterable[_Cell]) -> Iterator[int]:
         if self.placement is not None and row > self.placement.num_ranks:
-            raise ParseError(f"{self.where(row, 1)}: a row too many; expected {self.placement.num_ranks}, one for each rank")
+            raise ParseError(
+                f"{self.where(row, 1)}: a row too many; expected {self.placement.num_ranks}, one for each rank"
+            )
         for column, cell in enumerate(cells, 1):
-            if cell is None or (isinstance(cell, str) and not cell.strip()):
+            if cell is None or cell == "":
                 continue
             try:
-                code = cell if isinstance(cell, int) else pack(parse(cell) if isinstance(cell, str) else cell)
+                code = _packed(cell) if isinstance(cell, int) else pack(parse(str(cell)))
             except ParseError as error:
                 raise ParseError(f"{self.where(row, column)}: {error}") from None
             for part in parts(code):
@@ -119,7 +129,9 @@ class _Reader:
     def note(self, code: int, row: int, column: int) -> None:
         op, stage, microbatch = code & OP, code >> STAGE_SHIFT & STAGE, code >> MICROBATCH_SHIFT & MICROBATCH
         if self.num_stages is not None and max(stage, peer_of(code) if Op(op).is_message else 0) >= self.num_stages:
-            raise ParseError(f"{self.where(row, column)}: {text(code)} is out of range; expected stages 0 to {self.num_stages - 1}")
+            raise ParseError(
+                f"{self.where(row, column)}: {text(code)} is out of range; expected stages 0 to {self.num_stages - 1}"
+            )
         if self.num_microbatches is not None and microbatch >= self.num_microbatches:
             raise ParseError(
                 f"{self.where(row, column)}: {text(code)} is out of range; "
@@ -133,6 +145,11 @@ class _Reader:
                 )
             self.seen[code] = (row, column)
         self.highest_microbatch = max(self.highest_microbatch, microbatch)
+        if self.placement is not None and self.placement.rank_of(stage) != row - 1:
+            home = self.placement.rank_of(stage)
+            raise ParseError(
+                f"{self.where(row, column)}: {text(code)} is on rank {row - 1}; expected it on rank {home}"
+            )
         if op <= Op.B:
             rank, first_row, first_column = self.home.setdefault(stage, (row - 1, row, column))
             if rank != row - 1:
@@ -144,22 +161,34 @@ class _Reader:
     def placement_of(self, codes: Sequence[Sequence[int]]) -> Placement:
         if self.placement is not None:
             if len(codes) != self.placement.num_ranks:
-                raise ParseError(
-                    f"{self.source or 'the plan'} has {len(codes)} rows; expected {self.placement.num_ranks}, one for each rank"
-                )
+                expected = f"expected {self.placement.num_ranks}, one for each rank"
+                raise ParseError(f"{self.source or 'the plan'} has {len(codes)} rows; {expected}")
             return self.placement
-        empty = [rank for rank, row in enumerate(codes) if not row]
+        for row, cells in enumerate(codes, 1):
+            if not cells:
+                raise ParseError(f"{self.where(row, 1)}: the row is empty; expected every rank to hold a stage")
         num_stages = self.num_stages if self.num_stages is not None else max(self.home, default=-1) + 1
         missing = [stage for stage in range(num_stages) if stage not in self.home]
-        if empty or missing or not num_stages:
-            what = f"rank {empty[0]} does nothing" if empty else f"no rank computes stage {missing[0] if missing else 0}"
+        if missing or not num_stages:
             raise ParseError(
-                f"{self.source or 'the plan'}: {what}; expected every rank to hold a stage, and every stage from 0 to the highest"
+                f"{self.source or 'the plan'}: no rank computes stage {missing[0] if missing else 0}; "
+                "expected every stage from 0 to the highest"
             )
+        self.messages_within(num_stages)
         try:
             return Placement.of([self.home[stage][0] for stage in range(num_stages)])
         except PlanError as error:
             raise ParseError(f"{self.source or 'the plan'}: {error}") from None
+
+    def messages_within(self, num_stages: int) -> None:
+        """A message must be between stages that compute, which is known only when everything is read."""
+        for code, (row, column) in self.seen.items():
+            stages = sorted((code >> STAGE_SHIFT & STAGE, peer_of(code) if code & OP > Op.B else 0))
+            if stages[0] < 0 or stages[1] >= num_stages:
+                raise ParseError(
+                    f"{self.where(row, column)}: {text(code)} is a message between the stages {stages[0]} and "
+                    f"{stages[1]}; expected stages 0 to {num_stages - 1}"
+                )
 
     @staticmethod
     def graph_of(codes: Sequence[Sequence[int]], num_stages: int) -> StageGraph:
@@ -172,3 +201,9 @@ class _Reader:
                     if max(stage, peer) < num_stages and min(stage, peer) >= 0:
                         skips.add((min(stage, peer), max(stage, peer)))
         return StageGraph.chain(num_stages, skips)
+
+
+def _packed(code: int) -> int:
+    if code < 0 or any(part & OP > Op.REDUCE_GRAD for part in parts(code)):
+        raise ParseError(f"{code} is no packed action; see penstock.plan.actions")
+    return code

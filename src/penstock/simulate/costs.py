@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 
 from penstock.errors import PlanError
 from penstock.plan import Plan
@@ -38,10 +39,12 @@ class Costs:
         for f in fields(self):
             value = getattr(self, f.name)
             numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-            if any(not number >= 0 for number in numbers):
-                raise PlanError(f"costs: {f.name}={value}; expected numbers >= 0")
+            if not all(0 <= number < inf for number in numbers):
+                raise PlanError(f"costs: {f.name}={value}; expected finite numbers >= 0")
         if self.bandwidth is not None and (self.bandwidth <= 0 or self.output_bytes is None):
-            raise PlanError("costs: a bandwidth must be above 0 and needs output_bytes, the bytes of each stage's output")
+            raise PlanError(
+                "costs: a bandwidth must be above 0 and needs output_bytes, the bytes of each stage's output"
+            )
 
     @property
     def num_stages(self) -> int:
@@ -86,7 +89,9 @@ class Costs:
         return cls.per_rank(num_stages=plan.num_stages, stages_per_rank=per_rank)
 
     @classmethod
-    def per_stage(cls, forward: Iterable[float], backward_input: Iterable[float], backward_weight: Iterable[float]) -> Costs:
+    def per_stage(
+        cls, forward: Iterable[float], backward_input: Iterable[float], backward_weight: Iterable[float]
+    ) -> Costs:
         """Stages that differ; each holds one unit of memory for a microbatch in flight."""
         times: Sequence[tuple[float, ...]] = [tuple(forward), tuple(backward_input), tuple(backward_weight)]
         ones = (1.0,) * len(times[0])

@@ -1,4 +1,4 @@
-"""simulate(plan, costs) -> Timeline. Each rank works through its list; each action is timed once, so the cost is linear."""
+"""simulate(plan, costs) -> Timeline. Each rank works through its list; each action is timed once, in linear time."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.timeline import Idle, Timeline
 
 _NEVER = -1.0
-_Need = tuple[list[float], int, float, list[float]]  # when it is there, its key, the latency to add, when it was computed
+# What an action needs: when it is there (by microbatch), its key, the latency to add, when it was computed or sent.
+_Need = tuple[list[float], int, float, list[float]]
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """When would each action of this plan start and end?
 
-    A rank does its actions in order; a compute action starts when the rank is free and what it needs is there. A message
-    occupies no rank: it leaves when it is posted on both sides and the one before it on the same ordered pair of ranks
-    has left, and arrives after the latency and, given a bandwidth, its bytes. In a compute-only plan a value that
-    crosses ranks arrives after the latency.
+    A rank does its actions in order; a compute action starts when the rank is free and what it needs is there. A
+    message occupies no rank: it leaves when it is posted on both sides and the one before it on the same ordered pair
+    of ranks has left, and arrives after the latency and, given a bandwidth, its bytes. In a compute-only plan a value
+    that crosses ranks arrives after the latency.
 
     >>> from penstock.schedules import get_schedule
     >>> simulate(get_schedule("1f1b")(2, 2)).makespan
@@ -126,10 +127,10 @@ class _Run:
 
     def advance(self, rank: int) -> None:
         """Work through the list of a rank as far as it goes."""
-        codes, at, now = self.plan.codes[rank], self.cursor[rank], self.clock[rank]
+        codes, now = self.plan.codes[rank], self.clock[rank]
         starts, ends, needs, done, waiting = self.starts[rank], self.ends[rank], self.needs, self.done, self.waiting
         duration, ready = self.duration, self.ready
-        for at in range(at, len(codes)):
+        for at in range(self.cursor[rank], len(codes)):
             code = codes[at]
             op = code & 15
             if 3 < op < 8 and self.message(code, now):

@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.plan import Plan
-from penstock.plan.actions import OP, OVERLAP, STAGE, STAGE_SHIFT, AnyAction, Op, partner_of, parts, unpack
+from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, AnyAction, Op, partner_of, parts, unpack
 from penstock.simulate.costs import Costs
-
 
 Curve = Sequence[tuple[float, float]]  # (time, what is held from then on)
 
@@ -92,12 +91,12 @@ class Timeline:
 
     @cached_property
     def _extents(self) -> tuple[tuple[float, float, float], ...]:
-        """First start, last end and busy time of each rank's compute actions."""
+        """First start, last end and busy time of what occupies each rank: neither messages nor what takes no time."""
         found = []
         for codes, starts, ends in zip(self.plan.codes, self.starts, self.ends, strict=True):
             first, last, busy = float("inf"), float("-inf"), 0.0
             for code, start, end in zip(codes, starts, ends, strict=True):
-                if code & OP <= Op.B or code & OP == OVERLAP:
+                if code & OP <= Op.B or (end > start and code & OP > Op.RECV_B):
                     first, last, busy = min(first, start), max(last, end), busy + end - start
             found.append((first, last, busy) if busy or last >= first else (0.0, 0.0, 0.0))
         return tuple(found)
@@ -118,7 +117,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank computes."""
+        """The time that each rank computes, or tends to its parameters."""
         return tuple(busy for _, _, busy in self._extents)
 
     def _bubble(self, cost: float) -> float:
