@@ -150,12 +150,12 @@ class GlooPool:
 
     def _receive(self, rank: int, connection: Connection, *, seconds: float) -> Outcome:
         try:
-            value, error, details = pickle.loads(connection.recv_bytes())
+            value, error, details, exit_code = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             process = self._workers[rank][0]
             process.join(10)
             return Outcome(rank, error="died", exit_code=process.exitcode, seconds=seconds)
-        return Outcome(rank, value, error, details, seconds=seconds)
+        return Outcome(rank, value, error, details, exit_code, seconds)
 
 
 def _free_port() -> int:
@@ -178,27 +178,33 @@ def _serve(connection: Connection) -> None:
             job = connection.recv_bytes()
         except (EOFError, KeyboardInterrupt):
             return
-        try:
-            answer = pickle.dumps((_work(pickle.loads(job)), None, ""))
-        except BaseException as error:  # noqa: BLE001 - reported to the test
-            answer = pickle.dumps((None, type(error).__name__, f"{error}\n{traceback.format_exc()}"))
+        answer = pickle.dumps(_work(pickle.loads(job)))
         connection.send_bytes(answer)
 
 
-def _work(job: Job) -> Any:
+def _work(job: Job) -> tuple[Any, str | None, str, int | None]:
+    """The value, or the kind of an error and its traceback; an exit code if the process is of no further use."""
     import torch.distributed as dist
 
     from penstock.comm.distributed import close_all
 
     bound = timedelta(seconds=job.group_timeout)
-    dist.init_process_group(
-        "gloo", init_method=job.meeting_point, rank=job.rank, world_size=job.world_size, timeout=bound
-    )
+    unusable: int | None = 1
     try:
-        return job.function(*job.args)
-    finally:
-        close_all()
-        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo", init_method=job.meeting_point, rank=job.rank, world_size=job.world_size, timeout=bound
+        )
+        dist.barrier()  # a rank with nothing to do must not leave before all others are connected
+        try:
+            value = job.function(*job.args)
+        finally:
+            close_all()
+            dist.destroy_process_group()
+            unusable = None
+        pickle.dumps(value)
+    except BaseException as error:  # noqa: BLE001 - reported to the test
+        return None, type(error).__name__, f"{error}\n{traceback.format_exc()}", unusable
+    return value, None, "", None
 
 
 _POOL: GlooPool | None = None

@@ -185,6 +185,30 @@ def test_a_rank_that_leaves_while_its_process_lives_on_is_named(gloo_pool: GlooP
     assert cause == "it left after step 1"
 
 
+def parted_ways() -> tuple[str, float]:
+    """Rank 1 has run out of data and goes on to another schedule, with an agreement; rank 0 is in its next step."""
+    transport = DistributedTransport.of()
+    transport.begin_step()
+    transport.end_step()
+    start = time.monotonic()
+    if transport.rank == 1:
+        with pytest.raises(PeerFailed) as caught:
+            transport.agree("evaluate", {})
+    else:
+        transport.begin_step()
+        with pytest.raises(PeerFailed) as caught:
+            transport.irecv(torch.zeros(1), 1).wait()
+        transport.end_step()
+    return str(caught.value), time.monotonic() - start
+
+
+def test_ranks_that_part_ways_between_steps_are_both_told(gloo_pool: GlooPool) -> None:
+    (first, waited), (second, _) = gloo_pool.run(2, parted_ways)
+    assert first == "rank 1 failed: after step 1 it went to exchange facts for 'evaluate'"
+    assert second == "rank 0 failed: it is in step 2 instead of facts for 'evaluate'"
+    assert waited < 5.0
+
+
 def finishes_first() -> bool:
     """Leaving after the last step must not disturb ranks that are still in it."""
     transport = DistributedTransport.of()

@@ -47,7 +47,7 @@ class DistributedTransport(Transport):
         self._gloo: Any = backend if isinstance(backend, dist.ProcessGroupGloo) else None
         self._channels = _channels(group, backend, self.device)
         self.timeout = _timeout(backend)
-        self.store: DistributedStore = _store(group, self.device, rank=self.rank)
+        self.store: DistributedStore = _store(group, self.device)
         self._watcher: Watcher | None = None
         self._broken: FailureRecord | None = None
         self._in_step = False
@@ -110,7 +110,7 @@ class DistributedTransport(Transport):
         while True:
             try:
                 record = self.failure() if self.epoch else None
-                gone = [] if record is not None else self.store.departures(self.num_ranks)
+                gone = [] if record is not None else self.store.departures()
             except TransportError:
                 return self.failed
             if record is not None and record.rank != self.rank:
@@ -220,13 +220,13 @@ def _timeout(backend: Any) -> float:
     return float(bound.total_seconds())
 
 
-def _store(group: dist.ProcessGroup, device: torch.device, *, rank: int) -> DistributedStore:
+def _store(group: dist.ProcessGroup, device: torch.device) -> DistributedStore:
     """Keys of this group and of this life of it: groups side by side, and one made again, must not meet."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
     name = hashlib.sha1(f"{group.group_name}|{ranks}|{device.type}".encode()).hexdigest()[:16]
     base = PrefixStore(f"penstock/{name}", _get_default_store())
-    life = base.add(f"lives/{rank}", 1)
-    return DistributedStore(PrefixStore(str(life), base), rank)
+    life = base.add(f"lives/{group.rank()}", 1)
+    return DistributedStore(PrefixStore(str(life), base), group.rank(), group.size())
 
 
 def _connection_lost(text: str) -> bool:

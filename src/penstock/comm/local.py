@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
@@ -110,10 +110,11 @@ class LocalStore:
         self._transport.wait_until(lambda: key in self._values, peer=None, what=f"{key!r} in the store")
         return self._values[key]
 
-    def get_all(self, keys: Sequence[str], timeout: float, *, posts: str = "") -> list[bytes]:
+    def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
+        keys = [f"{folder}/{rank}" for rank in range(self._transport.num_ranks)]
         for rank, key in enumerate(keys):
-            what = f"{posts or key} of rank {rank}"
-            self._transport.wait_until(partial(self._values.__contains__, key), peer=rank, what=what)
+            there = partial(self._values.__contains__, key)
+            self._transport.wait_until(there, peer=rank, what=f"{posts} of rank {rank}")
         return [self._values[key] for key in keys]
 
     def check(self, key: str) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from penstock.comm.transport import FailureRecord
 from penstock.errors import PeerFailed, StepTimeout, TransportError
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
@@ -29,13 +30,13 @@ class Departure:
 class DistributedStore:
     """A c10d store as seen by penstock. A wait polls: a blocking call would keep Ctrl-C and other threads waiting."""
 
-    def __init__(self, store: Any, rank: int) -> None:  # a c10d Store; its stubs know neither clone nor bytes
-        self._store = store
-        self._rank = rank
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+        self._store = store  # a c10d Store; its stubs know neither clone nor bytes
+        self._rank, self._num_ranks = rank, num_ranks
 
     def clone(self) -> DistributedStore:
         """The same values over a connection of its own, for another thread."""
-        return DistributedStore(self._store.clone(), self._rank)
+        return DistributedStore(self._store.clone(), self._rank, self._num_ranks)
 
     def set(self, key: str, value: bytes) -> None:
         with _reachable():
@@ -55,18 +56,18 @@ class DistributedStore:
         with _reachable():
             return bytes(self._store.get(key))
 
-    def get_all(self, keys: Sequence[str], timeout: float, *, posts: str = "") -> list[bytes]:
-        start, nap = time.monotonic(), _FIRST_NAP
-        look = start + _BETWEEN_LOOKS
+    def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
+        keys = [f"{folder}/{rank}" for rank in range(self._num_ranks)]
+        end, look, nap = time.monotonic() + timeout, time.monotonic() + _BETWEEN_LOOKS, _FIRST_NAP
         with _reachable():
-            while not self._store.check(list(keys)):
+            while not self._store.check(keys):
                 now = time.monotonic()
-                if now > look or now > start + timeout:
-                    self._look_for_absent(keys, posts, late=now > start + timeout, timeout=timeout)
+                if now > min(look, end):
+                    self._look_for_absent(folder, "" if now <= end else f"waited {timeout:g} s for {posts}")
                     look = now + _BETWEEN_LOOKS
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
-            return [bytes(value) for value in self._store.multi_get(list(keys))]
+            return [bytes(value) for value in self._store.multi_get(keys)]
 
     def check(self, key: str) -> bool:
         with _reachable():
@@ -86,23 +87,30 @@ class DistributedStore:
         self.set(f"departed/{departure.rank}", json.dumps([departure.epoch, departure.cause]).encode())
         self.add("departures", 1)
 
-    def departures(self, num_ranks: int) -> list[Departure]:
+    def departures(self) -> list[Departure]:
         """The ranks that have left; one request as long as nobody has."""
         if not self.check("departures"):
             return []
-        gone = [rank for rank in range(num_ranks) if self.check(f"departed/{rank}")]
+        gone = [rank for rank in range(self._num_ranks) if self.check(f"departed/{rank}")]
         return [Departure(rank, *json.loads(self.get(f"departed/{rank}", 1.0))) for rank in gone]
 
-    def _look_for_absent(self, keys: Sequence[str], posts: str, *, late: bool, timeout: float) -> None:
-        departures = self.departures(len(keys))
-        absent = [rank for rank, key in enumerate(keys) if not self.check(key)]
+    # -- meetings that cannot come about
+
+    def decline(self, folder: str, record: FailureRecord) -> None:
+        """Tell those who wait at the meeting that this rank is elsewhere."""
+        self.first(f"{folder}/declined", record.encode())
+
+    def _look_for_absent(self, folder: str, waited: str) -> None:
+        departures = self.departures()
+        absent = [rank for rank in range(self._num_ranks) if not self.check(f"{folder}/{rank}")]
         for departure in departures:
             if departure.rank in absent:
                 raise PeerFailed(departure.rank, None, None, None, departure.cause)
-        if late and absent:
+        if self.check(f"{folder}/declined"):
+            raise FailureRecord.decode(self.get(f"{folder}/declined", 1.0)).error()
+        if waited and absent:
             names = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
-            what = posts or "a post"
-            raise StepTimeout(f"rank {self._rank} waited {timeout:g} s for {what}, which {names} never sent")
+            raise StepTimeout(f"rank {self._rank} {waited}, which {names} never sent")
 
 
 @contextmanager

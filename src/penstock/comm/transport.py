@@ -45,8 +45,8 @@ class Store(Protocol):
         """Wait for the key. StepTimeout names it when it never comes."""
         ...
 
-    def get_all(self, keys: Sequence[str], timeout: float, *, posts: str = "") -> list[bytes]:
-        """Wait for keys of which the k-th is set by rank k. ``posts`` says in an error what they are."""
+    def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
+        """Wait for "folder/0", "folder/1", ..., one from each rank. ``posts`` says in an error what they are."""
         ...
 
     def check(self, key: str) -> bool: ...
@@ -179,13 +179,14 @@ class Transport(ABC):
     def gather(self, name: str, payload: bytes, *, timeout: float | None = None) -> list[bytes]:
         """Every rank's payload, on every rank. Small things: a timeline, a list of losses."""
         self.meetings += 1
-        meeting = self.meetings
-        self.store.set(_post_key(meeting, self.rank), payload)
-        keys = [_post_key(meeting, rank) for rank in range(self.num_ranks)]
-        payloads = self.store.get_all(keys, self.timeout if timeout is None else timeout, posts=name)
-        # All have posted here, so all have left the meeting before: nobody reads this rank's older post any more.
-        if meeting > 1:
-            self.store.delete(_post_key(meeting - 1, self.rank))
+        folder, before = meeting_folder(self.meetings), meeting_folder(self.meetings - 1)
+        self.store.set(f"{folder}/{self.rank}", payload)
+        self.store.first(f"{folder}/called", json.dumps([self.rank, self.epoch, name]).encode())
+        payloads = self.store.get_all(folder, self.timeout if timeout is None else timeout, posts=name)
+        # All have posted here, so all have left the meeting before: nobody reads its posts any more.
+        self.store.delete(f"{before}/{self.rank}")
+        if self.rank == 0:
+            self.store.delete(f"{before}/called")
         return payloads
 
     def agree(self, name: str, facts: Mapping[str, str], *, timeout: float | None = None) -> None:
@@ -269,8 +270,9 @@ def failure_key(epoch: int) -> str:
     return f"failure/{epoch}"
 
 
-def _post_key(meeting: int, rank: int) -> str:
-    return f"meeting/{meeting}/{rank}"
+def meeting_folder(meeting: int) -> str:
+    """Where the ranks post for a meeting; under "called" stands who came first, after how many steps, and what for."""
+    return f"meeting/{meeting}"
 
 
 def _spell(tensor: Tensor) -> str:

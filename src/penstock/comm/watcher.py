@@ -6,6 +6,7 @@ send what is awaited, unfilled, and the wait ends. Where nobody is left to drain
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from penstock.comm.store import DistributedStore
-from penstock.comm.transport import FailureRecord, failure_key
+from penstock.comm.transport import FailureRecord, failure_key, meeting_folder
 from penstock.errors import TransportError
 
 _TICK = 0.3  # seconds between looks at the store
@@ -29,6 +30,7 @@ class Watched(Protocol):
     rank: int
     num_ranks: int
     epoch: int
+    meetings: int
     failed: FailureRecord | None
 
     def break_connections(self, record: FailureRecord) -> None: ...
@@ -98,10 +100,22 @@ class Watcher:
             record = FailureRecord.decode(self._store.get(key, _TICK))
             if record.rank != transport.rank:
                 self._tell(transport, epoch, record)
-        for departure in self._store.departures(transport.num_ranks):
+        for departure in self._store.departures():
             if departure.epoch < epoch and departure.rank != transport.rank:
                 self._tell(transport, epoch, FailureRecord(departure.rank, cause=departure.cause))
                 self._lose_patience(transport, epoch)
+        self._look_for_meetings(transport, epoch)
+
+    def _look_for_meetings(self, transport: Watched, epoch: int) -> None:
+        """A rank that waits at the next meeting with fewer steps behind it will never come to this step."""
+        folder = meeting_folder(transport.meetings + 1)
+        if not self._store.check(f"{folder}/called"):
+            return
+        rank, steps, name = json.loads(self._store.get(f"{folder}/called", _TICK))
+        if steps < epoch and rank != transport.rank:
+            self._tell(transport, epoch, FailureRecord(rank, cause=f"after step {steps} it went to exchange {name}"))
+            self._store.decline(folder, FailureRecord(transport.rank, cause=f"it is in step {epoch} instead of {name}"))
+            self._lose_patience(transport, epoch)
 
     def _tell(self, transport: Watched, epoch: int, record: FailureRecord) -> None:
         if self._epoch == epoch and epoch and transport.failed is None:
