@@ -1,6 +1,6 @@
 """One stage driven as the runtime drives it, by a short script, and the plain loop that it must equal.
 
-A script is the plan of one stage: "U F0 F1 B0 B1 G R" gathers, runs two microbatches, reduces and frees. G is REDUCE_GRAD.
+A script is the plan of one stage: "U F0 F1 B0 B1 G R" gathers, runs two microbatches, reduces (G) and frees.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 def freeze_some(model: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
-        if name.endswith("first.weight") or name.endswith("1.scale"):
+        if name.endswith(("first.weight", "1.scale")):
             parameter.requires_grad_(False)
     return model
 
@@ -140,7 +140,7 @@ def differences(model: nn.Module, reference: nn.Module, *, limit: float = 1e-12)
             if got is not want:
                 wrong.append(f"{name}: {got} instead of {want}")
         elif not (got.dtype is want.dtype and torch.allclose(got, want, rtol=limit, atol=limit)):
-            wrong.append(f"{name}: off by {(got.to(want.dtype) - want).abs().max().item()} of {want.abs().max().item()}")
+            wrong.append(f"{name}: off by {(got.to(want.dtype) - want).abs().max()} of {want.abs().max()}")
     return wrong
 
 

@@ -6,6 +6,9 @@ replicas. An average of what is equal everywhere changes nothing, so gradients t
 
 Buffers are broadcast once a step (the wrapper itself does so once a forward). A communication hook of the user is given
 the buckets that DDP's own reducer would give it.
+
+A wrapper goes on to work by itself between steps. One with `static_graph=True` must have done so before its first step,
+because the reducer learns the graph from the first backward that it sees.
 """
 
 from __future__ import annotations
@@ -63,10 +66,10 @@ class DDPAdapter:
         if not self._syncs:  # the user's own `no_sync()` stands around the step
             return
         ddp = self._wrapper
-        trained = [p for p in ddp._module_parameters if p.requires_grad]
         if _has_comm_hook(ddp):
             _average_through_hook(ddp)
             return
+        trained = [p for p in ddp._module_parameters if p.requires_grad]
         rows = _sparse_parameters(ddp.module)
         average_gradients(
             [p for p in trained if id(p) not in rows], ddp.process_group, bucket_bytes=ddp.bucket_bytes_cap
@@ -142,7 +145,7 @@ def _has_comm_hook(ddp: Any) -> bool:
 @torch.no_grad()
 def _average_through_hook(ddp: Any) -> None:
     """Hand `.grad` to the user's hook in the reducer's own buckets, and write back what it returns."""
-    parameters = [p for p in ddp._module_parameters if p.requires_grad]
+    parameters = ddp._module_parameters
     used = torch.tensor([float(p.grad is not None) for p in parameters], device=ddp.device)
     torch.distributed.all_reduce(used, group=ddp.process_group)
     unused = {id(p) for p, count in zip(parameters, used.tolist(), strict=True) if not count}
