@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Small random models of real architectures: one line each."""
 
 from __future__ import annotations

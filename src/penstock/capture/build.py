@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from penstock.capture.info import PipeInfo
-    from penstock.capture.module import StageModule
+from penstock.capture.info import PipeInfo
+from penstock.capture.module import StageModule
+from penstock.capture.routes import StageRoutes
+from penstock.stage.stage import PipelineStage
 
 
 def build_stage(
     stage_module: StageModule, stage_index: int, pipe_info: PipeInfo, device: torch.device | str, group: Any = None
-) -> Any:
-    """A stage of the runtime around a captured module, on `device`.
+) -> PipelineStage:
+    """A stage for a schedule, around a captured module that is moved to `device`.
 
     stage = build_stage(pipe.get_stage_module(0), 0, pipe.info(), "cpu")
     """
-    from penstock.stage import captured_stage
-
-    return captured_stage(stage_module.to(device), stage_index, pipe_info=pipe_info, device=torch.device(device), group=group)
+    stage = PipelineStage(stage_module.to(device), stage_index, pipe_info.num_stages, device, group=group)
+    stage.routes = StageRoutes(pipe_info, stage_index)
+    return stage

@@ -6,8 +6,12 @@ what stands there, as the user's modules do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -18,3 +22,8 @@ def addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: fl
     if beta == 1 and alpha == 1:
         return torch.addmm(bias, x, weight)
     return torch.addmm(bias, x, weight, beta=beta, alpha=alpha)
+
+
+def checkpointed(body: Callable[..., Any], *args: Any) -> Any:
+    """Run a part of a stage without keeping what its backward needs; the backward computes it again."""
+    return checkpoint(body, *args, use_reentrant=False)

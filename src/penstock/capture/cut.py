@@ -1,7 +1,7 @@
 """The placed graph into one graph for each stage, and the wires between them.
 
-    cut = cut_graph(placed, table, names)
-    cut.pieces[1].graph, cut.pieces[1].inputs, cut.pieces[1].outputs
+cut = cut_graph(placed, table, names)
+cut.pieces[1].graph, cut.pieces[1].inputs, cut.pieces[1].outputs
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from penstock.capture.flat import REGION
+from penstock.capture.flat import REGION, SIZE
 from penstock.capture.names import StateNames
 from penstock.capture.ops import aten, body_module, is_size
 from penstock.capture.place import EVERYWHERE, Placed
@@ -22,8 +22,6 @@ from penstock.capture.regions import wrap_regions
 from penstock.capture.trace import FromConstant, FromInput, FromState
 from penstock.capture.wires import Size, Wire
 from penstock.errors import CaptureError
-
-
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,11 @@ class Cutter:
         return next(k for k in range(len(self.needs)) if self._reachable(node, k, own=True))
 
     def _reachable(self, node: fx.Node, k: int, *, own: bool = False) -> bool:
-        return self._size_source(node, k) is not None or (
-            not self._reads_tensor(node) and all(self._reachable(a, k, own=own) for a in node.all_input_nodes)
-        ) or (own and self._reads_tensor(node) and self._is_here(node.all_input_nodes[0], k))
+        return (
+            self._size_source(node, k) is not None
+            or (not self._reads_tensor(node) and all(self._reachable(a, k, own=own) for a in node.all_input_nodes))
+            or (own and self._reads_tensor(node) and self._is_here(node.all_input_nodes[0], k))
+        )
 
     @staticmethod
     def _reads_tensor(node: fx.Node) -> bool:
@@ -194,9 +194,7 @@ class Cutter:
             builder.add(node)
         if k == self.last:
             leaves = [v for v in self.flat.traced.outputs if isinstance(v, fx.Node)]
-            outputs = tuple(
-                wire_of(v, v.name, source=k, stages=()) for v in leaves
-            )
+            outputs = tuple(wire_of(v, v.name, source=k, stages=()) for v in leaves)
         else:
             leaves = [n for n, wire in self.wires.items() if wire.source == k]
             outputs = tuple(self.wires[n] for n in leaves)
@@ -218,6 +216,9 @@ class _Builder:
         self.constants: dict[str, torch.Tensor] = {}
         self.values: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
+        # what arrives is contiguous, even where it was not: a view of it may then need a copy
+        rows = not all(cutter.wires[n].contiguous for n in given if cutter.wires[n].source is not None)
+        self.relaxed = {aten.view.default: aten.reshape.default} if rows else {}
         for node in given:
             self.values[node] = self.graph.placeholder(identifier(cutter.wires[node].name))
 
@@ -230,7 +231,9 @@ class _Builder:
             return
         args = fx.map_arg(node.args, lambda n: self.value(n, user=node))
         kwargs = fx.map_arg(node.kwargs, lambda n: self.value(n, user=node))
-        made = self.graph.create_node(node.op, late(node.target), args, kwargs, node.name)  # type: ignore[arg-type, call-overload]
+        made = self.graph.create_node(
+            node.op, self.relaxed.get(node.target, late(node.target)), args, kwargs, node.name
+        )
         made.meta["path"] = module_path(node)
         if REGION in node.meta:
             made.meta[REGION] = node.meta[REGION]
@@ -265,6 +268,7 @@ class _Builder:
         else:
             args = fx.map_arg(node.args, self.value)
             made = self.graph.create_node("call_function", node.target, args, dict(node.kwargs), node.name)
+        made.meta[SIZE] = True
         return made
 
     def _once(self, name: str) -> fx.Node:
@@ -321,7 +325,7 @@ def constant_value(origin: FromConstant) -> torch.Tensor:
         raise CaptureError(f"{origin.name} is a {type(origin.value).__name__}; only tensors can be put into a stage")
     if isinstance(origin.value, torch._subclasses.FakeTensor) or origin.value.is_meta:
         raise CaptureError(
-            f"{origin.name} is a plain tensor attribute on the meta device, so its values are unknown; make it a buffer "
-            "(self.register_buffer), so that it can be loaded by name"
+            f"{origin.name} is a plain tensor attribute on the meta device, so its values are unknown; make it a "
+            "buffer (self.register_buffer), so that it can be loaded by name"
         )
     return origin.value

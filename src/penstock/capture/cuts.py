@@ -104,7 +104,8 @@ def _places(flat: Flat, alive: list[float], active: set[fx.Node], num_stages: in
     real = [i for i, node in enumerate(flat.nodes) if node in active]
     spots = [b for a, b in pairwise(real)]
     low = [
-        p for k, p in enumerate(spots)
+        p
+        for k, p in enumerate(spots)
         if alive[p] <= alive[spots[max(k - 1, 0)]] and alive[p] <= alive[spots[min(k + 1, len(spots) - 1)]]
     ]
     if not low:

@@ -22,6 +22,16 @@ def batch_dims(leaves: Sequence[torch.Tensor]) -> Dims:
     return tuple({0: Dim.AUTO} if leaf.ndim and leaf.shape[0] == batch else None for leaf in leaves)
 
 
+def why_static(leaves: Sequence[torch.Tensor]) -> str:
+    """Why the batch size of this example cannot be kept open, if so."""
+    batch = next((leaf.shape[0] for leaf in leaves if leaf.ndim), None)
+    return (
+        "the example has a batch of 1; capture with an example of at least 2 to keep the batch size open"
+        if batch == 1
+        else ""
+    )
+
+
 def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[str, Any]) -> Dims:
     """What the user said, leaf by leaf: by argument, or by the name of a leaf."""
     found: list[Any] = [None] * len(leaves)
@@ -57,5 +67,7 @@ def _normal(spec: Any, leaf: torch.Tensor, name: str) -> dict[int, Any] | None:
     entries = dict(spec) if isinstance(spec, Mapping) else dict(enumerate(spec))
     for dim in entries:
         if not 0 <= dim < leaf.ndim:
-            raise CaptureError(f"dynamic_shapes[{name!r}] names dimension {dim}; the example has {leaf.ndim} dimensions")
+            raise CaptureError(
+                f"dynamic_shapes[{name!r}] names dimension {dim}; the example has {leaf.ndim} dimensions"
+            )
     return {dim: what for dim, what in entries.items() if what is not None} or None

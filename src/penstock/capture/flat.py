@@ -5,7 +5,8 @@
     flat.cuts           # before which node each mark stood, and what the mark was
 
 A region (autocast, no_grad) stays one node unless a mark stands inside it; then its body is put into the list, each
-node remembering the region, and the cutter wraps what ends up in one stage again.
+node remembering the region, and the cutter wraps what ends up in one stage again. Checkpoints, which export does not
+know, are regions that are always open.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from torch import fx
+from torch import fx, nn
 
-from penstock.capture.marks import mark
+from penstock.capture.calls import checkpointed
+from penstock.capture.marks import CHECKPOINT_BEGIN, CHECKPOINT_END, mark
 from penstock.capture.ops import bodies, is_check, is_region
 from penstock.capture.trace import Traced
 from penstock.errors import CaptureError
 
 REGION = "penstock_region"  # meta key: a tuple of (number, operator, leading arguments), outermost first
+
+SIZE = "penstock_size"  # meta key: the node is a size, and may be read anywhere after its tensor
 
 
 @dataclass(frozen=True)
@@ -44,40 +48,49 @@ class Flat:
 
 
 def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
-    """Opens regions with marks inside, takes marks and checks out of the graph. `wanted`: cut before these nodes too."""
+    """Opens regions with marks inside, takes marks and checks out of the graph. `wanted`: more nodes to cut before."""
     numbers = count()
     for node in list(traced.graph.nodes):
         if is_region(node):
-            _drop_checks(node, traced.root)
+            _clean(node, traced.root)
             if _has_mark(node, traced.root):
                 _open(node, traced.root, numbers, ())
     nodes: list[fx.Node] = []
     marks: list[Mark] = []
+    inside: tuple[object, ...] = ()
     for node in list(traced.graph.nodes):
         if node.op in ("placeholder", "output"):
             continue
         if node.name in wanted:
             marks.append(Mark(len(nodes), f"the policy's mark before {node.name}"))
         if node.target is mark:
-            marks.append(Mark(len(nodes), str(node.args[0])))
+            what = str(node.args[0])
+            if what == CHECKPOINT_BEGIN:
+                inside = ((next(numbers), checkpointed, ()),)
+            elif what == CHECKPOINT_END:
+                inside = ()
+            else:
+                marks.append(Mark(len(nodes), what))
             traced.graph.erase_node(node)
         elif is_check(node):
             traced.graph.erase_node(node)
         else:
             nodes.append(node)
+            if inside:
+                node.meta[REGION] = (*inside, *node.meta.get(REGION, ()))
     return Flat(traced, nodes, tuple(marks), {node: i for i, node in enumerate(nodes)})
 
 
-def _drop_checks(node: fx.Node, root: fx.GraphModule) -> None:
+def _clean(node: fx.Node, root: nn.Module | None) -> None:
     for body in bodies(node, root):
         for inner in list(body.nodes):
-            if is_check(inner):
+            if is_check(inner) or (inner.target is mark and inner.args[0] in (CHECKPOINT_BEGIN, CHECKPOINT_END)):
                 body.erase_node(inner)
             elif is_region(inner):
-                _drop_checks(inner, body.owning_module)
+                _clean(inner, body.owning_module)
 
 
-def _has_mark(node: fx.Node, root: fx.GraphModule) -> bool:
+def _has_mark(node: fx.Node, root: nn.Module | None) -> bool:
     return any(
         inner.target is mark or (is_region(inner) and _has_mark(inner, body.owning_module))
         for body in bodies(node, root)
@@ -90,7 +103,9 @@ def _open(node: fx.Node, root: fx.GraphModule, numbers: count[int], outer: tuple
     args = list(node.args)
     where = next((i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr"), None)
     if where is None or any(isinstance(a, fx.Node) for a in args[:where]) or len(bodies(node, root)) != 1:
-        raise CaptureError(f"a split mark stands inside {node.target}, a region that cannot be cut; move the mark outside")
+        raise CaptureError(
+            f"a split mark stands inside {node.target}, a region that cannot be cut; move the mark outside"
+        )
     body = bodies(node, root)[0]
     tag = (*outer, (next(numbers), node.target, tuple(args[:where])))
     graph = node.graph
@@ -107,8 +122,10 @@ def _open(node: fx.Node, root: fx.GraphModule, numbers: count[int], outer: tuple
                 values[inner].meta[REGION] = tag
     for user in list(node.users):
         if user.target is not operator.getitem:
-            raise CaptureError(f"a split mark stands inside {node.target}, whose result is used whole; move the mark outside")
-        user.replace_all_uses_with(values[results[user.args[1]]])  # type: ignore[index]
+            raise CaptureError(
+                f"a split mark stands inside {node.target}, whose result is used whole; move the mark outside"
+            )
+        user.replace_all_uses_with(values[results[user.args[1]]])
         graph.erase_node(user)
     graph.erase_node(node)
     for copied in list(values.values()):
@@ -117,7 +134,7 @@ def _open(node: fx.Node, root: fx.GraphModule, numbers: count[int], outer: tuple
 
 
 def _copied(
-    inner: fx.Node, graph: fx.Graph, root: fx.GraphModule, owner: fx.GraphModule, values: dict[fx.Node, fx.Node]
+    inner: fx.Node, graph: fx.Graph, root: fx.GraphModule, owner: fx.GraphModule | None, values: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     made = graph.node_copy(inner, lambda n: values[n])
     if inner.op == "get_attr" and owner is not root:

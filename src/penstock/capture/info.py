@@ -1,8 +1,8 @@
 """What everybody may know about a captured model.
 
-    info = pipe.info()
-    info.num_stages, info.inputs.names, info.edges          # 4, ("x", "mask"), {(0, 1), (1, 2), (0, 2)}
-    info.shared["wte.weight"].holders                       # ((0, "wte.weight"), (3, "lm_head.weight"))
+info = pipe.info()
+info.num_stages, info.inputs.names, info.edges          # 4, ("x", "mask"), {(0, 1), (1, 2), (0, 2)}
+info.shared["wte.weight"].holders                       # ((0, "wte.weight"), (3, "lm_head.weight"))
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.capture.inputs import InputTable
-from penstock.capture.tree import Constant, leaf_paths
+from penstock.capture.tree import leaf_paths, take_apart
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError
 
@@ -24,6 +24,7 @@ class Shared:
     owner: int  # the stage whose copy counts: in a norm, in a checkpoint
     name: str  # its name there
     holders: tuple[tuple[int, str], ...]  # every (stage, name), the owner first
+    is_parameter: bool = True  # False for a buffer, which has no gradient
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ class PipeInfo:
             if wire.source is not None
         )
 
+    def loss_of(self, output: Any) -> Any:
+        """The model's own loss, out of what the model returned."""
+        if self.loss_index is None:
+            raise CaptureError(
+                f"the model returns no loss that can be told from its other outputs ({', '.join(self.output_paths)}); "
+                "capture with output_loss_value_spec={'loss': True}, or give the schedule a loss_fn"
+            )
+        return take_apart(output)[0][self.loss_index]
+
     def arguments(self, stage: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The model's arguments that a stage reads, out of a call; a rank may leave out what its stages do not read."""
         wanted = [wire for wire in self.stage_inputs[stage] if wire.source is None]
@@ -62,22 +72,22 @@ class PipeInfo:
         missing = [wire.name for wire in wanted if wire.name not in given]
         if missing:
             raise CaptureError(
-                f"stage {stage} reads {', '.join(missing)}, and this rank's call does not give it; pass the same arguments "
-                f"on every rank, or at least {', '.join(w.name for w in wanted)} here"
+                f"stage {stage} reads {', '.join(missing)}, and this rank's call does not give it; pass the same "
+                f"arguments on every rank, or at least {', '.join(w.name for w in wanted)} here"
             )
         return {wire.name: given[wire.name] for wire in wanted}
 
 
 def find_loss(recipe: Any, wires: Sequence[Wire], spec: Any) -> int | None:
-    """Which output leaf is the loss: the one that `spec` marks with True, else one called "loss" that is a single number."""
+    """Which output leaf is the loss: the one that `spec` marks with True, else a single number called "loss"."""
     paths = leaf_paths(recipe)
     if spec is not None:
         marked = _marked(spec, "")
         wanted = [i for i, path in enumerate(paths) if path in marked or (marked == [""] and len(paths) == 1)]
         if len(wanted) != 1:
             raise CaptureError(
-                f"output_loss_value_spec={spec!r} marks {len(wanted)} of the model's outputs ({', '.join(paths) or 'a single value'}); "
-                "it must mark exactly one with True, for example {'loss': True}"
+                f"output_loss_value_spec={spec!r} marks {len(wanted)} of the model's outputs ({', '.join(paths)}); it "
+                "must mark exactly one with True, for example {'loss': True}"
             )
         return wanted[0]
     for i, path in enumerate(paths):
@@ -94,8 +104,3 @@ def _marked(spec: Any, path: str) -> list[str]:
     if isinstance(spec, list | tuple):
         return [p for i, value in enumerate(spec) for p in _marked(value, f"{path}[{i}]")]
     return []
-
-
-def is_plain(recipe: Any) -> bool:
-    """Whether the model returns no tensor at all."""
-    return isinstance(recipe, Constant)

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from penstock.capture.tree import Constant, constants, leaf_paths, put_together, take_apart
+from penstock.capture.tree import constants, leaf_paths, put_together, take_apart
 from penstock.errors import CaptureError
 
 
@@ -139,7 +137,7 @@ class InputTable:
         paths = [path.removeprefix(".") for path in leaf_paths(recipe)]
         if paths != names:
             raise CaptureError(
-                f"argument {parameter.name!r} was captured with tensors {names or 'none'}, and is called with {paths or 'none'}; "
+                f"argument {parameter.name!r} was captured with the tensors {names}, and is called with {paths}; "
                 "a captured model takes the same structure that it was captured with"
             )
         for (path, old), (_, new) in zip(
@@ -158,14 +156,3 @@ def same(old: Any, new: Any) -> bool:
         return False
     result = old == new
     return bool(result) if isinstance(result, bool) else True
-
-
-def is_constant(recipe: Any) -> bool:
-    return isinstance(recipe, Constant)
-
-
-def example_leaf(value: Any) -> torch.Tensor:
-    """A leaf of the example must be a tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise CaptureError(f"an example argument is a {type(value).__name__}, not a tensor")
-    return value

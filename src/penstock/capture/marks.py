@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.fx.node import has_side_effect
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import checkpoint as checkpoints
 
 from penstock.errors import CaptureError
 
@@ -74,7 +75,7 @@ def annotate_split_points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> 
         _annotated[target] = _annotated.get(target, frozenset()) | {point}
 
 
-def annotations(module: nn.Module) -> dict[str, frozenset[SplitPoint]]:
+def remembered(module: nn.Module) -> dict[str, frozenset[SplitPoint]]:
     """The cuts remembered for the submodules of `module`, by name."""
     found = {}
     for name, child in module.named_modules():
@@ -96,6 +97,31 @@ def submodule(module: nn.Module, name: str) -> nn.Module:
             f"{type(module).__name__} has no submodule {name!r}; its submodules are called like "
             f"{', '.join(repr(n) for n in near[:6])}{' ...' if len(near) > 6 else ''}"
         ) from None
+
+
+CHECKPOINT_BEGIN = "checkpoint begins"
+CHECKPOINT_END = "checkpoint ends"
+
+
+@contextmanager
+def watching_checkpoints() -> Iterator[None]:
+    """While open, ``torch.utils.checkpoint`` leaves marks around the function that it is given.
+
+    Export runs straight through a checkpoint and forgets it; the marks let the stages have it again.
+    """
+    original = checkpoints._checkpoint_without_reentrant_generator
+
+    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        del args, kwargs
+        mark(CHECKPOINT_BEGIN)
+        yield
+        mark(CHECKPOINT_END)
+
+    checkpoints._checkpoint_without_reentrant_generator = marked
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = original
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """One stage of a captured model, as a module.
 
     stage = pipe.get_stage_module(1)
-    stage(hidden)                   # runs alone
+    stage(hidden)                   # runs alone: the tuple of its outputs; the last one returns what the model returns
     stage.state_dict()              # the names of the user's model: "layers.3.attn.q.weight"
     stage.inputs, stage.outputs     # its wires
     stage.eval()                    # dropout off, batch norm by its statistics: as on the model
@@ -53,8 +53,11 @@ class StageModule(nn.Module):
 
     inputs: tuple[Wire, ...]
     outputs: tuple[Wire, ...]
+    _anchor: torch.Tensor  # has no elements; goes wherever the module goes
 
-    def __init__(self, index: int, num_stages: int, *, piece: Piece, key: Key, source: Source | None, device: torch.device) -> None:
+    def __init__(
+        self, index: int, num_stages: int, *, piece: Piece, key: Key, source: Source | None, device: torch.device
+    ) -> None:
         super().__init__()
         self.stage_index = index
         self.num_stages = num_stages
@@ -71,7 +74,6 @@ class StageModule(nn.Module):
         self._why_not: dict[Key, str] = {}
         self.register_buffer("_anchor", torch.empty(0, device=device), persistent=False)
         self._device = device
-        self.add_constants(piece.constants)
         self._learn(key, piece)
         mode = key[0]
         if mode is not None:
@@ -113,12 +115,15 @@ class StageModule(nn.Module):
         return self._programs[self._key].graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The inputs in the order of ``inputs``, or by name. The last stage returns what the model returns."""
+        """The inputs in the order of ``inputs``, or by name.
+
+        Returns a tuple, in the order of ``outputs``; the last stage returns what the model returns.
+        """
         values = args if not kwargs and len(args) == len(self.inputs) else self._bound(args, kwargs)
         results = self.run(values)
         if self.is_last:
             return self.build_output(results)
-        return results[0] if len(results) == 1 else results
+        return results
 
     def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs, in the order of ``outputs``."""
@@ -149,7 +154,11 @@ class StageModule(nn.Module):
         lines += [f"  in   {wire}" for wire in self.inputs]
         lines += [f"  out  {wire}" for wire in self.outputs]
         count = sum(p.numel() for p in self.parameters())
-        lines += [f"  {count:,} parameters in {len(list(self.parameters()))} tensors", "", self._programs[self._key].source()]
+        lines += [
+            f"  {count:,} parameters in {len(list(self.parameters()))} tensors",
+            "",
+            self._programs[self._key].source(),
+        ]
         return "\n".join(lines)
 
     def extra_repr(self) -> str:
@@ -159,11 +168,15 @@ class StageModule(nn.Module):
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         names = [wire.name for wire in self.inputs]
         if len(args) > len(names):
-            raise CaptureError(f"stage {self.stage_index} takes {len(names)} inputs ({', '.join(names)}), {len(args)} were given")
+            raise CaptureError(
+                f"stage {self.stage_index} takes {len(names)} inputs ({', '.join(names)}), {len(args)} were given"
+            )
         found = dict(zip(names, args, strict=False))
         for name, value in kwargs.items():
             if name in found or name not in names:
-                raise CaptureError(f"stage {self.stage_index} got {name!r} twice or has no such input: {', '.join(names)}")
+                raise CaptureError(
+                    f"stage {self.stage_index} got {name!r} twice or has no such input: {', '.join(names)}"
+                )
             found[name] = value
         missing = [str(wire) for wire in self.inputs if wire.name not in found]
         if missing:
@@ -177,15 +190,30 @@ class StageModule(nn.Module):
             why = self._why_not.get(key, "it was saved without")
             if key[1]:
                 raise ShapeError(f"{', '.join(sorted(key[1]))} is 1, and the capture has no graph for that: {why}")
-            raise CaptureError(f"stage {self.stage_index} has no graph for {'training' if key[0] else 'evaluation'}: {why}")
+            raise CaptureError(
+                f"stage {self.stage_index} has no graph for {'training' if key[0] else 'evaluation'}: {why}"
+            )
         self._learn(key, self._source.piece(self.stage_index, key))
 
     def _learn(self, key: Key, piece: Piece) -> None:
+        missing = [name for name in piece.states if self._programs and not self._holds(name)]
+        if missing:
+            raise CaptureError(
+                f"in {'training' if key[0] else 'evaluation'} stage {self.stage_index} uses {', '.join(missing)}, "
+                "which it does not hold; capture the model once in each mode instead"
+            )
         self.add_constants(piece.constants)
         if self.is_last:
             self._results[key] = Result(piece.recipe, piece.fixed)
         program = Program(piece.graph, piece.bodies).moved(self._device, self._anchor.device)
         self._adopt(key, program)
+
+    def _holds(self, name: str) -> bool:
+        path, _, leaf = name.rpartition(".")
+        owner: nn.Module | None = self
+        for part in path.split(".") if path else ():
+            owner = None if owner is None else owner._modules.get(part)
+        return owner is not None and (leaf in owner._parameters or leaf in owner._buffers)
 
     def _adopt(self, key: Key, program: Program) -> None:
         mode = f"{key[0]}_{'_'.join(sorted(key[1]))}"
@@ -197,7 +225,7 @@ class StageModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
         old = self._anchor.device
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         new = self._anchor.device
         if new != old:
             for key, program in list(self._programs.items()):
@@ -215,7 +243,7 @@ class StageModule(nn.Module):
         return state | {"_source": None, "_functions": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         for key, program in list(self._programs.items()):
             self._adopt(key, program)
 

@@ -1,8 +1,8 @@
 """The names of parameters and buffers, and which of them are one tensor under several names.
 
-    names = StateNames.of(model)
-    names.groups["wte.weight"]                       # ("wte.weight", "lm_head.weight"): tied
-    names.name_for("wte.weight", "lm_head")          # "lm_head.weight": the name where it is used
+names = StateNames.of(model)
+names.groups["wte.weight"]                       # ("wte.weight", "lm_head.weight"): tied
+names.name_for("wte.weight", "lm_head")          # "lm_head.weight": the name where it is used
 """
 
 from __future__ import annotations

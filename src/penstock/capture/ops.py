@@ -44,7 +44,7 @@ def is_region(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def bodies(node: fx.Node, root: torch.nn.Module) -> list[fx.Graph]:
+def bodies(node: fx.Node, root: torch.nn.Module | None) -> list[fx.Graph]:
     """The graphs that a region runs."""
     found = []
     for arg in node.all_input_nodes:
@@ -90,7 +90,9 @@ def written(node: fx.Node) -> list[fx.Node]:
     # batch norm writes its running statistics although its schema does not say so
     if node.target in (aten.batch_norm.default, aten.instance_norm.default):
         if _argument(node, 5, "training"):
-            found = [a for a in (_argument(node, 3, "running_mean"), _argument(node, 4, "running_var")) if a is not None]
+            found = [
+                a for a in (_argument(node, 3, "running_mean"), _argument(node, 4, "running_var")) if a is not None
+            ]
         return [a for a in found if isinstance(a, fx.Node)]
     for i, arg in enumerate(node.target._schema.arguments):
         if arg.alias_info is not None and arg.alias_info.is_write:

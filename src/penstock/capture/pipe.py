@@ -1,9 +1,9 @@
 """A model in stages.
 
-    pipe = pipeline(model, (x,), split_spec={"layers.4": SplitPoint.BEGINNING})
-    pipe(x)                          # all stages in this process: what model(x) returns
-    pipe.get_stage_module(1)         # one stage, a module
-    stage = pipe.build_stage(rank, device)
+pipe = pipeline(model, (x,), split_spec={"layers.4": SplitPoint.BEGINNING})
+pipe(x)                          # all stages in this process: what model(x) returns
+pipe.get_stage_module(1)         # one stage, a module
+stage = pipe.build_stage(rank, device)
 """
 
 from __future__ import annotations

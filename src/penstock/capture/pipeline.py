@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 
 from penstock.capture.cuts import choose_cuts as cuts_by_estimate
-from penstock.capture.dims import batch_dims, given_dims
+from penstock.capture.dims import batch_dims, given_dims, why_static
 from penstock.capture.info import PipeInfo, find_loss
 from penstock.capture.inputs import InputTable
-from penstock.capture.marks import SplitPoint, annotations, submodule
+from penstock.capture.marks import SplitPoint, remembered, submodule
 from penstock.capture.module import StageModule
 from penstock.capture.names import StateNames
 from penstock.capture.pipe import MultiUseParameterConfig, Pipe
@@ -44,11 +44,12 @@ def pipeline(
     pipe = pipeline(model, (x,), num_stages=4)
 
     `mb_args` and `mb_kwargs` are an example of one microbatch; their values do not matter. The cuts come from
-    `split_spec`, from ``pipe_split()`` in the model's code and ``annotate_split_points``, from a `split_policy`, or, with
-    `num_stages`, from the costs. The size of the first dimension may change from call to call; `dynamic_shapes` says the
-    same of others, by argument: ``{"x": {1: torch.export.Dim.AUTO}}``, and with ``{}`` every size stays fixed.
+    `split_spec`, from ``pipe_split()`` in the model's code and ``annotate_split_points``, from a `split_policy`, or,
+    with `num_stages`, from the costs. The size of the first dimension may change from call to call; `dynamic_shapes`
+    says the same of others, by argument: ``{"x": {1: torch.export.Dim.AUTO}}``; with ``{}`` every size stays fixed.
 
-    A cache in the output crosses like everything else; to leave it out, say so to the model: ``mb_kwargs={"use_cache": False}``.
+    A cache in the output crosses like everything else; to leave it out, say so to the model:
+    ``mb_kwargs={"use_cache": False}``.
     """
     return Pipe(
         *capture(
@@ -93,6 +94,7 @@ def capture(
         policy=split_policy,
         num_stages=num_stages,
         choose_cuts=choose_cuts or cuts_by_estimate,
+        why_static=why_static(leaves) if dynamic_shapes is None else "",
     )
     cut = source.first()
     count = len(cut.pieces)
@@ -111,16 +113,16 @@ def capture(
         stage_outputs=tuple(p.outputs for p in cut.pieces),
         shared=find_shared(source.names, held),
         output_paths=tuple(leaf_paths(cut.pieces[-1].recipe)),
-        loss_index=find_loss(cut.pieces[-1].recipe, cut.pieces[-1].outputs, output_loss_value_spec),
+        loss_index=find_loss(
+            cut.pieces[-1].recipe, cut.pieces[-1].outputs, output_loss_value_spec or getattr(module, "loss_spec", None)
+        ),
         why_static=source.why_static,
     )
     return stages, info
 
 
-def _points(
-    module: nn.Module, spec: Mapping[str, SplitPoint], *, automatic: bool
-) -> dict[str, frozenset[SplitPoint]]:
-    points = annotations(module)
+def _points(module: nn.Module, spec: Mapping[str, SplitPoint], *, automatic: bool) -> dict[str, frozenset[SplitPoint]]:
+    points = remembered(module)
     for name, point in spec.items():
         if not isinstance(point, SplitPoint):
             raise CaptureError(f"split_spec[{name!r}] is {point!r}; write SplitPoint.BEGINNING or SplitPoint.END")

@@ -63,9 +63,7 @@ def _move_free(flat: Flat, stage: dict[fx.Node, int], num_stages: int) -> None:
             case FromConstant():
                 free[node] = False
     for node in flat.nodes:
-        if is_size(node):
-            free[node] = False
-        elif body_module(node, flat.traced.root) is not None:
+        if is_size(node) or body_module(node, flat.traced.root) is not None:
             free[node] = False
         elif all(a in free for a in node.all_input_nodes) and is_pure(node, flat.traced.root):
             free[node] = any(free[a] for a in node.all_input_nodes)
@@ -123,7 +121,7 @@ def _keep_tuples_whole(flat: Flat, stage: dict[fx.Node, int]) -> None:
 
 
 def _settle_writes(flat: Flat, stage: dict[fx.Node, int]) -> None:
-    """In-place operators on what another stage made: write to a copy. Buffers: one stage writes, later ones get a copy."""
+    """In-place operators on what another stage made write to a copy; a buffer is written by one stage only."""
     for node in list(flat.nodes):
         for target in written(node):
             family = _family(target)
@@ -136,13 +134,16 @@ def _settle_writes(flat: Flat, stage: dict[fx.Node, int]) -> None:
 
 def _settle_value(flat: Flat, stage: dict[fx.Node, int], node: fx.Node, family: set[fx.Node]) -> None:
     here = stage[node]
-    crossing = [m for m in family if m in stage and stage[m] < here and any(stage.get(u, here) >= here for u in m.users)]
+    crossing = [
+        m for m in family if m in stage and stage[m] < here and any(stage.get(u, here) >= here for u in m.users)
+    ]
     if not crossing:
         return
     if len(crossing) > 1:
         raise CaptureError(
             f"{node.target} in stage {here} writes to a value that stage {stage[crossing[0]]} made and that reaches it "
-            f"as {' and as '.join(m.name for m in crossing)}{_line(node)}; use the out-of-place form there, or move the cut"
+            f"as {' and as '.join(m.name for m in crossing)}{_line(node)}; use the out-of-place form there, or move "
+            "the cut"
         )
     _copy_into(flat, stage, crossing[0], here)
 
@@ -166,8 +167,8 @@ def _settle_state(flat: Flat, stage: dict[fx.Node, int], states: list[fx.Node], 
     names = ", ".join(_state_name(flat, s) for s in states)
     if len(writers) > 1 or min(readers) < min(writers):
         raise CaptureError(
-            f"buffer {names} is written by stage {', '.join(map(str, sorted(writers)))} and used by stages {sorted(readers)}: "
-            "with microbatches in flight these would see different values. Move the cut so that one stage writes it first"
+            f"buffer {names} is written by stages {sorted(writers)} and used by stages {sorted(readers)}: with "
+            "microbatches in flight these would see different values. Move the cut so that one stage writes it first"
         )
     (owner,) = writers
     for member in list(family):
@@ -192,7 +193,9 @@ def _insert(
     before: fx.Node | None = None,
     after: fx.Node | None = None,
 ) -> None:
-    position = flat.index[before] if before is not None else flat.index[after] + 1 if after is not None else len(flat.nodes)
+    position = (
+        flat.index[before] if before is not None else flat.index[after] + 1 if after is not None else len(flat.nodes)
+    )
     flat.nodes.insert(position, made)
     flat.index.clear()
     flat.index.update({node: i for i, node in enumerate(flat.nodes)})

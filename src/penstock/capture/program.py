@@ -153,7 +153,8 @@ def _unpack_target(target: Any) -> Any:
 
 
 def _pack(value: Any) -> Any:
-    return fx.node.map_aggregate(value, lambda v: Ref(v.name) if isinstance(v, fx.Node) else v)
+    pack: Any = lambda v: Ref(v.name) if isinstance(v, fx.Node) else v  # noqa: E731  # a Ref is no argument of a graph yet
+    return fx.node.map_aggregate(value, pack)
 
 
 def _unpack(value: Any, values: dict[str, fx.Node]) -> Any:

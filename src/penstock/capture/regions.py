@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from penstock.capture.flat import REGION
+from penstock.capture.flat import REGION, SIZE
 from penstock.capture.program import Program
 
 
@@ -20,8 +20,8 @@ def wrap_regions(graph: fx.Graph, bodies: dict[str, Program]) -> None:
     run: list[fx.Node] = []
     number: Any = None
     for node in list(graph.nodes):
-        if node.op == "get_attr" and run:
-            if REGION not in node.meta:
+        if run and REGION not in node.meta and (node.op == "get_attr" or SIZE in node.meta):
+            if not any(arg in run for arg in node.all_input_nodes):
                 run[0].prepend(node)
                 continue
         tag = node.meta.get(REGION, ())
@@ -40,7 +40,9 @@ def _wrap(graph: fx.Graph, run: list[fx.Node], bodies: dict[str, Program]) -> No
     inner = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     inner_bodies: dict[str, Program] = {}
-    outside = list(dict.fromkeys(a for node in run for a in node.all_input_nodes if a not in members and not _body(a, bodies)))
+    outside = list(
+        dict.fromkeys(a for node in run for a in node.all_input_nodes if a not in members and not _body(a, bodies))
+    )
     for arg in outside:
         values[arg] = inner.placeholder(arg.name)
     for node in run:

@@ -41,9 +41,9 @@ class Skeleton:
             return Skeleton(copy.deepcopy(model, memo), device)
         except (TypeError, RuntimeError, NotImplementedError) as error:
             raise CaptureError(
-                f"{type(model).__name__} cannot be deep-copied ({error}), and capture traces a copy so that yours stays "
-                "as it is. Give the attribute that cannot be copied a __deepcopy__, or create it in forward; or build the "
-                "stages by hand: penstock.split_modules(model, [...], num_stages)"
+                f"{type(model).__name__} cannot be deep-copied ({error}), and capture traces a copy so that yours "
+                "stays as it is. Give the attribute that cannot be copied a __deepcopy__, or create it in forward; or "
+                "build the stages by hand: penstock.split_modules(model, [...], num_stages)"
             ) from error
 
 

@@ -1,7 +1,7 @@
 """Tracing and cutting a model, as often as needed: now in its mode, later in the other one.
 
-    source = Source.of(model, args, kwargs, ...)
-    source.piece(0, (False, frozenset()))        # stage 0 in evaluation, traced when first asked for
+source = Source.of(model, args, kwargs, ...)
+source.piece(0, (False, frozenset()))        # stage 0 in evaluation, traced when first asked for
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Source:
     choose_cuts: ChooseCuts | None = None
     key: Key = (None, frozenset())
     why_static: str = ""
+    gave_up: bool = False  # on dynamic sizes
     shapes: tuple[tuple[int | str, ...], ...] = ()
     positions: tuple[int, int, tuple[int, ...]] | None = None  # chosen cuts: how many nodes, how many, where
     flat: Flat | None = None
@@ -67,7 +68,7 @@ class Source:
 
     def _cut(self, key: Key) -> Cut:
         mode, ones = key
-        dims = self.dims if not self.why_static else tuple(None for _ in self.dims)
+        dims = self.dims if not self.gave_up else tuple(None for _ in self.dims)
         traced = trace(
             self.skeleton,
             self.table,
@@ -80,8 +81,13 @@ class Source:
         wanted = policy_positions(self.policy, traced.root) if self.policy is not None else ()
         flat = flatten(traced, wanted)
         if not self.cuts:
-            self.why_static = traced.why_static
-            inputs = [node for node in traced.origins if node.op == "placeholder"][-len(self.leaves) :] if self.leaves else []
+            self.gave_up = bool(traced.why_static)
+            self.why_static = traced.why_static or self.why_static
+            inputs = (
+                [node for node in traced.origins if node.op == "placeholder"][-len(self.leaves) :]
+                if self.leaves
+                else []
+            )
             self.shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
             self.flat = flat
         placed = place(flat, self._marks(flat))
@@ -96,8 +102,8 @@ class Source:
         count, _, where = self.positions
         if count != len(flat.nodes):
             raise CaptureError(
-                f"the model has {count} operators in one mode and {len(flat.nodes)} in the other, so cuts chosen by cost do "
-                "not carry over; name them with split_spec="
+                f"the model has {count} operators in one mode and {len(flat.nodes)} in the other, so cuts chosen by "
+                "cost do not carry over; name them with split_spec="
             )
         return [Mark(p, f"operator {p} ({flat.nodes[p].name})") for p in where]
 
@@ -126,7 +132,9 @@ class Source:
         if len(cut.pieces) != len(base.pieces):
             raise CaptureError(f"in {what} mode the model falls into {len(cut.pieces)} stages, not {len(base.pieces)}")
         for k, (old, new) in enumerate(zip(base.pieces, cut.pieces, strict=True)):
-            if not same_wires(old.inputs, new.inputs) or (new is not cut.pieces[-1] and not same_wires(old.outputs, new.outputs)):
+            if not same_wires(old.inputs, new.inputs) or (
+                new is not cut.pieces[-1] and not same_wires(old.outputs, new.outputs)
+            ):
                 raise CaptureError(
                     f"in {what} mode stage {k} takes ({', '.join(map(str, new.inputs))}) and was captured with "
                     f"({', '.join(map(str, old.inputs))}); capture the model once in each mode instead"

@@ -27,8 +27,8 @@ def assign(names: StateNames, used: Sequence[Sequence[str]]) -> list[list[str]]:
     for name in names.first:
         if name in home:
             continue
-        k = used_tensors.get(names.first[name])
-        held[_nearest(name, home) if k is None else k].add(name)
+        known = used_tensors.get(names.first[name])
+        held[_nearest(name, home) if known is None else known].add(name)
     return [[name for name in names.first if name in stage] for stage in held]
 
 
@@ -51,7 +51,7 @@ def find_shared(names: StateNames, held: Sequence[Sequence[str]]) -> dict[str, S
         for name in stage:
             holders.setdefault(names.first[name], {}).setdefault(k, name)
     return {
-        leader: Shared(min(found), found[min(found)], tuple(sorted(found.items())))
+        leader: Shared(min(found), found[min(found)], tuple(sorted(found.items())), leader in names.parameters)
         for leader, found in holders.items()
         if len(found) > 1
     }

@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.inputs import InputTable
-from penstock.capture.marks import SplitPoint, watching
+from penstock.capture.marks import SplitPoint, watching, watching_checkpoints
 from penstock.capture.skeleton import Skeleton, fake_leaves
 from penstock.capture.tree import take_apart
 from penstock.errors import CaptureError
@@ -152,7 +152,13 @@ def trace(
         root.training = model.training
         fakes = tuple(fake_leaves(list(leaves), skeleton.device))
         try:
-            with watching(model, points) as called, _quiet(), CertainDraws(), torch.enable_grad():
+            with (
+                watching(model, points) as called,
+                watching_checkpoints(),
+                _quiet(),
+                CertainDraws(),
+                torch.enable_grad(),
+            ):
                 program = torch.export.export(root, fakes, dynamic_shapes=(dims,) if any(dims) else None, strict=False)
         except Exception as error:
             if fall_back and any(dims) and not isinstance(error, GuardOnDataDependentSymNode):
@@ -180,10 +186,12 @@ def _traced(program: torch.export.ExportedProgram, holder: _Holder, training: bo
             case InputKind.CONSTANT_TENSOR:
                 origins[node] = FromConstant(str(spec.target), program.constants[str(spec.target)])
             case _:
-                raise CaptureError(f"the model uses {spec.target}, a {spec.kind.name.lower()} that cannot be put into a stage")
+                raise CaptureError(
+                    f"the model uses {spec.target}, a {spec.kind.name.lower()} that cannot be put into a stage"
+                )
     outputs = []
     output = graph.output_node()
-    for spec, value in zip(program.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
+    for spec, value in zip(program.graph_signature.output_specs, output.args[0], strict=True):
         outputs.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
     return Traced(graph, program.graph_module, origins, outputs, holder.recipe, training, why)
 
@@ -196,7 +204,8 @@ def _check_called(model: nn.Module, points: Mapping[str, frozenset[SplitPoint]],
         inside = [f"{name}.{n}" for n, _ in child.named_children()]
         hint = f"; the modules inside it are called {', '.join(inside[:4])}" if inside else ""
         raise CaptureError(
-            f"{name!r} ({type(child).__name__}) is named in split_spec, and the model never calls it with these arguments{hint}"
+            f"{name!r} ({type(child).__name__}) is named in split_spec, and the model never calls it with these "
+            f"arguments{hint}"
         )
 
 
@@ -220,5 +229,5 @@ def _explained(model: nn.Module, error: Exception) -> CaptureError:
         "  1. change that line so that it does not depend on the values of tensors (torch.where for a branch, "
         "torch.cond, a fixed size), and capture again;\n"
         "  2. build the stages from the model's modules, without a trace: "
-        "penstock.split_modules(model, [\"embed\", \"layers.0\", ...], num_stages)"
+        'penstock.split_modules(model, ["embed", "layers.0", ...], num_stages)'
     )

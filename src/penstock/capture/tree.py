@@ -75,7 +75,7 @@ def put_together(recipe: Any, leaves: Sequence[Any]) -> Any:
         case Container(kind, context, children):
             return pytree.SUPPORTED_NODES[kind].unflatten_fn([put_together(c, leaves) for c in children], context)
         case Plain(kind, names, children):
-            made = object.__new__(kind)
+            made: Any = object.__new__(kind)
             for name, child in zip(names, children, strict=True):
                 object.__setattr__(made, name, put_together(child, leaves))
             return made

@@ -1,7 +1,7 @@
 """What enters and leaves a stage.
 
-    stage.inputs     # (Wire("x", source=None, ...), Wire("add_3", source=0, ...))
-    stage.outputs    # values that later stages use, or the leaves of the model's output
+stage.inputs     # (Wire("x", source=None, ...), Wire("add_3", source=0, ...))
+stage.outputs    # values that later stages use, or the leaves of the model's output
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def check_sizes(wires: Sequence[Wire], values: Sequence[Any], *, why_static: str
         shape = value.shape
         if len(shape) != len(wire.shape):
             raise ShapeError(
-                f"{wire.name} has {len(shape)} dimensions {tuple(shape)}; the model was captured with {len(wire.shape)} "
-                f"({', '.join(map(str, wire.shape))})"
+                f"{wire.name} has {len(shape)} dimensions {tuple(shape)}; the model was captured with "
+                f"{len(wire.shape)} ({', '.join(map(str, wire.shape))})"
             )
         for dim, (expected, now) in enumerate(zip(wire.shape, shape, strict=True)):
             if isinstance(expected, int):
@@ -61,5 +61,6 @@ def _fixed(wire: Wire, dim: int, expected: int, now: int, why_static: str) -> st
     reason = f" ({why_static})" if why_static else ""
     return (
         f"dimension {dim} of {wire.name} is {now}; the model was captured with {expected} there, and that dimension is "
-        f"fixed{reason}. Capture with dynamic_shapes={{{wire.name!r}: {{{dim}: torch.export.Dim.AUTO}}}}, or with this size"
+        f"fixed{reason}. Capture with dynamic_shapes={{{wire.name!r}: {{{dim}: torch.export.Dim.AUTO}}}}, or with "
+        "this size"
     )

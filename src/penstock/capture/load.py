@@ -1,0 +1,195 @@
+"""Stages of a model that fits no host: traced on the meta device, given memory and values stage by stage.
+
+    with torch.device("meta"):
+        model = Llama(config)
+    pipe = pipeline(model, (ids,), num_stages=8)
+    report = materialise(pipe.get_stage_module(rank), "checkpoint/", device="cuda")
+    report.missing                       # names of the stage that the files do not have
+
+Only the tensors of the given stages are read from safetensors files. A tied tensor is found under any of its names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.capture.module import StageModule
+from penstock.errors import CaptureError
+
+Values = Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path]
+Fill = Callable[[str, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of every name."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]  # of these stages, and not in the source
+    unexpected: tuple[str, ...]  # in the source, and of no stage of the model
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.loaded)} loaded, {len(self.missing)} missing, {len(self.unexpected)} unexpected"]
+        lines += [f"  missing     {name}" for name in self.missing]
+        lines += [f"  unexpected  {name}" for name in self.unexpected]
+        return "\n".join(lines)
+
+
+def materialise(
+    stages: nn.Module | Iterable[nn.Module],
+    source: Values | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    fill: Fill | None = None,
+    strict: bool = True,
+) -> LoadReport:
+    """Give stages memory on `device` and, from `source`, their values.
+
+    `fill(name, tensor)` sets, in place, what the source does not have (buffers that checkpoints leave out, say). With
+    `strict`, anything on the meta device that gets no value is an error. Stages that share a parameter and are given
+    together go on sharing it.
+    """
+    modules = _stage_modules(stages)
+    fresh: dict[int, torch.Tensor] = {}
+    without_value: dict[int, set[str]] = {}
+    for stage in modules:
+        for name, owner, leaf, value in _entries(stage):
+            if value.is_meta:
+                made = fresh.setdefault(id(value), _empty(value, device))
+                without_value.setdefault(id(made), set()).add(name)
+                if isinstance(made, nn.Parameter):
+                    owner._parameters[leaf] = made
+                else:
+                    owner._buffers[leaf] = made
+        stage.to(device)
+    report = load(modules, source) if source is not None else LoadReport((), (), ())
+    for stage in modules:
+        for name, _, _, value in _entries(stage):
+            if id(value) not in without_value or name in report.loaded:
+                without_value.pop(id(value), None)
+            elif fill is not None:
+                with torch.no_grad():
+                    fill(name, value)
+                without_value.pop(id(value))
+    left = sorted(name for names in without_value.values() for name in names)
+    if strict and source is not None and left:
+        raise CaptureError(
+            f"no value for {', '.join(left[:8])}{' ...' if len(left) > 8 else ''}: on the meta device, and not in the "
+            "source. Pass fill=lambda name, tensor: ... to set it, or strict=False to leave it as it is"
+        )
+    return report
+
+
+def load(stages: nn.Module | Iterable[nn.Module], source: Values) -> LoadReport:
+    """Copy values by name from a state dict, a safetensors file, several, or a folder of them."""
+    modules = _stage_modules(stages)
+    reader = _Reader(source)
+    loaded: dict[str, None] = {}
+    missing: dict[str, None] = {}
+    known: set[str] = set()
+    for stage in modules:
+        known |= stage.model_names
+        transient = _transient(stage)
+        for name, _, _, value in _entries(stage):
+            found = next((n for n in (name, *stage.aliases.get(name, ())) if n in reader.names), None)
+            if found is None:
+                if name not in transient or value.is_meta:
+                    missing[name] = None
+                continue
+            _copy(name, value, reader.get(found))
+            loaded[name] = None
+    unexpected = tuple(sorted(reader.names - known))
+    return LoadReport(tuple(loaded), tuple(missing), unexpected)
+
+
+class _Reader:
+    """Tensors by name, each read when asked for."""
+
+    def __init__(self, source: Values) -> None:
+        self._mapping: Mapping[str, torch.Tensor] = {}
+        self._files: dict[str, Path] = {}
+        if isinstance(source, Mapping):
+            self._mapping = source
+            self.names = set(source)
+            return
+        for path in _files(source):
+            with _open(path) as file:
+                for name in file.keys():  # noqa: SIM118  # not a dict
+                    self._files[name] = path
+        self.names = set(self._files)
+
+    def get(self, name: str) -> torch.Tensor:
+        if name in self._mapping:
+            return self._mapping[name]
+        with _open(self._files[name]) as file:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
+
+
+def _open(path: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
+
+
+def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
+    paths = [Path(source)] if isinstance(source, str | Path) else [Path(p) for p in source]
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(path.glob("*.safetensors"))
+        elif path.name.endswith(".index.json"):
+            found += sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()})
+        else:
+            found.append(path)
+    if not found:
+        raise CaptureError(f"no .safetensors file in {', '.join(map(str, paths))}")
+    return found
+
+
+def _stage_modules(stages: nn.Module | Iterable[nn.Module]) -> list[StageModule]:
+    if isinstance(stages, nn.Module):
+        found = [m for m in stages.modules() if isinstance(m, StageModule)]
+    else:
+        found = [m for stage in stages for m in stage.modules() if isinstance(m, StageModule)]
+    if not found:
+        raise CaptureError(
+            "materialise and load take stages of a captured model: pipe, pipe.get_stage_module(k), or a list of them"
+        )
+    return found
+
+
+def _entries(stage: StageModule) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
+    found = []
+    for prefix, owner in stage.named_modules():
+        for leaf, value in (*owner._parameters.items(), *owner._buffers.items()):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if value is not None and name in stage.model_names:
+                found.append((name, owner, leaf, value))
+    return found
+
+
+def _transient(stage: StageModule) -> set[str]:
+    return {
+        f"{prefix}.{leaf}" if prefix else leaf
+        for prefix, owner in stage.named_modules()
+        for leaf in owner._non_persistent_buffers_set
+    }
+
+
+def _empty(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    made = torch.empty_like(value, device=device)
+    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+def _copy(name: str, value: torch.Tensor, new: torch.Tensor) -> None:
+    if value.shape != new.shape:
+        raise CaptureError(f"{name} is {tuple(value.shape)} in the model and {tuple(new.shape)} in the source")
+    with torch.no_grad():
+        value.copy_(new)

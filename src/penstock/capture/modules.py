@@ -1,0 +1,139 @@
+"""Stages without a trace: a model's submodules, called in order.
+
+    stages = split_modules(model, ["embed", "layers.0", "layers.1", "head"], 2)
+    stages[1](stages[0](x))
+
+For models that cannot be exported. Each submodule gets what the one before it returned (a tuple as several arguments).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import nn
+
+from penstock.capture.marks import pipe_split, submodule
+from penstock.capture.ties import Tie, find_ties
+from penstock.errors import CaptureError
+
+Call = Callable[..., Any]  # (submodule, *what the one before returned) -> what the next one gets
+
+
+class PipeSequential(nn.Sequential):
+    """An ``nn.Sequential`` whose every entry is a stage."""
+
+    @staticmethod
+    def from_sequential(sequential: nn.Sequential) -> PipeSequential:
+        """The same modules, with a mark between each two of them."""
+        return PipeSequential(*sequential)
+
+    def forward(self, input: Any) -> Any:  # noqa: A002  # the name that nn.Sequential gives it
+        value = input
+        for i, module in enumerate(self):
+            if i:
+                pipe_split()
+            value = module(value)
+        return value
+
+
+class ListStage(nn.Module):
+    """Some submodules of a model, called in order; parameters keep their names in the model."""
+
+    ties: tuple[Tie, ...] = ()
+
+    def __init__(self, modules: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> None:
+        super().__init__()
+        self.order = tuple(modules)
+        self.calls = {name: call for name, call in calls.items() if name in modules}
+        for name, module in modules.items():
+            path, _, leaf = name.rpartition(".")
+            owner: nn.Module = self
+            for part in path.split(".") if path else ():
+                if part not in owner._modules:
+                    owner._modules[part] = nn.Module()
+                child = owner._modules[part]
+                assert child is not None
+                owner = child
+            owner._modules[leaf] = module
+
+    def forward(self, *values: Any) -> Any:
+        given: Any = values
+        for name in self.order:
+            module = self.get_submodule(name)
+            args = given if isinstance(given, tuple) else (given,)
+            call = self.calls.get(name)
+            given = module(*args) if call is None else call(module, *args)
+        return given
+
+
+def split_modules(
+    model: nn.Module, names: Sequence[str], num_stages: int, *, calls: Mapping[str, Call] | None = None
+) -> list[ListStage]:
+    """Make stages from submodules that are called in the given order, about equal in parameters.
+
+    `calls` says how a submodule is called where that is not ``module(*previous)``:
+    ``{"layers.0": lambda layer, x: layer(x)[0]}``; a key may be a pattern, ``"layers.*"``. The model is not changed,
+    and its parameters are not copied.
+    """
+    if len(set(names)) != len(names):
+        raise CaptureError(f"a submodule is named twice in {list(names)}")
+    if not 1 <= num_stages <= len(names):
+        raise CaptureError(f"{len(names)} submodules cannot make {num_stages} stages; name at least {num_stages}")
+    parts = {name: submodule(model, name) for name in names}
+    _check_complete(model, parts)
+    weights = [sum(p.numel() for p in module.parameters()) for module in parts.values()]
+    bounds = [0, *even_cuts(weights, num_stages), len(names)]
+    ways = _by_name(calls or {}, names)
+    stages = [ListStage({name: parts[name] for name in names[start:end]}, ways) for start, end in pairwise(bounds)]
+    ties = find_ties(stages)
+    for stage in stages:
+        stage.ties = ties
+        stage.training = model.training
+    return stages
+
+
+def even_cuts(weights: Sequence[float], num_stages: int) -> list[int]:
+    """Where to cut a list into non-empty parts so that the heaviest is lightest."""
+    totals = [0.0, *accumulate(weights)]
+    count = len(weights)
+    best = totals[:]
+    history: list[list[int]] = []
+    for k in range(1, num_stages):
+        new = [float("inf")] * (count + 1)
+        back = [0] * (count + 1)
+        for end in range(k + 1, count + 1):
+            for start in range(k, end):
+                value = max(best[start], totals[end] - totals[start])
+                if value < new[end]:
+                    new[end], back[end] = value, start
+        best = new
+        history.append(back)
+    cuts: list[int] = []
+    end = count
+    for back in reversed(history):
+        end = back[end]
+        cuts.append(end)
+    return cuts[::-1]
+
+
+def _check_complete(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+    held = {id(p) for module in parts.values() for p in module.parameters()}
+    lost = [name for name, p in model.named_parameters() if id(p) not in held]
+    if lost:
+        raise CaptureError(
+            f"no named submodule holds {', '.join(lost[:6])}{' ...' if len(lost) > 6 else ''}; every parameter must be "
+            "in a stage: name its submodule too"
+        )
+
+
+def _by_name(calls: Mapping[str, Call], names: Sequence[str]) -> dict[str, Call]:
+    found: dict[str, Call] = {}
+    for pattern, call in calls.items():
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if not hits:
+            raise CaptureError(f"calls names {pattern!r}, which is none of the submodules {list(names)}")
+        found |= dict.fromkeys(hits, call)
+    return found
