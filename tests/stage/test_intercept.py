@@ -128,7 +128,7 @@ def test_threads_that_defer_at_the_same_time() -> None:
             module.zero_grad()
             value, pending = run_deferred(deferral, lambda x: module(x).sum(), (x,), {})
             backward_input([value], [None], pending, inputs=[x])
-            waited = len(pending.work) == 2
+            waited = pending.num_waiting == 2
             backward_weight(pending)
             same = all(torch.equal(a, p.grad) for a, p in zip(expected, module.parameters(), strict=True))
             results[seed] = results.get(seed, True) and same and waited
@@ -305,7 +305,7 @@ def test_compiled_parts_are_left_alone_and_found() -> None:
     for _ in range(2):
         module.zero_grad()
         pending = split(module, x, deferral)
-        assert len(pending.work) == 1
+        assert pending.num_waiting == 1
         backward_weight(pending)
         for before, parameter in zip(expected, module.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, before)
@@ -332,10 +332,10 @@ def test_manual_weight_work() -> None:
 
 
 def test_manual_weight_work_that_is_no_function() -> None:
-    with pytest.raises(StageError, match="dw_builder must be a function .* got 3"):
+    with pytest.raises(StageError, match=r"dw_builder must be a function .* got 3"):
         ManualWeight(3)  # type: ignore[arg-type]
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(StageError, match="must return a function without arguments .* got None"):
+    with pytest.raises(StageError, match=r"must return a function without arguments .* got None"):
         backward_input([x * 2], [torch.ones(2)], ManualWeight(lambda: None), inputs=[x])  # type: ignore[arg-type, return-value]
 
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
-from penstock.stage.deferred import Again, Deferral, Pending, Work, accumulate
-from penstock.stage.engine import capture, leaves_reached, run_engine, seeds
+from penstock.stage.deferred import Again, Deferral, Pending, Work, accumulate, accumulate_batches
+from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
 from penstock.stage.intercept import _root, begin, deferring, end, intercepted, run_deferred, visible_to_engine_threads
 
 __all__ = [
@@ -165,10 +165,14 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
         _differentiate(roots, given, pending, ())
     work, pending.work = pending.work, []
     if pending.again is None:
-        accumulate(work)
+        if pending.batches:
+            batches, pending.batches = pending.batches, []
+            accumulate_batches(batches)
+        if work:
+            accumulate(work)
     else:
         again, pending.again = pending.again, None
-        _accumulate_all(work, again)
+        _accumulate_all(work, again, pending)
 
 
 def _differentiate(
@@ -207,7 +211,7 @@ def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
     if pending.skip is not pending.deferral.skip and any(
         id(used) in pending.deferral.skip for call in calls for used in (call.weight, call.bias)
     ):
-        return True
+        return not _recomputes_reentrantly(roots)
     news = [call for call in calls if id(call.weight) not in checked]
     if not news:
         return False
@@ -217,7 +221,12 @@ def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
     found = {key: used[key] for key in leaves_reached(roots) & used.keys()}
     if found:
         pending.deferral.stop_deferring(found)
-    return bool(found)
+    return bool(found) and not _recomputes_reentrantly(roots)
+
+
+def _recomputes_reentrantly(roots: tuple[Tensor, ...]) -> bool:
+    """Reentrant checkpoints refuse an input pass that does not accumulate; hooks then fire twice, this one time."""
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_reached(roots))
 
 
 def _capture_inputs(
@@ -237,13 +246,16 @@ def _capture_inputs(
     pending.again = Again(roots, grads, (*leaves, *anchors))
 
 
-def _accumulate_all(work: list[Work], again: Again) -> None:
+def _accumulate_all(work: list[Work], again: Again, pending: Pending) -> None:
     """Leaves of penstock's own would receive their gradients a second time: they are shielded."""
     old = [leaf.grad for leaf in again.shielded]
     for leaf in again.shielded:
         leaf.grad = None
+    previous = begin(pending)  # what is recomputed must be as it was in the forward
     try:
-        accumulate(work, again.roots, again.grads)
+        accumulate(list(work), again.roots, again.grads)
     finally:
+        end(previous)
+        pending.records, pending.functions = [], []
         for leaf, grad in zip(again.shielded, old, strict=True):
             leaf.grad = grad

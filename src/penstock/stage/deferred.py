@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parameter import Parameter
 
 from penstock.errors import StageError
+from penstock.stage.batched import Group, Layout
 from penstock.stage.engine import run_engine
 
 Operator = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -122,12 +123,14 @@ class Deferral:
     `enabled` may be set to False: nothing is deferred then, and the input pass is the whole backward.
     """
 
-    __slots__ = ("checked", "enabled", "news", "proved", "repeats", "skip", "slots")
+    __slots__ = ("checked", "enabled", "last", "layout", "news", "proved", "repeats", "skip", "slots")
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.slots: list[Slot] = [_Nothing()]
         self.skip: dict[int, Parameter] = {} if module is None else _tied_outside_linear(module)
         self.checked: dict[int, Parameter] = {}
+        self.last: list[Slot] = []  # of the last microbatch
+        self.layout: Layout | None = None
         self.news = True  # a weight may have been deferred that is not checked yet
         self.repeats = False  # some weight is used twice
         self.enabled = True
@@ -135,7 +138,7 @@ class Deferral:
 
     def reset(self) -> None:
         """Forget the anchors: after an input pass that failed half-way some of them hold gradients."""
-        self.slots = [_Nothing()]
+        self.slots, self.last, self.layout = [_Nothing()], [], None
 
     def place(self, slot: Slot, *, at: int, slots: list[Slot]) -> None:
         """Put a new slot where the old one did not match."""
@@ -175,7 +178,19 @@ def _tied_outside_linear(module: nn.Module) -> dict[int, Parameter]:
 class Pending:
     """The weight work that one microbatch's forward and input pass leave behind. One owner, consumed once."""
 
-    __slots__ = ("again", "deferral", "functions", "index", "kept", "phase", "records", "skip", "slots", "work")
+    __slots__ = (
+        "again",
+        "batches",
+        "deferral",
+        "functions",
+        "index",
+        "kept",
+        "phase",
+        "records",
+        "skip",
+        "slots",
+        "work",
+    )
 
     def __init__(self, deferral: Deferral) -> None:
         self.deferral = deferral
@@ -184,6 +199,7 @@ class Pending:
         self.index = 0
         self.records: list[Any] = []  # slot, rows, version of the rows; slot, rows, ...: flat, to spare the collector
         self.work: list[Work] = []
+        self.batches: list[tuple[Group, Tensor, Tensor]] = []
         self.kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = (
             None  # a backward that waits for the weight pass
         )
@@ -192,7 +208,12 @@ class Pending:
         self.phase = "forward"
 
     def __repr__(self) -> str:
-        return f"Pending(phase={self.phase!r}, calls={len(self.calls())}, work={len(self.work)})"
+        return f"Pending(phase={self.phase!r}, calls={len(self.calls())}, work={self.num_waiting})"
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls whose weight work waits for the weight pass."""
+        return len(self.work) + sum(len(group.places) for group, _, _ in self.batches)
 
     def advance(self, phase: str, *, expected: str, verb: str) -> None:
         if self.phase != expected:
@@ -204,20 +225,42 @@ class Pending:
 
     def harvest(self) -> None:
         """Take the gradients out of the anchors; the last call comes first, as in a backward."""
-        work = self.work
-        backwards = iter(self.records[::-1])
-        for version, rows, slot in zip(backwards, backwards, backwards, strict=True):
-            anchor = slot.anchor
-            grad = anchor.grad
-            if grad is not None:
-                anchor.grad = None
-                if rows._version != version:
-                    raise StageError(_changed(slot, rows))
-                work += ((slot.call, rows.data, grad),)
-        if self.functions or self.deferral.repeats:
-            self.work = grouped(work)
-            self.functions = []
-        self.records = []
+        if self.again is not None or self.functions or self.deferral.repeats or not self._harvest_groups():
+            work = self.work
+            backwards = iter(self.records[::-1])
+            for version, rows, slot in zip(backwards, backwards, backwards, strict=True):
+                grad = slot.anchor.grad
+                if grad is not None:
+                    slot.anchor.grad = None
+                    if rows._version != version:
+                        raise StageError(_changed(slot, rows))
+                    work += ((slot.call, rows.data, grad),)
+            self.work = grouped(work) if self.functions or self.deferral.repeats else work
+        self.records, self.functions = [], []
+
+    def _harvest_groups(self) -> bool:
+        """The same for calls that were the same in the last microbatch. False, and nothing done, if they were not."""
+        deferral, slots = self.deferral, self.records[::3]
+        layout = deferral.layout
+        if layout is None or layout.slots != slots:
+            if deferral.last == slots:
+                deferral.layout = Layout(slots)
+            deferral.last = slots
+            return False
+        grads = [slot.anchor.grad for slot in slots]
+        for grad in grads:
+            if grad is None:
+                return False
+        rows, versions = self.records[1::3], self.records[2::3]
+        if [row._version for row in rows] != versions:
+            return False
+        for slot in slots:
+            slot.anchor.grad = None
+        if layout.groups:
+            self.batches = layout.harvest(rows, grads)
+        for place in layout.singles[::-1]:
+            self.work += ((slots[place].call, rows[place].data, grads[place]),)
+        return True
 
     def calls(self) -> list[Call]:
         """What is deferred so far."""
@@ -291,6 +334,19 @@ def accumulate(work: list[Work], roots: tuple[Tensor, ...] = (), grads: tuple[Te
             all_grads += (gradient,)
     if all_roots:
         run_engine(tuple(all_roots), tuple(all_grads))
+
+
+def accumulate_batches(batches: list[tuple[Group, Tensor, Tensor]]) -> None:
+    """The same for groups of equal layers."""
+    for group, rows, grads in batches:
+        roots, gradients = group.parameters, group.gradients(rows, grads)
+        for root in roots:
+            if not root.requires_grad:  # frozen since the forward
+                pairs = [(root, grad) for root, grad in zip(roots, gradients, strict=True) if root.requires_grad]
+                roots, gradients = tuple(root for root, _ in pairs), tuple(grad for _, grad in pairs)
+                break
+        if roots:
+            run_engine(roots, gradients)
 
 
 def grouped(work: list[Work]) -> list[Work]:

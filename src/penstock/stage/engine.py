@@ -52,17 +52,20 @@ def seeds(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[tu
     return tuple(roots), tuple(given)
 
 
-def leaves_reached(roots: Iterable[Tensor]) -> set[int]:
-    """The `id` of every leaf in which the graph of `roots` would accumulate. Walks the graph: for rare use."""
-    found = {id(root) for root in roots if root.is_leaf}
+def nodes_reached(roots: Iterable[Tensor]) -> set[Any]:
+    """Every node of the graph of `roots`. Walks it in Python: for rare use."""
     stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set(stack)
     while stack:
-        node = stack.pop()
-        if type(node).__name__ == "AccumulateGrad":
-            found.add(id(node.variable))
-        for following, _ in node.next_functions:
+        for following, _ in stack.pop().next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
+    return seen
+
+
+def leaves_reached(roots: Sequence[Tensor]) -> set[int]:
+    """The `id` of every leaf in which the graph of `roots` would accumulate."""
+    found = {id(root) for root in roots if root.is_leaf}
+    found.update(id(node.variable) for node in nodes_reached(roots) if type(node).__name__ == "AccumulateGrad")
     return found
