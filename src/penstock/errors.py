@@ -2,9 +2,9 @@
 
     PenstockError
     ├── PlanError                 a plan, schedule or placement that cannot be right
-    │   ├── ParseError            text that is no action, no plan file
-    │   ├── IncompleteError       an action is missing, doubled or on the wrong rank
-    │   ├── OrderError            an action stands before something that it needs
+    │   ├── ParseError            text that is no action, no plan file; also a RuntimeError
+    │   ├── IncompleteError       an action is missing, doubled or on the wrong rank; also an AssertionError
+    │   ├── OrderError            an action stands before something that it needs; also an AssertionError
     │   └── DeadlockError         ranks would wait for one another for ever
     ├── UnknownNameError          no schedule (or other named thing) of that name; also a ValueError
     ├── SplitError                a batch cannot be cut into microbatches; also a ValueError
@@ -31,15 +31,15 @@ class PlanError(PenstockError, ValueError):
     """A plan, schedule or placement that cannot be right."""
 
 
-class ParseError(PlanError):
+class ParseError(PlanError, RuntimeError):
     """Text that is no action, or no plan file."""
 
 
-class IncompleteError(PlanError):
+class IncompleteError(PlanError, AssertionError):
     """An action is missing, doubled or on the wrong rank."""
 
 
-class OrderError(PlanError):
+class OrderError(PlanError, AssertionError):
     """An action stands before something that it needs."""
 
 

@@ -1,0 +1,157 @@
+"""Actions in the words of torch.distributed.pipelining: what programs written for it build, read and compare.
+
+>>> NamedAction.from_str("2SEND_B1")
+2SEND_B1
+>>> NamedAction(2, ComputationType.SEND_B, 1) == NamedAction.from_str("2SEND_B1")
+True
+>>> to_code(of_code(0x100013)) == 0x100013
+True
+
+penstock itself speaks of `Action` and `Overlap`. An *order* is a dictionary from rank to a list of these named actions,
+in which None is an idle slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from penstock.errors import ParseError, PlanError
+from penstock.plan.actions import Action, AnyAction, Op, Overlap, pack, parse, unpack
+from penstock.plan.placement import Placement
+from penstock.plan.plan import Plan
+
+
+class ComputationType(str, Enum):
+    """The kinds of action; the value is how it is written."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    FULL_BACKWARD = "B"
+    OVERLAP_F_B = "OVERLAP_F_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @staticmethod
+    def from_str(action: str) -> ComputationType:
+        try:
+            return ComputationType(action)
+        except ValueError:
+            known = ", ".join(kind.value for kind in ComputationType)
+            raise ParseError(f"{action!r} is no kind of action; expected one of {known}") from None
+
+
+COMPUTES = frozenset(
+    {
+        ComputationType.FORWARD,
+        ComputationType.FULL_BACKWARD,
+        ComputationType.BACKWARD_INPUT,
+        ComputationType.BACKWARD_WEIGHT,
+        ComputationType.OVERLAP_F_B,
+    }
+)
+_OPS: dict[ComputationType, Op] = {ComputationType(op.name): op for op in Op}
+_KINDS = {op: kind for kind, op in _OPS.items()}
+
+
+class NamedAction(NamedTuple):
+    """One action. An overlapped pair has `sub_actions`, and then stage and microbatch mean nothing."""
+
+    stage_index: int
+    computation_type: ComputationType
+    microbatch_index: int | None = None
+    sub_actions: tuple[NamedAction, ...] | None = None
+
+    def __str__(self) -> str:
+        kind = self.computation_type.value
+        if self.sub_actions is not None:
+            return f"({';'.join(map(str, self.sub_actions))}){kind}"
+        return f"{self.stage_index}{kind}{'' if self.microbatch_index is None else self.microbatch_index}"
+
+    __repr__ = __str__
+
+    @property
+    def is_compute_op(self) -> bool:
+        return self.computation_type in COMPUTES
+
+    @property
+    def leaves(self) -> tuple[NamedAction, ...]:
+        """The action itself, or the actions of a pair."""
+        return (self,) if self.sub_actions is None else self.sub_actions
+
+    @staticmethod
+    def from_str(action_string: str) -> NamedAction | None:
+        """Read one action; a blank text is an idle slot. Strict: nothing may stand behind the action."""
+        return of_action(parse(action_string)) if action_string.strip() else None
+
+
+Order = Mapping[int, Sequence[NamedAction | None]]
+
+
+def of_action(action: AnyAction) -> NamedAction:
+    if isinstance(action, Overlap):
+        pair = of_action(action.first), of_action(action.second)
+        return NamedAction(-1, ComputationType.OVERLAP_F_B, None, pair)
+    return NamedAction(action.stage, _KINDS[action.op], action.microbatch)
+
+
+def of_code(code: int) -> NamedAction:
+    """A packed action in these words."""
+    return of_action(unpack(code))
+
+
+def to_action(action: NamedAction) -> AnyAction:
+    if action.sub_actions is not None:
+        if len(action.sub_actions) != 2:
+            raise PlanError(f"{action} overlaps {len(action.sub_actions)} actions; expected a forward and a backward")
+        first, second = action.sub_actions
+        return Overlap(_single(first), _single(second))
+    return _single(action)
+
+
+def _single(action: NamedAction) -> Action:
+    return Action(_OPS[action.computation_type], action.stage_index, action.microbatch_index)
+
+
+def to_code(action: NamedAction) -> int:
+    """A named action, packed."""
+    return pack(to_action(action))
+
+
+def order_of(codes: Sequence[Sequence[int]]) -> dict[int, list[NamedAction | None]]:
+    """The packed lists of all ranks as an order."""
+    return {rank: [of_code(code) for code in row] for rank, row in enumerate(codes)}
+
+
+def slots_of(order: Order) -> dict[int, list[int | None]]:
+    """An order, packed, with its idle slots."""
+    return {rank: [None if a is None else to_code(a) for a in actions] for rank, actions in order.items()}
+
+
+def codes_of(order: Order) -> dict[int, list[int]]:
+    """An order, packed; idle slots are left out."""
+    return {rank: [to_code(action) for action in actions if action is not None] for rank, actions in order.items()}
+
+
+def plan_of(order: Order, *, num_microbatches: int, num_stages: int, placement: Placement | None = None) -> Plan:
+    """The plan that an order spells out."""
+    rows = codes_of(order)
+    if sorted(rows) != list(range(len(rows))):
+        raise PlanError(f"an order for the ranks {sorted(rows)}; expected every rank from 0 to {len(rows) - 1}")
+    if placement is None:
+        homes = {leaf.stage_index: rank for rank, actions in order.items() for a in actions if a for leaf in a.leaves}
+        missing = [stage for stage in range(num_stages) if stage not in homes]
+        if missing:
+            raise PlanError(f"no rank has an action of stage {missing[0]}; expected stages 0 to {num_stages - 1}")
+        placement = Placement.of([homes[stage] for stage in range(num_stages)])
+    return Plan.of([rows[rank] for rank in range(len(rows))], placement=placement, num_microbatches=num_microbatches)
