@@ -2,7 +2,8 @@
 
     choose_cuts(flat, 4)        # positions in flat.nodes
 
-Work is estimated from the shapes in the graph, what crosses a cut from the values that are alive there.
+Cuts are made only where little crosses, by the values that are alive there; among these places, so that the stage with
+the most work, estimated from shapes, has the least.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from penstock.capture.flat import Flat
 from penstock.capture.ops import is_size
 from penstock.capture.trace import FromState
 from penstock.errors import CaptureError
-
-_PER_BYTE = 8.0  # operations that cost as much as one byte on the wire
 
 
 def choose_cuts(flat: Flat, num_stages: int) -> list[int]:
@@ -38,16 +37,15 @@ def choose_cuts(flat: Flat, num_stages: int) -> list[int]:
     totals = [0.0]
     for amount in work:
         totals.append(totals[-1] + amount)
-    return _best(places, alive, totals, num_stages)
+    return _best(places, totals, num_stages)
 
 
-def _best(places: list[int], alive: list[float], totals: list[float], num_stages: int) -> list[int]:
+def _best(places: list[int], totals: list[float], num_stages: int) -> list[int]:
     """Dynamic programming: best[i] is the slowest stage when the last cut so far is places[i]."""
     ends = [*places, len(totals) - 1]
 
     def cost(start: int, end: int) -> float:
-        crossing = alive[start] * _PER_BYTE if start else 0.0
-        return totals[end] - totals[start] + crossing
+        return totals[end] - totals[start]
 
     best = [cost(0, end) for end in ends]
     chosen: list[list[int]] = []

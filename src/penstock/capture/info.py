@@ -98,7 +98,7 @@ def find_loss(recipe: Any, wires: Sequence[Wire], spec: Any) -> int | None:
 
 def _marked(spec: Any, path: str) -> list[str]:
     if spec is True:
-        return [path]
+        return [path.removeprefix(".")]
     if isinstance(spec, Mapping):
         return [p for key, value in spec.items() for p in _marked(value, f"{path}.{key}")]
     if isinstance(spec, list | tuple):

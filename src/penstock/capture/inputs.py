@@ -63,7 +63,7 @@ class InputTable:
             own, recipe = take_apart(value, "" if kind == "named rest" else name)
             places = tuple(range(len(leaves), len(leaves) + len(own)))
             parameters.append(Parameter(name, kind, recipe, places))
-            names += [path.removeprefix(".") for path in leaf_paths(recipe)]
+            names += leaf_paths(recipe)
             leaves += own
         order = tuple((p.name, _KINDS[p.kind]) for p in signature.parameters.values())
         return InputTable(tuple(parameters), tuple(names), order), leaves
@@ -134,7 +134,7 @@ class InputTable:
     def _leaves(self, parameter: Parameter, value: Any) -> dict[str, Any]:
         leaves, recipe = take_apart(value, "" if parameter.kind == "named rest" else parameter.name)
         names = [self.names[i] for i in parameter.leaves]
-        paths = [path.removeprefix(".") for path in leaf_paths(recipe)]
+        paths = leaf_paths(recipe)
         if paths != names:
             raise CaptureError(
                 f"argument {parameter.name!r} was captured with the tensors {names}, and is called with {paths}; "

@@ -86,7 +86,7 @@ def leaf_paths(recipe: Any) -> list[str]:
     """How a user would write each leaf, in the order of the leaves."""
     match recipe:
         case Leaf(_, path):
-            return [path]
+            return [path.removeprefix(".")]
         case Container(_, _, children) | Plain(_, _, children):
             return [path for child in children for path in leaf_paths(child)]
     return []
