@@ -236,11 +236,13 @@ MODULES: dict[str, tuple[Make, int | None]] = {
     "weight made of the input": (lambda: Of(lambda m, x: F.linear(m.a(x), x), a=nn.Linear(6, 6)), 1),
     "output is a view": (lambda: Of(lambda m, x: m.a(x).t()[1:], a=nn.Linear(6, 6)), 1),
     "output is the layer's": (lambda: nn.Linear(6, 6), 1),
-    "several outputs, one from no layer": (lambda: Of(lambda m, x: (m.a(x), x * 2, m.b(x)), a=nn.Linear(6, 6), b=nn.Linear(6, 2)), 2),
+    "several outputs, one from no layer": (
+        lambda: Of(lambda m, x: (m.a(x), x * 2, m.b(x)), a=nn.Linear(6, 6), b=nn.Linear(6, 2)), 2),
     "an output is an input": (lambda: Of(lambda m, x: (m.a(x), x), a=nn.Linear(6, 6)), 1),
     "an unused layer": (lambda: Of(lambda m, x: (m.b(x), m.a(x))[1], a=nn.Linear(6, 6), b=nn.Linear(6, 6)), 1),
     "a layer under no_grad": (lambda: Of(without_grad, a=nn.Linear(6, 6), b=nn.Linear(6, 6)), 1),
-    "a fused loss": (lambda: Of(lambda m, x: ReadyGradient.apply(m.a(x), m.b.weight), a=nn.Linear(6, 6), b=nn.Linear(6, 6)), 1),
+    "a fused loss": (
+        lambda: Of(lambda m, x: ReadyGradient.apply(m.a(x), m.b.weight), a=nn.Linear(6, 6), b=nn.Linear(6, 6)), 1),
     "no parameters": (lambda: Of(lambda m, x: x.relu()), 0),
     "input ignored": (lambda: Of(lambda m, x: m.a(torch.ones_like(x)), a=nn.Linear(6, 6)), 1),
     "norm and convolution": (
@@ -252,10 +254,12 @@ MODULES: dict[str, tuple[Make, int | None]] = {
         lambda: Of(lambda m, x: torch.addmm(m.a.bias, m.a(x), m.a.weight), a=nn.Linear(6, 6)), 2),
     "addmm with factors": (lambda: Of(lambda m, x: torch.addmm(m.a.bias, x, m.a.weight, beta=2), a=nn.Linear(6, 6)), 0),
     "bias that is no parameter": (lambda: Of(lambda m, x: F.linear(x, m.a.weight, m.a.bias * 2), a=nn.Linear(6, 6)), 0),
-    "keyword arguments": (lambda: Of(lambda m, x: F.linear(input=x, weight=m.a.weight, bias=m.a.bias), a=nn.Linear(6, 6)), 1),
+    "keyword arguments": (
+        lambda: Of(lambda m, x: F.linear(input=x, weight=m.a.weight, bias=m.a.bias), a=nn.Linear(6, 6)), 1),
     "vmap": (lambda: Of(lambda m, x: torch.vmap(lambda row: m.a(row[None])[0])(x), a=nn.Linear(6, 6)), 0),
     "functional gradient": (
-        lambda: Of(lambda m, x: m.b(torch.func.grad(lambda y: m.a(y).square().sum())(x)), a=nn.Linear(6, 6), b=nn.Linear(6, 6)), None),
+        lambda: Of(lambda m, x: m.b(torch.func.grad(lambda y: m.a(y).square().sum())(x)),
+                   a=nn.Linear(6, 6), b=nn.Linear(6, 6)), None),
 }  # fmt: skip
 
 
@@ -434,7 +438,7 @@ def test_a_loss_needs_no_gradient_and_outputs_without_one_take_no_part() -> None
 
 
 def test_large_weights_go_to_the_engine_one_by_one_and_hooks_fire_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.stage.deferred.ENGINE_CALL_BYTES", 1)
+    monkeypatch.setattr("penstock.stage.weights.ENGINE_CALL_BYTES", 1)
     compare(mlp, batches(3, 6))
     compare(
         lambda: Of(lambda m, x: twice(m, m.b(twice(m, x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)).double(),

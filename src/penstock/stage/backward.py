@@ -25,9 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
-from penstock.stage.deferred import Again, Deferral, Pending, Work, accumulate, accumulate_batches
+from penstock.stage.calls import Work
+from penstock.stage.deferred import Again, Deferral, Pending
 from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
-from penstock.stage.intercept import _root, begin, deferring, end, intercepted, run_deferred, visible_to_engine_threads
+from penstock.stage.forward import run_deferred
+from penstock.stage.intercept import ROOT, begin, deferring, end, intercepted, visible_to_engine_threads
+from penstock.stage.weights import accumulate, accumulate_batches
 
 __all__ = [
     "Deferral",
@@ -238,7 +241,7 @@ def _capture_inputs(
     """
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
     anchors = pending.anchors()
-    found = capture(roots, grads, inputs=(*leaves, *anchors, _root))
+    found = capture(roots, grads, inputs=(*leaves, *anchors, ROOT))
     for leaf, grad in zip(leaves, found, strict=False):
         leaf.grad = grad
     for anchor, grad in zip(anchors, found[len(leaves) :], strict=False):

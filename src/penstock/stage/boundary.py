@@ -16,7 +16,6 @@ Classes (dataclasses, named tuples, nodes registered with torch's pytree such as
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -29,8 +28,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
-
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+from penstock.stage.constants import decode_constant, encode_constant, find, name_of_class
 
 
 class Kind(Enum):
@@ -129,7 +127,7 @@ def _flatten(value: Any, leaves: list[Tensor], path: str) -> Spec:
             tuple(_flatten(item, leaves, f"{path}[{index}]") for index, item in enumerate(value)),
         )
     if kind is dict or kind is OrderedDict:
-        keys = tuple(_constant(key, f"the key {key!r} of {path}") for key in value)
+        keys = tuple(encode_constant(key, f"the key {key!r} of {path}") for key in value)
         parts = tuple(_flatten(item, leaves, f"{path}[{key!r}]") for key, item in value.items())
         return Spec(Kind.DICT if kind is dict else Kind.ORDERED, keys, parts)
     if kind in pytree.SUPPORTED_NODES and kind not in _BUILT_IN_NODES:
@@ -137,12 +135,12 @@ def _flatten(value: Any, leaves: list[Tensor], path: str) -> Spec:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         fields = kind._fields
         parts = tuple(_flatten(item, leaves, f"{path}.{name}") for name, item in zip(fields, value, strict=True))
-        return Spec(Kind.NAMED, (_name_of(kind, path), fields), parts)
+        return Spec(Kind.NAMED, (name_of_class(kind, path), fields), parts)
     if dataclasses.is_dataclass(value):
         fields = tuple(field.name for field in dataclasses.fields(value))
         parts = tuple(_flatten(getattr(value, name), leaves, f"{path}.{name}") for name in fields)
-        return Spec(Kind.DATACLASS, (_name_of(kind, path), fields), parts)
-    return Spec(Kind.CONSTANT, _constant(value, path))
+        return Spec(Kind.DATACLASS, (name_of_class(kind, path), fields), parts)
+    return Spec(Kind.CONSTANT, encode_constant(value, path))
 
 
 _BUILT_IN_NODES = frozenset(pytree.BUILTIN_TYPES) | {torch.Size}
@@ -152,7 +150,7 @@ def _flatten_registered(value: Any, leaves: list[Tensor], path: str) -> Spec:
     kind = type(value)
     items, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
     parts = tuple(_flatten(item, leaves, f"{path}.{index}") for index, item in enumerate(items))
-    return Spec(Kind.REGISTERED, (_name_of(kind, path), _dump_context(kind, context, path)), parts)
+    return Spec(Kind.REGISTERED, (name_of_class(kind, path), _dump_context(kind, context, path)), parts)
 
 
 def _dump_context(kind: type, context: Any, path: str) -> Any:
@@ -184,7 +182,7 @@ def _unflatten(spec: Spec, tensors: Iterator[Tensor]) -> Any:
     if spec.kind is Kind.TENSOR:
         return next(tensors)
     if spec.kind is Kind.CONSTANT:
-        return _value_of(spec.data)
+        return decode_constant(spec.data)
     parts = [_unflatten(child, tensors) for child in spec.children]
     match spec.kind:
         case Kind.TUPLE:
@@ -192,9 +190,9 @@ def _unflatten(spec: Spec, tensors: Iterator[Tensor]) -> Any:
         case Kind.LIST:
             return parts
         case Kind.DICT:
-            return dict(zip(map(_value_of, spec.data), parts, strict=True))
+            return dict(zip(map(decode_constant, spec.data), parts, strict=True))
         case Kind.ORDERED:
-            return OrderedDict(zip(map(_value_of, spec.data), parts, strict=True))
+            return OrderedDict(zip(map(decode_constant, spec.data), parts, strict=True))
         case Kind.NAMED:
             return _class_of(spec)(*parts)
         case Kind.DATACLASS:
@@ -214,79 +212,13 @@ def _build(kind: type, values: dict[str, Any]) -> Any:
     return made
 
 
-def _constant(value: Any, path: str) -> tuple[str, Any]:
-    """The constant with the name of its type: equality then tells 1, 1.0 and True apart, and 0.0 from -0.0."""
-    match value:
-        case None | bool() | str() | bytes() | int() if type(value) in (type(None), bool, str, bytes, int):
-            return type(value).__name__, value
-        case float() | complex() if type(value) in (float, complex):
-            return type(value).__name__, repr(value)
-        case torch.dtype():
-            return "dtype", str(value).removeprefix("torch.")
-        case torch.device():
-            return "device", str(value)
-        case slice():
-            return "slice", tuple(_constant(part, path) for part in (value.start, value.stop, value.step))
-        case Enum():
-            return "enum", (_name_of(type(value), path), value.name)
-    if value is Ellipsis:
-        return "ellipsis", None
-    raise StageError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot cross between stages. "
-        "Tensors, None, numbers, strings, bytes, enums, tuples, lists, dicts, dataclasses and named tuples can; "
-        "register other classes with torch.utils._pytree.register_pytree_node, or leave the value out"
-    )
-
-
-def _value_of(constant: Any) -> Any:
-    match constant:
-        case ("float", str(text)):
-            return float(text)
-        case ("complex", str(text)):
-            return complex(text)
-        case ("dtype", str(name)):
-            return _DTYPES[name]
-        case ("device", str(name)):
-            return torch.device(name)
-        case ("slice", (start, stop, step)):
-            return slice(_value_of(start), _value_of(stop), _value_of(step))
-        case ("enum", (str(name), str(member))):
-            return _find(name)[member]
-        case ("ellipsis", None):
-            return Ellipsis
-        case (_, value):
-            return value
-    raise StageError(f"this is no constant of a stage value: {constant!r:.200}")
-
-
-def _name_of(kind: type, path: str) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if "<locals>" in name:
-        raise StageError(
-            f"{path} is a {kind.__qualname__}, a class defined inside a function, which the next stage cannot import; "
-            "define it at the top of its module"
-        )
-    return name
-
-
-def _find(name: str) -> Any:
-    module, _, qualname = name.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in qualname.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise StageError(f"a value from another stage is a {name}, which cannot be imported here: {error}") from error
-    return found
-
-
 def _class_of(spec: Spec) -> Any:
     """The class of a node, checked to be what the spec says: other names of a module are never called."""
     name = spec.data[0]
     known = _classes.get((spec.kind, spec.data))
     if known is not None:
         return known
-    kind = _find(name)
+    kind = find(name)
     fields: Any = None
     fits = isinstance(kind, type)
     match spec.kind if fits else None:

@@ -1,5 +1,6 @@
 """While a stage of a split plan runs, `torch.nn.functional.linear` and `torch.addmm` defer their weight gradients.
 
+>>> from penstock.stage.deferred import Deferral
 >>> deferral, layer, x = Deferral(), torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
 >>> pending = Pending(deferral)
 >>> with deferring(pending):
@@ -26,7 +27,8 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import Parameter
 
 from penstock.errors import StageError
-from penstock.stage.deferred import Call, Deferral, DeferredLinear, Operator, Pending, Slot, _versions
+from penstock.stage.calls import Call, DeferredLinear, Operator, Slot, versions
+from penstock.stage.deferred import Pending
 from penstock.stage.engine import leaves_reached
 
 _C: Any = torch._C
@@ -50,7 +52,7 @@ _autograd: Any = torch.autograd  # whose name for the engine is not public
 _functional: Any = F
 _torch: Any = torch
 _original_engine: Any = _autograd._engine_run_backward
-_root = torch.zeros((), requires_grad=True)  # makes a deferred call differentiable where its input is not
+ROOT = torch.zeros((), requires_grad=True)  # makes a deferred call differentiable where its input is not
 
 
 class NestedDifferentiation(StageError):
@@ -152,7 +154,7 @@ def _defer(pending: Pending, x: Tensor, weight: Tensor, *, bias: Tensor | None, 
             x, frozen, plain = x.to(cast), frozen.to(cast), None if plain is None else plain.to(cast)
         pending.functions.append(call)
         pending.deferral.news = True
-        return DeferredLinear.apply(x, _root, frozen, plain, call, pending.work, operator)  # type: ignore[no-any-return,no-untyped-call]
+        return DeferredLinear.apply(x, ROOT, frozen, plain, call, pending.work, operator)  # type: ignore[no-any-return,no-untyped-call]
     slot = pending.slots[pending.index]
     if not _matches(slot, x, call, cast=cast):
         slot = Slot(call, x, cast=cast)
@@ -173,7 +175,7 @@ def _matches(slot: Slot, x: Tensor, call: Call, *, cast: torch.dtype | None) -> 
         and slot.cast is cast
         and slot.weight_pointer == weight.data_ptr()
         and (bias is None or slot.bias_pointer == bias.data_ptr())
-        and (cast is None or slot.versions == _versions(weight, bias))
+        and (cast is None or slot.versions == versions(weight, bias))
     )
 
 
@@ -184,7 +186,7 @@ def _engine(roots: Sequence[Any], grads: Any, keep: bool, create: bool, inputs: 
         deferred = {id(tensor) for call in pending.calls() for tensor in call[:2]}
         asked = {id(tensor) for tensor in inputs}
         if create or deferred & asked or (not asked and pending.phase == "forward"):
-            anchors = {id(anchor) for anchor in pending.anchors()} | {id(_root)}
+            anchors = {id(anchor) for anchor in pending.anchors()} | {id(ROOT)}
             if leaves_reached([root for root in roots if isinstance(root, Tensor)]) & anchors:
                 raise NestedDifferentiation(
                     "this stage differentiates inside itself (torch.autograd.grad or backward, in a forward or in "
@@ -275,49 +277,3 @@ def visible_to_engine_threads(pending: Pending) -> Iterator[None]:
         _C._remove_obj_from_tls(_KEY)
         with _lock:
             _engine_thread_blocks -= 1
-
-
-def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Pending]:
-    """The forward of a stage whose backward will be split: its value, and the weight work that it began.
-
-    A module that differentiates through its own layers (forces as the gradient of an energy) cannot be split. Its first
-    forward shows that; it is then run again, from the same random state and the same buffers, and never split again.
-    """
-    pending = Pending(deferral)
-    if not deferral.enabled:
-        return module(*args, **kwargs), pending
-    if deferral.proved:
-        previous = begin(pending)
-        try:
-            return module(*args, **kwargs), pending
-        finally:
-            end(previous)
-    rewind = _remember(module, args)
-    try:
-        with deferring(pending):
-            value = module(*args, **kwargs)
-    except NestedDifferentiation:
-        deferral.enabled = False
-        rewind()
-        return module(*args, **kwargs), Pending(deferral)
-    deferral.proved = True
-    return value, pending
-
-
-def _remember(module: Any, args: Sequence[Any]) -> Callable[[], None]:
-    """The random state and the buffers as they are now, as a function that brings them back."""
-    buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
-    values = [buffer.detach().clone() for buffer in buffers]
-    state = torch.get_rng_state()
-    devices = {tensor.device for tensor in (*buffers, *args) if isinstance(tensor, Tensor) and tensor.is_cuda}
-    states = [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-    def rewind() -> None:
-        torch.set_rng_state(state)
-        for device, device_state in states:
-            torch.cuda.set_rng_state(device_state, device)
-        with torch.no_grad():
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
-
-    return rewind

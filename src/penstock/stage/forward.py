@@ -1,0 +1,58 @@
+"""The forward of a stage whose backward will be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.stage.deferred import Deferral, Pending
+from penstock.stage.intercept import NestedDifferentiation, begin, deferring, end
+
+
+def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Pending]:
+    """The forward of a stage whose backward will be split: its value, and the weight work that it began.
+
+    A module that differentiates through its own layers (forces as the gradient of an energy) cannot be split. Its first
+    forward shows that; it is then run again, from the same random state and the same buffers, and never split again.
+    """
+    pending = Pending(deferral)
+    if not deferral.enabled:
+        return module(*args, **kwargs), pending
+    if deferral.proved:
+        previous = begin(pending)
+        try:
+            return module(*args, **kwargs), pending
+        finally:
+            end(previous)
+    rewind = _remember(module, args)
+    try:
+        with deferring(pending):
+            value = module(*args, **kwargs)
+    except NestedDifferentiation:
+        deferral.enabled = False
+        rewind()
+        return module(*args, **kwargs), Pending(deferral)
+    deferral.proved = True
+    return value, pending
+
+
+def _remember(module: Any, args: Sequence[Any]) -> Callable[[], None]:
+    """The random state and the buffers as they are now, as a function that brings them back."""
+    buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+    values = [buffer.detach().clone() for buffer in buffers]
+    state = torch.get_rng_state()
+    devices = {tensor.device for tensor in (*buffers, *args) if isinstance(tensor, Tensor) and tensor.is_cuda}
+    states = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def rewind() -> None:
+        torch.set_rng_state(state)
+        for device, device_state in states:
+            torch.cuda.set_rng_state(device_state, device)
+        with torch.no_grad():
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+
+    return rewind
