@@ -170,21 +170,21 @@ def questions(draw: st.DrawFn, *, several: bool) -> tuple[Profile, tuple[int, ..
     return profile, ranks, options, how
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(questions(several=False))
 def test_one_stage_a_rank(question: tuple[Profile, tuple[int, ...], dict[str, Any], dict[str, Any]]) -> None:
     profile, ranks, options, how = question
     agree(profile, ranks, options, **how)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(questions(several=True))
 def test_several_stages_a_rank(question: tuple[Profile, tuple[int, ...], dict[str, Any], dict[str, Any]]) -> None:
     profile, ranks, options, how = question
     agree(profile, ranks, options, **how)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(0, 30), min_size=6, max_size=16),
     st.sampled_from([("loop", 2), ("v", 2), ("loop", 3), ("v", 3)]),

@@ -23,7 +23,7 @@ from penstock.balance.problem import Problem
 
 Groups = frozenset[str]
 
-_MOST_STEPS = 2_000_000  # some seconds
+_MOST_STEPS = 1_000_000  # some seconds
 
 
 class TooLarge(Exception):
