@@ -22,6 +22,11 @@ class StageRoutes:
         """(producer, consumer) for every pair of stages between which something travels."""
         return self.info.edges
 
+    @property
+    def loss_index(self) -> int | None:
+        """Which tensor of the model's output is its own loss."""
+        return self.info.loss_index
+
     def wanted_on(self, producer: int, consumers: Iterable[int]) -> tuple[int, ...]:
         """Which outputs of `producer` these stages read, by their place: each crosses once, however many read it."""
         wanted = set(consumers)

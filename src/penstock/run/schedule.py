@@ -27,6 +27,7 @@ from penstock.run.runner import Runner
 from penstock.run.stage_run import StepInputs
 from penstock.schedules import get_schedule
 from penstock.stage.boundary import flatten
+from penstock.stage.loss import OwnLoss
 from penstock.stage.stage import PipelineStage
 
 TRAIN, FORWARD = 0, 1
@@ -104,7 +105,7 @@ class Schedule:
             raise PlanError(f"n_microbatches={n_microbatches}; expected at least 1 of the microbatches")
         self._stages = sorted(stages, key=lambda stage: getattr(stage, "stage_index", 0))
         self._n_microbatches = n_microbatches
-        self._loss_fn = loss_fn
+        self._loss_fn = loss_fn or _own_loss(self._stages[0])
         self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
         self._target_chunk_spec, self._output_merge_spec = target_chunk_spec, output_merge_spec
         self.scale_grads = scale_grads
@@ -282,7 +283,7 @@ class Schedule:
         def prepare() -> tuple[StepInputs, Any]:
             if mode == TRAIN and not grad_enabled:
                 raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
-            return self._prepare(args, kwargs, target, keep=keep, loss_kwargs=loss_kwargs)
+            return self._prepare(mode, args, kwargs, target=target, keep=keep, loss_kwargs=loss_kwargs)
 
         if self._rng is not None:
             self._rng.step = self._steps
@@ -311,7 +312,14 @@ class Schedule:
         return any(stage.is_last for stage in self._stages)
 
     def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, keep: bool, loss_kwargs: Mapping[str, Any] | None
+        self,
+        mode: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        target: Any,
+        keep: bool,
+        loss_kwargs: Mapping[str, Any] | None,
     ) -> tuple[StepInputs, Any]:
         """Cut what this rank's stages read into microbatches, and say what tells this shape of input from others."""
         inputs = StepInputs(loss_kwargs=loss_kwargs or {}, keep_outputs=keep, loss_fn=self._loss_fn)
@@ -325,11 +333,12 @@ class Schedule:
                 given or args, kwargs, size, args_spec=self._args_chunk_spec, kwargs_spec=self._kwargs_chunk_spec
             )
         if self._has_last and self._loss_fn is not None:
-            if target is None and not captured:
-                if torch.is_grad_enabled() and self.plan.has_backward:
-                    raise RunError("rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)")
-            else:
+            if isinstance(self._loss_fn, OwnLoss):
+                inputs.targets = [None] * size
+            elif target is not None:
                 inputs.targets = split_target(target, size, target_spec=self._target_chunk_spec)
+            elif mode == TRAIN:
+                raise RunError("rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)")
             if self.scale_grads:
                 inputs.weights = self._weights(inputs)
         return inputs, _shapes(args, kwargs) if self._has_first else None
@@ -360,6 +369,12 @@ class Schedule:
         finally:
             runner.recorder = None
         recording.finish(recorder, runner.transport)
+
+
+def _own_loss(stage: PipelineStage) -> OwnLoss | None:
+    """A captured model that returns its own loss needs no loss_fn."""
+    index = getattr(getattr(stage, "routes", None), "loss_index", None)
+    return None if index is None else OwnLoss(index)
 
 
 def transport_of(group: Any, device: torch.device) -> Transport:

@@ -14,6 +14,11 @@ class Routes(Protocol):
         """(producer, consumer) for every pair of stages between which something travels."""
         ...
 
+    @property
+    def loss_index(self) -> int | None:
+        """Which tensor of the model's output is its own loss; None: it returns none."""
+        ...
+
     def wanted_on(self, producer: int, consumers: Iterable[int]) -> tuple[int, ...]:
         """Which of the producer's outputs these stages read, by their place, in order."""
         ...

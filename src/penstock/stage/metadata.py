@@ -1,0 +1,310 @@
+"""What is known of the tensors of a stage before they exist: for receive buffers, and to check what arrives.
+
+>>> expected = TensorMeta.from_tensor(torch.zeros(2, 3))
+>>> expected.get_diff(TensorMeta.from_tensor(torch.zeros(2, 4)))
+['shape mismatch: expected [2, 3], got [2, 4]', 'stride mismatch: expected (3, 1), got (4, 1)']
+
+Programs written for torch.distributed.pipelining speak of these; penstock's own steps describe their messages in band
+(`penstock.run.layout`) and need none of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ShapeError
+from penstock.stage.dtensors import layout_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether this is a DTensor; costs no import where there are none."""
+    return isinstance(tensor, Tensor) and layout_of(tensor) is not None
+
+
+MeshKey = tuple[tuple[str, ...], Any]  # the names of the dimensions of a mesh, and its layout
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor without its numbers; of a DTensor, its local part."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> TensorMeta:
+        if is_dtensor(tensor):
+            raise ShapeError("this is a DTensor, and a plain tensor was expected; use from_dtensor")
+        return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def to_tensor(self, device: torch.device | str) -> Tensor:
+        """A tensor with undefined numbers."""
+        return empty_like_meta(self, device).requires_grad_(self.requires_grad and self.differentiable)
+
+    @property
+    def differentiable(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def get_diff(self, other: TensorMeta) -> list[str]:
+        """What differs, in words. Whether a gradient is wanted depends on the step, and does not count."""
+        if type(self) is not type(other):
+            return [f"type mismatch: expected {_kind(self)}, got {_kind(other)}"]
+        pairs = [
+            ("shape", list(self.shape), list(other.shape)),
+            ("stride", tuple(self.stride), tuple(other.stride)),
+            ("dtype", self.dtype, other.dtype),
+        ]
+        return [f"{name} mismatch: expected {mine}, got {theirs}" for name, mine, theirs in pairs if mine != theirs]
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorMeta(TensorMeta):
+    """A DTensor without its numbers: its local part, and how it is spread over a mesh."""
+
+    global_shape: torch.Size
+    global_stride: tuple[int, ...]
+    placements: tuple[Any, ...]
+    mesh_dim_names: tuple[str, ...]
+    mesh_layout: Any
+
+    @staticmethod
+    def from_dtensor(dtensor: DTensor) -> DTensorMeta:
+        if not is_dtensor(dtensor):
+            raise ShapeError(f"a DTensor was expected, this is a {type(dtensor).__name__}; use from_tensor")
+        local, mesh = dtensor._local_tensor, dtensor.device_mesh
+        return DTensorMeta(
+            local.shape,
+            local.stride(),
+            dtensor.dtype,
+            dtensor.requires_grad,
+            dtensor.shape,
+            dtensor.stride(),
+            tuple(dtensor.placements),
+            tuple(mesh.mesh_dim_names or ()),
+            mesh._layout,
+        )
+
+    @property
+    def mesh_cache_key(self) -> MeshKey:
+        return self.mesh_dim_names, self.mesh_layout
+
+    def to_dtensor(self, device: torch.device | str, mesh: Any) -> DTensor:
+        """A DTensor with undefined numbers."""
+        made = self.wrap(empty_like_meta(self, device), mesh)
+        made.requires_grad_(self.requires_grad and self.differentiable)
+        return made
+
+    def wrap(self, local: Tensor, mesh: Any) -> DTensor:
+        """The DTensor of which this is the local part."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local, mesh, self.placements, run_check=False, shape=self.global_shape, stride=self.global_stride
+        )
+
+    def get_diff(self, other: TensorMeta) -> list[str]:
+        found = TensorMeta.get_diff(self, other)
+        if not isinstance(other, DTensorMeta):
+            return found
+        for name in ("global_shape", "global_stride", "placements", "mesh_dim_names", "mesh_layout"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                found.append(f"{name} mismatch: expected {mine}, got {theirs}")
+        return found
+
+
+Metas = tuple[TensorMeta | None, ...]
+
+
+@dataclass(slots=True)
+class StageMeta:
+    """All that is known of a stage: its inputs and outputs, and their gradients. None: not known yet."""
+
+    inputs: Metas | None = None
+    outputs: Metas | None = None
+    input_grads: Metas | None = None
+    output_grads: Metas | None = None
+
+    def _all(self) -> list[Metas | None]:
+        return [self.inputs, self.outputs, self.input_grads, self.output_grads]
+
+    def has_any(self) -> bool:
+        return any(metas is not None for metas in self._all())
+
+    def has_dtensors(self) -> bool:
+        return any(isinstance(meta, DTensorMeta) for metas in self._all() for meta in metas or ())
+
+    def is_complete_for_forward(self) -> bool:
+        return self.inputs is not None and self.outputs is not None
+
+
+class InferenceMode(Enum):
+    """Where the metadata of a stage come from: from the user, or from a first look at the model."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+    @classmethod
+    def needs_dynamic(cls, meta: StageMeta, stage_has_backward: bool) -> bool:
+        """Whether what the user gave is not enough. How a DTensor's gradient is spread cannot be told from itself."""
+        if not meta.is_complete_for_forward():
+            return True
+        if not stage_has_backward or not meta.has_dtensors():
+            return False
+        return meta.input_grads is None or meta.output_grads is None
+
+
+class MeshCache:
+    """The meshes that arriving DTensors are put on, by the names and the layout of the sender's."""
+
+    def __init__(self, get_mesh_cb: Callable[..., Any] | None = None) -> None:
+        self._meshes: dict[MeshKey, Any] = {}
+        self._ask = get_mesh_cb
+
+    def get_mesh(self, key: MeshKey) -> Any:
+        if key not in self._meshes:
+            if self._ask is None:
+                raise ShapeError(
+                    f"a DTensor on a mesh with the dimensions {key[0]} arrived, which this stage does not know; write "
+                    "PipelineStage(..., get_mesh=lambda names, layout: mesh)"
+                )
+            self._meshes[key] = self._ask(*key)
+        return self._meshes[key]
+
+    def put(self, key: MeshKey, mesh: Any) -> None:
+        self._meshes[key] = mesh
+
+    def update_from_tensors(self, tensors: Sequence[Any]) -> None:
+        for tensor in tensors:
+            if is_dtensor(tensor):
+                self.put(DTensorMeta.from_dtensor(tensor).mesh_cache_key, tensor.device_mesh)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._meshes
+
+    def __len__(self) -> int:
+        return len(self._meshes)
+
+
+def _kind(meta: TensorMeta) -> str:
+    return "a DTensor" if isinstance(meta, DTensorMeta) else "a plain tensor"
+
+
+def empty_like_meta(meta: TensorMeta, device: torch.device | str) -> Tensor:
+    """A plain tensor with undefined numbers; of a DTensor the local part."""
+    return torch.empty_strided(tuple(meta.shape), tuple(meta.stride), dtype=meta.dtype, device=device)
+
+
+def derive_grad_metas(metas: Metas) -> Metas:
+    """What the gradients of these tensors look like, as far as that can be told: not for DTensors."""
+    return tuple(
+        TensorMeta(m.shape, m.stride, m.dtype, False)
+        if m is not None and not isinstance(m, DTensorMeta) and m.requires_grad
+        else None
+        for m in metas
+    )
+
+
+def extract_tensor_meta(tensor: Tensor) -> TensorMeta:
+    return DTensorMeta.from_dtensor(tensor) if is_dtensor(tensor) else TensorMeta.from_tensor(tensor)
+
+
+def extract_tensor_metas(tensors: Sequence[Any] | None, *, allow_none: bool = False) -> Metas | None:
+    if tensors is None:
+        return None
+    if not allow_none and not all(isinstance(tensor, Tensor) for tensor in tensors):
+        kinds = [type(tensor).__name__ for tensor in tensors]
+        raise ShapeError(f"only tensors have metadata, got {kinds}; where some may be missing, write allow_none=True")
+    return tuple(extract_tensor_meta(tensor) if isinstance(tensor, Tensor) else None for tensor in tensors)
+
+
+def to_local_if_dtensor(tensor: Tensor, detach: bool = False) -> Tensor:
+    """The part of a DTensor that this rank holds; any other tensor as it is."""
+    given = tensor.detach() if detach else tensor
+    return given.to_local() if is_dtensor(given) else given
+
+
+def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tuple[Any, ...] | None:
+    """A tensor, or a tuple or list of tensors, as a tuple."""
+    if args is None:
+        return None
+    if isinstance(args, Tensor):
+        return (args,)
+    if not isinstance(args, (tuple, list)):
+        raise ShapeError(f"expected a tensor, or a tuple or list of them, got {type(args).__name__}")
+    for place, arg in enumerate(args):
+        if not isinstance(arg, Tensor) and not (arg is None and allow_none):
+            what = "None" if arg is None else f"a {type(arg).__name__}"
+            raise ShapeError(f"argument {place} of the stage is {what}; expected a tensor, pass others as keywords")
+    return tuple(args)
+
+
+def validate_metadata(
+    desc: str, expected: TensorMeta, actual: Any, *, raise_on_mismatch: bool = False, warn_on_mismatch: bool = False
+) -> list[str]:
+    """Compare a tensor, or what is known of it, with what was expected; the differences in words."""
+    found = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
+    diffs = expected.get_diff(found)
+    if diffs and raise_on_mismatch:
+        raise ShapeError(f"{desc}: {'; '.join(diffs)}")
+    if diffs and warn_on_mismatch:
+        warnings.warn(f"{desc}: Metadata mismatch, what was found holds: {'; '.join(diffs)}", UserWarning, stacklevel=2)
+    return diffs
+
+
+def validate_tensors_metadata(
+    desc: str,
+    expected: Sequence[TensorMeta | None],
+    actual: Sequence[Any],
+    *,
+    raise_on_mismatch: bool = True,
+    warn_on_mismatch: bool = False,
+) -> list[str]:
+    """The same for several tensors, of which some may be missing on both sides."""
+    problems: list[str] = []
+    if len(expected) != len(actual):
+        problems.append(f"{desc}: {len(actual)} tensors; expected {len(expected)}")
+    else:
+        for place, (meta, tensor) in enumerate(zip(expected, actual, strict=True)):
+            if (meta is None) != (tensor is None):
+                what = "missing" if tensor is None else "there, where none was expected"
+                problems.append(f"{desc}[{place}] is {what}")
+            elif meta is not None:
+                problems += [f"{desc}[{place}]: {diff}" for diff in validate_metadata(desc, meta, tensor)]
+    if problems and raise_on_mismatch:
+        raise ShapeError("; ".join(problems))
+    if problems and warn_on_mismatch:
+        warnings.warn(f"Metadata mismatch: {'; '.join(problems)}", UserWarning, stacklevel=2)
+    return problems
+
+
+def validate_static_arg_grad_correspondence(
+    stage_index: int, args: Sequence[Tensor], grads: Sequence[Tensor | None], is_input: bool
+) -> None:
+    """What the user gave as arguments and as their gradients must fit together."""
+    kind = "input" if is_input else "output"
+    if len(args) != len(grads):
+        raise ShapeError(f"stage {stage_index}: {len(args)} {kind}_args, {len(grads)} {kind}_grads; expected as many")
+    for place, (arg, grad) in enumerate(zip(args, grads, strict=True)):
+        name = f"stage {stage_index}: {kind}_args[{place}]"
+        if grad is None:
+            if arg.requires_grad:
+                text = f"{name} requires a gradient, and {kind}_grads[{place}] is None"
+                warnings.warn(text, UserWarning, stacklevel=2)
+        elif not arg.requires_grad:
+            raise ShapeError(f"{name} requires no gradient, and {kind}_grads[{place}] is one; expected None there")
+        elif is_dtensor(arg) and not is_dtensor(grad):
+            raise ShapeError(f"{name} is a DTensor, and {kind}_grads[{place}] is none; expected a DTensor or None")
