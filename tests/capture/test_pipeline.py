@@ -150,9 +150,7 @@ def test_split_points_by_name() -> None:
     assert pipeline(model, (x,)).num_stages == 2
     assert pipeline(copy.deepcopy(model), (x,)).num_stages == 1
 
-    with pytest.raises(
-        CaptureError, match=r"stage 1 would be empty: .* between the end of layers\.0 and"
-    ):
+    with pytest.raises(CaptureError, match=r"stage 1 would be empty: .* between the end of layers\.0 and"):
         pipeline(Plain(), (x,), split_spec={"layers.0": SplitPoint.END, "layers.1": SplitPoint.BEGINNING})
     with pytest.raises(CaptureError, match=r"nothing is computed before the beginning of layers\.0"):
         pipeline(Plain(), (x,), split_spec={"layers.0": SplitPoint.BEGINNING})

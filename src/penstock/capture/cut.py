@@ -218,7 +218,7 @@ class _Builder:
         self.attributes: dict[str, fx.Node] = {}
         # what arrives is contiguous, even where it was not: a view of it may then need a copy
         rows = not all(cutter.wires[n].contiguous for n in given if cutter.wires[n].source is not None)
-        self.relaxed = {aten.view.default: aten.reshape.default} if rows else {}
+        self.relaxed: dict[Any, Any] = {aten.view.default: aten.reshape.default} if rows else {}
         for node in given:
             self.values[node] = self.graph.placeholder(identifier(cutter.wires[node].name))
 

@@ -69,7 +69,8 @@ def materialise(
                 else:
                     owner._buffers[leaf] = made
         stage.to(device)
-    report = load(modules, source) if source is not None else LoadReport((), (), ())
+    blank = frozenset(name for names in without_value.values() for name in names)
+    report = _loaded(modules, source, blank) if source is not None else LoadReport((), (), ())
     for stage in modules:
         for name, _, _, value in _entries(stage):
             if id(value) not in without_value or name in report.loaded:
@@ -89,7 +90,11 @@ def materialise(
 
 def load(stages: nn.Module | Iterable[nn.Module], source: Values) -> LoadReport:
     """Copy values by name from a state dict, a safetensors file, several, or a folder of them."""
-    modules = _stage_modules(stages)
+    return _loaded(_stage_modules(stages), source, frozenset())
+
+
+def _loaded(modules: Sequence[StageModule], source: Values, blank: frozenset[str]) -> LoadReport:
+    """`blank`: names that have no value yet, so that they count as missing even if checkpoints leave them out."""
     reader = _Reader(source)
     loaded: dict[str, None] = {}
     missing: dict[str, None] = {}
@@ -100,7 +105,7 @@ def load(stages: nn.Module | Iterable[nn.Module], source: Values) -> LoadReport:
         for name, _, _, value in _entries(stage):
             found = next((n for n in (name, *stage.aliases.get(name, ())) if n in reader.names), None)
             if found is None:
-                if name not in transient or value.is_meta:
+                if name not in transient or name in blank or value.is_meta:
                     missing[name] = None
                 continue
             _copy(name, value, reader.get(found))

@@ -84,7 +84,7 @@ def is_pure(node: fx.Node, root: torch.nn.Module) -> bool:
 
 def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operator writes to."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target is aten.detach_.default:
         return []
     found = []
     # batch norm writes its running statistics although its schema does not say so

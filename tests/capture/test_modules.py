@@ -1,0 +1,84 @@
+"""Hand-made stages from a list of submodules, and ties between stages."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.capture import find_ties, split_modules, tie
+from penstock.capture.modules import even_cuts
+from penstock.errors import CaptureError
+
+
+class Untraceable(nn.Module):
+    """Branches on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.abs() if x.sum() > 1e9 else x)
+
+
+NAMES = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
+
+
+def test_stages_in_order_are_the_model() -> None:
+    model, ids = Untraceable(), torch.randint(0, 11, (3, 2))
+    stages = split_modules(model, NAMES, 3)
+    value = ids
+    for stage in stages:
+        value = stage(value)
+    assert torch.equal(value, model(ids))
+    held = [name for stage in stages for name in stage.state_dict()]
+    assert sorted(held) == sorted(model.state_dict())
+    assert stages[0].embed.weight is stages[2].head.weight  # type: ignore[union-attr]
+    assert stages[0].ties == (tie([(0, "embed.weight"), (2, "head.weight")]),)
+
+
+def test_a_submodule_may_be_called_in_another_way() -> None:
+    model, x = nn.Sequential(nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)), torch.randn(2, 3, 4)
+    stages = split_modules(model, ["0", "1"], 2, calls={"0": lambda gru, x: gru(x)[0]})
+    assert torch.equal(stages[1](stages[0](x)), model[1](model[0](x)[0]))
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    model = Untraceable()
+    with pytest.raises(CaptureError, match=r"no named submodule holds layers\.3\.weight, layers\.3\.bias"):
+        split_modules(model, NAMES[:4], 2)
+    with pytest.raises(CaptureError, match="6 submodules cannot make 7 stages"):
+        split_modules(model, NAMES, 7)
+    with pytest.raises(CaptureError, match="no submodule 'heads'"):
+        split_modules(model, [*NAMES, "heads"], 2)
+    with pytest.raises(CaptureError, match="calls names 'blocks"):
+        split_modules(model, NAMES, 2, calls={"blocks.*": lambda layer, x: layer(x)})
+    with pytest.raises(CaptureError, match="at least two stages"):
+        tie([(1, "a"), (1, "b")])
+
+
+def test_ties_are_found_by_identity() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    assert find_ties([one, nn.Linear(2, 2), other]) == (tie([(0, "weight"), (2, "weight")]),)
+
+
+@pytest.mark.parametrize("weights", [[3, 1, 1, 5, 1, 1, 4], [1] * 6, [9, 1, 1], [0, 0, 7, 0]])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_even_cuts_are_the_best_there_are(weights: list[int], count: int) -> None:
+    def heaviest(cuts: tuple[int, ...]) -> int:
+        bounds = [0, *cuts, len(weights)]
+        return max(sum(weights[a:b]) for a, b in pairwise(bounds))
+
+    cuts = even_cuts(weights, count)
+    assert len(cuts) == count - 1
+    assert heaviest(tuple(cuts)) == min(map(heaviest, combinations(range(1, len(weights)), count - 1)))

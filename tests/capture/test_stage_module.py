@@ -1,0 +1,217 @@
+"""A stage is a module like others: run alone, saved, copied, moved, compiled, in either mode, with other sizes."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.capture import Pipe, StageModule, pipe_split, pipeline
+from penstock.capture.calls import checkpointed
+from penstock.errors import CaptureError, ShapeError
+from tests.capture import toys
+from tests.capture.chain import assert_same
+
+
+def _saved_and_loaded(value: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _pipe(model: nn.Module, x: torch.Tensor) -> Pipe:
+    return pipeline(model, (x,))
+
+
+def test_runs_alone_and_prints() -> None:
+    model, x = toys.Chain(dropout=0), torch.randn(2, 4)
+    pipe = _pipe(model, x)
+    first, last = pipe.get_stage_module(0), pipe.get_stage_module(2)
+    (hidden,) = first(x)
+    assert torch.equal(hidden, torch.tanh(model.layers[0](x)))
+    assert isinstance(last(hidden), torch.Tensor)
+    assert torch.equal(first(x=x)[0], hidden)
+    text = pipe.print_readable(print_output=False)
+    assert "stage 1 of 3" in text
+    assert "layers_1_weight" in text
+    assert "Pipe of 3 stages\n  stage 0: 20 parameters" in str(pipe)
+    assert "mark" not in str(first.graph)
+    with pytest.raises(CaptureError, match=r"takes 1 inputs \(x\), 2 were given"):
+        first(x, x)
+    with pytest.raises(CaptureError, match="missing the input x"):
+        first()
+    with pytest.raises(CaptureError, match="there is no stage 3: this model has stages 0 to 2"):
+        pipe.get_stage_module(3)
+
+
+@pytest.mark.parametrize("model", [toys.Regions(), toys.Constants(), toys.Normed()], ids=lambda m: type(m).__name__)
+def test_saved_loaded_and_copied_in_both_modes(model: nn.Module) -> None:
+    x = torch.randn(6, 4)
+    pipe = _pipe(model, x)
+    for made in (_saved_and_loaded(pipe), copy.deepcopy(pipe)):
+        assert isinstance(made, Pipe)
+        reference = copy.deepcopy(model)
+        for mode in (True, False):
+            made.train(mode), reference.train(mode)
+            torch.manual_seed(3)
+            expected = reference(x)
+            torch.manual_seed(3)
+            assert_same(made(x), expected)
+        assert made.state_dict().keys() == model.state_dict().keys()
+        assert all(a is not b for a, b in zip(made.parameters(), model.parameters(), strict=True))
+    stage = _saved_and_loaded(pipe.get_stage_module(1))
+    assert isinstance(stage, StageModule)
+    assert stage.inputs == pipe.get_stage_module(1).inputs
+
+
+def test_moves_with_its_constants_and_devices() -> None:
+    model, x = toys.Constants(), torch.randn(6, 4)
+    pipe = _pipe(model, x).to(torch.float64)
+    assert pipe(x.double()).dtype == torch.float64
+    stage = pipe.get_stage_module(1).to("meta")
+    assert stage(torch.empty(6, 4, dtype=torch.float64, device="meta")).device.type == "meta"
+    assert "device(type='meta')" in stage.print_readable()
+
+
+def test_compiles() -> None:
+    model, x = toys.Skips(), torch.randn(6, 4)
+    pipe = _pipe(model, x)
+    compiled = torch.compile(pipe.get_stage_module(0), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), pipe.get_stage_module(0)(x))
+
+
+def test_modes_do_what_they_do_on_the_model() -> None:
+    model, x = toys.Chain(), torch.randn(64, 4)
+    model.layers[1].eval()  # a mixed start
+    pipe = _pipe(model, x)
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    assert torch.equal(pipe(x), expected)
+    pipe.eval()
+    assert not pipe.get_stage_module(0).training
+    assert torch.equal(pipe(x), pipe(x))
+    pipe.get_stage_module(0).train()
+    assert not torch.equal(pipe(x), pipe(x))
+
+
+def test_a_mode_with_other_wires_is_refused() -> None:
+    class Differs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            z = y.sin()
+            pipe_split()
+            return self.b(y) + z if self.training else self.b(y)
+
+    pipe = _pipe(Differs(), torch.randn(2, 4))
+    with pytest.raises(CaptureError, match=r"in eval mode stage 0 takes|in eval mode stage 1 takes"):
+        pipe.eval()
+
+
+def test_batch_norm_counts_each_microbatch() -> None:
+    model, batch = toys.Normed(), torch.randn(12, 4)
+    reference = copy.deepcopy(model)
+    pipe = _pipe(model, batch[:4])
+    for part in batch.split(4):
+        assert torch.equal(pipe(part), reference(part))
+    assert model.n.num_batches_tracked == 3
+    assert torch.equal(model.m.running_var, reference.m.running_var)
+
+
+def test_a_checkpoint_is_kept() -> None:
+    model, x = toys.Regions(), torch.randn(6, 4)
+    pipe = _pipe(model, x)
+    nodes = [n for n in pipe.get_stage_module(2).graph.nodes if n.target is checkpointed]
+    assert len(nodes) == 1
+
+
+def test_other_sizes() -> None:
+    model, x = toys.Constants(), torch.randn(6, 4)
+    pipe = _pipe(model, x)
+    loaded = _saved_and_loaded(pipe)
+    for size in (1, 2, 9):
+        other = torch.randn(size, 4)
+        assert torch.equal(pipe(other), model(other))
+    with pytest.raises(ShapeError, match="is 1, and the capture has no graph for that"):
+        loaded(x[:1])
+    with pytest.raises(ShapeError, match=r"dimension 1 of x is 5; the model was captured with 4 there"):
+        pipe(torch.randn(6, 5))
+    with pytest.raises(ShapeError, match=r"x has 3 dimensions \(6, 1, 4\); the model was captured with 2"):
+        pipe(x[:, None])
+    with pytest.raises(ShapeError, match=r"dimension 0 of x is 2; .* captured with 1 there.*an example of at least 2"):
+        pipeline(model, (x[:1],))(x[:2])
+    with pytest.raises(ShapeError, match="dimension 0 of x is 2"):
+        pipeline(model, (x,), dynamic_shapes={})(x[:2])
+
+
+def test_sizes_that_a_branch_depends_on() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x)
+            pipe_split()
+            return self.b(x * 2 if x.shape[0] == 1 else x)
+
+    model, x = Branch(), torch.randn(4, 4)
+    pipe = _pipe(model, x)
+    for size in (4, 3, 1):
+        assert torch.equal(pipe(x[:size]), model(x[:size]))
+
+
+def test_dynamic_shapes() -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            x = self.a(batch["x"])
+            steps = x.shape[1]
+            x = x.transpose(0, 1)
+            pipe_split()
+            return self.b(x.transpose(0, 1).view(-1, steps * 4).view(-1, steps, 4)) / steps
+
+    auto = torch.export.Dim.AUTO
+    model, x = Sequence(), torch.randn(2, 3, 4)
+    pipe = pipeline(model, ({"x": x},), dynamic_shapes={"batch": {"x": {0: auto, 1: auto}}})
+    other = torch.randn(5, 7, 4)
+    assert torch.equal(pipe({"x": other}), model({"x": other}))
+    wire = pipe.info().stage_inputs[1][0]
+    assert not wire.contiguous
+    stage = pipe.get_stage_module(1)
+    (hidden,) = pipe.get_stage_module(0)(other)
+    assert torch.equal(stage(hidden.contiguous()), model({"x": other}))  # as a transport delivers it
+    with pytest.raises(CaptureError, match=r"dynamic_shapes names 'y'; the arguments are batch\.x"):
+        pipeline(model, ({"x": x},), dynamic_shapes={"y": {0: auto}})
+    with pytest.raises(CaptureError, match=r"names dimension 7"):
+        pipeline(model, ({"x": x},), dynamic_shapes={"batch": {"x": {7: auto}}})
+
+
+def test_a_number_that_no_tensor_shows_crosses_as_a_number() -> None:
+    class Number(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size = x.shape[0]
+            x = self.a(x).mean(0)
+            pipe_split()
+            return self.b(x) * size
+
+    model = Number()
+    pipe = _pipe(model, torch.randn(6, 4))
+    assert {w.kind for w in pipe.info().stage_inputs[1]} == {"tensor", "number"}
+    x = torch.randn(9, 4)
+    torch.testing.assert_close(pipe(x), model(x))
