@@ -97,6 +97,13 @@ def spoilt(rank: int, before: str, after: str) -> dict[int, list[str]]:
             "rank 0, position 3: 0UNSHARD comes while stage 0 is unsharded",
         ),
         (0, "0F0 ", "0UNSHARD 0F0 0RESHARD ", OrderError, "position 6: 0F1 uses stage 0 while it is sharded"),
+        (
+            0,
+            "0F0 ",
+            "0UNSHARD 0F0 ",
+            IncompleteError,
+            "rank 0 leaves stage 0 unsharded; expected 0RESHARD before the next",
+        ),
         (0, "0F0 ", "1UNSHARD 0F0 ", IncompleteError, "1UNSHARD is on the wrong rank; here are the stages (0,)"),
         (
             0,

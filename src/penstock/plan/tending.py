@@ -19,6 +19,9 @@ def check_tending(plan: Plan, rank: int) -> set[int]:
                 tended.use(stage, Op(op), where)
             elif op > Op.RECV_B:
                 tended.tend(stage, Op(op), where)
+    if tended.gathered:
+        left = min(tended.gathered)
+        raise IncompleteError(f"rank {rank} leaves stage {left} unsharded; expected {left}RESHARD before the next step")
     return tended.reduced
 
 

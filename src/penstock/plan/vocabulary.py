@@ -14,7 +14,7 @@ in which None is an idle slot.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from penstock.errors import ParseError, PlanError
@@ -23,7 +23,7 @@ from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
 
 
-class ComputationType(str, Enum):
+class ComputationType(StrEnum):
     """The kinds of action; the value is how it is written."""
 
     FORWARD = "F"
@@ -38,9 +38,6 @@ class ComputationType(str, Enum):
     FULL_BACKWARD = "B"
     OVERLAP_F_B = "OVERLAP_F_B"
     REDUCE_GRAD = "REDUCE_GRAD"
-
-    def __str__(self) -> str:
-        return self.value
 
     @staticmethod
     def from_str(action: str) -> ComputationType:
@@ -78,7 +75,8 @@ class NamedAction(NamedTuple):
             return f"({';'.join(map(str, self.sub_actions))}){kind}"
         return f"{self.stage_index}{kind}{'' if self.microbatch_index is None else self.microbatch_index}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     @property
     def is_compute_op(self) -> bool:
