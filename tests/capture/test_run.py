@@ -1,0 +1,47 @@
+"""Captured stages under real schedules, ranks as threads: skips, ties, late arguments, the model's own loss."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.capture import TrivialLossWrapper, pipeline
+from penstock.comm.local import LocalWorld
+from penstock.run.classes import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from tests.capture import toys
+from tests.capture.chain import assert_same_grads
+
+MICROBATCHES = 4
+
+
+def _placement(schedule: type, num_stages: int) -> list[list[int]]:
+    if schedule is Schedule1F1B:
+        return [[k] for k in range(num_stages)]
+    half = num_stages // 2
+    if schedule is ScheduleZBVZeroBubble:
+        return [[k, num_stages - 1 - k] for k in range(half)]
+    return [[k, k + half] for k in range(half)]
+
+
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble])
+def test_skips_and_the_models_own_loss(schedule: type) -> None:
+    torch.manual_seed(0)
+    model = TrivialLossWrapper(toys.Skips(), nn.MSELoss())
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    reference = copy.deepcopy(model)
+    pipe = pipeline(model, (x[:2], y[:2]))
+    ranks = _placement(schedule, 4)
+
+    def work(transport: Any) -> None:
+        stages = [pipe.build_stage(k, "cpu", transport) for k in ranks[transport.rank]]
+        runner = schedule(stages[0] if schedule is Schedule1F1B else stages, MICROBATCHES)
+        runner.step(x, y)
+
+    LocalWorld(len(ranks)).run(work)
+    for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        (reference(a, b) / MICROBATCHES).backward()
+    assert_same_grads(model, reference)
