@@ -52,14 +52,16 @@ class Choice(nn.Module):
         return self.right(x) if self.replica else self.left(x)
 
 
-def unused_on_some() -> list[str]:
+def unused_on_some(hook: bool) -> list[str]:
     torch.manual_seed(0)
     model = Choice().double()
     reference = copy.deepcopy(model)
     model.none.weight.grad = torch.ones_like(model.none.weight)  # left by an earlier step
     reference.none.weight.grad = torch.ones_like(model.none.weight)
-    driver = Driver(DistributedDataParallel(model))
-    driver.step(SPLIT, make_data(0, dist.get_rank()))
+    wrapped = DistributedDataParallel(model)
+    if hook:
+        wrapped.register_comm_hook([], average_hook)
+    Driver(wrapped).step(SPLIT, make_data(0, dist.get_rank()))
     for replica in range(2):
         reference.replica = replica
         for x in make_data(0, replica):
@@ -67,8 +69,9 @@ def unused_on_some() -> list[str]:
     return differences(model, reference)
 
 
-def test_parameters_that_only_some_replicas_use_are_averaged_over_all(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(2, unused_on_some) == [[], []]
+@pytest.mark.parametrize("hook", [False, True])
+def test_parameters_that_only_some_replicas_use_are_averaged_over_all(gloo_pool: GlooPool, hook: bool) -> None:
+    assert gloo_pool.run(2, unused_on_some, hook) == [[], []]
 
 
 def average_hook(calls, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text

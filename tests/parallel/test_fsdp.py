@@ -81,6 +81,7 @@ def collectives_by_action(options: dict[str, Any], script: str) -> list[str]:
 
     driver._act = watched  # type: ignore[method-assign]
     driver.step(script, make_data(1, dist.get_rank()))
+    assert driver.module._get_fsdp_state()._comm_ctx.reduce_scatter_states == []  # waited for, and its memory released
     return seen
 
 
