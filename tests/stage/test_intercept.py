@@ -348,3 +348,41 @@ def test_inference_and_no_grad_forwards_defer_nothing() -> None:
             value, pending = run_deferred(deferral, layer, (torch.ones(2, 3),), {})
         assert pending.calls() == []
         assert not value.requires_grad
+
+
+def test_a_stage_without_input_gradients_is_not_deferred_and_recomputes_as_it_ran() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    value, pending = run_deferred(
+        Deferral(), lambda x: checkpoint(module, x, use_reentrant=False), (torch.ones(2, 3),), {}
+    )
+    assert pending.calls() == []
+    backward_input([value], [torch.ones(2, 3)], pending, inputs=[])
+    assert module[0].weight.grad is None
+    backward_weight(pending)
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_switching_deferral_off_does_not_lose_what_is_in_flight() -> None:
+    layer, deferral = nn.Linear(3, 3), Deferral()
+    x = torch.ones(2, 3, requires_grad=True)
+    value, pending = run_deferred(deferral, layer, (x,), {})
+    deferral.enabled = False
+    backward_input([value], [torch.ones(2, 3)], pending, inputs=[x])
+    backward_weight(pending)
+    assert layer.weight.grad is not None
+
+
+def test_deferred_calls_of_a_stage_without_input_gradients_wait_with_the_rest() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3))
+    x = torch.arange(6.0).view(2, 3)
+    run_backward_full([module(x)], [torch.ones(2, 3)])
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    pending = Pending(Deferral(module))
+    with deferring(pending):
+        value = module(x)
+    assert len(pending.calls()) == 2
+    backward_input([value], [torch.ones(2, 3)], pending, inputs=[x])
+    assert module[1].weight.grad is None
+    backward_weight(pending)
+    assert all(torch.equal(a, b.grad) for a, b in zip(expected, module.parameters(), strict=True))

@@ -182,7 +182,7 @@ def _differentiate(
     roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending, inputs: Sequence[Tensor]
 ) -> None:
     deferral = pending.deferral
-    if not deferral.enabled:
+    if not pending.deferred:
         run_engine(roots, grads)
         return
     mixed = (deferral.news or pending.skip is not deferral.skip) and _used_otherwise(roots, pending)

@@ -86,6 +86,7 @@ class Pending:
         "again",
         "batches",
         "deferral",
+        "deferred",
         "functions",
         "index",
         "kept",
@@ -110,6 +111,7 @@ class Pending:
         self.again: Again | None = None
         self.functions: list[Call] = []  # calls that went through the autograd function
         self.phase = "forward"
+        self.deferred = False  # whether the forward ran, or runs, with deferral
 
     def __repr__(self) -> str:
         return f"Pending(phase={self.phase!r}, calls={len(self.calls())}, work={self.num_waiting})"

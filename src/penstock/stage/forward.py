@@ -19,7 +19,7 @@ def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: d
     forward shows that; it is then run again, from the same random state and the same buffers, and never split again.
     """
     pending = Pending(deferral)
-    if not deferral.enabled:
+    if not deferral.enabled or not _may_need_input_gradients(args, kwargs):
         return module(*args, **kwargs), pending
     if deferral.proved:
         previous = begin(pending)
@@ -37,6 +37,20 @@ def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: d
         return module(*args, **kwargs), Pending(deferral)
     deferral.proved = True
     return value, pending
+
+
+def _may_need_input_gradients(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """False if there is nothing to hurry for: all of the backward then waits for the weight pass, in one piece."""
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif not isinstance(value, _CONSTANTS):
+            return True  # a nest, which is not searched
+    return False
+
+
+_CONSTANTS = (type(None), bool, int, float, str)
 
 
 def _remember(module: Any, args: Sequence[Any]) -> Callable[[], None]:

@@ -239,6 +239,7 @@ def begin(pending: Pending) -> Pending | None:
     """Open a block: the cheaper half of `deferring`. Hand what it returns to `end`."""
     if not _local.held:
         _swap()
+    pending.deferred = True
     previous = _local.pending
     _local.pending = pending
     return previous
