@@ -50,3 +50,16 @@ def test_two_stages_evaluate_like_the_model(entry: Entry) -> None:
     example = entry.example()  # other values than at capture
     with torch.no_grad():
         assert_same(pipe(**example), model(**example))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_cache_in_the_output_crosses_the_stages(name: str) -> None:
+    entry = next(entry for entry in MODELS if entry.name == name)
+    torch.manual_seed(0)
+    model = entry.make().eval()
+    example = {key: value for key, value in entry.example().items() if key != "use_cache"}
+    pipe = pipeline(model, (), example, split_spec={entry.cuts[1]: SplitPoint.BEGINNING}, dynamic_shapes={})
+    with torch.no_grad():
+        result, expected = pipe(**example), model(**example)
+    assert result.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length() > 0
+    assert_same(result, expected)
