@@ -27,6 +27,11 @@ class StageRoutes:
         """Which tensor of the model's output is its own loss."""
         return self.info.loss_index
 
+    @property
+    def ties(self) -> list[tuple[tuple[int, str], ...]]:
+        """The holders of each parameter that several stages use."""
+        return [shared.holders for shared in self.info.shared.values() if shared.is_parameter]
+
     def wanted_on(self, producer: int, consumers: Iterable[int]) -> tuple[int, ...]:
         """Which outputs of `producer` these stages read, by their place: each crosses once, however many read it."""
         wanted = set(consumers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, ClassVar, Literal, Self
@@ -25,6 +25,7 @@ from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
 from penstock.run.runner import Runner
 from penstock.run.stage_run import StepInputs
+from penstock.run.ties import Ties
 from penstock.schedules import get_schedule
 from penstock.stage.boundary import flatten
 from penstock.stage.loss import OwnLoss
@@ -78,6 +79,8 @@ class Schedule:
     `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`  see `penstock.batch`.
     `rng`                "per-microbatch": random numbers keyed by `seed`, stage, microbatch and step.
     `dynamic`            True: shapes may change from step to step for reasons other than the input's shape.
+    `ties`               parameters that several hand-made stages share: ``[tie([(0, "embed.weight"), (3, "head.weight")])]``;
+                         the same on every rank. A captured model brings its own.
     """
 
     recipe: ClassVar[str | None] = None  # the name of the schedule in penstock.schedules
@@ -98,6 +101,7 @@ class Schedule:
         rng: Literal["per-microbatch"] | None = None,
         seed: int = 0,
         dynamic: bool = False,
+        ties: Iterable[Any] = (),
     ) -> None:
         if not stages:
             raise StageError("a schedule without stages; expected the stages of this rank")
@@ -115,6 +119,8 @@ class Schedule:
         self._receives = receives
         self._rng = MicrobatchRng(seed) if rng == "per-microbatch" else None
         self._dynamic = dynamic
+        self._tied = [getattr(tie, "holders", tie) for tie in ties]
+        self._ties: Ties | None = None
         self._custom: dict[Any, CustomFunction] = {}
         self._programs: dict[int, Program] = {}
         self._plan: Plan | None = None
@@ -289,19 +295,37 @@ class Schedule:
             self._rng.step = self._steps
         program = self._program(mode)
         adapters = program.setting.adapters.values()
+        ties = self._shared(runner) if mode == TRAIN else None
         for adapter in adapters:
             adapter.begin()
+        if ties is not None:
+            ties.begin()
         try:
             outcome = runner.step(self._program, mode, prepare)
+        except BaseException:
+            if ties is not None:
+                ties.restore()
+            raise
         finally:
             for adapter in adapters:
                 adapter.end()
+        if ties is not None:
+            ties.finish()
         self._steps += mode == TRAIN
         if losses is not None and self._has_last:
             losses[:] = outcome.losses
         if not keep or not self._has_last:
             return None
         return merge_chunks(outcome.outputs, self._output_merge_spec)
+
+    def _shared(self, runner: Runner) -> Ties:
+        """The parameters that several stages hold."""
+        if self._ties is None:
+            routes = getattr(self._stages[0], "routes", None)
+            groups = [*self._tied, *(() if routes is None else routes.ties)]
+            stages = {stage.stage_index: stage for stage in self._stages}
+            self._ties = Ties(groups, stages, self.plan.placement, runner.transport)
+        return self._ties
 
     @property
     def _has_first(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -17,6 +17,11 @@ class Routes(Protocol):
     @property
     def loss_index(self) -> int | None:
         """Which tensor of the model's output is its own loss; None: it returns none."""
+        ...
+
+    @property
+    def ties(self) -> Iterable[Sequence[tuple[int, str]]]:
+        """The holders, (stage, name), of each parameter that several stages use, the owner first."""
         ...
 
     def wanted_on(self, producer: int, consumers: Iterable[int]) -> tuple[int, ...]:
