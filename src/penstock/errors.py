@@ -15,6 +15,7 @@
     │   └── ShapeError            tensors that are not what the neighbour expects
     └── RunError                  a step went wrong; also a RuntimeError
         ├── PeerFailed            another rank raised: rank, stage, action, microbatch, cause
+        ├── ReplicaFailed         another data-parallel replica of a stage failed in this step
         ├── RanksDisagree         ranks are about to run different things
         ├── StepTimeout           a bounded wait ran out
         └── TransportError        messages cannot be sent or received, and it is no other rank's failure
@@ -95,6 +96,10 @@ class PeerFailed(RunError):
         if stage is not None:
             where += f" (stage {stage}" + ("" if microbatch is None else f", microbatch {microbatch}") + ")"
         super().__init__(f"rank {rank} failed{where}: {cause}")
+
+
+class ReplicaFailed(RunError):
+    """Another data-parallel replica of a stage failed in this step, so there are no gradients to average."""
 
 
 class RanksDisagree(RunError):

@@ -6,13 +6,14 @@ A script is the plan of one stage: "U F0 F1 B0 B1 G R" gathers, runs two microba
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.errors import ReplicaFailed
 from penstock.parallel import DataParallel, adapt
 from penstock.stage.backward import (
     Deferral,
@@ -82,11 +83,27 @@ class Driver:
         split = "I" in script
         self.adapter.begin()
         try:
-            for word in script.split():
-                self._act(word, inputs, outputs, pending, split=split)
+            words = iter(script.split())
+            try:
+                for word in words:
+                    self._act(word, inputs, outputs, pending, split=split)
+            except (ArithmeticError, ReplicaFailed):
+                self._drain(words)
+                raise
         finally:
             self.adapter.end()
         return [x.grad for x in inputs]
+
+    def _drain(self, words: Iterator[str]) -> None:
+        """After a failure: what the other replicas still wait for."""
+        for word in words:
+            match word:
+                case "U":
+                    self.adapter.unshard()
+                case "R":
+                    self.adapter.reshard()
+                case "G":
+                    self.adapter.reduce_grad(failed=True)
 
     def _act(
         self, word: str, inputs: list[Tensor], outputs: dict[int, Tensor], pending: dict[int, Pending], *, split: bool

@@ -65,6 +65,10 @@ class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def short(name: str) -> str:
+    return name.strip("_").split("_")[0]
+
+
 def collectives_by_action(options: dict[str, Any], script: str) -> list[str]:
     """For each action of a second step: its name and the collectives that it caused."""
     model = make_model()
@@ -77,7 +81,7 @@ def collectives_by_action(options: dict[str, Any], script: str) -> list[str]:
         with Collectives() as collectives:
             act(word, *args, **kwargs)
         if collectives.names:
-            seen.append(f"{word}: {len(collectives.names)} {collectives.names[0].strip('_').split('_')[0]}")
+            seen.append(f"{word}: {' '.join(short(name) for name in collectives.names)}")
 
     driver._act = watched  # type: ignore[method-assign]
     driver.step(script, make_data(1, dist.get_rank()))
@@ -88,13 +92,13 @@ def collectives_by_action(options: dict[str, Any], script: str) -> list[str]:
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 def test_the_plan_decides_when_parameters_are_gathered(gloo_pool: GlooPool, options: dict[str, Any]) -> None:
     for seen in gloo_pool.run(2, collectives_by_action, options, SPLIT):
-        assert seen == ["U: 2 allgather", "G: 2 reduce"]  # two layers; the whole has no parameters of its own
+        assert seen == ["U: allgather allgather", "G: allreduce reduce reduce"]  # two layers; the whole has no others
 
 
 def test_layers_told_to_free_after_forward_go_on_to_do_so(gloo_pool: GlooPool) -> None:
     for seen in gloo_pool.run(2, collectives_by_action, {"reshard_after_forward": True}, "F0 F1 B0 B1 G"):
         assert [entry.partition(":")[0] for entry in seen] == ["F0", "F1", "B0", "B1", "G"]
-        assert seen[-1] == "G: 2 reduce"
+        assert seen[-1] == "G: allreduce reduce reduce"
 
 
 def two_stages_of_one_rank() -> list[str]:
@@ -120,11 +124,11 @@ def two_stages_of_one_rank() -> list[str]:
             driver.adapter.reduce_grad()
     for driver in (first, second):
         driver.adapter.end(failed=False)
-    return [name.strip("_").split("_")[0] for name in collectives.names]
+    return [short(name) for name in collectives.names]
 
 
 def test_stages_that_share_streams_do_not_gather_for_one_another(gloo_pool: GlooPool) -> None:
-    expected = ["allgather"] * 4 + ["then"] + ["allgather"] * 2 + ["reduce"] * 4
+    expected = ["allgather"] * 4 + ["then"] + ["allgather"] * 2 + ["allreduce", "reduce", "reduce"] * 2
     assert gloo_pool.run(2, two_stages_of_one_rank) == [expected, expected]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
@@ -11,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.errors import ReplicaFailed
 from tests.gloo_pool import GlooPool
-from tests.parallel.driver import SCRIPTS, compare
+from tests.parallel.driver import FREED, SCRIPTS, SPLIT, Driver, compare, differences, make_data, make_model, plain_loop
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 
@@ -105,6 +109,38 @@ def run_all(wrap: object) -> dict[str, list[str]]:
         found[f"{name}, frozen"] = compare(wrap, script, frozen=True, steps=2)  # type: ignore[arg-type]
         found[f"{name}, first stage"] = compare(wrap, script, first=True)  # type: ignore[arg-type]
     return found
+
+
+def ddp_hook(model: nn.Module) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return wrapped
+
+
+def one_replica_fails(wrap: Callable[[nn.Module], nn.Module], script: str) -> tuple[str, list[str]]:
+    model, reference = make_model(), make_model()
+    driver = Driver(wrap(model))
+    rank = dist.get_rank()
+    broken = script.replace("F2", "! F2") if rank else script
+    try:
+        driver.step(broken, make_data(7, rank))
+        outcome = "success"
+    except (ArithmeticError, ReplicaFailed) as error:
+        outcome = type(error).__name__
+    driver.module.zero_grad()
+    driver.step(script, make_data(0, rank))
+    plain_loop(reference, 1)
+    return outcome, differences(driver.module, reference)
+
+
+@pytest.mark.parametrize("script", [SPLIT, FREED])
+@pytest.mark.parametrize("wrap", [ddp, ddp_hook, shard_layers, shard_and_ddp, hybrid, replicate_old, replicate_new])
+def test_a_replica_that_fails_is_noticed_by_the_others_at_once(
+    gloo_pool: GlooPool, wrap: Callable[[nn.Module], nn.Module], script: str
+) -> None:
+    (first, *good), (second, *as_good) = gloo_pool.run(2, one_replica_fails, wrap, script, timeout=20)
+    assert (first, second) == ("ReplicaFailed", "ArithmeticError")
+    assert good == as_good == [[]]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)

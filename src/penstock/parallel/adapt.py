@@ -13,6 +13,7 @@ import torch  # noqa: F401 - for the example above
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.errors import ReplicaFailed
 from penstock.parallel.ddp import DDPAdapter, ReplicateAdapter
 from penstock.parallel.protocol import DataParallel, Unwrapped
 
@@ -65,9 +66,15 @@ class Several:
         for adapter in self._adapters:
             adapter.reshard()
 
-    def reduce_grad(self) -> None:
-        for adapter in self._adapters:
-            adapter.reduce_grad()
+    def reduce_grad(self, *, failed: bool = False) -> None:
+        problem: ReplicaFailed | None = None
+        for adapter in self._adapters:  # all of them, so that no replica waits
+            try:
+                adapter.reduce_grad(failed=failed)
+            except ReplicaFailed as told:
+                problem = told
+        if problem is not None:
+            raise problem
 
 
 def _adapters(module: nn.Module, seen: set[nn.Module]) -> Iterator[DataParallel]:

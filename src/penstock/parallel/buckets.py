@@ -2,7 +2,7 @@
 
 Each bucket carries, behind its gradients, one number for each parameter that says whether this replica has a gradient
 for it. So a parameter that only some replicas used is averaged over all of them, one that none used keeps
-`.grad` as it is, and agreeing on it costs no message of its own.
+`.grad` as it is, and agreeing on it costs no message of its own. One more number says whether this replica has failed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,25 @@ IN_FLIGHT = 2
 
 
 @torch.no_grad()
-def average_gradients(parameters: Sequence[Tensor], group: Any, *, bucket_bytes: int) -> None:
-    """Make every `.grad` its mean over `group`, in place. All replicas pass the same parameters in the same order."""
+def average_gradients(
+    parameters: Sequence[Tensor], group: Any, *, bucket_bytes: int, failed: bool = False
+) -> bool:
+    """Make every `.grad` its mean over `group`, in place. All replicas pass the same parameters in the same order.
+
+    False if a replica has failed; gradients are then as they were.
+    """
     size = dist.get_world_size(group)
     if size == 1:
-        return
+        return not failed
+    agreed = True
     flight: deque[_Bucket] = deque()
     for members in _by_size(parameters, bucket_bytes):
-        flight.append(_Bucket(members, group, size=size))
+        flight.append(_Bucket(members, group, size=size, failed=failed))
         if len(flight) > IN_FLIGHT:
-            flight.popleft().finish()
+            agreed = flight.popleft().finish() and agreed
     for bucket in flight:
-        bucket.finish()
+        agreed = bucket.finish() and agreed
+    return agreed
 
 
 @torch.no_grad()
@@ -67,14 +74,15 @@ def _by_size(parameters: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
 
 
 class _Bucket:
-    """Gradients on their way; `finish` waits for the mean and writes it back."""
+    """Gradients on their way; `finish` waits for the mean and writes it back, if no replica has failed."""
 
     __slots__ = ("_flat", "_members", "_work")
 
-    def __init__(self, members: list[Tensor], group: Any, *, size: int) -> None:
+    def __init__(self, members: list[Tensor], group: Any, *, size: int, failed: bool) -> None:
         self._members = members
         first = local(members[0])
-        present = torch.tensor([float(p.grad is not None) for p in members], dtype=first.dtype, device=first.device)
+        known = [*(float(p.grad is not None) for p in members), float(failed)]
+        present = torch.tensor(known, dtype=first.dtype, device=first.device)
         parts = [
             torch.zeros(local(p).numel(), dtype=first.dtype, device=first.device)
             if p.grad is None
@@ -84,19 +92,23 @@ class _Bucket:
         self._flat = torch.cat([*parts, present]).div_(size)  # before the sum, which might overflow
         self._work: Any = dist.all_reduce(self._flat, group=group, async_op=True)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         self._work.wait()
         members = self._members
         sizes = [local(p).numel() for p in members]
-        *views, present = self._flat.split([*sizes, len(members)])
+        *views, known = self._flat.split([*sizes, len(members) + 1])
+        *present, failures = known.tolist()
+        if failures:
+            return False
         if any(p.grad is None for p in members):
-            for used, parameter in zip(present.tolist(), members, strict=True):
+            for used, parameter in zip(present, members, strict=True):
                 if used and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         for parameter, view in zip(members, views, strict=True):
             if parameter.grad is not None:
                 target = local(parameter.grad)
                 target.copy_(view.view(target.shape))
+        return True
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -61,21 +61,14 @@ class DDPAdapter:
     def reshard(self) -> None:
         self._order.reshard()
 
-    def reduce_grad(self) -> None:
+    def reduce_grad(self, *, failed: bool = False) -> None:
         self._order.reduce()
         if not self._syncs:  # the user's own `no_sync()` stands around the step
             return
         ddp = self._wrapper
-        if _has_comm_hook(ddp):
-            _average_through_hook(ddp)
-            return
-        trained = [p for p in ddp._module_parameters if p.requires_grad]
-        rows = _sparse_parameters(ddp.module)
-        average_gradients(
-            [p for p in trained if id(p) not in rows], ddp.process_group, bucket_bytes=ddp.bucket_bytes_cap
-        )
-        if rows:
-            average_sparse_gradients([p for p in trained if id(p) in rows], ddp.process_group)
+        average = _average_through_hook if _has_comm_hook(ddp) else _average
+        if not average(ddp, failed) and not failed:
+            raise self._order.replica_failed()
 
 
 class ReplicateAdapter:
@@ -110,8 +103,8 @@ class ReplicateAdapter:
     def reshard(self) -> None:
         self._opened().reshard()
 
-    def reduce_grad(self) -> None:
-        self._opened().reduce_grad()
+    def reduce_grad(self, *, failed: bool = False) -> None:
+        self._opened().reduce_grad(failed=failed)
 
     def _opened(self) -> DDPAdapter:
         if self._inner is None:
@@ -142,13 +135,27 @@ def _has_comm_hook(ddp: Any) -> bool:
     return bool(ddp._get_ddp_logging_data().get("comm_hook"))  # those that are written in C++ show up here alone
 
 
+def _average(ddp: Any, failed: bool) -> bool:
+    """Whether all replicas could."""
+    trained = [p for p in ddp._module_parameters if p.requires_grad]
+    rows = _sparse_parameters(ddp.module)
+    dense = [p for p in trained if id(p) not in rows]
+    agreed = average_gradients(dense, ddp.process_group, bucket_bytes=ddp.bucket_bytes_cap, failed=failed)
+    if rows and agreed:
+        average_sparse_gradients([p for p in trained if id(p) in rows], ddp.process_group)
+    return agreed
+
+
 @torch.no_grad()
-def _average_through_hook(ddp: Any) -> None:
-    """Hand `.grad` to the user's hook in the reducer's own buckets, and write back what it returns."""
+def _average_through_hook(ddp: Any, failed: bool) -> bool:
+    """The same by the user's hook: give it `.grad` in the reducer's own buckets, and write back what it returns."""
     parameters = ddp._module_parameters
-    used = torch.tensor([float(p.grad is not None) for p in parameters], device=ddp.device)
+    used = torch.tensor([*(float(p.grad is not None) for p in parameters), float(failed)], device=ddp.device)
     torch.distributed.all_reduce(used, group=ddp.process_group)
-    unused = {id(p) for p, count in zip(parameters, used.tolist(), strict=True) if not count}
+    *counts, failures = used.tolist()
+    if failures:
+        return False
+    unused = {id(p) for p, count in zip(parameters, counts, strict=True) if not count}
     for bucket in ddp.reducer._get_zeros_like_grad_buckets():
         members = bucket.parameters()
         for parameter, view in zip(members, bucket.gradients(), strict=True):
@@ -162,6 +169,7 @@ def _average_through_hook(ddp: Any) -> None:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local(parameter.grad).copy_(view)
+    return True
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:

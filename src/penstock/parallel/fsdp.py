@@ -9,8 +9,8 @@ adds to what earlier steps left there. During a step penstock's plan decides whe
   parameters around each forward and each backward: that is a choice of memory over time which a plan must not undo.
 - Groups that are replicated and not sharded have nothing to gather: they get their full form when the step begins.
 
-No group reduces before REDUCE_GRAD, which runs the reduction of FSDP2 itself, so that its hooks, its divide
-factors, its mixed precision and its two-level meshes (HSDP) mean what they mean without a pipeline.
+No group reduces before REDUCE_GRAD. It asks the replicas whether all went well, and then runs the reduction of FSDP2
+itself, so that hooks, divide factors, mixed precision and two-level meshes (HSDP) mean what they mean without penstock.
 
 Weight passes of a split backward do not pass through the module, and FSDP2 does not notice them. That matters only if
 gradients are added up in another dtype than that of the parameters: then a hook on the full parameter moves them.
@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import RunError, StageError
@@ -87,8 +88,12 @@ class FullyShardAdapter:
                 _free(group)
 
     @torch.no_grad()
-    def reduce_grad(self) -> None:
+    def reduce_grad(self, *, failed: bool = False) -> None:
         self._order.reduce()
+        if self._any_failed(failed):
+            if not failed:
+                raise self._order.replica_failed()
+            return
         flags = Flags()
         flags.set(self._root._state_ctx, "is_last_backward", True)
         for group in self._syncing:
@@ -119,6 +124,15 @@ class FullyShardAdapter:
                 f"the gradients of {names} were not reduced over the replicas and are lost: the plan has no "
                 "REDUCE_GRAD after the last backward of this stage; lower it with `add_reduce_grad`"
             )
+
+    def _any_failed(self, failed: bool) -> bool:
+        """Ask the replicas before the reduction, whose messages fit together only if all of them take part in it."""
+        flag: torch.Tensor | None = None
+        for group in _process_groups(self._syncing):
+            device = "cpu" if torch.device("cpu") in group._device_types else self._root._device
+            flag = torch.tensor(float(failed), device=device) if flag is None else flag.to(device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        return failed if flag is None else bool(flag)
 
     def _states(self) -> list[Any]:
         """All states of the tree; before the first step FSDP2 itself has not collected them yet."""
@@ -166,6 +180,16 @@ class FullyShardAdapter:
             return True
         idle = TrainingState.IDLE
         return any(state._training_state != idle or group._training_state != idle for state, group in self._groups())
+
+
+def _process_groups(groups: list[Any]) -> list[Any]:
+    """Those that the reduction of parameter groups goes over, each once."""
+    found = {}
+    for group in groups:
+        sharding = [group._reduce_scatter_process_group] if _is_sharded(group) else []
+        copies = [group._all_reduce_process_group] if isinstance(group.mesh_info, DDPMeshInfo) else []
+        found.update({id(process_group): process_group for process_group in sharding + copies})
+    return [process_group for process_group in found.values() if process_group.size() > 1]
 
 
 def _is_sharded(group: Any) -> bool:

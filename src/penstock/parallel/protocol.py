@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from penstock.errors import RunError
+from penstock.errors import ReplicaFailed, RunError
 
 
 class DataParallel(Protocol):
@@ -51,8 +51,13 @@ class DataParallel(Protocol):
         """Free the gathered parameters."""
         ...
 
-    def reduce_grad(self) -> None:
-        """Make `.grad` the mean over the replicas."""
+    def reduce_grad(self, *, failed: bool = False) -> None:
+        """Make `.grad` the mean over the replicas.
+
+        A rank whose step has failed must not leave the other replicas waiting: it goes on to call `unshard`, `reshard`
+        and `reduce_grad(failed=True)` wherever its plan has them. On the others `reduce_grad` raises ReplicaFailed: the
+        step fails everywhere, and the next one finds the replicas in agreement.
+        """
         ...
 
 
@@ -75,7 +80,7 @@ class Unwrapped:
     def reshard(self) -> None:
         pass
 
-    def reduce_grad(self) -> None:
+    def reduce_grad(self, *, failed: bool = False) -> None:
         pass
 
 
@@ -148,6 +153,13 @@ class StepOrder:
         if self.reduced:
             raise RunError("REDUCE_GRAD twice in one step; a plan has it once for each stage, after its last backward")
         self.reduced = True
+
+    @staticmethod
+    def replica_failed() -> ReplicaFailed:
+        return ReplicaFailed(
+            "another data-parallel replica of this stage failed in this step, so its gradients cannot be averaged; "
+            "the error that was raised there tells why"
+        )
 
     def _within(self, action: str) -> None:
         if not self.open:
