@@ -8,6 +8,7 @@ optimizers keep them equal. (A post-accumulate hook on such a parameter fires on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,8 @@ class Ties:
         for holders in groups:
             group = self._group(holders, stages, placement)
             if len(group.mine) > 1 or (group.mine and len(group.ranks) > 1):
-                self.groups.append(group)
+                if not self._one_memory(group):
+                    self.groups.append(group)
         self._level()
 
     def _group(self, holders: Holders, stages: Mapping[int, PipelineStage], placement: Placement) -> _Group:
@@ -59,6 +61,29 @@ class Ties:
         if len({p.shape for p in mine.values()}) > 1:
             raise StageError(f"tied parameters {list(holders)} differ in shape: {[tuple(p.shape) for p in mine.values()]}")
         return _Group(tuple(ranks), tuple(mine.values()), f"{holders[0][1]} of stage {holders[0][0]}")
+
+    def _one_memory(self, group: _Group) -> bool:
+        """Ranks as threads may hold the very same tensor: autograd sums its gradient already."""
+        owner, *others = group.ranks
+        if not others:
+            return False
+        where = torch.tensor([os.getpid(), group.mine[0].data_ptr()], dtype=torch.int64, device=self.transport.device)
+        answer = torch.ones(1, dtype=torch.int64, device=self.transport.device)
+        if self.transport.rank != owner:
+            there = torch.empty_like(where)
+            self.transport.irecv(there, owner).wait()
+            answer.fill_(int(torch.equal(there, where)))
+            self.transport.isend(answer, owner).wait()
+            self.transport.irecv(answer, owner).wait()
+            return bool(answer.item())
+        for rank in others:
+            self.transport.isend(where, rank).wait()
+            theirs = torch.empty_like(answer)
+            self.transport.irecv(theirs, rank).wait()
+            answer *= theirs
+        for rank in others:
+            self.transport.isend(answer, rank).wait()
+        return bool(answer.item())
 
     def _level(self) -> None:
         """Before the first step: every holder starts from the owner's value."""
