@@ -104,10 +104,8 @@ class _Run:
         if self.plan.is_lowered:
             for ends, codes in zip(self.ends, self.plan.codes, strict=True):
                 for at, code in enumerate(codes):
-                    op = code & OP
-                    if 4 <= op <= 7:
-                        key = code & KEY if op & 1 else partner_of(code & KEY)
-                        ends[at] = self.done[key][code >> MICROBATCH_SHIFT & MICROBATCH]
+                    if 3 < code & 15 < 8:
+                        ends[at] = self.links[code & KEY].done[code >> MICROBATCH_SHIFT & MICROBATCH]
         return tuple(self.ends)
 
     def needs_of(self, key: int) -> list[_Need]:
