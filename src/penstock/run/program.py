@@ -67,6 +67,7 @@ class Program:
         """Make the boxes and the stages between them."""
         graph, placement, size = self.plan.graph, self.plan.placement, self.plan.num_microbatches
         split = [(a.stage, a.microbatch) for action in self.actions for a in parts_of(action) if a.op is Op.I]
+        self.splits = bool(split)  # whether a backward comes in two parts here
         grad = self.setting.grad
         for stage in self.stages.values():
             for producer in graph.producers(stage.stage_index):

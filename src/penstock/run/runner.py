@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.run.channel import Channel, Poisoned
 from penstock.run.program import Call, Program, parts_of
 from penstock.run.protocol import FAILED, Preamble, Preambles, verdict
 from penstock.run.stage_run import StepInputs
+from penstock.stage.intercept import intercepted
 
 Prepare = Callable[[], tuple[StepInputs, Any]]
 """Cuts the batch into microbatches; also gives what tells one shape of input from another."""
@@ -125,7 +127,7 @@ class Runner:
         elif torch.autograd._profiler_enabled():
             calls = [partial(_in_range, f"penstock:{action}", call) for action, call in zip(program.actions, calls, strict=True)]
         try:
-            with torch.set_grad_enabled(program.setting.grad):
+            with torch.set_grad_enabled(program.setting.grad), intercepted() if program.splits else nullcontext():
                 for at, call in enumerate(calls):
                     call()
                     if transport.failed is not None:
@@ -180,11 +182,17 @@ class Runner:
     # -- after
 
     def drain(self, program: Program, at: int, *, cold: bool) -> None:
-        """Get the remaining messages of a failed step out of the way, without computing: post all, then wait for all."""
-        for action in program.actions[at:]:
-            for part in parts_of(action):
-                if part.op.is_message:
-                    self._drain_one(program, part, cold=cold)
+        """Get the rest of a failed step out of the way, without computing, so that nobody is left waiting.
+
+        All remaining messages are posted, then the data-parallel replicas are met where they will wait (and told), then
+        the messages are waited for.
+        """
+        rest = [part for action in program.actions[at:] for part in parts_of(action)]
+        for part in rest:
+            if part.op.is_message:
+                self._drain_one(program, part, cold=cold)
+        for part in rest:
+            self._drain_collective(program, part)
         for channel in program.channels.values():
             while channel.incoming and not channel.lost:
                 pull = channel.incoming.popleft()
@@ -197,6 +205,18 @@ class Runner:
             for work in box.pending() if box.channel is not None else ():
                 if not box.channel.lost:  # type: ignore[union-attr]
                     self._try(box.channel, lambda box=box, work=work: box.channel.wait(work))  # type: ignore[union-attr,arg-type]
+
+    @staticmethod
+    def _drain_collective(program: Program, action: Action) -> None:
+        adapter = program.setting.adapters.get(action.stage)
+        if adapter is None or action.op not in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
+            return
+        with suppress(RuntimeError, PenstockError):  # the step has failed already, and its reason is known
+            if action.op is Op.REDUCE_GRAD:
+                if adapter.reduces:
+                    adapter.reduce_grad(failed=True)
+            elif adapter.sharded:
+                adapter.unshard() if action.op is Op.UNSHARD else adapter.reshard()
 
     def _drain_one(self, program: Program, action: Action, *, cold: bool) -> None:
         box = program.message_box(action)

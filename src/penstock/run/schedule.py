@@ -296,19 +296,19 @@ class Schedule:
         program = self._program(mode)
         adapters = program.setting.adapters.values()
         ties = self._shared(runner) if mode == TRAIN else None
-        for adapter in adapters:
-            adapter.begin()
-        if ties is not None:
-            ties.begin()
+        failed = True
         try:
-            outcome = runner.step(self._program, mode, prepare)
-        except BaseException:
-            if ties is not None:
-                ties.restore()
-            raise
-        finally:
             for adapter in adapters:
-                adapter.end()
+                adapter.begin()
+            if ties is not None:
+                ties.begin()
+            outcome = runner.step(self._program, mode, prepare)
+            failed = False
+        finally:
+            if failed and ties is not None:
+                ties.restore()
+            for adapter in adapters:
+                adapter.end(failed=failed)
         if ties is not None:
             ties.finish()
         self._steps += mode == TRAIN
