@@ -286,22 +286,23 @@ class Schedule:
         runner = self._connect()
         grad_enabled = torch.is_grad_enabled()
 
-        def prepare() -> tuple[StepInputs, Any]:
-            if mode == TRAIN and not grad_enabled:
-                raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
-            return self._prepare(mode, args, kwargs, target=target, keep=keep, loss_kwargs=loss_kwargs)
-
         if self._rng is not None:
             self._rng.step = self._steps
         program = self._program(mode)
         adapters = program.setting.adapters.values()
         ties = self._shared(runner) if mode == TRAIN else None
-        failed = True
-        try:
+        def prepare() -> tuple[StepInputs, Any]:
+            """What can go wrong here goes wrong before anything is sent, and the other ranks hear of it."""
+            if mode == TRAIN and not grad_enabled:
+                raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
             for adapter in adapters:
                 adapter.begin()
             if ties is not None:
                 ties.begin()
+            return self._prepare(mode, args, kwargs, target=target, keep=keep, loss_kwargs=loss_kwargs)
+
+        failed = True
+        try:
             outcome = runner.step(self._program, mode, prepare)
             failed = False
         finally:

@@ -102,6 +102,8 @@ class Ties:
 
     def restore(self) -> None:
         """After a failure: `.grad` is what it was."""
+        if not self.before:
+            return
         for group, before in zip(self.groups, self.before, strict=True):
             for parameter, grad in zip(group.mine, before, strict=True):
                 parameter.grad = grad
