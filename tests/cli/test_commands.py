@@ -117,6 +117,12 @@ def test_a_plan_for_people() -> None:
     assert "0SEND_F1" in ok("plan", "1f1b", "--ranks", "2", "--microbatches", "2", "--lowered")
 
 
+def test_a_table_that_nobody_can_read_is_left_out() -> None:
+    text = ok("plan", "1f1b", "--ranks", "64", "--microbatches", "200")
+    assert "The table of 25,600 actions is left out" in text
+    assert len(text.splitlines()) < 80
+
+
 def test_files_are_written(tmp_path: Path) -> None:
     names = {kind: tmp_path / f"plan.{kind}" for kind in ("csv", "svg", "html", "trace")}
     ok("plan", "zbv", "-o", names["csv"], "--svg", names["svg"], "--html", names["html"], "--trace", names["trace"])

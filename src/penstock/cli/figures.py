@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
 if TYPE_CHECKING:
     from penstock.simulate import Timeline
+
+
+_MOST_SHOWN: Final = 20_000  # actions that somebody may still want to scroll through
 
 
 def print_timeline(timeline: Timeline, *, as_json: bool, actions: bool = False) -> None:
@@ -21,6 +24,9 @@ def print_timeline(timeline: Timeline, *, as_json: bool, actions: bool = False) 
     from penstock.show.numbers import summary_text
     from penstock.show.table import show_table
 
-    show_table(timeline, actions=actions)
+    if timeline.plan.num_actions <= _MOST_SHOWN:
+        show_table(timeline, actions=actions)
+    else:
+        click.echo(f"The table of {timeline.plan.num_actions:,} actions is left out; --html draws it, -o writes it.")
     click.echo()
     click.echo(summary_text(timeline), nl=False)

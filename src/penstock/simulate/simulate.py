@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.errors import DeadlockError, PlanError
 from penstock.plan import Plan
@@ -48,8 +48,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     return _Run(plan, costs).timeline()
 
 
-@dataclass(frozen=True)
-class _Link:
+class _Link(NamedTuple):
     """A message as seen from one of its halves."""
 
     needs: list[list[float]]  # a send: when what it carries was computed
@@ -227,22 +226,17 @@ class _Run:
 
     def message(self, code: int, now: float) -> bool:
         """Post one half of a message; the second half to be posted sends it on its way."""
-        key, microbatch = code & KEY, code >> MICROBATCH_SHIFT & MICROBATCH
-        link = self.links.get(key)
-        if link is None:
-            link = self.links[key] = self.link(key)
-        for times in link.needs:
+        microbatch = code >> MICROBATCH_SHIFT & MICROBATCH
+        needs, here, there, channel, transfer, done, recv = self.links.get(code & KEY) or self.link(code & KEY)
+        for times in needs:
             if times[microbatch] < 0.0:
                 return False
-        link.here[microbatch] = now
-        there = link.there[microbatch]
-        if there >= 0.0:
-            channel = link.channel
-            leave = max(now, there, channel[0]) + link.transfer
+        here[microbatch] = now
+        if there[microbatch] >= 0.0:
+            leave = max(now, there[microbatch], channel[0]) + transfer
             channel[0] = leave
-            arrived = leave + self.costs.latency
-            link.done[microbatch] = arrived
-            recv = link.recv | code & MICROBATCH_FIELD
+            done[microbatch] = leave + self.costs.latency
+            recv |= code & MICROBATCH_FIELD
             if recv in self.waiting:
                 self.wake(recv)
         return True
@@ -256,7 +250,7 @@ class _Run:
         transfer = 0.0
         if self.costs.bandwidth is not None and self.costs.output_bytes is not None:
             transfer = self.costs.output_bytes[min(stages)] / self.costs.bandwidth
-        return _Link(
+        found = self.links[key] = _Link(
             needs=[need[0] for need in self.needs_of(key)] if is_send else [],
             here=self.posted[key],
             there=self.posted[other],
@@ -265,6 +259,7 @@ class _Run:
             done=self.done[recv],
             recv=recv,
         )
+        return found
 
 
 def _durations(plan: Plan, costs: Costs) -> dict[int, float]:
