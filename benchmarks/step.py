@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,7 +144,9 @@ def worker(rank: int, store: str, options: argparse.Namespace, queue: Any) -> No
                 step()
             if options.calls:
                 actions = 2 * workload.microbatches * SCHEDULES[schedule][1]
-                queue.put((rank, key, schedule, {system: count_calls(step) / actions for system, step in steps.items()}))
+                queue.put(
+                    (rank, key, schedule, {system: count_calls(step) / actions for system, step in steps.items()})
+                )
             else:
                 queue.put((rank, key, schedule, measure(steps, options.rounds)))
             dist.barrier()
@@ -162,7 +165,9 @@ def memory_worker(rank: int, store: str, system: str, queue: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    package = __import__("penstock") if system == "penstock" else __import__("torch.distributed.pipelining", fromlist=["x"])
+    package = (
+        __import__("penstock") if system == "penstock" else __import__("torch.distributed.pipelining", fromlist=["x"])
+    )
     size, rows = 256, 256  # a microbatch of 256 x 1024 floats is 1 MB
     module = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh())
     stage = package.PipelineStage(module, rank, 2, torch.device("cpu"))
@@ -180,7 +185,7 @@ def memory_worker(rank: int, store: str, system: str, queue: Any) -> None:
 def spawn(function: Callable[..., None], *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         queue = mp.get_context("spawn").SimpleQueue()
-        processes = mp.spawn(function, args=(os.path.join(folder, "store"), *args, queue), nprocs=2, join=False)
+        processes = mp.spawn(function, args=(str(Path(folder) / "store"), *args, queue), nprocs=2, join=False)
         found = []
         while not processes.join(timeout=0.2):
             while not queue.empty():
@@ -202,7 +207,10 @@ def main() -> None:
     if options.memory:
         for system in ("torch", "penstock"):
             growth = dict(spawn(memory_worker, system))
-            print(f"{system:10} growth over the idle process: rank 0 {growth[0]:7.1f} MB, rank 1 {growth[1]:7.1f} MB", flush=True)
+            print(
+                f"{system:10} growth over the idle process: rank 0 {growth[0]:7.1f} MB, rank 1 {growth[1]:7.1f} MB",
+                flush=True,
+            )
         return
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for _, key, schedule, result in spawn(worker, options):
@@ -211,7 +219,9 @@ def main() -> None:
         if options.calls:
             means = {system: statistics.mean(result[system] for result in results) for system in results[0]}
             text = "  ".join(f"{system} {value:7.1f}" for system, value in means.items())
-            print(f"{WORKLOADS[key].name:48} {schedule:18} calls: {text}  ratio {means['penstock'] / means['torch']:.2f}")
+            print(
+                f"{WORKLOADS[key].name:48} {schedule:18} calls: {text}  ratio {means['penstock'] / means['torch']:.2f}"
+            )
         else:
             ours = statistics.mean(best_ratio(result["penstock"], result["torch"]) for result in results)
             limit = statistics.mean(best_ratio(result["limit"], result["torch"]) for result in results)

@@ -1,24 +1,24 @@
 """Every error that penstock raises on purpose.
 
-    PenstockError
-    ├── PlanError                 a plan, schedule or placement that cannot be right
-    │   ├── ParseError            text that is no action, no plan file; also a RuntimeError
-    │   ├── IncompleteError       an action is missing, doubled or on the wrong rank; also an AssertionError
-    │   ├── OrderError            an action stands before something that it needs; also an AssertionError
-    │   └── DeadlockError         ranks would wait for one another for ever
-    ├── UnknownNameError          no schedule (or other named thing) of that name; also a ValueError
-    ├── SplitError                a batch cannot be cut into microbatches; also a ValueError
-    │   └── MergeError            what came out of the microbatches cannot be put together; also an AssertionError
-    ├── CaptureError              a model cannot be captured or cut; also a RuntimeError
-    ├── BalanceError              no cut of the layers fits; also a ValueError
-    ├── StageError                a stage was built or used wrongly; also a RuntimeError
-    │   └── ShapeError            tensors that are not what the neighbour expects
-    └── RunError                  a step went wrong; also a RuntimeError
-        ├── PeerFailed            another rank raised: rank, stage, action, microbatch, cause
-        ├── ReplicaFailed         another data-parallel replica of a stage failed in this step
-        ├── RanksDisagree         ranks are about to run different things
-        ├── StepTimeout           a bounded wait ran out
-        └── TransportError        messages cannot be sent or received, and it is no other rank's failure
+PenstockError
+├── PlanError                 a plan, schedule or placement that cannot be right
+│   ├── ParseError            text that is no action, no plan file; also a RuntimeError
+│   ├── IncompleteError       an action is missing, doubled or on the wrong rank; also an AssertionError
+│   ├── OrderError            an action stands before something that it needs; also an AssertionError
+│   └── DeadlockError         ranks would wait for one another for ever
+├── UnknownNameError          no schedule (or other named thing) of that name; also a ValueError
+├── SplitError                a batch cannot be cut into microbatches; also a ValueError
+│   └── MergeError            what came out of the microbatches cannot be put together; also an AssertionError
+├── CaptureError              a model cannot be captured or cut; also a RuntimeError
+├── BalanceError              no cut of the layers fits; also a ValueError
+├── StageError                a stage was built or used wrongly; also a RuntimeError
+│   └── ShapeError            tensors that are not what the neighbour expects
+└── RunError                  a step went wrong; also a RuntimeError
+    ├── PeerFailed            another rank raised: rank, stage, action, microbatch, cause
+    ├── ReplicaFailed         another data-parallel replica of a stage failed in this step
+    ├── RanksDisagree         ranks are about to run different things
+    ├── StepTimeout           a bounded wait ran out
+    └── TransportError        messages cannot be sent or received, and it is no other rank's failure
 """
 
 from __future__ import annotations

@@ -126,7 +126,9 @@ class Inbox:
                     raise self._changed(microbatch, place, leaf, f"{_name(grad)}")
                 self.channel.post(wire(grad))  # type: ignore[union-attr]
             elif grad is not None:
-                raise self._changed(microbatch, place, leaf, "none in the first step with inputs of these shapes, and one now")
+                raise self._changed(
+                    microbatch, place, leaf, "none in the first step with inputs of these shapes, and one now"
+                )
 
     def _changed(self, microbatch: int, place: int, leaf: Tensor, what: str) -> ShapeError:
         return ShapeError(
@@ -138,7 +140,8 @@ class Inbox:
     def send_described_grads(self, microbatch: int) -> None:
         """SEND_B of a cold step. Values without gradient have no message: the forward layout tells both ends."""
         layout = self.layouts[microbatch]
-        assert layout is not None and self.channel is not None, "a gradient goes back where its value came from"
+        assert layout is not None, "a gradient goes back after its value came"
+        assert self.channel is not None, "a gradient goes back where its value came from"
         leaves = self.leaves[microbatch] or []
         grads = self.grads(microbatch)
         if not layout.has_gradient:
@@ -235,7 +238,8 @@ class Outbox:
     def send_described(self, microbatch: int) -> None:
         """SEND_F of a cold step."""
         tensors = self.tensors[microbatch]
-        assert tensors is not None and self.channel is not None, "a value is sent after its forward"
+        assert tensors is not None, "a value is sent after its forward"
+        assert self.channel is not None, "only another rank is sent messages"
         layout = Layout(tuple(map(TensorLayout.of, tensors)), self.specs[microbatch])
         self.layouts[microbatch] = layout
         self.channel.post_described(layout.encode(), list(map(wire, tensors)))

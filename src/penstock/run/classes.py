@@ -23,11 +23,13 @@ class PipelineScheduleSingle(Schedule):
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
-        scale_grads: bool = True,  # noqa: FBT001, FBT002  positional in PyTorch's signature
+        scale_grads: bool = True,
         **options: Any,
     ) -> None:
         if isinstance(stage, (list, tuple)):
-            raise StageError(f"{type(self).__name__} takes one stage, got {len(stage)}; pass the stage itself, not a list")
+            raise StageError(
+                f"{type(self).__name__} takes one stage, got {len(stage)}; pass the stage itself, not a list"
+            )
         super().__init__(
             [stage],
             n_microbatches,
@@ -52,13 +54,15 @@ class PipelineScheduleMulti(Schedule):
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
-        use_full_backward: bool | None = None,  # noqa: FBT001
-        scale_grads: bool = True,  # noqa: FBT001, FBT002
-        backward_requires_autograd: bool = True,  # noqa: FBT001, FBT002
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
         **options: Any,
     ) -> None:
         if not isinstance(stages, (list, tuple)):
-            raise StageError(f"{type(self).__name__} takes a list of stages, got {type(stages).__name__}; write [stage]")
+            raise StageError(
+                f"{type(self).__name__} takes a list of stages, got {type(stages).__name__}; write [stage]"
+            )
         super().__init__(
             stages,
             n_microbatches,

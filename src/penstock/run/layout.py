@@ -43,9 +43,7 @@ class TensorLayout:
     def matches(self, tensor: Tensor) -> bool:
         if self.distributed is not None or layout_of(tensor) is not None:
             return TensorLayout.of(tensor) == self
-        return (
-            tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.requires_grad is self.requires_grad
-        )
+        return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.requires_grad is self.requires_grad
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -79,7 +77,10 @@ class Layout:
         return cls(
             tuple(
                 TensorLayout(
-                    tuple(shape), _DTYPES[dtype], grad, None if distributed is None else DTensorLayout.from_json(distributed)
+                    tuple(shape),
+                    _DTYPES[dtype],
+                    grad,
+                    None if distributed is None else DTensorLayout.from_json(distributed),
                 )
                 for shape, dtype, grad, distributed in rows
             ),
@@ -99,7 +100,11 @@ class Layout:
                 and (spec is self.spec or spec == self.spec)
             ):
                 return
-        if len(tensors) == len(self.tensors) and spec == self.spec and all(map(TensorLayout.matches, self.tensors, tensors)):
+        if (
+            len(tensors) == len(self.tensors)
+            and spec == self.spec
+            and all(map(TensorLayout.matches, self.tensors, tensors))
+        ):
             return
         now = ", ".join(str(TensorLayout.of(tensor)) for tensor in tensors)
         then = ", ".join(map(str, self.tensors))

@@ -197,6 +197,11 @@ def parts_of(action: AnyAction) -> tuple[Action, ...]:
     return (action.first, action.second) if isinstance(action, Overlap) else (action,)
 
 
+def microbatch_of(action: Action) -> int:
+    assert action.microbatch is not None, f"{action} belongs to no microbatch"
+    return action.microbatch
+
+
 def in_series(first: Call, second: Call) -> None:
     first()
     second()
@@ -209,55 +214,55 @@ def nothing() -> None:
 # -- a handler for each Op: (program, action, cold) -> the call
 
 
-def _forward(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
-    return partial(program.runs[action.stage].forward, action.microbatch)
+def _forward(program: Program, action: Action, cold: bool) -> Call:
+    return partial(program.runs[action.stage].forward, microbatch_of(action))
 
 
-def _backward(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
-    return partial(program.runs[action.stage].backward, action.microbatch)
+def _backward(program: Program, action: Action, cold: bool) -> Call:
+    return partial(program.runs[action.stage].backward, microbatch_of(action))
 
 
-def _backward_input(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
-    return partial(program.runs[action.stage].backward_input, action.microbatch)
+def _backward_input(program: Program, action: Action, cold: bool) -> Call:
+    return partial(program.runs[action.stage].backward_input, microbatch_of(action))
 
 
-def _backward_weight(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
-    return partial(program.runs[action.stage].backward_weight, action.microbatch)
+def _backward_weight(program: Program, action: Action, cold: bool) -> Call:
+    return partial(program.runs[action.stage].backward_weight, microbatch_of(action))
 
 
-def _send_forward(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
+def _send_forward(program: Program, action: Action, cold: bool) -> Call:
     box: Any = program.message_box(action)
     return partial(box.send_described if cold else box.send, action.microbatch)
 
 
-def _receive_forward(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
+def _receive_forward(program: Program, action: Action, cold: bool) -> Call:
     box: Any = program.message_box(action)
     return partial(box.queue if cold else box.post, action.microbatch)
 
 
-def _send_backward(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
+def _send_backward(program: Program, action: Action, cold: bool) -> Call:
     box: Any = program.message_box(action)
     return partial(box.send_described_grads if cold else box.send_grads, action.microbatch)
 
 
-def _receive_backward(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
+def _receive_backward(program: Program, action: Action, cold: bool) -> Call:
     box: Any = program.message_box(action)
     return partial(box.queue_grads if cold else box.post_grads, action.microbatch)
 
 
-def _unshard(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
+def _unshard(program: Program, action: Action, cold: bool) -> Call:
     adapter = program.setting.adapters[action.stage]
-    return adapter.unshard if adapter.sharded else nothing  # type: ignore[no-any-return]
+    return adapter.unshard if adapter.sharded else nothing
 
 
-def _reshard(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
+def _reshard(program: Program, action: Action, cold: bool) -> Call:
     adapter = program.setting.adapters[action.stage]
-    return adapter.reshard if adapter.sharded else nothing  # type: ignore[no-any-return]
+    return adapter.reshard if adapter.sharded else nothing
 
 
-def _reduce_grad(program: Program, action: Action, cold: bool) -> Call:  # noqa: FBT001
+def _reduce_grad(program: Program, action: Action, cold: bool) -> Call:
     adapter = program.setting.adapters[action.stage]
-    return adapter.reduce_grad if adapter.reduces else nothing  # type: ignore[no-any-return]
+    return adapter.reduce_grad if adapter.reduces else nothing
 
 
 HANDLERS: dict[Op, Callable[[Program, Action, bool], Call]] = {

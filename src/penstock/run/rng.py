@@ -1,7 +1,7 @@
 """Random numbers that do not depend on the schedule: keyed by seed, stage, microbatch and step.
 
-    with microbatch_rng(seed=0, stage=1, microbatch=3, step=7):
-        output = module(x)      # draws what stage 1 draws for microbatch 3 in step 7, whatever the schedule
+with microbatch_rng(seed=0, stage=1, microbatch=3, step=7):
+    output = module(x)      # draws what stage 1 draws for microbatch 3 in step 7, whatever the schedule
 """
 
 from __future__ import annotations

@@ -124,11 +124,14 @@ class Runner:
         transport = self.transport
         if self.recorder is not None:
             calls = self.recorder.watched(program, calls)
-        elif torch.autograd._profiler_enabled():
-            calls = [partial(_in_range, f"penstock:{action}", call) for action, call in zip(program.actions, calls, strict=True)]
+        elif torch._C._autograd._profiler_enabled():
+            calls = [
+                partial(_in_range, f"penstock:{action}", call)
+                for action, call in zip(program.actions, calls, strict=True)
+            ]
         try:
             with torch.set_grad_enabled(program.setting.grad), intercepted() if program.splits else nullcontext():
-                for at, call in enumerate(calls):
+                for at, call in enumerate(calls):  # noqa: B007  where it stopped is needed below
                     call()
                     if transport.failed is not None:
                         raise _Heard
@@ -193,18 +196,17 @@ class Runner:
                 self._drain_one(program, part, cold=cold)
         for part in rest:
             self._drain_collective(program, part)
-        for channel in program.channels.values():
-            while channel.incoming and not channel.lost:
-                pull = channel.incoming.popleft()
-                self._try(channel, pull)
-            while channel.sent and not channel.lost:
-                work = channel.sent.popleft()
-                self._try(channel, lambda channel=channel, work=work: channel.wait(work))
+        for each in program.channels.values():
+            while each.incoming and not each.lost:
+                self._try(each, each.incoming.popleft())
+            while each.sent and not each.lost:
+                self._try(each, partial(each.wait, each.sent.popleft()))
         boxes: list[Inbox | Outbox] = [*program.inboxes.values(), *program.outboxes.values()]
         for box in boxes:
-            for work in box.pending() if box.channel is not None else ():
-                if not box.channel.lost:  # type: ignore[union-attr]
-                    self._try(box.channel, lambda box=box, work=work: box.channel.wait(work))  # type: ignore[union-attr,arg-type]
+            channel = box.channel
+            for work in box.pending():
+                if channel is not None and not channel.lost:
+                    self._try(channel, partial(channel.wait, work))
 
     @staticmethod
     def _drain_collective(program: Program, action: Action) -> None:

@@ -38,11 +38,11 @@ CustomFunction = Callable[[AnyAction, "ActionContext"], object]
 class ActionContext:
     """What a user's function for a kind of action is given beside the action.
 
-        def overlapped(action, context):
-            context.run(action.first)
-            context.run(action.second)
+    def overlapped(action, context):
+        context.run(action.first)
+        context.run(action.second)
 
-        schedule.register_custom_function(Overlap, overlapped)
+    schedule.register_custom_function(Overlap, overlapped)
     """
 
     def __init__(self, schedule: Schedule, program: Program) -> None:
@@ -153,7 +153,9 @@ class Schedule:
         if self._given_plan is not None:
             return self._given_plan
         if self.recipe is None:
-            raise PlanError(f"{type(self).__name__} has no plan; use Schedule.from_plan(plan, stages), or override make_plan")
+            raise PlanError(
+                f"{type(self).__name__} has no plan; use Schedule.from_plan(plan, stages), or override make_plan"
+            )
         recipe = get_schedule(self.recipe)
         per_rank, rest = divmod(self._num_stages, self.pp_group_size)
         if rest:
@@ -211,7 +213,9 @@ class Schedule:
                 reap = True
             except DeadlockError:
                 reap = False  # it runs, since sends are asynchronous; only nothing may wait for one before the end
-            setting = Setting(plan, grad=mode == TRAIN, reap=reap, adapters=adapters, custom=self._custom, rng=self._rng)
+            setting = Setting(
+                plan, grad=mode == TRAIN, reap=reap, adapters=adapters, custom=self._custom, rng=self._rng
+            )
             program = self._programs[mode] = Program(setting, self._stages, self._connect().transport)
             program.context = ActionContext(self, program)
         return program
@@ -270,7 +274,9 @@ class Schedule:
         **kwargs: Any,
     ) -> Any:
         """The same forward only, without gradients; any batch size. Modules stay in the mode that they are in."""
-        return self._run(FORWARD, args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs)
+        return self._run(
+            FORWARD, args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs
+        )
 
     def _run(
         self,
@@ -291,6 +297,7 @@ class Schedule:
         program = self._program(mode)
         adapters = program.setting.adapters.values()
         ties = self._shared(runner) if mode == TRAIN else None
+
         def prepare() -> tuple[StepInputs, Any]:
             """What can go wrong here goes wrong before anything is sent, and the other ranks hear of it."""
             if mode == TRAIN and not grad_enabled:
@@ -351,7 +358,9 @@ class Schedule:
         size = self._n_microbatches
         captured = self._stages[0].routes is not None
         if self._has_first and not args and not kwargs:
-            raise RunError("rank of the first stage: step() without arguments; expected the model's input, step(x, ...)")
+            raise RunError(
+                "rank of the first stage: step() without arguments; expected the model's input, step(x, ...)"
+            )
         if args or kwargs:
             given = args if self._has_first or captured else ()
             inputs.args, inputs.kwargs = split_batch(
@@ -363,7 +372,9 @@ class Schedule:
             elif target is not None:
                 inputs.targets = split_target(target, size, target_spec=self._target_chunk_spec)
             elif mode == TRAIN:
-                raise RunError("rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)")
+                raise RunError(
+                    "rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)"
+                )
             if self.scale_grads:
                 inputs.weights = self._weights(inputs)
         return inputs, _shapes(args, kwargs) if self._has_first else None

@@ -59,7 +59,9 @@ class Ties:
                 parameter = _named(stages[stage], name)
                 mine[id(parameter)] = parameter
         if len({p.shape for p in mine.values()}) > 1:
-            raise StageError(f"tied parameters {list(holders)} differ in shape: {[tuple(p.shape) for p in mine.values()]}")
+            raise StageError(
+                f"tied parameters {list(holders)} differ in shape: {[tuple(p.shape) for p in mine.values()]}"
+            )
         return _Group(tuple(ranks), tuple(mine.values()), f"{holders[0][1]} of stage {holders[0][0]}")
 
     def _one_memory(self, group: _Group) -> bool:
@@ -166,7 +168,7 @@ class Ties:
 
 def _named(stage: PipelineStage, name: str) -> nn.Parameter:
     """A parameter by its name, whatever data-parallel wrapper stands around the module."""
-    found = dict(stage.submod.named_parameters(remove_duplicate=False))
+    found: dict[str, nn.Parameter] = dict(stage.submod.named_parameters(remove_duplicate=False))
     for candidate in (name, f"module.{name}"):
         if candidate in found:
             return found[candidate]

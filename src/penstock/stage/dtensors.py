@@ -77,7 +77,9 @@ def from_local(local: Tensor, layout: DTensorLayout, mesh: Any) -> Tensor:
             "DTensor parameter. Give one: PipelineStage(..., get_mesh=lambda names, layout: mesh)"
         )
     if tuple(mesh.mesh.shape) != layout.mesh_shape:
-        raise ShapeError(f"a DTensor on a mesh of {layout.mesh_shape} arrived at a stage on a mesh of {tuple(mesh.mesh.shape)}")
+        raise ShapeError(
+            f"a DTensor on a mesh of {layout.mesh_shape} arrived at a stage on a mesh of {tuple(mesh.mesh.shape)}"
+        )
     dtensor = _dtensor_type()
     value: Tensor = dtensor.from_local(
         local,
