@@ -84,6 +84,35 @@ def test_compiles() -> None:
     torch.testing.assert_close(compiled(x), pipe.get_stage_module(0)(x))
 
 
+def test_compiles_with_regions() -> None:
+    torch._dynamo.reset()
+    model, x = toys.Regions().eval(), torch.randn(6, 4)
+    pipe = _pipe(model, x)
+    stages = [torch.compile(pipe.get_stage_module(k), backend="aot_eager") for k in range(3)]
+    values: tuple[torch.Tensor, ...] = (x,)
+    for stage in stages[:-1]:
+        values = tuple(value.detach().requires_grad_() for value in stage(*values))
+    torch.testing.assert_close(stages[2](*values), model(x))
+
+
+def test_submodules_may_be_called_like_our_attributes() -> None:
+    class Names(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inputs, self.graph, self.run = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.graph(self.inputs(x))
+            pipe_split()
+            return self.run(x)
+
+    model, x = Names(), torch.randn(2, 4)
+    pipe = _pipe(model, x)
+    for made in (pipe, copy.deepcopy(pipe), _saved_and_loaded(pipe)):
+        assert torch.equal(made(x), model(x))
+        assert made.state_dict().keys() == model.state_dict().keys()
+
+
 def test_modes_do_what_they_do_on_the_model() -> None:
     model, x = toys.Chain(), torch.randn(64, 4)
     model.layers[1].eval()  # a mixed start

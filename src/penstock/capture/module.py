@@ -28,6 +28,9 @@ from penstock.errors import CaptureError, ShapeError
 Key = tuple[bool | None, frozenset[str]]  # the mode (None: mixed, as captured), and the changing sizes that are 1
 
 
+_OTHER_NAME = "_the_models_"  # before the name of a submodule that an attribute of ours would hide
+
+
 class Source(Protocol):
     """Whoever can trace the model again, in another mode or for a size of 1."""
 
@@ -87,10 +90,16 @@ class StageModule(nn.Module):
     def add_state(self, name: str, value: torch.Tensor, *, persistent: bool = True) -> None:
         """Hold a parameter or buffer under its name in the user's model."""
         path, _, leaf = name.rpartition(".")
+        if not path and self._clashes(leaf):
+            raise CaptureError(
+                f"the model has a parameter or buffer called {leaf!r}, a name that stages use; rename it"
+            )
         owner: nn.Module = self
         for part in path.split(".") if path else ():
             if part not in owner._modules:
                 owner._modules[part] = nn.Module()
+                if owner is self and self._clashes(part):
+                    object.__setattr__(self, _OTHER_NAME + part, owner._modules[part])
             child = owner._modules[part]
             assert child is not None
             owner = child
@@ -215,9 +224,17 @@ class StageModule(nn.Module):
             owner = None if owner is None else owner._modules.get(part)
         return owner is not None and (leaf in owner._parameters or leaf in owner._buffers)
 
+    def _clashes(self, name: str) -> bool:
+        """Whether a submodule of the user's model would be hidden by an attribute of ours."""
+        return name in self.__dict__ or hasattr(type(self), name)
+
     def _adopt(self, key: Key, program: Program) -> None:
         mode = f"{key[0]}_{'_'.join(sorted(key[1]))}"
-        renamed = program.renamed({name: f"_{mode}{name}" for name in program.bodies})
+        names = {name: f"_{mode}{name}" for name in program.bodies}
+        for node in program.graph.nodes:
+            if node.op == "get_attr" and self._clashes(str(node.target).partition(".")[0]):
+                names[str(node.target)] = _OTHER_NAME + str(node.target)
+        renamed = program.renamed(names)
         for name, body in renamed.bodies.items():
             object.__setattr__(self, name, body.module())
         self._programs[key] = program

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from penstock.errors import CaptureError
@@ -60,8 +60,9 @@ def fake_leaves(leaves: list[Any], device: torch.device) -> list[torch.Tensor]:
 
 def _fake(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> torch.Tensor:
     where = device if value.is_meta else value.device
-    with mode:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=where)
+    made: torch.Tensor = FakeTensor(
+        mode, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"), where
+    )
     if isinstance(value, nn.Parameter):
         return nn.Parameter(made, requires_grad=value.requires_grad)
     return made.requires_grad_(value.requires_grad)

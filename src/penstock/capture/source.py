@@ -21,7 +21,7 @@ from penstock.capture.module import Key, same_wires
 from penstock.capture.names import StateNames
 from penstock.capture.place import place
 from penstock.capture.skeleton import Skeleton
-from penstock.capture.trace import Dims, trace
+from penstock.capture.trace import Dims, FromInput, trace
 from penstock.errors import CaptureError
 
 ChooseCuts = Callable[[Flat, int], Sequence[int]]
@@ -83,11 +83,7 @@ class Source:
         if not self.cuts:
             self.gave_up = bool(traced.why_static)
             self.why_static = traced.why_static or self.why_static
-            inputs = (
-                [node for node in traced.origins if node.op == "placeholder"][-len(self.leaves) :]
-                if self.leaves
-                else []
-            )
+            inputs = [node for node, origin in traced.origins.items() if isinstance(origin, FromInput)]
             self.shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
             self.flat = flat
         placed = place(flat, self._marks(flat))

@@ -9,12 +9,13 @@ has them. What a placeholder stands for is in ``traced.origins``.
 
 from __future__ import annotations
 
+import gc
 import linecache
 import logging
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,13 +120,17 @@ def _quiet() -> Iterator[None]:
     """What export would log and warn goes into our own error instead."""
     logger = logging.getLogger("torch")
     level = logger.level
+    collecting = gc.isenabled()
     logger.setLevel(logging.CRITICAL)
+    gc.disable()  # a trace makes many small objects and drops few; collecting in between only takes time
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logger.setLevel(level)
+        if collecting:
+            gc.enable()
 
 
 def trace(
@@ -143,6 +148,7 @@ def trace(
     With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
     """
     why = ""
+    draws: AbstractContextManager[Any] = nullcontext()
     model = skeleton.module
     if training is not None and training != model.training:
         model.train(training)
@@ -156,12 +162,16 @@ def trace(
                 watching(model, points) as called,
                 watching_checkpoints(),
                 _quiet(),
-                CertainDraws(),
+                draws,
                 torch.enable_grad(),
             ):
                 program = torch.export.export(root, fakes, dynamic_shapes=(dims,) if any(dims) else None, strict=False)
         except Exception as error:
-            if fall_back and any(dims) and not isinstance(error, GuardOnDataDependentSymNode):
+            if isinstance(error, GuardOnDataDependentSymNode):
+                if isinstance(draws, nullcontext):
+                    draws = CertainDraws()
+                    continue
+            elif fall_back and any(dims):
                 why, dims = _reason(error), tuple(None for _ in dims)
                 continue
             raise _explained(model, error) from error
