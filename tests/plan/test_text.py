@@ -110,6 +110,18 @@ def test_what_is_known_is_held_against_the_text(content: str, known: dict[str, o
     assert complaint in str(caught.value)
 
 
+@pytest.mark.parametrize("wrong", ["0F", "0F-1", "0F1x", "00F1garbage", "0F99999999", "0F1 1", "0F١"])
+def test_a_cell_like_an_earlier_one_is_read_as_strictly(wrong: str) -> None:
+    with pytest.raises(ParseError, match="row 1, column 2"):
+        loads(f"0F0,{wrong},0B0\n")
+
+
+def test_messages_that_skip_stages_are_told_apart() -> None:
+    plan = loads("0F0,0SEND_F0>1,0SEND_F0>2\n1RECV_F0<0,1F0,1SEND_F0\n2RECV_F0<0,2RECV_F0,2F0\n")
+    assert dumps(plan).splitlines()[0] == "0F0,0SEND_F0,0SEND_F0>2"
+    assert plan.graph == StageGraph.chain(3, [(0, 2)])
+
+
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     path.write_bytes(b"\xff\xfe0F0")

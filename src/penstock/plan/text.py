@@ -14,10 +14,12 @@ from pathlib import Path
 
 from penstock.errors import ParseError, PlanError
 from penstock.plan.actions import (
+    KEY,
     MICROBATCH,
     MICROBATCH_SHIFT,
     OP,
     OVERLAP,
+    PEER_SHIFT,
     STAGE,
     STAGE_SHIFT,
     AnyAction,
@@ -104,6 +106,7 @@ class _Reader:
         self.num_stages = placement.num_stages if placement else graph.num_stages if graph else None
         self.num_microbatches = num_microbatches
         self.highest_microbatch = 0
+        self.keys: dict[str, int] = {}  # the text before the microbatch -> the key
         self.seen: dict[int, tuple[int, int]] = {}
         self.home: dict[int, tuple[int, int, int]] = {}  # stage -> rank, and the row and column that say so
 
@@ -119,12 +122,24 @@ class _Reader:
             if cell is None or cell == "":
                 continue
             try:
-                code = _packed(cell) if isinstance(cell, int) else pack(parse(str(cell)))
+                code = _packed(cell) if isinstance(cell, int) else self.code(str(cell))
             except ParseError as error:
                 raise ParseError(f"{self.where(row, column)}: {error}") from None
             for part in parts(code):
                 self.note(part, row, column)
             yield code
+
+    def code(self, cell: str) -> int:
+        """Parse a cell. One that differs from an earlier cell in its microbatch alone needs no second look."""
+        head = cell.rstrip("0123456789")
+        digits = cell[len(head) :]
+        key = self.keys.get(head)
+        if key is not None and 0 < len(digits) < 8:
+            return key | int(digits) << MICROBATCH_SHIFT
+        code = pack(parse(cell))
+        if code & OP <= Op.RECV_B and text(code) == cell and not code >> PEER_SHIFT:
+            self.keys[head] = code & KEY
+        return code
 
     def note(self, code: int, row: int, column: int) -> None:
         op, stage, microbatch = code & OP, code >> STAGE_SHIFT & STAGE, code >> MICROBATCH_SHIFT & MICROBATCH
