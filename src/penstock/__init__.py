@@ -15,15 +15,22 @@ _HOME = {
     for module, names in {
         "penstock.errors": (
             "PenstockError PlanError ParseError IncompleteError OrderError DeadlockError UnknownNameError SplitError "
-            "CaptureError BalanceError StageError ShapeError RunError PeerFailed RanksDisagree StepTimeout"
+            "MergeError CaptureError BalanceError StageError ShapeError RunError PeerFailed ReplicaFailed RanksDisagree StepTimeout "
+            "TransportError"
         ),
         "penstock.plan": "Action Op Overlap Placement Plan StageGraph check",
         "penstock.schedules": "get_schedule all_schedules",
-        "penstock.lower": "lower Early Ahead JustInTime",
-        "penstock.simulate": "Costs Timeline simulate",
-        "penstock.batch": "TensorChunkSpec Replicate CustomReducer Microbatches sum_reducer merge_chunks",
+        "penstock.lower": "Early Ahead JustInTime",
+        "penstock.simulate": "Costs Timeline",
+        "penstock.batch": (
+            "TensorChunkSpec Replicate CustomReducer Microbatches sum_reducer merge_chunks split_args_kwargs_into_chunks"
+        ),
         "penstock.comm": "LocalWorld",
         "penstock.stage.stage": "PipelineStage",
+        "penstock.capture": (
+            "pipeline Pipe PipeInfo PipeSequential SplitPoint pipe_split annotate_split_points PipeSplitWrapper LossWrapper "
+            "TrivialLossWrapper MultiUseParameterConfig build_stage split_modules tie materialise"
+        ),
         "penstock.run": (
             "Schedule PipelineScheduleSingle PipelineScheduleMulti ScheduleForwardOnly ScheduleGPipe Schedule1F1B "
             "ScheduleLoopedBFS ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleZBVZeroBubble "
