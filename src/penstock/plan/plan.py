@@ -93,6 +93,10 @@ class Plan:
         """Whether the plan holds its messages; a compute-only plan does not."""
         return not self._ops.isdisjoint((Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B))
 
+    def has(self, op: Op) -> bool:
+        """Whether some rank has an action of this kind, not counting those in overlapped pairs."""
+        return op in self._ops
+
     @property
     def has_backward(self) -> bool:
         return not self._ops.isdisjoint((Op.I, Op.W, Op.B, OVERLAP))

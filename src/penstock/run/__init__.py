@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.run.classes import (
     PipelineScheduleMulti,
+    PipelineScheduleRuntime,
     PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -26,6 +27,7 @@ from penstock.run.schedule import ActionContext, Schedule
 __all__ = [
     "ActionContext",
     "PipelineScheduleMulti",
+    "PipelineScheduleRuntime",
     "PipelineScheduleSingle",
     "Recording",
     "Schedule",

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import StageError
+from penstock.run.legacy import defers
 from penstock.run.schedule import Schedule
 from penstock.stage.stage import PipelineStage
 
@@ -74,7 +75,27 @@ class PipelineScheduleMulti(Schedule):
             **options,
         )
         self.use_full_backward = use_full_backward
-        self.backward_requires_autograd = backward_requires_autograd
+        self._backward_requires_autograd = backward_requires_autograd
+
+
+class PipelineScheduleRuntime(PipelineScheduleMulti):
+    """Several stages a rank, and an order that a program may give: computations, or these and their messages.
+
+        schedule = PipelineScheduleRuntime(stages, n_microbatches=8, loss_fn=loss_fn)
+        schedule._load_csv("plan.csv", format="compute_comms")
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        *specs: Any,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(stages, n_microbatches, loss_fn, *specs, **{**defers(defer_pp_recv), **options})
+        self._defer_pp_recv = defer_pp_recv
 
 
 class ScheduleForwardOnly(PipelineScheduleSingle):
@@ -97,33 +118,33 @@ class ScheduleZBH2(PipelineScheduleSingle):
     recipe = "zb-h2"
 
 
-class ScheduleLoopedBFS(PipelineScheduleMulti):
+class ScheduleLoopedBFS(PipelineScheduleRuntime):
     recipe = "loopedbfs"
 
 
-class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
     recipe = "interleaved1f1b"
 
 
-class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
+class ScheduleInterleavedZeroBubble(PipelineScheduleRuntime):
     recipe = "interleavedzerobubble"
 
 
-class ScheduleZBVZeroBubble(PipelineScheduleMulti):
+class ScheduleZBVZeroBubble(PipelineScheduleRuntime):
     recipe = "zbv"
 
 
-class ScheduleDualPipeV(PipelineScheduleMulti):
+class ScheduleDualPipeV(PipelineScheduleRuntime):
     recipe = "dualpipev"
 
 
-class ScheduleVHalf(PipelineScheduleMulti):
+class ScheduleVHalf(PipelineScheduleRuntime):
     recipe = "v-half"
 
 
-class ScheduleVMin(PipelineScheduleMulti):
+class ScheduleVMin(PipelineScheduleRuntime):
     recipe = "v-min"
 
 
-class ScheduleVZB(PipelineScheduleMulti):
+class ScheduleVZB(PipelineScheduleRuntime):
     recipe = "v-zb"

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether this is a DTensor; costs no import where there are none."""
     return isinstance(tensor, Tensor) and layout_of(tensor) is not None

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import StageError
+from penstock.stage.base import HOOKS, StageBase
+from penstock.stage.infer import Inference
 from penstock.stage.routes import Routes
 
 
-class PipelineStage:
+class PipelineStage(Inference, StageBase):
     """One stage of a pipeline.
 
         stage = PipelineStage(module, stage_index=0, num_stages=2, device=torch.device("cpu"))
@@ -53,20 +55,22 @@ class PipelineStage:
         self.get_mesh = get_mesh
         self.input_args = input_args
         self.output_args = output_args
+        self.input_grads = input_grads
+        self.output_grads = output_grads
         self.group_rank, self.group_size = place_in(group)
         if self.group_size > num_stages:
             raise StageError(f"{self.group_size} ranks for {num_stages} stages; expected at least one stage a rank")
 
-    @property
-    def is_first(self) -> bool:
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage_index == self.num_stages - 1
-
     def __repr__(self) -> str:
         return f"PipelineStage({self.stage_index} of {self.num_stages}, {type(self.submod).__name__}, rank {self.group_rank})"
+
+
+def is_driven_by_hand(stage: Any) -> bool:
+    """Whether a step has to go through the stage's own methods: some of them are the user's, or checks are wanted."""
+    if not isinstance(stage, PipelineStage) or stage._runtime_validate:
+        return True
+    kind = type(stage)
+    return kind is not PipelineStage and any(getattr(kind, hook) is not getattr(PipelineStage, hook) for hook in HOOKS)
 
 
 def place_in(group: Any) -> tuple[int, int]:

@@ -1,0 +1,271 @@
+"""What crosses to other stages, for stages that are driven by hand: receive buffers, P2P operations, handing over.
+
+    works = _batch_p2p(stage.get_fwd_recv_ops(0))
+    ...
+    output = stage.forward_one_chunk(0, ())
+    works = _batch_p2p(stage.get_fwd_send_ops(0))
+
+A buffer exists from the moment its receive is posted until its tensor is taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ShapeError, StageError
+from penstock.stage.metadata import DTensorMeta, TensorMeta, derive_grad_metas, empty_like_meta, to_local_if_dtensor
+from penstock.stage.state import StageState
+
+
+class RecvInfo:
+    """One input of a stage: from which stage it comes, what it looks like, and the buffer that it arrives in."""
+
+    def __init__(
+        self,
+        input_name: str,
+        source: int | None = None,
+        buffer: Tensor | None = None,
+        tensor_meta: TensorMeta | None = None,
+        *,
+        is_root_arg: bool = False,
+    ) -> None:
+        self.input_name = input_name
+        self.source = source
+        self.buffer = buffer
+        self.tensor_meta = tensor_meta
+        self.is_root_arg = is_root_arg  # an argument of the model, given by the user
+
+    def __repr__(self) -> str:
+        whence = "the model's argument" if self.is_root_arg else f"from stage {self.source}"
+        shape = "" if self.tensor_meta is None else f", {list(self.tensor_meta.shape)}"
+        return f"RecvInfo({self.input_name}, {whence}{shape})"
+
+    def take(self) -> Tensor:
+        """The tensor that has arrived; the buffer is given up."""
+        if self.buffer is None:
+            raise ShapeError(f"{self!r}: nothing has arrived; expected its receive, or a hand-over, before its use")
+        buffer, self.buffer = self.buffer, None
+        return buffer
+
+
+class RootArg(RecvInfo):
+    """An argument of the model, which nobody sends."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__("root", is_root_arg=True)
+        self.meta = tensor.to("meta")
+
+
+class TransportOp:
+    """A send or receive between ranks that are threads; a process group's are `torch.distributed.P2POp`."""
+
+    def __init__(self, transport: Any, tensor: Tensor, peer: int, *, sends: bool) -> None:
+        self.transport, self.tensor, self.peer, self.sends = transport, tensor, peer, sends
+
+    def post(self) -> Any:
+        return (self.transport.isend if self.sends else self.transport.irecv)(self.tensor, self.peer)
+
+
+class Exchange(StageState):
+    """The operations."""
+
+    def _op(self, tensor: Tensor, stage: int, *, sends: bool) -> Any:
+        peer = self.stage_index_to_group_rank[stage]
+        if hasattr(self.group, "num_ranks"):
+            return TransportOp(self.group, tensor, peer, sends=sends)
+        return dist.P2POp(dist.isend if sends else dist.irecv, tensor, group=self.group, group_peer=peer)
+
+    def _resolve_peer_global_rank(self, stage_idx: int) -> int:
+        group: Any = self.group if self.group is not None else dist.group.WORLD
+        return dist.get_global_rank(group, self.stage_index_to_group_rank[stage_idx])
+
+    def _get_recv_ops(self, recv_infos: Iterable[RecvInfo]) -> list[Any]:
+        ops = []
+        for info in recv_infos:
+            if info.is_root_arg or (info.tensor_meta is None and info.buffer is None):
+                continue
+            if info.source is None:
+                raise StageError(f"{info!r} has no source to receive from")
+            if info.buffer is None:
+                assert info.tensor_meta is not None, "checked above"
+                info.buffer = empty_like_meta(info.tensor_meta, self.device)
+            ops.append(self._op(info.buffer, info.source, sends=False))
+        return ops
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Receive the inputs of a microbatch."""
+        return self._get_recv_ops(self.args_recv_info[fwd_chunk_id])
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Receive the gradients of the outputs of a microbatch."""
+        if not self.has_backward or self.is_last:
+            return []
+        return self._get_recv_ops(self.grad_recv_info[bwd_chunk_id])
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Send the outputs of a microbatch to the stages that read them."""
+        outputs, _ = self.fwd_cache[fwd_chunk_id]
+        ops = []
+        for place, output in enumerate(outputs):
+            for stage in self.act_send_info[place]:
+                if stage is not None:
+                    if not isinstance(output, Tensor):
+                        kind = type(output).__name__
+                        raise ShapeError(f"output {place} of stage {self.stage_index} is a {kind}; expected a tensor")
+                    self._check_sent(place, output)
+                    ops.append(self._op(to_local_if_dtensor(output, detach=True).contiguous(), stage, sends=True))
+        return ops
+
+    def _check_sent(self, place: int, output: Tensor) -> None:
+        """What is sent must fit the buffer at the other end."""
+        metas = self._stage_meta.outputs
+        meta = metas[place] if metas is not None and place < len(metas) else None
+        local = to_local_if_dtensor(output, detach=True)
+        if meta is not None and (local.shape != meta.shape or local.dtype is not meta.dtype):
+            name = "shape" if local.shape != meta.shape else "dtype"
+            raise ShapeError(
+                f"output {place} of stage {self.stage_index}: {name} mismatch: {list(local.shape)} of {local.dtype}; the next "
+                f"stage expects {list(meta.shape)} of {meta.dtype}, as in the first step"
+            )
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Send the gradients of the inputs of a microbatch back; a gradient that is missing goes as zeros."""
+        if not self.has_backward or self.is_first:
+            return []
+        self._check_chunk_id(bwd_chunk_id)
+        if self.grad_send_info is None:
+            self.grad_send_info = self._create_grad_send_info(self.args_recv_info[0])
+        ops = []
+        for place, (grad, stage) in enumerate(zip(self.bwd_cache.pop(bwd_chunk_id), self.grad_send_info, strict=True)):
+            where = f"stage {self.stage_index}, microbatch {bwd_chunk_id}: the gradient of input {place}"
+            if stage is None:
+                if grad is not None:
+                    raise ShapeError(f"{where} is there, and no stage is to have it; expected none")
+                continue
+            meta = self._get_grad_send_meta(place)
+            if meta is None:
+                if grad is not None:
+                    raise ShapeError(
+                        f"{where} is there, and the stage before has no buffer for it. DTensor grad metadata cannot be derived "
+                        "from the activation, whose gradient may be spread otherwise; write PipelineStage(..., input_grads=...)"
+                    )
+                continue
+            if grad is None:
+                grad = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device)
+            ops.append(self._op(to_local_if_dtensor(grad, detach=True).contiguous(), stage, sends=True))
+        return ops
+
+    def _get_grad_send_meta(self, input_idx: int) -> TensorMeta | None:
+        known = self._stage_meta
+        if known.input_grads is not None and input_idx < len(known.input_grads):
+            return known.input_grads[input_idx]
+        if known.inputs is not None and input_idx < len(known.inputs):
+            return derive_grad_metas((known.inputs[input_idx],))[0]
+        raise ShapeError(
+            f"stage {self.stage_index}: nothing is known of input {input_idx}, whose gradient is to be sent"
+        )
+
+    # -- who sends what to whom
+
+    def _create_grad_send_info(self, args_recv_info: Iterable[RecvInfo]) -> list[int | None]:
+        """The stage that each input's gradient goes to."""
+        return [None if info.is_root_arg else info.source for info in args_recv_info]
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[RecvInfo, ...]:
+        """The gradients of the outputs, from the first stage that reads each."""
+        metas = self._stage_meta.output_grads
+        if metas is None:
+            metas = derive_grad_metas(self._stage_meta.outputs or ())
+        infos = []
+        for place, stages in act_send_info.items():
+            source = next((stage for stage in stages if stage is not None), None)
+            if not self.is_last and source is not None:
+                infos.append(RecvInfo(f"recv_grad_for_{self.stage_index}_from_{source}", source, None, metas[place]))
+        return tuple(infos)
+
+    # -- two neighbouring stages on one rank hand over
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take over the outputs of the stage before, which sits on this rank."""
+        outputs = as_tuple(prev_stage_outputs)
+        infos = self.args_recv_info[mb_index]
+        for info, output in zip(infos, outputs, strict=True):
+            if not isinstance(output, Tensor):
+                raise AssertionError(f"the stage before gave a {type(output).__name__}; expected tensor values")
+            info.buffer = to_local_if_dtensor(output, detach=True)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
+        """Give away the gradients of this stage's inputs to the stage before, which sits on this rank."""
+        if not self.has_backward or self.is_first:
+            why = "is the first" if self.is_first else "has no backward"
+            raise AssertionError(f"stage {self.stage_index} {why}: its inputs have no gradients to hand over")
+        self._check_chunk_id(mb_index)
+        return self.bwd_cache.pop(mb_index)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Any, ...], mb_index: int) -> None:
+        """Take over the gradients of this stage's outputs from the stage after, which sits on this rank."""
+        if not isinstance(next_stage_bwd_outputs, tuple):
+            raise AssertionError(f"gradients come as a tuple, got {type(next_stage_bwd_outputs).__name__}")
+        if not self.has_backward or self.is_last:
+            why = "is the last" if self.is_last else "has no backward"
+            raise AssertionError(f"stage {self.stage_index} {why}: it takes no gradients from another stage")
+        for info, grad in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
+            if grad is not None and not isinstance(grad, Tensor):
+                raise AssertionError(f"the stage after gave a {type(grad).__name__}; expected tensor values or None")
+            info.buffer = None if grad is None else to_local_if_dtensor(grad, detach=True)
+
+    # -- taking out what has arrived
+
+    def _map_tensor_from_recv_info(self, recv_infos: Iterable[RecvInfo]) -> tuple[Tensor | None, ...]:
+        return tuple(info.buffer for info in recv_infos)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        """The inputs of a microbatch, as fresh leaves."""
+        return tuple(self._leaf(info) for info in self.args_recv_info[fwd_chunk_id])
+
+    def _leaf(self, info: RecvInfo) -> Tensor:
+        tensor, meta = info.take().detach(), info.tensor_meta
+        if isinstance(meta, DTensorMeta):
+            tensor = meta.wrap(tensor, self._mesh_cache.get_mesh(meta.mesh_cache_key)).detach()
+        wanted = meta is None or meta.requires_grad
+        return tensor.requires_grad_(
+            wanted
+            and self.has_backward
+            and torch.is_grad_enabled()
+            and (tensor.is_floating_point() or tensor.is_complex())
+        )
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        """The gradients of the outputs of a microbatch; None where there is none."""
+        grads: list[Tensor | None] = []
+        for info in self.grad_recv_info[bwd_chunk_id]:
+            if info.buffer is None:
+                grads.append(None)
+                continue
+            grad, meta = info.take(), info.tensor_meta
+            if isinstance(meta, DTensorMeta):
+                grad = meta.wrap(grad, self._mesh_cache.get_mesh(meta.mesh_cache_key))
+            grads.append(grad)
+        return tuple(grads)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """A first, tiny exchange with the stages before and after, so that connections exist."""
+        ops = []
+        for stage in (self.stage_index - 1, self.stage_index + 1):
+            there = self.stage_index_to_group_rank.get(stage)
+            if there is not None and there != self.group_rank:
+                ops.append(self._op(torch.zeros(1, device=self.device), stage, sends=False))
+                ops.append(self._op(torch.zeros(1, device=self.device), stage, sends=True))
+        return ops
+
+
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    """The outputs of a stage: a tuple or list is several, anything else one."""
+    if type(output) in (list, tuple):
+        return tuple(output)
+    return (output,)

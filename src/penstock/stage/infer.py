@@ -1,0 +1,288 @@
+"""Shapes for stages that are driven by hand: given by the user, or found with fake tensors, and passed down the stages.
+
+penstock's own steps need none of this: their messages describe themselves. A program that posts receives by itself has
+to know beforehand what will arrive. The model is not run: fake tensors have shapes and no numbers. Only where a module
+does not take them (sharded parameters, custom kernels) it is run, on zeros, its random state and buffers put back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ShapeError
+from penstock.stage.chunks import Chunks
+from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, mesh_of
+from penstock.stage.exchange import RecvInfo, as_tuple
+from penstock.stage.metadata import (
+    DTensorMeta,
+    InferenceMode,
+    Metas,
+    StageMeta,
+    TensorMeta,
+    derive_grad_metas,
+    extract_tensor_metas,
+    validate_and_normalize_to_tuple,
+    validate_tensors_metadata,
+)
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class Inference(Chunks):
+    """What a stage does before the first microbatch."""
+
+    input_args: Any = None
+    output_args: Any = None
+    input_grads: Any = None
+    output_grads: Any = None
+    _inference_mode: InferenceMode | None = None
+
+    def _user_meta(self) -> StageMeta:
+        """What the user gave when the stage was made."""
+        return StageMeta(
+            extract_tensor_metas(validate_and_normalize_to_tuple(self.input_args)),
+            extract_tensor_metas(validate_and_normalize_to_tuple(self.output_args)),
+            extract_tensor_metas(validate_and_normalize_to_tuple(self.input_grads, True), allow_none=True),
+            extract_tensor_metas(validate_and_normalize_to_tuple(self.output_grads, True), allow_none=True),
+        )
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
+    ) -> Any:
+        """Learn the shapes of inputs and outputs, and tell the next stage.
+
+        `args` are the model's, on the first stage; elsewhere what the stage before gave if it sits on this rank, else
+        None, and it sends. What comes back is for the next stage, if that sits on this rank.
+        """
+        self.chunks = num_microbatches
+        user = self._user_meta()
+        self._inference_mode = InferenceMode("dynamic" if InferenceMode.needs_dynamic(user, has_backward) else "static")
+        before = self.stage_index - 1
+        if self.is_first:
+            found = extract_tensor_metas(as_tuple(args if args is not None else ()), allow_none=True)
+        else:
+            found = args if args is not None else self._recv_meta(before)
+        if user.inputs is not None and found:
+            validate_tensors_metadata(f"stage {self.stage_index}, input_args and what it gets", user.inputs, found)
+        inputs = found if found or user.inputs is None else user.inputs
+        self._mesh_cache.update_from_tensors(as_tuple(args) if self.is_first else ())
+        self._stage_meta = StageMeta(inputs, user.outputs, user.input_grads, user.output_grads)
+        if user.outputs is None:
+            example = as_tuple(args) if self.is_first else None
+            self._configure_outputs_meta(self._shape_inference(example, kwargs))
+        self._setup_forward_info(num_microbatches)
+        outputs = self._stage_meta.outputs
+        if not self.is_last and not self._is_same_rank(self.stage_index + 1):
+            self._send_meta(outputs, self.stage_index + 1)
+            return None
+        return outputs
+
+    def _prepare_backward_infra(
+        self,
+        num_microbatches: int,
+        loss_fn: Any = None,
+        target: Any = None,
+        received_grad_meta: Any = None,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Know which gradients come and go: those of values that require one."""
+        self.chunks = num_microbatches
+        known = self._stage_meta
+        if known.output_grads is None:
+            known.output_grads = derive_grad_metas(known.outputs or ())
+        if known.input_grads is None and known.inputs is not None:
+            known.input_grads = derive_grad_metas(known.inputs)
+        for microbatch in range(num_microbatches):
+            self.grad_recv_info[microbatch] = self._create_grad_recv_info(self.act_send_info)
+        self.grad_send_info = None
+
+    def _setup_forward_info(self, num_microbatches: int) -> None:
+        for microbatch in range(num_microbatches):
+            self.args_recv_info[microbatch] = self._create_act_recv_info()
+        self.act_send_info.clear()
+        self.act_send_info.update(self._create_act_send_info())
+
+    def _create_act_recv_info(self) -> tuple[RecvInfo, ...]:
+        """Where the inputs of a microbatch come from."""
+        metas = self._stage_meta.inputs or ()
+        if self.is_first:
+            return tuple(
+                RecvInfo(f"root_{place}", None, None, meta, is_root_arg=True) for place, meta in enumerate(metas)
+            )
+        before = self.stage_index - 1
+        return tuple(
+            RecvInfo(f"recv_for_{self.stage_index}_from_{before}_{place}", before, None, meta)
+            for place, meta in enumerate(metas)
+        )
+
+    def _create_act_send_info(self) -> dict[int, list[int | None]]:
+        """By output: the stages that it goes to."""
+        after = None if self.is_last else self.stage_index + 1
+        return {place: [after] for place in range(len(self._stage_meta.outputs or ()))}
+
+    def _is_same_rank(self, other_stage: int) -> bool:
+        return self.stage_index_to_group_rank[other_stage] == self.group_rank
+
+    # -- shapes
+
+    def _shape_inference(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None = None) -> Metas:
+        """What the module would return: for these arguments, or for the inputs that are known."""
+        metas = self._stage_meta.inputs or ()
+        given = args if args is not None else tuple(self._example(meta) for meta in metas)
+        keywords = {k: v for k, v in (kwargs or {}).items() if self._accepted is None or k in self._accepted}
+        outputs = as_tuple(_try(self.submod, given, keywords, grad=True))
+        self._mesh_cache.update_from_tensors(outputs)
+        return extract_tensor_metas(outputs, allow_none=True) or ()
+
+    def _example(self, meta: TensorMeta | None) -> Any:
+        if meta is None:
+            raise ShapeError(f"stage {self.stage_index} gets something that is no tensor from the stage before")
+        if isinstance(meta, DTensorMeta):
+            return meta.to_dtensor(self.device, self._mesh_cache.get_mesh(meta.mesh_cache_key)).detach().zero_()
+        example = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device)
+        return example.requires_grad_(meta.requires_grad)
+
+    def _configure_outputs_meta(self, outputs_meta: Sequence[Any]) -> None:
+        """Set what the module returns: metadata, or tensors that look alike."""
+        self._stage_meta.outputs = tuple(
+            extract_tensor_metas((meta,))[0] if isinstance(meta, Tensor) else meta  # type: ignore[index]
+            for meta in outputs_meta
+        )
+
+    def get_outputs_meta(self) -> tuple[Tensor, ...]:
+        """What the module returns, as tensors on the meta device."""
+        outputs = self._stage_meta.outputs
+        if outputs is None:
+            raise ShapeError(
+                f"the outputs of stage {self.stage_index} are not known yet; expected output_args, or a step"
+            )
+        return tuple(meta.to_tensor("meta") for meta in outputs if meta is not None)
+
+    # -- telling the next stage
+
+    def _send_meta(self, metas: Metas | None, dst_stage: int) -> None:
+        blob = torch.frombuffer(bytearray(json.dumps([_encode(m) for m in metas or ()]).encode()), dtype=torch.uint8)
+        size = torch.tensor([blob.numel()])
+        for tensor in (size.to(self.device), blob.to(self.device)):
+            self._post(self._op(tensor, dst_stage, sends=True)).wait()
+
+    def _recv_meta(self, src_stage: int) -> Metas:
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._post(self._op(size, src_stage, sends=False)).wait()
+        blob = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
+        self._post(self._op(blob, src_stage, sends=False)).wait()
+        return tuple(self._decode(row) for row in json.loads(bytes(blob.tolist())))
+
+    @staticmethod
+    def _post(op: Any) -> Any:
+        if not isinstance(op, dist.P2POp):
+            return op.post()
+        if op.op is dist.isend:
+            return dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
+        return dist.irecv(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer)
+
+    def _decode(self, row: Any) -> TensorMeta | None:
+        if row is None:
+            return None
+        shape, stride, dtype, requires_grad, spread = row
+        meta = TensorMeta(torch.Size(shape), tuple(stride), _DTYPES[dtype], requires_grad)
+        if spread is None:
+            return meta
+        layout = DTensorLayout.from_json(spread)
+        mesh = mesh_of(self.submod, self.get_mesh, layout)
+        example = from_local(torch.empty(shape, dtype=meta.dtype, device=self.device), layout, mesh)
+        found = DTensorMeta.from_dtensor(example.requires_grad_(requires_grad and meta.differentiable))  # type: ignore[arg-type]
+        self._mesh_cache.put(found.mesh_cache_key, mesh)
+        return found
+
+
+def _encode(meta: TensorMeta | None) -> Any:
+    if meta is None:
+        return None
+    spread = None
+    if isinstance(meta, DTensorMeta):
+        spread = DTensorLayout(
+            tuple(meta.global_shape),
+            tuple(meta.global_stride),
+            tuple(_spelled(meta)),
+            meta.mesh_dim_names,
+            _mesh_shape(meta),
+        ).to_json()
+    return [list(meta.shape), list(meta.stride), str(meta.dtype), meta.requires_grad, spread]
+
+
+def _spelled(meta: DTensorMeta) -> Iterator[str]:
+    for placement in meta.placements:
+        if placement.is_shard():
+            yield f"S{placement.dim}"
+        else:
+            yield "R" if placement.is_replicate() else f"P{placement.reduce_op}"
+
+
+def _mesh_shape(meta: DTensorMeta) -> tuple[int, ...]:
+    sizes = meta.mesh_layout.sizes
+    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+
+
+def _try(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> Any:
+    """What the module returns, without a trace: with fake tensors, or on zeros."""
+    inner = getattr(module, "_orig_mod", module)
+    while hasattr(inner, "no_sync") and isinstance(getattr(inner, "module", None), torch.nn.Module):
+        inner = inner.module
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    plain = all(
+        type(t) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        for t in (*inner.parameters(), *inner.buffers(), *tensors)
+    )
+    if plain:
+        try:
+            return _fake(inner, args, kwargs, grad=grad)
+        except Exception:  # noqa: BLE001  custom kernels, values that decide: whatever fake tensors cannot do
+            pass
+    with _untouched(module), torch.set_grad_enabled(grad):
+        return pytree.tree_map_only(Tensor, _without_graph, module(*args, **kwargs))
+
+
+def _fake(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.func import functional_call
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state: dict[str, Tensor] = {
+        name: mode.from_tensor(value) for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    given = pytree.tree_map_only(
+        Tensor, lambda t: mode.from_tensor(t.detach().requires_grad_(t.requires_grad)), (args, kwargs)
+    )
+    with mode, torch.set_grad_enabled(grad):
+        output = functional_call(module, state, *given)
+    return pytree.tree_map_only(
+        Tensor,
+        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad),
+        output,
+    )
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _untouched(module: torch.nn.Module) -> Iterator[None]:
+    """Put the random state and the buffers back."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if layout_of(buffer) is None]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

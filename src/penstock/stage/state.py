@@ -1,0 +1,132 @@
+"""What a stage that is driven by hand keeps: in the words of torch.distributed.pipelining, made when first asked for.
+
+Programs that drive stages themselves, or read them, find this state on the stage. penstock's own steps keep theirs in
+`penstock.run`, and touch none of it but `output_chunks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from penstock.errors import StageError
+from penstock.stage.deferred import Deferral
+from penstock.stage.metadata import MeshCache, StageMeta
+
+
+class StageState:
+    """The attributes; a subclass that calls no constructor finds them too."""
+
+    submod: Any
+    stage_index: int
+    num_stages: int
+    device: torch.device
+    group: Any
+    group_rank: int
+    group_size: int
+    dw_builder: Callable[[], Callable[..., None]] | None = None
+    get_mesh: Callable[..., Any] | None = None
+
+    chunks: int | None = None  # the number of microbatches
+    grad_send_info: list[int | None] | None = None  # where the gradient of each input goes
+    _has_backward = False
+    _runtime_validate = False  # check every tensor against the metadata
+    _splits = True  # whether the backward of some microbatch may come in two parts
+    _in_step = False  # within a step of a schedule, which has scaled the loss and reduces by itself
+    _adapter: Any = None  # the data parallelism of the module, while a step runs
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients are wanted; a schedule with a loss says so."""
+        return self._has_backward
+
+    @has_backward.setter
+    def has_backward(self, has_backward: bool) -> None:
+        self._has_backward = has_backward
+
+    @property
+    def log_prefix(self) -> str:
+        return f"[Stage {self.stage_index}]"
+
+    @cached_property
+    def fwd_cache(self) -> dict[int, tuple[tuple[Any, ...], list[Any]]]:
+        """By microbatch: the outputs of its forward, and its flat inputs; until its backward."""
+        return {}
+
+    @cached_property
+    def bwd_cache(self) -> dict[int, tuple[Any, ...]]:
+        """By microbatch: the gradients of its inputs, until they are sent or handed over."""
+        return {}
+
+    @cached_property
+    def output_chunks(self) -> list[Any]:
+        """On the last stage: what each microbatch of the last step gave, if it was asked for."""
+        return []
+
+    @cached_property
+    def dw_runner(self) -> dict[int, Callable[[], None]]:
+        """By microbatch: the weight work that is still owed."""
+        return {}
+
+    @cached_property
+    def args_recv_info(self) -> dict[int, tuple[Any, ...]]:
+        return {}
+
+    @cached_property
+    def act_send_info(self) -> dict[int, list[Any]]:
+        return {}
+
+    @cached_property
+    def grad_recv_info(self) -> dict[int, tuple[Any, ...]]:
+        return {}
+
+    @cached_property
+    def _stage_meta(self) -> StageMeta:
+        return StageMeta()
+
+    @cached_property
+    def _mesh_cache(self) -> MeshCache:
+        return MeshCache(self.get_mesh)
+
+    @cached_property
+    def _deferral(self) -> Deferral:
+        return Deferral(self.submod)
+
+    @cached_property
+    def _pending(self) -> dict[int, Any]:
+        """By microbatch: the weight work that its forward began."""
+        return {}
+
+    @cached_property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """Which rank holds which stage; the schedule knows better."""
+        return {stage: stage % self.group_size for stage in range(self.num_stages)}
+
+    def _check_chunk_id(self, chunk_id: int) -> None:
+        if self.chunks is None:
+            raise StageError(
+                "the number of microbatches is not known yet; expected a schedule's step, or stage.chunks = n"
+            )
+        if not 0 <= chunk_id < self.chunks:
+            raise StageError(f"microbatch {chunk_id} of {self.chunks}; expected 0 to {self.chunks - 1}")
+
+    def clear_runtime_states(self) -> None:
+        """Forget the last step."""
+        for cache in (self.fwd_cache, self.bwd_cache, self.dw_runner, self._pending):
+            cache.clear()
+        self.output_chunks.clear()
+        self._deferral.reset() if "_deferral" in self.__dict__ else None
+        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            for info in infos or ():
+                info.buffer = None
