@@ -37,6 +37,9 @@ _HOME = {
             "ScheduleDualPipeV ScheduleZBH1 ScheduleZBH2 ScheduleVHalf ScheduleVMin ScheduleVZB ActionContext "
             "microbatch_rng"
         ),
+        "penstock.capture.profile": "profile",
+        "penstock.balance": "Profile",
+        "penstock.pipeline": "Pipeline Result Checkpoint load",
     }.items()
     for name in names.split()
 }

@@ -40,6 +40,12 @@ def choose_cuts(flat: Flat, num_stages: int) -> list[int]:
     return _best(places, totals, num_stages)
 
 
+def cut_places(flat: Flat, num_stages: int) -> list[int]:
+    """Every position where the model can well be cut, more of them if many stages are wanted."""
+    active = _activations(flat)
+    return _places(flat, alive_bytes(flat, active), active, num_stages)
+
+
 def _best(places: list[int], totals: list[float], num_stages: int) -> list[int]:
     """Dynamic programming: best[i] is the slowest stage when the last cut so far is places[i]."""
     ends = [*places, len(totals) - 1]

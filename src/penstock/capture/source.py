@@ -6,6 +6,7 @@ source.piece(0, (False, frozenset()))        # stage 0 in evaluation, traced whe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from penstock.capture.cut import Cut, Cutter, Piece, size_of
+from penstock.capture.cut import Cut, Cutter, Piece, module_path
 from penstock.capture.flat import Flat, Mark, flatten
 from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint
@@ -22,9 +23,24 @@ from penstock.capture.names import StateNames
 from penstock.capture.place import place
 from penstock.capture.skeleton import Skeleton
 from penstock.capture.trace import Dims, FromInput, trace
+from penstock.capture.wires import size_of
 from penstock.errors import CaptureError
 
 ChooseCuts = Callable[[Flat, int], Sequence[int]]
+
+
+Landmark = tuple[str, str, int]  # the module, the operator, and which of that module's operators of that kind it is
+
+
+def landmarks(flat: Flat) -> list[Landmark]:
+    """For each node what tells it from the others, the same in every trace of the model."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found = []
+    for node in flat.nodes:
+        kind = (module_path(node), str(node.target))
+        found.append((*kind, seen[kind]))
+        seen[kind] += 1
+    return found
 
 
 @dataclass
@@ -46,7 +62,7 @@ class Source:
     why_static: str = ""
     gave_up: bool = False  # on dynamic sizes
     shapes: tuple[tuple[int | str, ...], ...] = ()
-    positions: tuple[int, int, tuple[int, ...]] | None = None  # chosen cuts: how many nodes, how many, where
+    chosen: tuple[Landmark, ...] | None = None  # the operators before which to cut, once they are chosen
     flat: Flat | None = None
     cuts: dict[Key, Cut] = field(default_factory=dict)
 
@@ -92,16 +108,17 @@ class Source:
     def _marks(self, flat: Flat) -> Sequence[Mark]:
         if self.num_stages is None or self.choose_cuts is None:
             return flat.marks
-        if self.positions is None:
-            where = tuple(self.choose_cuts(flat, self.num_stages))
-            self.positions = (len(flat.nodes), self.num_stages, where)
-        count, _, where = self.positions
-        if count != len(flat.nodes):
+        here = landmarks(flat)
+        if self.chosen is None:
+            self.chosen = tuple(here[place] for place in self.choose_cuts(flat, self.num_stages))
+        index = {mark: place for place, mark in enumerate(here)}
+        lost = [mark for mark in self.chosen if mark not in index]
+        if lost:
             raise CaptureError(
-                f"the model has {count} operators in one mode and {len(flat.nodes)} in the other, so cuts chosen by "
-                "cost do not carry over; name them with split_spec="
+                f"in another mode or size the model has no {lost[0][1]} in {lost[0][0] or 'its own forward'}, before which "
+                "it was to be cut; name the cuts with split_spec="
             )
-        return [Mark(p, f"operator {p} ({flat.nodes[p].name})") for p in where]
+        return [Mark(index[mark], f"operator {index[mark]} ({mark[1]} in {mark[0]})") for mark in self.chosen]
 
     def _leaves(self, ones: frozenset[str]) -> list[torch.Tensor]:
         if not ones:

@@ -1,0 +1,13 @@
+"""The front door: one call pipelines a model, the same on every rank.
+
+pipe = penstock.Pipeline(model, example=(tokens,), loss_fn=loss, schedule="auto", microbatches=8)
+result = pipe.step(tokens, target=labels)
+"""
+
+from __future__ import annotations
+
+from penstock.pipeline.checkpoint import Checkpoint, load
+from penstock.pipeline.choose import Choice, Tried, choose
+from penstock.pipeline.pipeline import Pipeline, Result
+
+__all__ = ["Checkpoint", "Choice", "Pipeline", "Result", "Tried", "choose", "load"]

@@ -1,0 +1,269 @@
+"""From a model to the stages of this rank: profile, choose, capture, build, wrap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.balance import LayerCost, Profile
+from penstock.batch import batch_size_of, split_batch, split_target
+from penstock.capture.info import PipeInfo
+from penstock.capture.load import materialise
+from penstock.capture.pipe import Pipe
+from penstock.capture.pipeline import pipeline
+from penstock.capture.profile import capture_layers, cuts_at, layer_names, profile_layers
+from penstock.errors import CaptureError, PlanError, StageError
+from penstock.pipeline.choose import Choice, Wishes, choose
+from penstock.pipeline.ends import Ends
+from penstock.plan import Placement, Plan
+from penstock.schedules import Recipe, all_schedules, get_schedule
+from penstock.stage.stage import PipelineStage
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a Pipeline was asked for."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    loss_fn: Callable[..., Any] | None
+    schedule: str | Plan | Recipe
+    microbatches: int
+    num_stages: int | None
+    placement: Placement | str | None
+    memory_limit: int | Sequence[int] | None
+    profile: Profile | str | Path | bool | None
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the capture: split_spec, dynamic_shapes, ...
+
+
+@dataclass(frozen=True)
+class Built:
+    """The stages of this rank, and what is known of all."""
+
+    stages: list[PipelineStage]
+    plan: Plan
+    info: PipeInfo | None  # of a captured model
+    choice: Choice | None  # with measured costs
+
+
+def build(request: Request, ends: Ends) -> Built:
+    """Capture, decide on the first rank, and build what belongs on this one."""
+    latency, bandwidth = ends.measure_connection()
+    text = ends.decide(
+        "profiling the model and choosing a schedule", lambda: _decide(request, ends, latency, bandwidth).dumps()
+    )
+    choice = Choice.loads(text)
+    pipe = _cut(request, choice)
+    if pipe.num_stages != choice.num_stages:
+        raise CaptureError(
+            f"the model falls into {pipe.num_stages} stages here, {choice.num_stages} were chosen; build the same model on "
+            "every rank"
+        )
+    here = choice.plan.placement.stages_of(ends.rank)
+    return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
+
+
+def _decide(request: Request, ends: Ends, latency: float, bandwidth: float | None) -> Choice:
+    wishes = Wishes(
+        num_ranks=ends.num_ranks,
+        num_microbatches=request.microbatches,
+        schedule=_schedule_name(request.schedule),
+        plan=request.schedule if isinstance(request.schedule, Plan) else None,
+        num_stages=request.num_stages,
+        placement=request.placement,
+        memory_limit=request.memory_limit,
+        latency=latency,
+        bandwidth=bandwidth,
+    )
+    _check(wishes)
+    given = request.profile
+    if isinstance(given, Profile):
+        return choose(given, wishes)
+    if isinstance(given, str | Path):
+        return choose(Profile.load(given), wishes)
+    args, kwargs = microbatch_of(request)
+    marked = request.options.get("split_spec") is not None or request.options.get("split_policy") is not None
+    most = request.num_stages or (wishes.plan.num_stages if wishes.plan else 4 * ends.num_ranks)
+    if marked:
+        layers, where = pipeline(request.model, request.args, request.kwargs, **request.options), None
+        wishes = _with_stages(wishes, layers.num_stages)
+    else:
+        layers, where = capture_layers(request.model, request.args, request.kwargs, num_stages=most, **request.options)
+    if given is False:
+        measured = _unmeasured(layers, where)
+    else:
+        measured = profile_layers(
+            layers,
+            where,
+            args=args,
+            kwargs=kwargs,
+            loss_fn=request.loss_fn,
+            target=_target_of(request),
+            device=ends.device,
+        )
+    return choose(measured, wishes)
+
+
+def _schedule_name(schedule: str | Plan | Recipe) -> str:
+    match schedule:
+        case str():
+            return schedule if schedule == "auto" else get_schedule(schedule).name
+        case Recipe():
+            return schedule.name
+        case Plan():
+            return schedule.name or "a plan"
+
+
+def _check(wishes: Wishes) -> None:
+    plan = wishes.plan
+    if plan is not None and (plan.num_ranks, plan.num_microbatches) != (wishes.num_ranks, wishes.num_microbatches):
+        raise PlanError(
+            f"the plan is for {plan.num_ranks} ranks and {plan.num_microbatches} microbatches, but there are "
+            f"{wishes.num_ranks} ranks and microbatches={wishes.num_microbatches}"
+        )
+
+
+def _with_stages(wishes: Wishes, num_stages: int) -> Wishes:
+    from dataclasses import replace
+
+    if wishes.num_stages not in (None, num_stages):
+        raise CaptureError(f"split_spec makes {num_stages} stages, num_stages={wishes.num_stages} were asked for")
+    return replace(wishes, num_stages=num_stages)
+
+
+def _cut(request: Request, choice: Choice) -> Pipe:
+    where = choice.profile.metadata.get("places")
+    if where is None:
+        return pipeline(request.model, request.args, request.kwargs, **request.options)
+    chosen = [tuple(where[boundary - 1]) for boundary in choice.boundaries]
+    return pipeline(
+        request.model,
+        request.args,
+        request.kwargs,
+        num_stages=choice.num_stages,
+        choose_cuts=cuts_at(chosen),
+        **request.options,
+    )
+
+
+def microbatch_of(request: Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One microbatch of the example; an example too small to be cut is taken for one."""
+    size = batch_size_of(request.args, request.kwargs)
+    if size is None or size < request.microbatches:
+        return request.args, dict(request.kwargs)
+    args, kwargs = split_batch(request.args, request.kwargs, request.microbatches)
+    return args[0], kwargs[0]
+
+
+def _target_of(request: Request) -> Any:
+    if request.target is None:
+        return None
+    size = batch_size_of((request.target,))
+    if size is None or size < request.microbatches:
+        return request.target
+    return split_target(request.target, request.microbatches)[0]
+
+
+def _unmeasured(layers: Pipe, where: Any) -> Profile:
+    """Without measuring: a layer costs what its parameters weigh."""
+    modules = [layers.get_stage_module(k) for k in range(layers.num_stages)]
+    rows = []
+    for name, module in zip(layer_names(modules), modules, strict=True):
+        weight = sum(p.numel() for p in module.parameters()) * 1e-9 + 1e-9
+        rows.append(LayerCost(name, weight, weight, weight, parameter_bytes=sum(p.nbytes for p in module.parameters())))
+    return Profile(tuple(rows), metadata={"unit": "", "places": None if where is None else [list(w) for w in where]})
+
+
+# -- stages made by hand
+
+
+def adopt(stages: Sequence[PipelineStage], schedule: str | Plan | Recipe, microbatches: int, ends: Ends) -> Built:
+    """A plan for stages that the user made."""
+    if any(not isinstance(stage, PipelineStage) for stage in stages) or not stages:
+        raise StageError("stages takes the PipelineStages of this rank, or a number of stages")
+    num_stages = stages[0].num_stages
+    ranks = [0] * num_stages
+    for rank, held in enumerate(ends.gather("the stages of each rank", [stage.stage_index for stage in stages])):
+        for index in held:
+            ranks[index] = rank
+    placement = Placement.of(ranks)
+    return Built(list(stages), _plan_for(placement, schedule, microbatches), None, None)
+
+
+def _plan_for(placement: Placement, schedule: str | Plan | Recipe, microbatches: int) -> Plan:
+    if isinstance(schedule, Plan):
+        return schedule
+    per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
+    if rest:
+        raise PlanError(
+            f"{placement.num_stages} stages over {placement.num_ranks} ranks; give a plan of your own: schedule=plan"
+        )
+    wanted = (
+        list(all_schedules())
+        if schedule == "auto"
+        else [schedule if isinstance(schedule, Recipe) else get_schedule(schedule)]
+    )
+    plans = [
+        recipe(placement.num_ranks, microbatches, stages_per_rank=per_rank)
+        for recipe in wanted
+        if recipe.stages_per_rank in (None, per_rank) and (recipe.name != "forward" or schedule != "auto")
+    ]
+    fitting = [plan for plan in plans if plan.placement == placement]
+    if not fitting:
+        raise PlanError(
+            f"no schedule {schedule!r} for stages placed as {placement.ranks}; schedules place them round the ranks (loop: "
+            f"{Placement.loop(placement.num_ranks, per_rank).ranks}) or there and back "
+            f"(v: {Placement.v(placement.num_ranks, per_rank).ranks})"
+        )
+    from penstock.simulate import simulate
+
+    return min(fitting, key=lambda plan: (simulate(plan).makespan, max(simulate(plan).peak_memory)))
+
+
+# -- data parallelism
+
+
+def wrap(stages: Sequence[PipelineStage], ends: Ends, kind: str) -> None:
+    """Put the modules of the stages into DDP or under fully_shard."""
+    if kind not in ("ddp", "fsdp"):
+        raise StageError(f'data_parallel={kind!r}; expected "ddp" or "fsdp"')
+    if ends.mesh is None or ends.num_replicas == 1:
+        return
+    for stage in stages:
+        module = stage.submod
+        if not any(p.requires_grad for p in module.parameters()):
+            continue
+        if kind == "ddp":
+            stage.submod = nn.parallel.DistributedDataParallel(module, process_group=ends.mesh.get_group())
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(module, mesh=ends.mesh)
+
+
+def fill_meta(stages: Sequence[PipelineStage], weights: Any, init: Callable[..., Any] | None) -> None:
+    """Give stages of a model without data their memory and values."""
+    modules = [stage.submod for stage in stages]
+    if weights is None and not any(t.is_meta for m in modules for t in (*m.parameters(), *m.buffers())):
+        return
+    if weights is None and init is None:
+        raise CaptureError(
+            "the model is on the meta device and has no values; give weights= (a state dict, safetensors files, or a "
+            "folder of them) or init=lambda name, tensor: ..."
+        )
+    device = stages[0].device
+    materialise(modules, weights, device=device, fill=init)
+
+
+def device_of(model: nn.Module | None, given: torch.device | str | None) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    found = () if model is None else (p.device for p in model.parameters() if not p.is_meta)
+    return next(iter(found), torch.device("cpu"))

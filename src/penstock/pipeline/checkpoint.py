@@ -1,0 +1,318 @@
+"""Checkpoints on torch.distributed.checkpoint: by the names of the user's model, whatever the ranks and stages.
+
+    pipe.save("run/checkpoint", optimizer=optimizer, extra={"epoch": 3})
+    pipe.load("run/checkpoint", optimizer=optimizer)            # with any other number of ranks and stages
+    model.load_state_dict(penstock.load("run/checkpoint").model)         # the plain model, in one process
+
+Without penstock: ``dcp.load({"model": model.state_dict()}, checkpoint_id="run/checkpoint")``.
+
+A checkpoint is written beside its place and renamed into it. A crash in between leaves the one before: where it was, or,
+in the instant between two renames, under the same name with ".old", where `load` looks as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from penstock.errors import RunError, StageError
+from penstock.pipeline.ends import Ends
+from penstock.pipeline.names import StageTensors, unknown
+from penstock.pipeline.spread import receive_from, send_to
+
+FACTS = "penstock.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint in one process."""
+
+    model: dict[str, Tensor]  # a plain state dict: every name of the model
+    optimizer: dict[str, dict[str, Any]]  # by name of the parameter: the state of the optimizer
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+# -- saving
+
+
+def save(
+    folder: str | Path,
+    tensors: StageTensors,
+    ends: Ends,
+    *,
+    optimizer: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint; every rank of every replica calls it."""
+    place = Path(folder).absolute()
+    fresh = place.with_name(place.name + ".saving")
+    mine = {f"model.{name}": value.detach() for name, value in tensors.state.items() if name not in tensors.elsewhere}
+    state, values, groups = _optimizer_parts(optimizer, tensors)
+    mine |= state
+    facts = ends.gather("what a checkpoint holds", [tensors.aliases, values, groups])
+    if ends.is_first:
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+    _meet(ends, "a folder for the checkpoint")
+    _write(fresh, mine, ends)
+    if ends.is_first:
+        _write_facts(fresh, facts, extra or {})
+        _swap(fresh, place)
+    _meet(ends, "the end of a checkpoint")
+
+
+def _meet(ends: Ends, what: str) -> None:
+    ends.decide(what, str)
+
+
+def _write(fresh: Path, mine: dict[str, Tensor], ends: Ends) -> None:
+    from penstock.comm.distributed import DistributedTransport
+
+    if isinstance(ends.transport, DistributedTransport):
+        group = None if ends.mesh is not None else ends.group
+        state_dict_saver.save(
+            mine, storage_writer=FileSystemWriter(fresh, single_file_per_rank=True), process_group=group
+        )
+        return
+    if ends.rank > 0:
+        send_to(ends.transport, [0], mine)
+        return
+    for rank in range(1, ends.transport.num_ranks):
+        mine |= receive_from(ends.transport, rank)
+    with _alone():
+        state_dict_saver.save(mine, storage_writer=FileSystemWriter(fresh), no_dist=True)
+
+
+def _write_facts(fresh: Path, everyone: list[Any], extra: Mapping[str, Any]) -> None:
+    aliases: dict[str, list[str]] = {}
+    values: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for names, plain, listed in everyone:
+        aliases |= names
+        values |= plain
+        for index, group in enumerate(listed):
+            if index == len(groups):
+                groups.append({**group, "names": []})
+            groups[index]["names"] = sorted({*groups[index]["names"], *group["names"]})
+    facts = {
+        "format": _FORMAT,
+        "aliases": aliases,
+        "optimizer_values": values,
+        "param_groups": groups,
+        "extra": dict(extra),
+    }
+    with (fresh / FACTS).open("w", encoding="utf-8") as file:
+        json.dump(facts, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _swap(fresh: Path, place: Path) -> None:
+    old = place.with_name(place.name + ".old")
+    if place.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+    fresh.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _optimizer_parts(
+    optimizer: Any, tensors: StageTensors
+) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:
+    """The optimizer's tensors by name, its plain values by name, and its groups."""
+    if optimizer is None:
+        return {}, {}, []
+    names = {id(p): name for name, p in tensors.parameters.items()}
+    state: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for parameter, entries in optimizer.state.items():
+        name = names.get(id(parameter))
+        if name is None:
+            raise StageError(
+                "the optimizer holds a parameter that is not of this pipeline; make it from pipe.parameters()"
+            )
+        if name in tensors.elsewhere:
+            continue
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                state[f"optimizer.state.{name}.{key}"] = value.detach()
+            else:
+                values[f"{name}.{key}"] = value
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {
+            k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names")
+        }
+        groups.append({"options": plain, "names": [names[id(p)] for p in group["params"] if id(p) in names]})
+    return state, values, groups
+
+
+# -- loading
+
+
+def found(folder: str | Path) -> Path:
+    """The checkpoint of that name, or the one before if a crash fell between two renames."""
+    place = Path(folder)
+    for candidate in (place, place.with_name(place.name + ".old")):
+        if (candidate / FACTS).is_file():
+            return candidate
+    raise RunError(f"{place} is no checkpoint: it has no {FACTS}; give the folder that pipe.save() was given")
+
+
+def _facts(place: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((place / FACTS).read_text(encoding="utf-8"))
+    if facts.get("format") != _FORMAT:
+        raise RunError(f"{place} has format {facts.get('format')!r}, this penstock reads {_FORMAT}")
+    return facts
+
+
+def load(folder: str | Path) -> Checkpoint:
+    """All of a checkpoint as plain tensors, in one process.
+
+    model.load_state_dict(penstock.load("run/checkpoint").model)
+    """
+    place = found(folder)
+    facts = _facts(place)
+    state = {key: _like(entry) for key, entry in _entries(place).items()}
+    _read(place, state)
+    model = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    for name, others in facts["aliases"].items():
+        if name in model:
+            model |= dict.fromkeys(others, model[name])
+    names = {name for group in facts["param_groups"] for name in group["names"]}
+    optimizer: dict[str, dict[str, Any]] = {}
+    for name in names:
+        prefix = f"optimizer.state.{name}."
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        own |= {k.removeprefix(f"{name}."): v for k, v in facts["optimizer_values"].items() if k.startswith(f"{name}.")}
+        optimizer[name] = {key: value for key, value in own.items() if "." not in key}
+    return Checkpoint(model, optimizer, facts["param_groups"], facts["extra"])
+
+
+def load_into(folder: str | Path, tensors: StageTensors, *, optimizer: Any = None) -> dict[str, Any]:
+    """Read what this rank needs into the stages' tensors and the optimizer; `extra` comes back."""
+    place = found(folder)
+    facts, entries = _facts(place), _entries(place)
+    state: dict[str, Tensor] = {}
+    missing = []
+    for name, value in tensors.state.items():
+        spellings = (name, *tensors.aliases.get(name, ()))
+        key = next((f"model.{spelling}" for spelling in spellings if f"model.{spelling}" in entries), None)
+        if key is None:
+            missing.append(name)
+        else:
+            state[key] = value.detach()
+    if missing:
+        have = [key.removeprefix("model.") for key in entries if key.startswith("model.")]
+        raise unknown(missing, have, f"{place} lacks tensors of this model")
+    pending = _optimizer_targets(optimizer, tensors, entries)
+    _read(place, {**state, **{key: value for key, _, _, value in pending}})
+    if optimizer is not None:
+        _fill(optimizer, tensors, facts, pending)
+    return dict(facts["extra"])
+
+
+def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """From a state dict in memory, by any name of each tensor."""
+    missing = []
+    with torch.no_grad():
+        for name, value in tensors.state.items():
+            key = next((n for n in (name, *tensors.aliases.get(name, ())) if n in state), None)
+            if key is None:
+                missing.append(name)
+                continue
+            given = state[key]
+            if hasattr(value, "placements") and not hasattr(given, "placements"):
+                from torch.distributed.tensor import distribute_tensor
+
+                spread: Any = value
+                given = distribute_tensor(given.to(value.device), spread.device_mesh, spread.placements)
+            if given.shape != value.shape:
+                raise StageError(f"{key} is {list(given.shape)} in the state dict and {list(value.shape)} in the model")
+            value.copy_(given)
+    if strict and missing:
+        raise unknown(missing, state, "the state dict lacks tensors of this rank's stages")
+
+
+def _entries(place: Path) -> dict[str, TensorStorageMetadata]:
+    metadata = FileSystemReader(place).read_metadata().state_dict_metadata
+    return {key: entry for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _like(entry: TensorStorageMetadata) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def _read(place: Path, state: dict[str, Tensor]) -> None:
+    """Each process reads what it needs; values are read with weights_only."""
+    if state:
+        with _alone():
+            state_dict_loader.load(state, storage_reader=FileSystemReader(place), no_dist=True)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One process reads or writes by itself: torch warns of what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _optimizer_targets(
+    optimizer: Any, tensors: StageTensors, entries: Mapping[str, TensorStorageMetadata]
+) -> list[tuple[str, str, str, Tensor]]:
+    """(key in the file, parameter, entry, tensor to read into) for each tensor of the optimizer."""
+    if optimizer is None:
+        return []
+    found_here = []
+    for name, parameter in tensors.parameters.items():
+        for spelling in (name, *tensors.aliases.get(name, ())):
+            prefix = f"optimizer.state.{spelling}."
+            for key, entry in entries.items():
+                part = key.removeprefix(prefix)
+                if key.startswith(prefix) and "." not in part:
+                    same = tuple(entry.size) == tuple(parameter.shape)
+                    room = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype) if same else _like(entry)
+                    found_here.append((key, name, part, room))
+    return found_here
+
+
+def _fill(
+    optimizer: Any, tensors: StageTensors, facts: Mapping[str, Any], pending: list[tuple[str, str, str, Tensor]]
+) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for _, name, part, value in pending:
+        parameter = tensors.parameters[name]
+        if id(parameter) in held:
+            optimizer.state[parameter][part] = value
+    for key, value in facts["optimizer_values"].items():
+        name, _, part = key.rpartition(".")
+        own = tensors.parameters.get(name)
+        if own is not None and id(own) in held:
+            optimizer.state[own][part] = value
+    for group, saved in zip(optimizer.param_groups, facts["param_groups"], strict=False):
+        for key, value in saved["options"].items():
+            if key in group:
+                kept = group[key]
+                group[key] = (
+                    tuple(value)
+                    if isinstance(kept, tuple)
+                    else kept.fill_(value)
+                    if isinstance(kept, Tensor)
+                    else value
+                )

@@ -1,0 +1,266 @@
+"""Which schedule, with how many stages, cut where: every candidate is balanced, simulated, and the fastest is taken.
+
+>>> from penstock.balance import LayerCost
+>>> layers = tuple(LayerCost(f"layers.{i}", 1.0, 1.0, 1.0) for i in range(8))
+>>> choice = choose(Profile(layers), Wishes(num_ranks=2, num_microbatches=8))
+>>> choice.num_stages, choice.boundaries
+(4, (2, 4, 6))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from penstock.balance import Cuts, Profile, balance, in_flight
+from penstock.errors import BalanceError, PlanError
+from penstock.lower import lower
+from penstock.plan import Placement, Plan, dumps, loads
+from penstock.schedules import Recipe, all_schedules, get_schedule
+from penstock.simulate import Costs, Timeline, simulate
+
+_CLOSE = 1.02  # candidates this near to the fastest count as equally fast: then the one that holds less is taken
+_MOST_STAGES_PER_RANK = 4
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user fixed, and what was measured of the connections."""
+
+    num_ranks: int
+    num_microbatches: int
+    schedule: str = "auto"
+    plan: Plan | None = None  # a plan of the user's own
+    num_stages: int | None = None
+    placement: Placement | str | None = None
+    memory_limit: int | Sequence[int] | None = None
+    optimizer_bytes: float = 2.0  # for each byte of parameters
+    latency: float = 0.0  # seconds
+    bandwidth: float | None = None  # bytes a second
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate."""
+
+    schedule: str
+    stages_per_rank: int
+    makespan: float | None  # seconds; None: impossible, and `why` says why
+    bubble: float = 0.0
+    memory: int = 0  # bytes of the fullest rank
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and among what."""
+
+    plan: Plan  # compute actions
+    boundaries: tuple[int, ...]  # the first layer of each stage but the first
+    profile: Profile
+    tried: tuple[Tried, ...] = ()
+    latency: float = 0.0
+    bandwidth: float | None = None
+    optimizer_bytes: float = 2.0
+    why: str = ""
+
+    @property
+    def num_stages(self) -> int:
+        return self.plan.num_stages
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """The layers of each stage: first, and one after the last."""
+        edges = [0, *self.boundaries, len(self.profile.layers)]
+        return tuple(pairwise(edges))
+
+    @cached_property
+    def costs(self) -> Costs:
+        return _costs(self.profile, self.bounds, latency=self.latency, bandwidth=self.bandwidth)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The lowered plan in time, by the measured costs."""
+        return replace(simulate(lower(self.plan), self.costs), unit="s")
+
+    def parameter_bytes(self, stages: Sequence[int]) -> int:
+        """Of some stages together; what they share counts once."""
+        layers = [layer for s in stages for layer in self.profile.layers[slice(*self.bounds[s])]]
+        shared = frozenset[str]().union(*(layer.shared for layer in layers))
+        return sum(layer.parameter_bytes for layer in layers) + sum(self.profile.shared_parameters[n] for n in shared)
+
+    def state_bytes(self, stages: Sequence[int]) -> int:
+        """Parameters, gradients and optimizer state."""
+        return round(self.parameter_bytes(stages) * (2 + self.optimizer_bytes))
+
+    def dumps(self) -> str:
+        """As text; `Choice.loads` is the inverse."""
+        return json.dumps(
+            {
+                "plan": dumps(self.plan),
+                "schedule": self.plan.name,
+                "placement": list(self.plan.placement.ranks),
+                "boundaries": list(self.boundaries),
+                "profile": self.profile.dumps(),
+                "tried": [asdict(tried) for tried in self.tried],
+                "latency": self.latency,
+                "bandwidth": self.bandwidth,
+                "optimizer_bytes": self.optimizer_bytes,
+                "why": self.why,
+            }
+        )
+
+    @classmethod
+    def loads(cls, text: str) -> Choice:
+        data: dict[str, Any] = json.loads(text)
+        return cls(
+            plan=replace(loads(data["plan"]), name=data["schedule"], placement=Placement.of(data["placement"])),
+            boundaries=tuple(data["boundaries"]),
+            profile=Profile.loads(data["profile"]),
+            tried=tuple(Tried(**tried) for tried in data["tried"]),
+            latency=data["latency"],
+            bandwidth=data["bandwidth"],
+            optimizer_bytes=data["optimizer_bytes"],
+            why=data["why"],
+        )
+
+
+@dataclass
+class _Found:
+    tried: list[Tried] = field(default_factory=list)
+    choices: list[tuple[Tried, Plan, Cuts]] = field(default_factory=list)
+
+
+def choose(profile: Profile, wishes: Wishes) -> Choice:
+    """Simulate every candidate with the measured costs, and take the fastest that fits."""
+    found = _Found()
+    for plan in _plans(profile, wishes):
+        _try(plan, profile, wishes, found)
+    if not found.choices:
+        reasons = "\n".join(f"  {tried.schedule}, {tried.stages_per_rank} a rank: {tried.why}" for tried in found.tried)
+        raise BalanceError(f"no schedule can be used:\n{reasons or '  none allows these stages and this placement'}")
+    fastest = min(tried.makespan or 0.0 for tried, _, _ in found.choices)
+    near = [entry for entry in found.choices if (entry[0].makespan or 0.0) <= _CLOSE * fastest]
+    best, plan, cuts = min(near, key=lambda entry: (entry[0].memory, entry[1].num_stages))
+    given = wishes.schedule != "auto" or wishes.plan is not None
+    return Choice(
+        plan,
+        cuts.boundaries,
+        profile,
+        tuple(sorted(found.tried, key=lambda tried: (tried.makespan is None, tried.makespan or 0.0))),
+        wishes.latency,
+        wishes.bandwidth,
+        wishes.optimizer_bytes,
+        why=_why(best, len(found.choices), fastest, given=given),
+    )
+
+
+def _why(best: Tried, count: int, fastest: float, *, given: bool) -> str:
+    if given:
+        return "given"
+    if best.makespan is not None and best.makespan > fastest:
+        return f"within {100 * (_CLOSE - 1):.0f}% of the fastest of {count} candidates, and holds the least memory of those"
+    return f"the fastest of {count} candidates at the measured costs"
+
+
+def _plans(profile: Profile, wishes: Wishes) -> Iterator[Plan]:
+    if wishes.plan is not None:
+        yield wishes.plan
+        return
+    recipes = all_schedules() if wishes.schedule == "auto" else [get_schedule(wishes.schedule)]
+    for recipe in recipes:
+        if wishes.schedule == "auto" and recipe.name == "forward":
+            continue
+        for per_rank in _stages_per_rank(recipe, profile, wishes):
+            plan = recipe(wishes.num_ranks, wishes.num_microbatches, stages_per_rank=per_rank)
+            if _placed(plan, wishes):
+                yield plan
+
+
+def _stages_per_rank(recipe: Recipe, profile: Profile, wishes: Wishes) -> Sequence[int]:
+    if wishes.num_stages is not None:
+        per_rank, rest = divmod(wishes.num_stages, wishes.num_ranks)
+        if rest:
+            raise PlanError(
+                f"{wishes.num_stages} stages over {wishes.num_ranks} ranks; expected a multiple of {wishes.num_ranks}"
+            )
+        if recipe.stages_per_rank in (None, per_rank):
+            return (per_rank,)
+        if wishes.schedule != "auto":
+            recipe.sizes(wishes.num_ranks, wishes.num_microbatches, per_rank)  # raises, and says what would do
+        return ()
+    if recipe.stages_per_rank is not None:
+        return (recipe.stages_per_rank,)
+    if wishes.schedule != "auto":
+        return (recipe.default_stages_per_rank,)
+    most = min(_MOST_STAGES_PER_RANK, len(profile.layers) // wishes.num_ranks)
+    return range(2, most + 1)
+
+
+def _placed(plan: Plan, wishes: Wishes) -> bool:
+    if wishes.placement is None:
+        return True
+    if isinstance(wishes.placement, Placement):
+        return plan.placement == wishes.placement
+    return plan.placement.kind == wishes.placement or plan.num_stages == plan.num_ranks
+
+
+def _try(plan: Plan, profile: Profile, wishes: Wishes, found: _Found) -> None:
+    per_rank = -(-plan.num_stages // plan.num_ranks)
+    if plan.num_stages > len(profile.layers):
+        found.tried.append(Tried(plan.name, per_rank, None, why=f"the model has only {len(profile.layers)} layers"))
+        return
+    try:
+        cuts = balance(
+            profile,
+            plan.num_stages,
+            placement=plan.placement,
+            num_ranks=plan.num_ranks,
+            memory_limit=wishes.memory_limit,
+            microbatches_in_flight=in_flight(plan) if plan.has_backward else None,
+            optimizer_bytes_per_parameter_byte=wishes.optimizer_bytes,
+        )
+    except BalanceError as error:
+        found.tried.append(Tried(plan.name, per_rank, None, why=str(error)))
+        return
+    choice = Choice(
+        plan,
+        cuts.boundaries,
+        profile,
+        latency=wishes.latency,
+        bandwidth=wishes.bandwidth,
+        optimizer_bytes=wishes.optimizer_bytes,
+    )
+    timeline = choice.timeline
+    memory = max(
+        round(peak) + choice.state_bytes(plan.placement.stages_of(rank))
+        for rank, peak in enumerate(timeline.peak_memory)
+    )
+    tried = Tried(plan.name, per_rank, timeline.makespan, timeline.bubble_makespan, memory)
+    found.tried.append(tried)
+    found.choices.append((tried, plan, cuts))
+
+
+def _costs(profile: Profile, bounds: Sequence[tuple[int, int]], *, latency: float, bandwidth: float | None) -> Costs:
+    layers = profile.layers
+
+    def total(name: str) -> tuple[float, ...]:
+        return tuple(sum(getattr(layer, name) for layer in layers[start:stop]) for start, stop in bounds)
+
+    full = profile.metadata.get("backward")
+    crossing = (*profile.crossing, 0)
+    return Costs(
+        forward=total("forward"),
+        backward_input=total("backward_input"),
+        backward_weight=total("backward_weight"),
+        held_to_input=total("activation_to_input"),
+        held_to_weight=total("activation_to_weight"),
+        backward=None if full is None else tuple(sum(full[start:stop]) for start, stop in bounds),
+        latency=latency,
+        bandwidth=bandwidth,
+        output_bytes=tuple(float(crossing[stop - 1]) for _, stop in bounds),
+    )

@@ -1,0 +1,137 @@
+"""Who takes part: the ranks of the pipeline, the data-parallel replicas beside it, and how they agree on a text."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.comm.transport import Transport
+from penstock.errors import CaptureError, StageError
+from penstock.run.schedule import transport_of
+from penstock.stage.stage import place_in
+
+_SMALL, _LARGE = 1, 1 << 18  # numbers (of 4 bytes) in the messages that the connection is measured with
+
+
+@dataclass(frozen=True)
+class Ends:
+    """This rank's place. `replica` and `num_replicas` count the data-parallel copies of the pipeline."""
+
+    transport: Transport
+    group: Any  # what stages are built with: a transport, a process group, or None
+    device: torch.device
+    mesh: Any = None  # the data-parallel dimension, a DeviceMesh, or None
+
+    @classmethod
+    def of(cls, group: Any, mesh: Any, device: torch.device) -> Ends:
+        replicas = None
+        if mesh is not None:
+            names = mesh.mesh_dim_names or ()
+            if group is not None or "pp" not in names or set(names) - {"pp", "dp"}:
+                raise StageError(
+                    f"mesh has the dimensions {names}{' and group is given too' if group is not None else ''}; expected "
+                    'init_device_mesh(type, (replicas, ranks), mesh_dim_names=("dp", "pp")) and no group'
+                )
+            group = mesh["pp"].get_group()
+            replicas = mesh["dp"] if "dp" in names else None
+        return cls(transport_of(group, device), group, device, replicas)
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return place_in(self.group)[1]
+
+    @property
+    def replica(self) -> int:
+        return 0 if self.mesh is None else int(self.mesh.get_local_rank())
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.mesh is None else int(self.mesh.size())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank decides for all, and speaks for them."""
+        return self.rank == 0 and self.replica == 0
+
+    def decide(self, what: str, make: Callable[[], str]) -> str:
+        """The text that the first rank makes, on every rank. If it raises, every rank raises."""
+        raised: Exception | None = None
+        post = b""
+        if self.is_first:
+            try:
+                post = json.dumps({"text": make()}).encode()
+            except Exception as error:  # noqa: BLE001  the others must hear of it, whatever it is
+                raised = error
+                post = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+        if self.num_replicas > 1 and self.rank == 0:
+            post = _broadcast_bytes(post, self.mesh.get_group(), self.device)
+        if self.transport.num_ranks > 1:
+            post = self.transport.gather(what, post)[0]
+        if raised is not None:
+            raise raised
+        found = json.loads(post)
+        if "error" in found:
+            raise CaptureError(f"rank 0 failed at {what}: {found['error']}")
+        return str(found["text"])
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """A small value of each rank of this pipeline, on each of them."""
+        posts = self.transport.gather(what, json.dumps(value).encode())
+        return [json.loads(post) for post in posts]
+
+    def mean_over_replicas(self, values: torch.Tensor) -> None:
+        if self.num_replicas > 1:
+            dist.all_reduce(values, group=self.mesh.get_group())
+            values /= self.num_replicas
+
+    def measure_connection(self) -> tuple[float, float | None]:
+        """Latency in seconds and bytes a second between ranks 0 and 1; every rank calls it."""
+        transport = self.transport
+        if transport.num_ranks < 2:
+            return 0.0, None
+        times = (
+            {size: self._ping(size) for size in (_SMALL, _LARGE)} if transport.rank < 2 else {_SMALL: 0.0, _LARGE: 1.0}
+        )
+        latency = times[_SMALL]
+        extra = times[_LARGE] - latency
+        return latency, 4 * (_LARGE - _SMALL) / extra if extra > 1e-7 else None
+
+    def _ping(self, size: int) -> float:
+        """Seconds of a message one way, the median of a few."""
+        transport = self.transport
+        peer = 1 - transport.rank
+        buffer = torch.zeros(size, dtype=torch.float32, device=transport.device)
+        found = []
+        for _ in range(6):
+            start = time.perf_counter()
+            if transport.rank == 0:
+                transport.isend(buffer, peer).wait()
+                transport.irecv(buffer, peer).wait()
+            else:
+                transport.irecv(buffer, peer).wait()
+                transport.isend(buffer, peer).wait()
+            found.append((time.perf_counter() - start) / 2)
+        return statistics.median(found[1:])
+
+
+def _broadcast_bytes(payload: bytes, group: Any, device: torch.device) -> bytes:
+    """From the first replica to all; plain numbers."""
+    source = dist.get_global_rank(group, 0)
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    dist.broadcast(length, source, group=group)
+    data = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if payload:
+        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    dist.broadcast(data, source, group=group)
+    return bytes(data.tolist())

@@ -1,0 +1,104 @@
+"""The tensors of this rank's stages, under the names that they have in the user's model.
+
+A parameter that several names or several stages share has one name here: the first of its names in the alphabet, so
+that a checkpoint does not depend on where the model was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.capture.module import StageModule
+from penstock.errors import StageError
+from penstock.pipeline.ends import Ends
+from penstock.stage.stage import PipelineStage
+
+Holders = Sequence[tuple[int, str]]
+
+
+@dataclass
+class StageTensors:
+    """What the stages of this rank hold, by name."""
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # those that a state dict has
+    elsewhere: frozenset[str] = frozenset()  # held here too, and counted on another rank
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # other names of the same tensor
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {**self.parameters, **self.buffers}
+
+    def counted(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter of the model, on one rank only."""
+        return ((name, p) for name, p in self.parameters.items() if name not in self.elsewhere)
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """The stage's module inside its data-parallel wrapper."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def stage_tensors(
+    stages: Sequence[PipelineStage], ends: Ends, *, ties: Iterable[Holders], rank_of: Sequence[int]
+) -> StageTensors:
+    """Name everything that the stages of this rank hold."""
+    tied = {holder: tuple(holders) for holders in ties for holder in holders}
+    captured = all(isinstance(inner(stage.submod), StageModule) for stage in stages)
+    prefixes = {} if captured else _prefixes(stages, ends, tied)
+    found = StageTensors()
+    elsewhere: set[str] = set()
+    for stage in stages:
+        module = inner(stage.submod)
+        kept = module.state_dict(keep_vars=True)
+        known = module.aliases if isinstance(module, StageModule) else {}
+        for own, tensor in {**dict(module.named_parameters(remove_duplicate=False)), **kept}.items():
+            if not isinstance(tensor, Tensor):
+                continue
+            holders = tied.get((stage.stage_index, own), ())
+            spellings = (
+                {own, *known.get(own, ()), *(name for _, name in holders)}
+                if not prefixes
+                else {prefixes[index] + name for index, name in holders or ((stage.stage_index, own),)}
+            )
+            name = min(spellings)
+            if len(spellings) > 1:
+                found.aliases[name] = tuple(sorted(spellings - {name}))
+            if isinstance(tensor, nn.Parameter):
+                found.parameters.setdefault(name, tensor)
+                if holders and rank_of[holders[0][0]] != ends.rank:
+                    elsewhere.add(name)
+            elif own in kept:
+                found.buffers.setdefault(name, tensor)
+    found.elsewhere = frozenset(elsewhere)
+    return found
+
+
+def _prefixes(stages: Sequence[PipelineStage], ends: Ends, tied: Mapping[tuple[int, str], Holders]) -> dict[int, str]:
+    """Stages made by hand may use the same names for different things; then the stage's number tells them apart."""
+    mine = {stage.stage_index: list(inner(stage.submod).state_dict()) for stage in stages}
+    everyone: dict[int, list[str]] = {}
+    for names in ends.gather("the names of the parameters", [[k, v] for k, v in mine.items()]):
+        everyone |= dict(names)
+    seen: dict[str, int] = {}
+    for index, listed in sorted(everyone.items()):
+        for name in listed:
+            other = seen.setdefault(name, index)
+            if other != index and not _same(tied, (other, name), (index, name)):
+                return {index: f"stages.{index}." for index in everyone}
+    return {}
+
+
+def _same(tied: Mapping[tuple[int, str], Holders], one: tuple[int, str], other: tuple[int, str]) -> bool:
+    return other in tied.get(one, ())
+
+
+def unknown(names: Iterable[str], known: Iterable[str], what: str) -> StageError:
+    listed = sorted(names)
+    return StageError(
+        f"{what}: {', '.join(listed[:6])}{' ...' if len(listed) > 6 else ''}; this model has {', '.join(sorted(known)[:6])} ..."
+    )

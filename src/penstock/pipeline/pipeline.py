@@ -1,0 +1,419 @@
+"""Pipeline: one call that captures, profiles, balances, places, checks and connects; then `step`, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from penstock.balance import Profile
+from penstock.batch import batch_size_of
+from penstock.errors import RunError, StageError
+from penstock.pipeline import checkpoint, norm
+from penstock.pipeline.build import Built, Request, adopt, build, device_of, fill_meta, wrap
+from penstock.pipeline.ends import Ends
+from penstock.pipeline.explain import explanation
+from penstock.pipeline.names import StageTensors, inner, stage_tensors
+from penstock.pipeline.spread import receive_from, send_to
+from penstock.pipeline.weighted import WeightedSchedule
+from penstock.plan import Placement, Plan
+from penstock.run.record import Recording
+from penstock.schedules import Recipe
+from penstock.simulate import Timeline
+from penstock.stage.stage import PipelineStage
+
+Where = Literal["all", "last"] | int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step gives on every rank."""
+
+    loss: float | None  # of the whole batch; None where it was not shared
+    losses: tuple[float, ...] = ()  # of each microbatch
+    outputs: Any = None  # of the model, on the ranks that asked for them
+
+
+class Pipeline:
+    """A model in stages over all ranks, ready to train.
+
+        pipe = penstock.Pipeline(model, example=(tokens,), loss_fn=loss, schedule="auto", microbatches=8)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        for tokens, labels in loader:
+            result = pipe.step(tokens, target=labels)
+            pipe.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
+            print(result.loss)
+
+    Every rank makes the same call with the same model. In a process without torch.distributed there is one rank.
+
+    `example`, `example_kwargs`   what `step` will be called with: a batch; sizes count, values hardly. `example_target`
+                                  beside it lets the profile include the loss.
+    `loss_fn`        ``loss_fn(output, target)``; a model that returns its own loss (`labels=`) needs none.
+    `schedule`       "auto": the fastest by simulation with measured costs; or a name, a recipe, a plan.
+    `microbatches`   into how many a batch is cut.
+    `stages`         a number of stages (`num_stages` says the same), or the `PipelineStage`s of this rank, made by hand.
+    `placement`      "loop", "v" or a `Placement`; `memory_limit`: bytes of a rank.
+    `profile`        a measured `Profile` or its file, to skip the measuring; False: cut by size, measure nothing.
+    `mesh`           a DeviceMesh with the dimensions "dp" and "pp"; `data_parallel` is "ddp" or "fsdp".
+    `group`          a process group, or a transport of `LocalWorld`; else all processes.
+    `weights`, `init`  values for a model on the meta device: a state dict or safetensors files, ``init(name, tensor)``.
+    `loss_scale`     a GradScaler: `step` scales the loss, and all ranks skip a step whose gradients overflow on one.
+    `share_loss`     False: no broadcast at the end of a step, `result.loss` is there on the last stage's rank alone.
+    `scale_grads`, `seed`, `rng`, `ties` and the chunk specs are those of a `Schedule`; `split_spec`, `split_policy`,
+    `dynamic_shapes`, `output_loss_value_spec` and `multi_use_param_spec` those of `pipeline`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        example: tuple[Any, ...] = (),
+        *,
+        example_kwargs: Mapping[str, Any] | None = None,
+        example_target: Any = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        schedule: str | Plan | Recipe = "auto",
+        microbatches: int = 8,
+        stages: int | Sequence[PipelineStage] | None = None,
+        num_stages: int | None = None,
+        placement: Placement | str | None = None,
+        memory_limit: int | Sequence[int] | None = None,
+        profile: Profile | str | Path | bool | None = None,
+        mesh: Any = None,
+        data_parallel: Literal["ddp", "fsdp"] = "ddp",
+        group: Any = None,
+        device: torch.device | str | None = None,
+        weights: Any = None,
+        init: Callable[[str, Tensor], None] | None = None,
+        loss_scale: Any = None,
+        share_loss: bool = True,
+        scale_grads: bool = True,
+        seed: int = 0,
+        rng: Literal["per-microbatch"] | None = None,
+        ties: Iterable[Any] = (),
+        split_spec: Mapping[str, Any] | None = None,
+        split_policy: Callable[..., Any] | None = None,
+        dynamic_shapes: Mapping[str, Any] | None = None,
+        output_loss_value_spec: Any = None,
+        multi_use_param_spec: Any = None,
+        **chunk_specs: Any,
+    ) -> None:
+        made = [] if stages is None or isinstance(stages, int) else list(stages)
+        count = _one_of(num_stages, stages if isinstance(stages, int) else None)
+        if group is None and made:
+            group = made[0].group
+        self._ends = Ends.of(group, mesh, made[0].device if made else device_of(model, device))
+        if made:
+            self._built = adopt(made, schedule, microbatches, self._ends)
+        else:
+            if not isinstance(model, nn.Module):
+                raise StageError(
+                    f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}"
+                )
+            capture = {
+                "split_spec": split_spec,
+                "split_policy": split_policy,
+                "dynamic_shapes": dynamic_shapes,
+                "output_loss_value_spec": output_loss_value_spec,
+                "multi_use_param_spec": multi_use_param_spec,
+            }
+            request = Request(
+                model,
+                tuple(example),
+                example_kwargs or {},
+                example_target,
+                loss_fn,
+                schedule,
+                microbatches,
+                count,
+                placement,
+                memory_limit,
+                profile,
+                {name: value for name, value in capture.items() if value is not None},
+            )
+            self._built = build(request, self._ends)
+            fill_meta(self._built.stages, weights, init)
+        wrap(self._built.stages, self._ends, data_parallel)
+        self._ties = _ties(self._built, ties)
+        self._tensors: StageTensors | None = None
+        self._scaler = loss_scale
+        self._share_loss = share_loss
+        self._options = {
+            "loss_fn": loss_fn,
+            "scale_grads": scale_grads,
+            "seed": seed,
+            "rng": rng,
+            "ties": [getattr(tie, "holders", tie) for tie in ties],
+            **chunk_specs,
+        }
+        self._schedule = self._make_schedule(self._built.plan)
+        self._smaller: dict[int, WeightedSchedule] = {}  # for evaluations of fewer rows than there are microbatches
+
+    # -- what there is
+
+    @property
+    def stages(self) -> list[PipelineStage]:
+        """The stages of this rank."""
+        return list(self._built.stages)
+
+    @property
+    def schedule(self) -> WeightedSchedule:
+        """The schedule beneath: `schedule.record()`, `schedule.lowered_plan()`, ..."""
+        return self._schedule
+
+    @property
+    def plan(self) -> Plan:
+        return self._schedule.plan
+
+    @property
+    def rank(self) -> int:
+        return self._ends.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._ends.num_ranks
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the layers cost; None for stages made by hand."""
+        return None if self._built.choice is None else self._built.choice.profile
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The step as predicted, by the measured costs; None for stages made by hand."""
+        return None if self._built.choice is None else self._built.choice.timeline
+
+    @property
+    def tensors(self) -> StageTensors:
+        """The parameters and buffers of this rank, by the names of the user's model."""
+        if self._tensors is None:
+            ranks = self._built.plan.placement.ranks
+            self._tensors = stage_tensors(self._built.stages, self._ends, ties=self._ties, rank_of=ranks)
+        return self._tensors
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank, by their names in the user's model. What stages share is on each that uses it."""
+        yield from self.tensors.parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank, for an optimizer."""
+        yield from self.tensors.parameters.values()
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode of the stages of this rank, as on the model."""
+        for stage in self._built.stages:
+            stage.submod.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Dropout off, batch norm by its statistics."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As on a module."""
+        for stage in self._built.stages:
+            stage.submod.zero_grad(set_to_none)
+
+    def explain(self, *, print_output: bool = True) -> str:
+        """What was chosen and why: stages, schedule, predicted step time, bubble and memory. Rank 0 prints it."""
+        text = explanation(self._built)
+        if print_output and self._ends.is_first:
+            import sys
+
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        return text
+
+    # -- steps
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: Where = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Result:
+        """One training step over a batch; gradients add up in `.grad`. The same call on every rank.
+
+        `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
+        """
+        losses: list[Tensor] = []
+        self._schedule.factor = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        value = self._schedule.step(
+            *args, target=target, losses=losses, return_outputs=outputs is not None, loss_kwargs=loss_kwargs, **kwargs
+        )
+        if self._scaler is not None:
+            self._agree_on_overflow()
+        return self._result(self._schedule, losses, value, outputs)
+
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: Where = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Result:
+        """The loss of a batch, without gradients and in evaluation mode; any batch size."""
+        schedule, losses = self._for_batch(args, kwargs), list[Tensor]()
+        with self._in_eval_mode():
+            value = schedule.eval(
+                *args,
+                target=target,
+                losses=losses,
+                return_outputs=outputs is not None,
+                loss_kwargs=loss_kwargs,
+                **kwargs,
+            )
+        return self._result(schedule, losses, value, outputs)
+
+    def predict(self, *args: Any, outputs: Where = "all", **kwargs: Any) -> Any:
+        """The model's output for a batch, in evaluation mode, on every rank (or where `outputs` says)."""
+        schedule = self._for_batch(args, kwargs)
+        with self._in_eval_mode():
+            value = schedule.eval(*args, return_outputs=outputs is not None, **kwargs)
+        return self._delivered(value, outputs)
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Measure the steps inside; afterwards `recording.timeline` is that of the last one."""
+        with self._schedule.record() as recording:
+            yield recording
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
+        """Scale the gradients of all stages so that their common norm is at most `max_norm`; the norm before comes back.
+
+        Each parameter counts once, however many stages and replicas hold it: the norm is that of the unsplit model.
+        """
+        counted = [p.grad for _, p in self.tensors.counted() if p.grad is not None]
+        total = norm.total_norm(counted, self._ends, norm_type=float(norm_type))
+        if error_if_nonfinite and not total < float("inf"):
+            raise RunError(f"the norm of the gradients is {total}; look for overflow, or pass error_if_nonfinite=False")
+        factor = max_norm / (total + 1e-6)
+        if factor < 1.0:
+            norm.scale([p.grad for p in self.parameters() if p.grad is not None], factor)
+        return total
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors of this rank's stages, by their names in the user's model; what names share, once."""
+        return {name: value.detach() for name, value in self.tensors.state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Take this rank's tensors out of a state dict, of the whole model or of these stages."""
+        checkpoint.copy_state(self.tensors, state, strict=strict)
+
+    def save(self, folder: str | Path, *, optimizer: Any = None, extra: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint: all ranks call it. It is there whole, or the one before it still is."""
+        steps = {"steps": self._schedule.steps}
+        checkpoint.save(
+            folder, self.tensors, self._ends, optimizer=optimizer, extra={**(extra or {}), "penstock": steps}
+        )
+
+    def load(self, folder: str | Path, *, optimizer: Any = None) -> dict[str, Any]:
+        """Read a checkpoint that any number of ranks and stages wrote; what `save` was given as `extra` comes back."""
+        extra = checkpoint.load_into(folder, self.tensors, optimizer=optimizer)
+        self._schedule.steps = int(extra.pop("penstock", {}).get("steps", 0))
+        self._ends.gather("a loaded checkpoint", str(folder))
+        return extra
+
+    # -- inside
+
+    def _make_schedule(self, plan: Plan) -> WeightedSchedule:
+        return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
+
+    def _for_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightedSchedule:
+        """A schedule that cuts no more microbatches than there are rows."""
+        plan = self._built.plan
+        rows = batch_size_of(args, kwargs) if args or kwargs else None
+        if rows is None or rows >= plan.num_microbatches:
+            return self._schedule
+        if rows not in self._smaller:
+            from penstock.pipeline.forward import forward_plan
+
+            self._smaller[rows] = self._make_schedule(forward_plan(plan.placement, max(rows, 1)))
+        return self._smaller[rows]
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        changed = [stage.submod for stage in self._built.stages if stage.submod.training]
+        for module in changed:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in changed:
+                module.train()
+
+    @property
+    def _last_rank(self) -> int:
+        return self._built.plan.placement.ranks[-1]
+
+    def _result(self, schedule: WeightedSchedule, losses: list[Tensor], value: Any, outputs: Where) -> Result:
+        numbers = [float(loss) for loss in losses]
+        total = schedule.total(numbers) if numbers else None
+        if self._share_loss and schedule.has_loss:
+            transport = self._ends.transport
+            shared = torch.full(
+                (schedule.num_microbatches + 1,), float("nan"), dtype=torch.float64, device=transport.device
+            )
+            if total is not None:
+                shared.copy_(torch.tensor([total, *numbers], dtype=torch.float64))
+            if transport.num_ranks > 1:
+                transport.broadcast(shared, self._last_rank)
+            self._ends.mean_over_replicas(shared[:1])
+            total, *numbers = shared.tolist()
+            if all(number != number for number in numbers):  # an evaluation without a target
+                total, numbers = (None, []) if not losses and self.rank == self._last_rank else (total, numbers)
+        return Result(total, tuple(numbers), self._delivered(value, outputs))
+
+    def _delivered(self, value: Any, outputs: Where) -> Any:
+        """The outputs on the ranks that want them."""
+        last, rank = self._last_rank, self.rank
+        if outputs is None or outputs == "last":
+            return value
+        wanted = range(self.num_ranks) if outputs == "all" else (int(outputs),)
+        others = [other for other in wanted if other != last]
+        if rank == last:
+            send_to(self._ends.transport, others, value)
+            return value if last in wanted else None
+        return receive_from(self._ends.transport, last) if rank in others else None
+
+    def _agree_on_overflow(self) -> None:
+        """If gradients overflow on one rank, every rank's scaler must see it, or some would step and some not."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        finite = all(bool(torch.isfinite(inner_tensor(grad)).all()) for grad in grads)
+        flag = torch.tensor([0.0 if finite else 1.0], dtype=torch.float64, device=self._ends.transport.device)
+        if self._ends.transport.num_ranks > 1:
+            self._ends.transport.sum(flag)
+        self._ends.mean_over_replicas(flag)
+        if flag.item() > 0 and finite and grads:
+            inner_tensor(grads[0]).fill_(float("inf"))
+
+
+def inner_tensor(tensor: Tensor) -> Tensor:
+    from penstock.stage.dtensors import to_local
+
+    return to_local(tensor.detach())
+
+
+def _one_of(first: int | None, second: int | None) -> int | None:
+    if first is not None and second is not None and first != second:
+        raise StageError(f"stages={second} and num_stages={first}; give one of them")
+    return second if first is None else first
+
+
+def _ties(built: Built, given: Iterable[Any]) -> list[tuple[tuple[int, str], ...]]:
+    """Who holds what together: for names, norms and checkpoints."""
+    if built.info is not None:
+        return [shared.holders for shared in built.info.shared.values()]
+    found = [getattr(tie, "holders", tie) for tie in given]
+    for stage in built.stages:
+        found += [tie.holders for tie in getattr(inner(stage.submod), "ties", ())]
+    return list(dict.fromkeys(tuple(map(tuple, holders)) for holders in found))
