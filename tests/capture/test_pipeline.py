@@ -65,6 +65,34 @@ def test_stages_are_the_model(make: Callable[[], nn.Module], args: tuple[Any, ..
     assert_same(pipe(*args), reference(*args))
 
 
+@pytest.mark.parametrize(
+    ("make", "shape", "cut"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)), (2, 3, 8, 8), "2"),
+        (
+            lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4),
+            (3, 5, 8),
+            "layers.2",
+        ),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8, 2, batch_first=True)), (3, 5, 8), "1"),
+    ],
+    ids=["in place after the cut", "encoder", "lstm"],
+)
+def test_modules_of_torch(make: Callable[[], nn.Module], shape: tuple[int, ...], cut: str) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    reference = copy.deepcopy(model)
+    pipe = pipeline(model, (x,), split_spec={cut: SplitPoint.BEGINNING})
+    for mode in (True, False):
+        pipe.train(mode), reference.train(mode)
+        torch.manual_seed(1)
+        expected = reference(x)
+        torch.manual_seed(1)
+        assert_same(forward_backward(pipe, (x,), {}, lambda out: _total(out[0])), expected)
+        _total(expected[0]).backward()
+        assert_same_grads(model, reference)
+
+
 def test_the_model_is_left_alone() -> None:
     model = toys.Chain()
     model.layers[1].eval()

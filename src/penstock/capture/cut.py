@@ -20,7 +20,7 @@ from penstock.capture.place import EVERYWHERE, Placed
 from penstock.capture.program import Program, late
 from penstock.capture.regions import wrap_regions
 from penstock.capture.trace import FromConstant, FromInput, FromState
-from penstock.capture.wires import Size, Wire
+from penstock.capture.wires import Wire, wire_of
 from penstock.errors import CaptureError
 
 
@@ -278,32 +278,6 @@ class _Builder:
 
     def _attribute(self, name: str) -> fx.Node:
         return self.graph.create_node("get_attr", name)
-
-
-def wire_of(node: fx.Node, name: str, *, source: int | None, stages: Sequence[int]) -> Wire:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return Wire(name, source, tuple(stages), "number", (), None)
-    shape = tuple(size_of(s) for s in value.shape)
-    return Wire(name, source, tuple(stages), "tensor", shape, value.dtype, _is_contiguous(value))
-
-
-def _is_contiguous(value: torch.Tensor) -> bool:
-    if any(isinstance(s, torch.SymInt) for s in value.shape):
-        expected: list[Any] = []
-        step: Any = 1
-        for size in reversed(value.shape):
-            expected.append(str(step))
-            step = size * step
-        return [str(s) for s in value.stride()] == expected[::-1]
-    return value.is_contiguous()
-
-
-def size_of(size: int | torch.SymInt) -> Size:
-    if isinstance(size, torch.SymInt):
-        number = size.node.maybe_as_int()
-        return str(size.node.expr) if number is None else int(number)
-    return int(size)
 
 
 def module_path(node: fx.Node) -> str:

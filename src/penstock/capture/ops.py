@@ -18,6 +18,7 @@ _CHECKS = {
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
+_NORMS = {aten.batch_norm.default, aten.instance_norm.default}
 
 
 def is_check(node: fx.Node) -> bool:
@@ -88,7 +89,7 @@ def written(node: fx.Node) -> list[fx.Node]:
         return []
     found = []
     # batch norm writes its running statistics although its schema does not say so
-    if node.target in (aten.batch_norm.default, aten.instance_norm.default):
+    if node.target in _NORMS:
         if _argument(node, 5, "training"):
             found = [
                 a for a in (_argument(node, 3, "running_mean"), _argument(node, 4, "running_var")) if a is not None
@@ -107,8 +108,10 @@ def shares_memory(node: fx.Node) -> list[fx.Node]:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
-        return list(node.all_input_nodes)
+    if node.target in _NORMS:
+        return []
+    if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:  # dropout that is off returns what it was given
+        return node.all_input_nodes[:1]
     schema = node.target._schema
     if all(r.alias_info is None for r in schema.returns):
         return []

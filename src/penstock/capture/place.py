@@ -102,7 +102,7 @@ def _family(node: fx.Node) -> set[fx.Node]:
     todo = [node]
     while todo:
         here = todo.pop()
-        near = [*shares_memory(here), *(u for u in here.users if here in shares_memory(u) or here in written(u))]
+        near = [*shares_memory(here), *(u for u in here.users if here in shares_memory(u))]
         for other in near:
             if other not in found:
                 found.add(other)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from penstock.errors import ShapeError
 
@@ -33,6 +34,32 @@ class Wire:
         size = "x".join(map(str, self.shape)) if self.kind == "tensor" else "number"
         made = "argument" if self.source is None else f"stage {self.source}"
         return f"{self.name} ({size}, from {made})"
+
+
+def wire_of(node: fx.Node, name: str, *, source: int | None, stages: Sequence[int]) -> Wire:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return Wire(name, source, tuple(stages), "number", (), None)
+    shape = tuple(size_of(s) for s in value.shape)
+    return Wire(name, source, tuple(stages), "tensor", shape, value.dtype, _is_contiguous(value))
+
+
+def _is_contiguous(value: torch.Tensor) -> bool:
+    if any(isinstance(s, torch.SymInt) for s in value.shape):
+        expected: list[Any] = []
+        step: Any = 1
+        for size in reversed(value.shape):
+            expected.append(str(step))
+            step = size * step
+        return [str(s) for s in value.stride()] == expected[::-1]
+    return value.is_contiguous()
+
+
+def size_of(size: int | torch.SymInt) -> Size:
+    if isinstance(size, torch.SymInt):
+        number = size.node.maybe_as_int()
+        return str(size.node.expr) if number is None else int(number)
+    return int(size)
 
 
 def check_sizes(wires: Sequence[Wire], values: Sequence[Any], *, why_static: str, symbols: dict[str, int]) -> None:
