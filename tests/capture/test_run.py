@@ -1,4 +1,4 @@
-"""Captured stages under real schedules, ranks as threads: skips, ties, late arguments, the model's own loss."""
+"""Captured stages under real schedules, ranks as threads: skips, an argument of the last stage, the model's own loss."""
 
 from __future__ import annotations
 
