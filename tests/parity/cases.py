@@ -79,9 +79,7 @@ def nested(sizes: Sizes, wrap: Callable[[Tensor], Any], unwrap: Callable[..., Te
         return y
 
     return [
-        Adapter(
-            first_input if index == 0 else unwrap, keep if index == last else lambda y, *args: wrap(y)
-        ).to(DOUBLE)
+        Adapter(first_input if index == 0 else unwrap, keep if index == last else lambda y, *args: wrap(y)).to(DOUBLE)
         for index in range(sizes.num_stages)
     ]
 
@@ -251,9 +249,7 @@ def named_tuple_outputs(sizes: Sizes) -> Case:
 @case
 def unused_outputs(sizes: Sizes) -> Case:
     """The second and third output of a stage are never looked at; the third would need a gradient."""
-    return Case(
-        nested(sizes, lambda y: (y, y.new_zeros(3), y.pow(2)), lambda y, zeros, squares: y), two_steps(sizes)
-    )
+    return Case(nested(sizes, lambda y: (y, y.new_zeros(3), y.pow(2)), lambda y, zeros, squares: y), two_steps(sizes))
 
 
 @case
@@ -442,7 +438,11 @@ def chunk_specs(sizes: Sizes) -> Case:
     rows = 2 * sizes.num_microbatches
     steps = []
     for seed in (0, 10):
-        x, table, target = random(3, rows, WIDTH, seed=seed), random(1, WIDTH, seed=1), random(rows, WIDTH, seed=seed + 2)
+        x, table, target = (
+            random(3, rows, WIDTH, seed=seed),
+            random(1, WIDTH, seed=1),
+            random(rows, WIDTH, seed=seed + 2),
+        )
         steps.append(Step((x, table), target))
     options = {"args_chunk_spec": (TensorChunkSpec(1), Replicate())}
     return Case(modules, steps, options=options, cut=_by_specs)
@@ -585,7 +585,5 @@ def integer_inputs(sizes: Sizes) -> Case:
     modules = blocks(sizes)
     modules[0] = nn.Embedding(7, WIDTH).to(DOUBLE)
     rows = 2 * sizes.num_microbatches
-    steps = [
-        Step((given(torch.arange(rows) * (seed + 1) % 7),), random(rows, WIDTH, seed=seed)) for seed in range(2)
-    ]
+    steps = [Step((given(torch.arange(rows) * (seed + 1) % 7),), random(rows, WIDTH, seed=seed)) for seed in range(2)]
     return Case(modules, steps)

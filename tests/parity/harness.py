@@ -131,6 +131,8 @@ def run_pipeline(plan: Plan, case: Case, world: LocalWorld) -> list[Result]:
                     for index in own:
                         case.modules[index].zero_grad()
                 results.append(call(schedule, step))
+                for stage in stages:
+                    stage.output_chunks.clear()  # the outputs that the user asked for, as views
                 assert_nothing_left(schedule)
                 assert alive() == [], f"alive after step {number} on rank {transport.rank}"
                 for index in own:
@@ -144,7 +146,9 @@ def run_pipeline(plan: Plan, case: Case, world: LocalWorld) -> list[Result]:
     for other, results in enumerate(ranks):
         if other != last:
             assert all(result.output is None and not result.losses for result in results)
-    return [Result(r.losses, r.output, dict(sorted(found.items()))) for r, found in zip(ranks[last], gradients, strict=True)]
+    return [
+        Result(r.losses, r.output, dict(sorted(found.items()))) for r, found in zip(ranks[last], gradients, strict=True)
+    ]
 
 
 def call(schedule: Schedule, step: Step) -> Result:
@@ -263,7 +267,11 @@ def loop_step(case: Case, step: Step, num_microbatches: int, number: int) -> Res
         for index, module in enumerate(case.modules):
             value = value if isinstance(value, (tuple, list)) and not hasattr(value, "_fields") else (value,)
             own = accepted(module, kwargs[microbatch])
-            rng = microbatch_rng(seed=SEED, stage=index, microbatch=microbatch, step=number) if case.rng else nullcontext()
+            rng = (
+                microbatch_rng(seed=SEED, stage=index, microbatch=microbatch, step=number)
+                if case.rng
+                else nullcontext()
+            )
             with rng:
                 value = module(*value, **own)
         outputs.append(pytree.tree_map_only(Tensor, torch.detach, value))

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from penstock.comm.transport import Work
 from penstock.errors import ShapeError
-from penstock.run.channel import Channel, Poisoned
-from penstock.run.layout import GradLayout, Layout, TensorLayout, unwire, wire
+from penstock.run.channel import Channel
+from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, wire
 from penstock.stage.boundary import SINGLE, flatten, unflatten
 
 
@@ -68,8 +68,9 @@ class Inbox:
         """Receive a message of a cold step."""
         channel = self.channel
         assert channel is not None, "only another rank sends messages"
-        layout = self.layouts[microbatch] = Layout.decode(channel.receive_description())
-        self.leaves[microbatch] = [channel.receive(t.empty(channel.device)) for t in layout.tensors]
+        description = Description.decode(channel.receive_description())
+        self.leaves[microbatch] = [channel.receive(t.empty(channel.device)) for t in description.tensors]
+        layout = self.layouts[microbatch] = description.layout()
         self._arrive(microbatch, layout)
 
     def ready(self, microbatch: int) -> Any:
@@ -112,23 +113,24 @@ class Inbox:
         return found
 
     def send_grads(self, microbatch: int) -> None:
-        """SEND_B of a warm step."""
+        """SEND_B of a warm step. Nothing is sent before all of it has been found to be as expected."""
         layout, leaves = self.grad_layouts[microbatch], self.leaves[microbatch]
         self.leaves[microbatch] = self.values[microbatch] = None
-        if layout is None:
-            return
-        for place, (leaf, present) in enumerate(zip(leaves, layout.present, strict=True)):  # type: ignore[arg-type]
+        grads = []
+        for place, (leaf, present) in enumerate(zip(leaves, layout.present, strict=True)):  # type: ignore[arg-type,union-attr]
             grad = leaf.grad
             if present:
                 if grad is None:
                     grad = torch.zeros_like(leaf)
-                if grad.dtype is not leaf.dtype or grad.shape != leaf.shape:
+                elif grad.dtype is not leaf.dtype or grad.shape != leaf.shape:
                     raise self._changed(microbatch, place, leaf, f"{_name(grad)}")
-                self.channel.post(wire(grad))  # type: ignore[union-attr]
+                grads.append(wire(grad))
             elif grad is not None:
                 raise self._changed(
                     microbatch, place, leaf, "none in the first step with inputs of these shapes, and one now"
                 )
+        for grad in grads:
+            self.channel.post(grad)  # type: ignore[union-attr]
 
     def _changed(self, microbatch: int, place: int, leaf: Tensor, what: str) -> ShapeError:
         return ShapeError(
@@ -138,21 +140,17 @@ class Inbox:
         )
 
     def send_described_grads(self, microbatch: int) -> None:
-        """SEND_B of a cold step. Values without gradient have no message: the forward layout tells both ends."""
-        layout = self.layouts[microbatch]
-        assert layout is not None, "a gradient goes back after its value came"
-        assert self.channel is not None, "a gradient goes back where its value came from"
+        """SEND_B of a cold step. There is a message even without a gradient, so that both ends always count alike."""
+        channel = self.channel
+        assert channel is not None, "only another rank is sent gradients"
         leaves = self.leaves[microbatch] or []
         grads = self.grads(microbatch)
-        if not layout.has_gradient:
-            self.grad_layouts[microbatch] = None
-            return
         for place, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             if grad is not None and (grad.dtype is not leaf.dtype or grad.shape != leaf.shape):
                 raise self._changed(microbatch, place, leaf, _name(grad))
         description = GradLayout(tuple(grad is not None for grad in grads))
         self.grad_layouts[microbatch] = description
-        self.channel.post_described(description.encode(), [wire(grad) for grad in grads if grad is not None])
+        channel.post_described(description.encode(), [wire(grad) for grad in grads if grad is not None])
 
     # -- failure
 
@@ -164,8 +162,7 @@ class Inbox:
         channel, layout = self.channel, self.layouts[microbatch]
         assert channel is not None, "only messages are drained"
         if cold:
-            if layout is None or layout.has_gradient:
-                channel.post_poison()
+            channel.post_poison()
             return
         grads = self.grad_layouts[microbatch]
         for tensor, present in zip(layout.tensors, grads.present, strict=True) if layout and grads else ():
@@ -251,8 +248,6 @@ class Outbox:
     def post_grads(self, microbatch: int) -> None:
         """RECV_B of a warm step."""
         layout, grads, channel = self.layouts[microbatch], self.grad_layouts[microbatch], self.channel
-        if grads is None:
-            return
         buffers: list[Tensor | None] = []
         works = []
         for tensor, present in zip(layout.tensors, grads.present, strict=True):  # type: ignore[union-attr]
@@ -266,18 +261,15 @@ class Outbox:
         self.works[microbatch] = works
 
     def queue_grads(self, microbatch: int) -> None:
-        """RECV_B of a cold step. Whether there is a message is known when its turn comes: the forward is done by then."""
+        """RECV_B of a cold step."""
         self.channel.incoming.append(partial(self.pull_grads, microbatch))  # type: ignore[union-attr]
 
     def pull_grads(self, microbatch: int) -> None:
-        channel, layout = self.channel, self.layouts[microbatch]
+        channel = self.channel
         assert channel is not None, "only another rank sends gradients"
-        if layout is None:  # this rank failed before its forward: the other end had poison, and answers with it
-            raise Poisoned
-        if not layout.has_gradient:
-            self.buffers[microbatch] = [None] * len(layout.tensors)
-            return
         grads = self.grad_layouts[microbatch] = GradLayout.decode(channel.receive_description())
+        layout = self.layouts[microbatch]
+        assert layout is not None, "a gradient comes after its value was sent; after poison comes poison"
         self.buffers[microbatch] = [
             channel.receive(tensor.empty(channel.device)) if present else None
             for tensor, present in zip(layout.tensors, grads.present, strict=True)
@@ -293,9 +285,7 @@ class Outbox:
             for work in works:
                 wait(work)
             self.works[microbatch] = None
-        elif self.buffers[microbatch] is None and self.grad_layouts[microbatch] is None and self.channel is not None:
-            if not self.channel.incoming:
-                return [None] * len(self.tensors[microbatch])  # type: ignore[arg-type]
+        elif self.buffers[microbatch] is None and self.channel is not None:
             self.channel.pull_until(lambda: self.buffers[microbatch] is not None)
         buffers, self.buffers[microbatch] = self.buffers[microbatch], None
         tensors, layout = self.tensors[microbatch], self.layouts[microbatch]

@@ -60,32 +60,12 @@ class Layout:
     tensors: tuple[TensorLayout, ...]
     spec: Spec
 
-    @property
-    def has_gradient(self) -> bool:
-        return any(tensor.requires_grad for tensor in self.tensors)
-
     def encode(self) -> bytes:
         rows = [
             [list(t.shape), str(t.dtype), t.requires_grad, None if t.distributed is None else t.distributed.to_json()]
             for t in self.tensors
         ]
         return json.dumps([rows, self.spec.to_json()]).encode()
-
-    @classmethod
-    def decode(cls, blob: bytes) -> Layout:
-        rows, spec = json.loads(blob)
-        return cls(
-            tuple(
-                TensorLayout(
-                    tuple(shape),
-                    _DTYPES[dtype],
-                    grad,
-                    None if distributed is None else DTensorLayout.from_json(distributed),
-                )
-                for shape, dtype, grad, distributed in rows
-            ),
-            Spec.from_json(spec),
-        )
 
     def check(self, tensors: Sequence[Tensor], spec: Spec, stage: int, microbatch: int) -> None:
         """Before a warm message is sent: is it what the other end expects?"""
@@ -114,6 +94,31 @@ class Layout:
             f"shapes gave ({then}){nest}. If it changes from step to step for other reasons than the shape of the first "
             "stage's input, make the schedule with dynamic=True"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A forward message's own description, as it came. Its tensors must be received before anything can go wrong with
+    its nest (a class that is not known here), so that the messages behind it stay in step."""
+
+    tensors: tuple[TensorLayout, ...]
+    nest: Any
+
+    @classmethod
+    def decode(cls, blob: bytes) -> Description:
+        rows, nest = json.loads(blob)
+        return cls(
+            tuple(
+                TensorLayout(
+                    tuple(shape), _DTYPES[dtype], grad, None if spread is None else DTensorLayout.from_json(spread)
+                )
+                for shape, dtype, grad, spread in rows
+            ),
+            nest,
+        )
+
+    def layout(self) -> Layout:
+        return Layout(self.tensors, Spec.from_json(self.nest))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from penstock.comm.transport import Transport
 from penstock.plan import Plan
 from penstock.plan.actions import Action, AnyAction, Op, Overlap, peer_of, unpack
 from penstock.run.boxes import Inbox, Outbox
-from penstock.run.channel import Channel, Wait
+from penstock.run.channel import Channel
 from penstock.run.rng import MicrobatchRng
 from penstock.run.stage_run import StageRun, StepInputs
 from penstock.stage.dtensors import mesh_of
@@ -41,19 +41,24 @@ class Program:
     """One rank's part of a plan, and all that lies between its actions."""
 
     def __init__(
-        self, setting: Setting, stages: Sequence[PipelineStage], transport: Transport, *, wait: Wait | None = None
+        self,
+        setting: Setting,
+        stages: Sequence[PipelineStage],
+        transport: Transport,
+        *,
+        context: Callable[..., Any] | None = None,
     ) -> None:
         self.setting = setting
         self.plan = setting.plan
         self.rank = transport.rank
         self.transport = transport
-        self.wait = transport.waiter() if wait is None else wait
+        self.wait = transport.waiter()
         self.stages = {stage.stage_index: stage for stage in stages}
         self.channels: dict[int, Channel] = {}
         self.inboxes: dict[int, Inbox] = {}
         self.outboxes: dict[tuple[int, int], Outbox] = {}
         self.runs: dict[int, StageRun] = {}
-        self.context: Any = None  # what custom functions are given; set by the schedule
+        self.context = context  # makes what custom functions are given, of this program and `cold`
         self.saved: dict[int, list[tuple[list[Any], list[Any]]]] = {}  # signature -> layouts
         self.codes = self.plan.codes[self.rank]
         self.actions = tuple(map(unpack, self.codes))
@@ -128,8 +133,8 @@ class Program:
     def bind(self, action: AnyAction, *, cold: bool) -> Call:
         """The call that does an action: the user's function for its kind, or penstock's own."""
         custom = self.setting.custom.get(Overlap if isinstance(action, Overlap) else action.op)
-        if custom is not None:
-            return lambda: custom(action, self.context)
+        if custom is not None and self.context is not None:
+            return partial(custom, action, self.context(self, cold=cold))
         return self.default(action, cold=cold)
 
     def default(self, action: AnyAction, *, cold: bool) -> Call:
@@ -215,7 +220,9 @@ def nothing() -> None:
 
 
 def _forward(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].forward, microbatch_of(action))
+    run = program.runs[action.stage]
+    checked = cold and run.stage.input_args is not None
+    return partial(run.checked_forward if checked else run.forward, microbatch_of(action))
 
 
 def _backward(program: Program, action: Action, cold: bool) -> Call:

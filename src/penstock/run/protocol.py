@@ -38,26 +38,33 @@ class Preambles:
     """Each rank hears from the rank of the stage before its first one, and tells the ranks that follow it."""
 
     def __init__(self, transport: Transport, placement: Placement) -> None:
-        self.device = transport.device
+        self.transport = transport
         first = [placement.stages_of(rank)[0] for rank in range(placement.num_ranks)]
         parents = [None if stage == 0 else placement.rank_of(stage - 1) for stage in first]
         rank = transport.rank
         self.parent = parents[rank]
         self.receive = None if self.parent is None else transport.receiver(self.parent)
-        self.send = [transport.sender(child) for child, parent in enumerate(parents) if parent == rank]
+        self.children = [child for child, parent in enumerate(parents) if parent == rank]
+        self.send = [transport.sender(child) for child in self.children]
         self.wait = transport.waiter()
 
     def hear(self) -> Preamble:
         assert self.receive is not None, "the first rank has nobody to hear from"
-        numbers = torch.empty(5, dtype=torch.int64, device=self.device)
+        numbers = torch.empty(5, dtype=torch.int64, device=self.transport.device)
         self.wait(self.receive([numbers]))
         return Preamble(*numbers.tolist())
 
-    def tell(self, preamble: Preamble) -> None:
+    def tell(self, preamble: Preamble) -> PenstockError | None:
+        """Tell the children; what went wrong with one that cannot be reached comes back, when all others know."""
+        failed: PenstockError | None = None
         if self.send:
-            numbers = torch.tensor(astuple(preamble), dtype=torch.int64, device=self.device)
-            for work in [send([numbers]) for send in self.send]:
-                self.wait(work)
+            numbers = torch.tensor(astuple(preamble), dtype=torch.int64, device=self.transport.device)
+            for child, send in zip(self.children, self.send, strict=True):
+                try:
+                    self.wait(send([numbers]))
+                except RuntimeError as error:
+                    failed = self.transport.explain(error, peer=child, what="the preamble of the step")
+        return failed
 
 
 def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset()) -> bool:

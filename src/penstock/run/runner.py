@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.comm.transport import FailureRecord, Transport
-from penstock.errors import PenstockError, RanksDisagree, RunError
+from penstock.errors import PenstockError, RanksDisagree, RunError, TransportError
 from penstock.plan.actions import Action, AnyAction, Op
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
@@ -61,7 +61,7 @@ class Runner:
         inputs = key = None
         try:
             inputs, key = prepare()
-        except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+        except BaseException as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
             error = caught
             self.report(None, caught)
         preamble, error = self.agree(programs, mode, key, error)
@@ -91,15 +91,14 @@ class Runner:
         size = programs(mode).plan.num_microbatches
         if self.preambles.parent is None:
             preamble = Preamble(self.transport.epoch, mode, *self.signature(programs(mode), mode, key, error), size)
-            self.preambles.tell(preamble)
-            return preamble, error
+            return preamble, self.preambles.tell(preamble) or error
         try:
             preamble = self.preambles.hear()
         except RuntimeError as caught:
             explained = self.transport.explain(caught, peer=self.preambles.parent, what="the preamble of the step")
             preamble = Preamble(self.transport.epoch, mode, FAILED, 1, size)
             error = error or explained
-        self.preambles.tell(preamble)
+        error = self.preambles.tell(preamble) or error
         mine = Preamble(self.transport.epoch, mode, preamble.signature, preamble.cold, size)
         if mine != preamble and error is None and not preamble.failed:
             error = RanksDisagree(
@@ -155,8 +154,10 @@ class Runner:
         """An error of a message, which the backend words in its own way, becomes one that names the rank."""
         if not isinstance(error, RuntimeError) or isinstance(error, PenstockError):
             return error
-        frames = list(traceback.walk_tb(error.__traceback__))
-        owner = frames[-1][0].f_locals.get("self") if frames else None
+        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if self.recorder is not None and owners[-1] is self.recorder:
+            owners.pop()  # it waits in the channel's stead
+        owner = owners[-1]
         channel = owner if isinstance(owner, Channel) else owner.channel if isinstance(owner, (Inbox, Outbox)) else None
         if channel is None:
             return error
@@ -166,20 +167,22 @@ class Runner:
         return explained
 
     def report(self, action: AnyAction | None, error: BaseException) -> None:
-        """Tell the other ranks."""
+        """Tell the other ranks; those that cannot be told see that the connections are gone."""
         single = parts_of(action)[0] if action is not None else None
-        self.transport.report_failure(
-            FailureRecord(
-                self.transport.rank,
-                None if single is None else single.stage,
-                None if action is None else str(action),
-                None if single is None else single.microbatch,
-                f"{type(error).__name__}: {error}",
-            )
+        record = FailureRecord(
+            self.transport.rank,
+            None if single is None else single.stage,
+            None if action is None else str(action),
+            None if single is None else single.microbatch,
+            f"{type(error).__name__}: {error}",
         )
+        with suppress(TransportError):
+            self.transport.report_failure(record)
 
     def peer_failure(self) -> PenstockError | None:
-        record = self.transport.failed or self.transport.failure()
+        record = self.transport.failed
+        with suppress(TransportError):
+            record = record or self.transport.failure()
         return None if record is None or record.rank == self.transport.rank else record.error()
 
     # -- after
@@ -199,6 +202,7 @@ class Runner:
         for each in program.channels.values():
             while each.incoming and not each.lost:
                 self._try(each, each.incoming.popleft())
+        for each in program.channels.values():  # only now: the other end may take them when it has pulled from a third
             while each.sent and not each.lost:
                 self._try(each, partial(each.wait, each.sent.popleft()))
         boxes: list[Inbox | Outbox] = [*program.inboxes.values(), *program.outboxes.values()]
@@ -267,8 +271,7 @@ class Runner:
 
     def _follows(self, error: BaseException) -> bool:
         """Whether this rank's error came after another's, whose dummy messages may have caused it."""
-        record = self.transport.failed or self.transport.failure()
-        return record is not None and record.rank != self.transport.rank and not isinstance(error, RanksDisagree)
+        return self.peer_failure() is not None and not isinstance(error, RanksDisagree)
 
 
 def _posted_nothing(action: AnyAction | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any, ClassVar, Literal, Self
 
@@ -16,10 +17,12 @@ from penstock.batch import Microbatches, merge_chunks, sizes_of, split_batch, sp
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.local import LocalWorld
 from penstock.comm.transport import Transport
-from penstock.errors import DeadlockError, PlanError, RunError, StageError
-from penstock.lower import Ahead, Early, ReceivePolicy, lower
+from penstock.errors import DeadlockError, PlanError, RanksDisagree, RunError, StageError
+from penstock.lower import Ahead, Early, ReceivePolicy, add_reduce_grad, add_unshard_reshard, lower
 from penstock.parallel import adapt
 from penstock.plan import AnyAction, Op, Overlap, Placement, Plan, StageGraph, check, dumps, load
+from penstock.plan.vocabulary import ComputationType
+from penstock.run.legacy import LegacySchedule
 from penstock.run.program import Program, Setting
 from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
@@ -29,7 +32,7 @@ from penstock.run.ties import Ties
 from penstock.schedules import get_schedule
 from penstock.stage.boundary import flatten
 from penstock.stage.loss import OwnLoss
-from penstock.stage.stage import PipelineStage
+from penstock.stage.stage import PipelineStage, place_in
 
 TRAIN, FORWARD = 0, 1
 CustomFunction = Callable[[AnyAction, "ActionContext"], object]
@@ -45,10 +48,10 @@ class ActionContext:
     schedule.register_custom_function(Overlap, overlapped)
     """
 
-    def __init__(self, schedule: Schedule, program: Program) -> None:
+    def __init__(self, schedule: Schedule, program: Program, *, cold: bool) -> None:
         self.schedule = schedule
+        self.cold = cold  # whether messages of this step describe themselves; see `penstock.run.layout`
         self._program = program
-        self.cold = False
 
     def stage(self, index: int) -> PipelineStage:
         """A stage of this rank."""
@@ -64,7 +67,7 @@ class ActionContext:
         self._program.default(action, cold=self.cold)()
 
 
-class Schedule:
+class Schedule(LegacySchedule):
     """Stages and a plan, ready to train.
 
         schedule = Schedule.from_plan(load("plan.csv"), stages, loss_fn=loss_fn)
@@ -126,6 +129,8 @@ class Schedule:
         self._plan: Plan | None = None
         self._runner: Runner | None = None
         self._steps = 0
+        self._init_legacy()
+        self._tell_stages()
 
     @classmethod
     def from_plan(
@@ -150,6 +155,9 @@ class Schedule:
 
     def make_plan(self) -> Plan:
         """The plan of compute actions; a subclass may build its own."""
+        ordered = self._order_plan()
+        if ordered is not None:
+            return ordered
         if self._given_plan is not None:
             return self._given_plan
         if self.recipe is None:
@@ -192,15 +200,15 @@ class Schedule:
 
     def _lower(self, mode: int, adapters: Mapping[int, Any]) -> Plan:
         plan = self.plan if mode == TRAIN else self.plan.forward_only()
-        if plan.is_lowered:
-            return plan
-        default: ReceivePolicy = Early() if mode == TRAIN else Ahead(2)
-        return lower(
-            plan,
-            receives=self._receives or default,
-            shards=any(adapter.sharded for adapter in adapters.values()),
-            reduce=mode == TRAIN and any(adapter.reduces for adapter in adapters.values()),
+        shards = any(adapter.sharded for adapter in adapters.values()) and not plan.has(Op.UNSHARD)
+        reduce = (
+            mode == TRAIN and any(adapter.reduces for adapter in adapters.values()) and not plan.has(Op.REDUCE_GRAD)
         )
+        if plan.is_lowered:
+            plan = add_unshard_reshard(plan) if shards else plan
+            return add_reduce_grad(plan) if reduce else plan
+        default: ReceivePolicy = Early() if mode == TRAIN else Ahead(2)
+        return lower(plan, receives=self._receives or default, shards=shards, reduce=reduce)
 
     def _program(self, mode: int) -> Program:
         program = self._programs.get(mode)
@@ -216,28 +224,75 @@ class Schedule:
             setting = Setting(
                 plan, grad=mode == TRAIN, reap=reap, adapters=adapters, custom=self._custom, rng=self._rng
             )
-            program = self._programs[mode] = Program(setting, self._stages, self._connect().transport)
-            program.context = ActionContext(self, program)
+            program = Program(setting, self._stages, self._transport, context=partial(ActionContext, self))
+            self._programs[mode] = program
         return program
 
-    def _connect(self) -> Runner:
+    def _current(self, mode: int) -> Program:
+        """The program, for the modules that the stages hold now; what is known of messages stays."""
+        program = self._program(mode)
+        if any(run.module is not run.stage.submod for run in program.runs.values()):
+            del self._programs[mode]
+            program, old = self._program(mode), program
+            program.saved = old.saved
+        return program
+
+    def _ask_everybody(self, answer: bytes) -> Sequence[bytes]:
+        return self._transport.gather("how the stages are driven", answer)
+
+    @cached_property
+    def _transport(self) -> Transport:
+        return transport_of(self._stages[0].group, self._stages[0].device)
+
+    def _connect(self, mode: int | None = None) -> Runner:
+        """Before the first step: find out whether all ranks are about to run the same, and can."""
         if self._runner is None:
-            stage = self._stages[0]
-            self._runner = Runner(transport_of(stage.group, stage.device), dynamic=self._dynamic)
-            facts = {
-                "schedule": self.plan.name or type(self).__name__,
-                "plan": hashlib.sha256(dumps(self.plan).encode()).hexdigest()[:16],
-                "microbatches": str(self._n_microbatches),
-                "placement": str(self.plan.placement.ranks),
-                "loss": "with loss" if self._loss_fn is not None else "without loss",
-                "penstock": __version__,
-                "torch": torch.__version__,
-            }
-            self._runner.transport.agree("the first step of a schedule", facts)
+            problem: Exception | None = None
+            facts: dict[str, str] = {}
+            try:
+                facts = self._facts()
+                self._program(self._mode if mode is None else mode)
+            except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
+                problem = error
+            facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
+            try:
+                self._transport.agree("the first step of a schedule", facts)
+            except RanksDisagree:
+                if problem is None:
+                    raise
+            if problem is not None:
+                self._programs.clear()
+                raise problem
+            self._runner = Runner(self._transport, dynamic=self._dynamic)
         return self._runner
 
-    def register_custom_function(self, kind: Op | type[Overlap], function: CustomFunction) -> None:
-        """Do actions of a kind with a function of your own: ``function(action, context)``. Before the first step."""
+    def _facts(self) -> dict[str, str]:
+        """What must be the same on every rank."""
+        return {
+            "schedule": self.plan.name or type(self).__name__,
+            "plan": hashlib.sha256(dumps(self.plan).encode()).hexdigest()[:16],
+            "microbatches": str(self._n_microbatches),
+            "placement": str(self.plan.placement.ranks),
+            "loss": "with loss" if self._loss_fn is not None else "without loss",
+            "penstock": __version__,
+            "torch": torch.__version__,
+        }
+
+    @property
+    def _mode(self) -> int:
+        """What `step` does."""
+        return TRAIN if self._has_backward and self.plan.has_backward else FORWARD
+
+    def register_custom_function(
+        self, kind: Op | type[Overlap] | ComputationType, function: Callable[..., object]
+    ) -> None:
+        """Do actions of a kind with a function of your own: ``function(action, context)``. Before the first step.
+
+        A kind in torch's words (`ComputationType`) gets torch's kind of function, which drives the stages itself.
+        """
+        if isinstance(kind, ComputationType):
+            self.register_hand_function(kind, function)
+            return
         if self._programs:
             raise RunError("register_custom_function after the first step; the plan is bound by then. Call it before")
         self._custom[kind] = function
@@ -261,8 +316,11 @@ class Schedule:
 
         Without a `loss_fn` there is nothing to differentiate, and the step is an evaluation.
         """
-        mode = TRAIN if self._loss_fn is not None and self.plan.has_backward else FORWARD
-        return self._run(mode, args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs)
+        if self._goes_by_hand(self._ask_everybody):
+            return self._run_by_hand(
+                args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs
+            )
+        return self._run(None, args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs)
 
     def eval(
         self,
@@ -274,13 +332,17 @@ class Schedule:
         **kwargs: Any,
     ) -> Any:
         """The same forward only, without gradients; any batch size. Modules stay in the mode that they are in."""
+        if self._goes_by_hand(self._ask_everybody):
+            return self._run_by_hand(
+                args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs, backward=False
+            )
         return self._run(
             FORWARD, args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs
         )
 
     def _run(
         self,
-        mode: int,
+        mode: int | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -289,12 +351,13 @@ class Schedule:
         keep: bool,
         loss_kwargs: Mapping[str, Any] | None,
     ) -> Any:
-        runner = self._connect()
+        runner = self._connect(mode)
+        mode = self._mode if mode is None else mode
         grad_enabled = torch.is_grad_enabled()
 
         if self._rng is not None:
             self._rng.step = self._steps
-        program = self._program(mode)
+        program = self._current(mode)
         adapters = program.setting.adapters.values()
         ties = self._shared(runner) if mode == TRAIN else None
 
@@ -324,7 +387,9 @@ class Schedule:
             losses[:] = outcome.losses
         if not keep or not self._has_last:
             return None
-        return merge_chunks(outcome.outputs, self._output_merge_spec)
+        merged = merge_chunks(outcome.outputs, self._output_merge_spec)
+        self._keep_chunks(outcome.outputs, merged)
+        return merged
 
     def _shared(self, runner: Runner) -> Ties:
         """The parameters that several stages hold."""
@@ -417,7 +482,7 @@ def transport_of(group: Any, device: torch.device) -> Transport:
     """The transport of a stage's group: one that was handed over, the process group's, or one rank alone."""
     if isinstance(group, Transport):
         return group
-    if group is None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if place_in(group)[1] == 1:
         return LocalWorld(1).transports[0]
     return DistributedTransport.of(group, device=device)
 

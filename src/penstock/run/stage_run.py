@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +12,13 @@ from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.run.boxes import Inbox, Outbox
+from penstock.run.expected import check_given
 from penstock.run.rng import MicrobatchRng
 from penstock.stage.backward import Deferral, ManualWeight, backward_input, backward_weight, can_split, run_deferred
+from penstock.stage.boundary import flatten, unflatten
 from penstock.stage.engine import run_engine
+from penstock.stage.forward import remember
+from penstock.stage.keywords import accepted_keywords
 from penstock.stage.stage import PipelineStage
 
 
@@ -54,7 +57,7 @@ class StageRun:
         self.rng = rng
         self.split = split  # the microbatches whose backward comes in two parts
         self.inputs = StepInputs()
-        self.manual = stage.dw_builder if split else None
+        self.manual = stage.dw_builder if grad else None
         self.deferral = Deferral(self.module) if split and self.manual is None else None
         self.pending: list[Any] = [None] * num_microbatches
         self.losses: list[Tensor | None] = [None] * num_microbatches
@@ -63,6 +66,9 @@ class StageRun:
         self.accepted = accepted_keywords(self.module)
         self.chain = stage.routes is None
         self.box = next(iter(inboxes.values()), None)
+        self.proved = not grad or not inboxes  # whether a forward has shown that it leaves its inputs alone
+        self.copies = False  # whether it changes them in place, and is given copies
+        self.checks_output = stage.output_args is not None
         if split and self.manual is None and not can_split(self.module):
             warnings.warn(
                 f"stage {stage.stage_index} is compiled: its backward cannot be taken apart, so the input slot does all of "
@@ -75,16 +81,41 @@ class StageRun:
     def forward(self, microbatch: int) -> None:
         """F."""
         args, kwargs = self.arguments(microbatch)
+        call = self.call if self.proved else self.first_call
         if self.rng is None:
-            output = self.call(microbatch, args, kwargs)
+            output = call(microbatch, args, kwargs)
         else:
             with self.rng.at(self.stage.stage_index, microbatch):
-                output = self.call(microbatch, args, kwargs)
+                output = call(microbatch, args, kwargs)
         for outbox in self.outboxes:
             outbox.keep(microbatch, output)
         if not self.grad:
             for inbox in self.inboxes.values():
                 inbox.read(microbatch)
+
+    def checked_forward(self, microbatch: int) -> None:
+        """F of a cold step, if the user said what the shapes are."""
+        index = self.stage.stage_index
+        args, _ = self.arguments(microbatch)
+        check_given(self.stage.input_args, args, stage=index, microbatch=microbatch, name="input_args")
+        self.forward(microbatch)
+
+    def first_call(self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first forward shows whether the module changes its input in place, which autograd refuses for a leaf.
+
+        It then runs again, from the same random state and the same buffers, and gets copies from then on.
+        """
+        rewind = remember(self.module, args)
+        try:
+            output = self.call(microbatch, args, kwargs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            rewind()
+            self.copies = True
+            output = self.call(microbatch, *self.arguments(microbatch))
+        self.proved = True
+        return output
 
     def call(self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module, and on the last stage the loss."""
@@ -95,6 +126,9 @@ class StageRun:
         else:
             output = self.module(*args, **kwargs)
             self.pending[microbatch] = ManualWeight(self.manual)  # type: ignore[arg-type]
+        if self.checks_output:
+            given = (self.stage.output_args, output if type(output) is tuple else (output,))
+            check_given(*given, stage=self.stage.stage_index, microbatch=microbatch, name="output_args")
         if self.stage.is_last:
             self.finish(microbatch, output)
         return output
@@ -118,6 +152,10 @@ class StageRun:
         roots, grads = self.seeds(microbatch)
         if roots:
             run_engine(tuple(roots), tuple(grads))
+        if self.manual is not None:  # weight work made by hand, in the same breath
+            weight = ManualWeight(self.manual)
+            weight.build()
+            weight.run()
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
@@ -140,6 +178,8 @@ class StageRun:
                 args = self.inputs.args[microbatch]  # type: ignore[index]
             else:
                 value = self.box.ready(microbatch)
+                if self.copies:
+                    value = copied(value)
                 args = (value,) if type(value) is Tensor else positional(value)
             if kwargs and self.accepted is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in self.accepted}
@@ -147,6 +187,8 @@ class StageRun:
         values: dict[int, dict[int, Any]] = {}
         for producer, inbox in self.inboxes.items():
             bundle = inbox.ready(microbatch)
+            if self.copies:
+                bundle = copied(bundle)
             values[producer] = dict(zip(inbox.places, bundle, strict=True))
         args = self.inputs.args[microbatch] if self.inputs.args is not None else ()
         return self.stage.routes.call(values, args, kwargs)  # type: ignore[union-attr]
@@ -198,27 +240,15 @@ def positional(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
+def copied(value: Any) -> Any:
+    """The value, with copies of the leaves that need a gradient: those may be changed in place."""
+    tensors, spec = flatten(value)
+    return unflatten(spec, [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors])
+
+
 def detached(value: Any) -> Any:
     """The output without its graph; no copy."""
     if isinstance(value, Tensor):
         return value.detach()
-    from penstock.stage.boundary import flatten, unflatten
-
     tensors, spec = flatten(value)
     return unflatten(spec, [tensor.detach() for tensor in tensors])
-
-
-def accepted_keywords(module: torch.nn.Module) -> frozenset[str] | None:
-    """The keyword arguments that a module's forward takes; None: any."""
-    inner = module
-    while isinstance(inner, (torch.nn.parallel.DistributedDataParallel,)):
-        inner = inner.module
-    try:
-        parameters = inspect.signature(inner.forward).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-
-

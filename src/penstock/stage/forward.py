@@ -27,7 +27,7 @@ def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: d
             return module(*args, **kwargs), pending
         finally:
             end(previous)
-    rewind = _remember(module, args)
+    rewind = remember(module, args)
     try:
         with deferring(pending):
             value = module(*args, **kwargs)
@@ -53,7 +53,7 @@ def _may_need_input_gradients(args: Sequence[Any], kwargs: dict[str, Any]) -> bo
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
-def _remember(module: Any, args: Sequence[Any]) -> Callable[[], None]:
+def remember(module: Any, args: Sequence[Any]) -> Callable[[], None]:
     """The random state and the buffers as they are now, as a function that brings them back."""
     buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
     values = [buffer.detach().clone() for buffer in buffers]
