@@ -29,7 +29,9 @@ class Channel:
         self.device = transport.device
         self.sent: deque[Work] = deque()  # sends on their way
         self.incoming: deque[Callable[[], None]] = deque()  # receives of a cold step that are not done yet
-        self.reap_after = reap_after  # how many sends may be on their way; None: any number
+        self.reap_after = reap_after  # how many sends of a warm step may be on their way; None: any number
+        self.described: deque[int] = deque()  # how many sends each message of a cold step is, for those in `sent`
+        self.reaped = 0  # messages of this cold step that were waited for
         self.lost = False  # the connection is gone: nothing more is sent or received, so that the rest can be drained
 
     def post(self, tensor: Tensor) -> None:
@@ -42,14 +44,21 @@ class Channel:
     def post_described(self, description: bytes, tensors: list[Tensor]) -> None:
         """Send a message of a cold step."""
         blob = torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device)
-        self.sent.append(self.send([self.numbers(DATA, blob.numel())]))
-        self.sent.append(self.send([blob]))
-        for tensor in tensors:
-            self.sent.append(self.send([tensor]))
+        works = [self.send([part]) for part in (self.numbers(DATA, blob.numel()), blob, *tensors)]
+        self.sent.extend(works)
+        self.described.append(len(works))
 
     def post_poison(self) -> None:
         """Send, in place of a message of a cold step, that none will come."""
         self.sent.append(self.send([self.numbers(POISON, 0)]))
+        self.described.append(1)
+
+    def reap(self, count: int) -> None:
+        """Wait for the first `count` messages of a cold step, which have arrived."""
+        while self.reaped < count:
+            for _ in range(self.described.popleft()):
+                self.wait(self.sent.popleft())
+            self.reaped += 1
 
     def receive_description(self) -> bytes:
         """Receive the description of a message of a cold step; its tensors follow."""
@@ -82,4 +91,6 @@ class Channel:
 
     def clear(self) -> None:
         self.sent.clear()
+        self.described.clear()
+        self.reaped = 0
         self.incoming.clear()

@@ -16,6 +16,7 @@ from penstock.plan import Plan
 from penstock.plan.actions import Action, AnyAction, Op, Overlap, peer_of, unpack
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
+from penstock.run.reaping import reap_points
 from penstock.run.rng import MicrobatchRng
 from penstock.run.stage_run import StageRun, StepInputs
 from penstock.stage.dtensors import mesh_of
@@ -65,6 +66,8 @@ class Program:
         self._connect()
         self.warm = [self.bind(action, cold=False) for action in self.actions]
         self.cold = [self.bind(action, cold=True) for action in self.actions]
+        for position, points in reap_points(self.plan, self.rank).items():
+            self.cold[position] = partial(self._then_reap, self.cold[position], points)
 
     # -- binding
 
@@ -142,6 +145,11 @@ class Program:
             first, second = (self.bind(part, cold=cold) for part in (action.first, action.second))
             return partial(in_series, first, second)
         return HANDLERS[action.op](self, action, cold)
+
+    def _then_reap(self, call: Call, points: list[tuple[int, int]]) -> None:
+        call()
+        for peer, count in points:
+            self.channels[peer].reap(count)
 
     # -- around a step
 
