@@ -67,38 +67,50 @@ class Preambles:
         return failed
 
 
-def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset()) -> bool:
-    """Whether all ranks are fine. A rank that cannot be reached is not; the others are told all the same."""
+@dataclass
+class Verdict:
+    """Whether all ranks are fine; and what this rank met when it asked, where one could not be reached."""
+
+    fine: bool
+    unreachable: PenstockError | None = None
+
+
+def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset()) -> Verdict:
+    """Ask all ranks. A rank that cannot be reached is not fine; the others are told all the same."""
     rank, size = transport.rank, transport.num_ranks
+    found = Verdict(ok)
     if size == 1:
-        return ok
+        return found
     children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
     flag = torch.tensor([0 if ok else 1], dtype=torch.int64, device=transport.device)
     for child in children:
-        flag += _ask(transport, child, lost)
+        flag += _ask(transport, child, lost, found)
     if rank > 0:
         parent = (rank - 1) // 2
-        _tell(transport, parent, flag, lost)
-        flag = flag + _ask(transport, parent, lost)
+        _tell(transport, parent, flag, lost, found)
+        flag = flag + _ask(transport, parent, lost, found)
     for child in children:
-        _tell(transport, child, flag, lost)
-    return not flag.item()
+        _tell(transport, child, flag, lost, found)
+    found.fine = not flag.item()
+    return found
 
 
-def _ask(transport: Transport, peer: int, lost: frozenset[int]) -> torch.Tensor:
+def _ask(transport: Transport, peer: int, lost: frozenset[int], found: Verdict) -> torch.Tensor:
     answer = torch.ones(1, dtype=torch.int64, device=transport.device)
     if peer not in lost:
         try:
             transport.irecv(answer, peer).wait()
-        except PenstockError:
+        except PenstockError as error:
             answer.fill_(1)
+            found.unreachable = found.unreachable or error
     return answer
 
 
-def _tell(transport: Transport, peer: int, flag: torch.Tensor, lost: frozenset[int]) -> None:
+def _tell(transport: Transport, peer: int, flag: torch.Tensor, lost: frozenset[int], found: Verdict) -> None:
     if peer in lost:
         return
     try:
         transport.isend(flag, peer).wait()
-    except PenstockError:
+    except PenstockError as error:
         flag.fill_(1)
+        found.unreachable = found.unreachable or error

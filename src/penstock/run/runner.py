@@ -25,6 +25,9 @@ Prepare = Callable[[], tuple[StepInputs, Any]]
 """Cuts the batch into microbatches; also gives what tells one shape of input from another."""
 
 
+_REMEMBERED = 64  # shapes of input whose layouts are kept
+
+
 class _Heard(Exception):
     """Another rank has failed: stop computing."""
 
@@ -43,7 +46,7 @@ class Runner:
     def __init__(self, transport: Transport, *, dynamic: bool = False) -> None:
         self.transport = transport
         self.dynamic = dynamic  # every step is cold: for models whose shapes change for reasons of their own
-        self.signatures: dict[Any, int] = {}
+        self.signatures: dict[int, dict[Any, int]] = {}  # by mode: the number of each shape of input, last used last
         self.preambles: Preambles | None = None
         self.recorder: Any = None
 
@@ -112,7 +115,14 @@ class Runner:
         """The number of this shape of input, and whether it is new."""
         if error is not None:
             return FAILED, 1
-        number = self.signatures.setdefault((mode, key), len(self.signatures))
+        known = self.signatures.setdefault(mode, {})
+        number = known.pop(key, None)
+        if number is None:
+            number = len(known)
+            if number == _REMEMBERED:  # the oldest makes room, on every rank: a cold step overwrites its layouts
+                number = known.pop(next(iter(known)))
+                program.saved.pop(number, None)
+        known[key] = number
         return number, int(self.dynamic or number not in program.saved)
 
     # -- during
@@ -257,21 +267,18 @@ class Runner:
         program.clear()
         for channel in program.channels.values():
             channel.lost = False
-        fine = verdict(self.transport, ok=error is None, lost=lost)
-        if fine:
+        found = verdict(self.transport, ok=error is None, lost=lost)
+        if found.fine:
             if preamble.cold and not self.dynamic:
                 program.save_layouts(preamble.signature)
             return outcome
-        peer = self.peer_failure()
-        if peer is not None and (error is None or not isinstance(error, Exception) or self._follows(error)):
-            if isinstance(error, BaseException) and not isinstance(error, Exception):
-                raise error
-            raise peer from error
+        program.saved.pop(preamble.signature, None)  # it may have failed because the shapes are others by now
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        peer = self.peer_failure() or (found.unreachable if error is None else None)
+        if peer is not None and not isinstance(error, RanksDisagree):
+            raise peer from error  # what went wrong here may have come of the dummies that others sent
         raise error or RunError("another rank failed, and its reason has not reached the store")
-
-    def _follows(self, error: BaseException) -> bool:
-        """Whether this rank's error came after another's, whose dummy messages may have caused it."""
-        return self.peer_failure() is not None and not isinstance(error, RanksDisagree)
 
 
 def _posted_nothing(action: AnyAction | None) -> bool:
