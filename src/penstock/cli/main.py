@@ -12,6 +12,8 @@ from penstock.errors import PenstockError
 
 # name -> its module, and its line in `penstock --help`. Modules are imported when their command is called, not before.
 COMMANDS: Final = {
+    "train": ("penstock.cli.train", "Train over pipelined processes, with a report at the end."),
+    "report": ("penstock.cli.report", "Make the report of a training run again."),
     "plan": ("penstock.cli.plan", "Make a plan of a schedule, time it and show it."),
     "compare": ("penstock.cli.compare", "Time all schedules side by side."),
     "check": ("penstock.cli.check", "Prove that a plan file is right, or say what is wrong with it."),

@@ -60,7 +60,7 @@ def build(request: Request, ends: Ends) -> Built:
         "profiling the model and choosing a schedule", lambda: _decide(request, ends, latency, bandwidth).dumps()
     )
     choice = Choice.loads(text)
-    pipe = _cut(request, choice)
+    pipe = cut(request, choice)
     if pipe.num_stages != choice.num_stages:
         raise CaptureError(
             f"the model falls into {pipe.num_stages} stages here, {choice.num_stages} were chosen; build the same model on "
@@ -138,7 +138,8 @@ def _with_stages(wishes: Wishes, num_stages: int) -> Wishes:
     return replace(wishes, num_stages=num_stages)
 
 
-def _cut(request: Request, choice: Choice) -> Pipe:
+def cut(request: Request, choice: Choice) -> Pipe:
+    """Capture the model and cut it where the choice says."""
     where = choice.profile.metadata.get("places")
     if where is None:
         return pipeline(request.model, request.args, request.kwargs, **request.options)

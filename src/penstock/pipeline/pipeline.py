@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
+from penstock.capture.pipe import Pipe
+from penstock.comm.transport import Transport
 from penstock.errors import RunError, StageError
 from penstock.pipeline import checkpoint, norm
-from penstock.pipeline.build import Built, Request, adopt, build, device_of, fill_meta, wrap
+from penstock.pipeline.build import Built, Request, adopt, build, cut, device_of, fill_meta, wrap
+from penstock.pipeline.choose import Choice
 from penstock.pipeline.ends import Ends
 from penstock.pipeline.explain import explanation
 from penstock.pipeline.names import StageTensors, inner, stage_tensors
@@ -106,6 +109,7 @@ class Pipeline:
         count = _one_of(num_stages, stages if isinstance(stages, int) else None)
         if group is None and made:
             group = made[0].group
+        self._request: Request | None = None
         self._ends = Ends.of(group, mesh, made[0].device if made else device_of(model, device))
         if made:
             self._built = adopt(made, schedule, microbatches, self._ends)
@@ -136,6 +140,7 @@ class Pipeline:
                 {name: value for name, value in capture.items() if value is not None},
             )
             self._built = build(request, self._ends)
+            self._request = replace(request, model=nn.Module())  # without the model, whose memory is the user's
             fill_meta(self._built.stages, weights, init)
         wrap(self._built.stages, self._ends, data_parallel)
         self._ties = _ties(self._built, ties)
@@ -323,6 +328,40 @@ class Pipeline:
         self._ends.gather("a loaded checkpoint", str(folder))
         return extra
 
+    # -- for programs around a pipeline
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was chosen and among what; None for stages made by hand."""
+        return self._built.choice
+
+    @property
+    def transport(self) -> Transport:
+        """Messages between the ranks of this pipeline."""
+        return self._ends.transport
+
+    def decide(self, what: str, make: Callable[[], str]) -> str:
+        """The text that `make` gives on rank 0, on every rank; all ranks call it, and all raise if it raises."""
+        return self._ends.decide(what, make)
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks; `what` says in an error what for."""
+        self._ends.decide(what, str)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        total = torch.tensor([float(flag)], dtype=torch.float64, device=self.transport.device)
+        if self.transport.num_ranks > 1:
+            self.transport.sum(total)
+        self._ends.mean_over_replicas(total)
+        return total.item() > 0
+
+    def whole(self, model: nn.Module) -> Pipe:
+        """A model of the same kind cut at the same places, all stages in this process: to compare with."""
+        if self._request is None or self._built.choice is None:
+            raise StageError("stages made by hand: penstock does not know the whole model")
+        return cut(replace(self._request, model=model), self._built.choice)
+
     # -- inside
 
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
@@ -389,11 +428,7 @@ class Pipeline:
         """If gradients overflow on one rank, every rank's scaler must see it, or some would step and some not."""
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         finite = all(bool(torch.isfinite(inner_tensor(grad)).all()) for grad in grads)
-        flag = torch.tensor([0.0 if finite else 1.0], dtype=torch.float64, device=self._ends.transport.device)
-        if self._ends.transport.num_ranks > 1:
-            self._ends.transport.sum(flag)
-        self._ends.mean_over_replicas(flag)
-        if flag.item() > 0 and finite and grads:
+        if self.any(not finite) and finite and grads:
             inner_tensor(grads[0]).fill_(float("inf"))
 
 

@@ -1,0 +1,71 @@
+"""`penstock train`: train a small GPT, or a model of one's own, over pipelined processes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+_AT_LEAST_ONE = click.IntRange(min=1)
+_FROM_ZERO = click.IntRange(min=0)
+
+
+@click.command()
+@click.argument("build", required=False, metavar="[MODULE:FUNCTION]")
+@click.option("--ranks", "-p", type=_AT_LEAST_ONE, default=2, show_default=True, help="Processes on this machine.")
+@click.option(
+    "--schedule", "-s", default="auto", show_default=True, help="A schedule, or auto: the fastest by simulation."
+)
+@click.option("--microbatches", "-m", type=_AT_LEAST_ONE, default=8, show_default=True, help="Microbatches of a batch.")
+@click.option("--stages", type=_AT_LEAST_ONE, help="Stages over all ranks.  [default: what suits the schedule]")
+@click.option("--steps", "-n", type=_FROM_ZERO, default=240, show_default=True, help="Steps to train.")
+@click.option("--size", default="small", show_default=True, help="Of the GPT: tiny, small, medium, large.")
+@click.option("--batch", type=_AT_LEAST_ONE, default=32, show_default=True, help="Rows of a batch.")
+@click.option(
+    "--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True, help="Of the GPT."
+)
+@click.option(
+    "--learning-rate", type=click.FloatRange(min=0), default=3e-3, show_default=True, help="Of the GPT's AdamW."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of parameters, batches and dropout.")
+@click.option("--data", type=click.Path(exists=True), help="A file or folder of text.  [default: Python's own sources]")
+@click.option("--output", "-o", default="runs/train", show_default=True, help="Folder for checkpoint, log and report.")
+@click.option("--resume", is_flag=True, help="Go on from the checkpoint in the output folder.")
+@click.option("--checkpoint-every", type=_FROM_ZERO, default=50, show_default=True, help="Steps; 0: only at the end.")
+@click.option("--validate-every", type=_FROM_ZERO, default=40, show_default=True, help="Steps; 0: never.")
+@click.option(
+    "--check-steps", type=_FROM_ZERO, default=3, show_default=True, help="Compared with the unpipelined model."
+)
+@click.option("--measure/--no-measure", default=True, help="Measure the layers before cutting, or cut by size.")
+@click.option("--sample", type=_FROM_ZERO, default=240, show_default=True, help="Bytes of generated text at the end.")
+@click.option("--max-restarts", type=_FROM_ZERO, default=3, show_default=True, help="Restarts after a crash.")
+@click.option("--threads", type=_AT_LEAST_ONE, help="Threads of each rank.  [default: its share of the cores]")
+@click.pass_context
+def command(ctx: click.Context, **given: Any) -> None:
+    """Train over pipelined processes: a small GPT on real text, or what MODULE:FUNCTION returns.
+
+    The function returns (model, data, loss, optimizer): data is a function of the step or a list of (inputs, target),
+    optimizer a class or a function of the parameters. Ranks are started with torch's elastic launcher and started again
+    from the last checkpoint after a crash; under torchrun this command is one rank. Ctrl-C stops with a checkpoint.
+
+    \b
+    Examples:
+      penstock train
+      penstock train --ranks 4 --schedule zbv --steps 1000 -o runs/zbv
+      penstock train my_module:build --microbatches 16
+      torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint host0:29500 --rdzv-backend c10d -m penstock train
+    """
+    from penstock.train.launch import Interrupted, is_rank, launch
+    from penstock.train.options import TrainOptions
+
+    options = TrainOptions(**given)
+    if is_rank():
+        from penstock.train.loop import run_rank
+
+        ctx.exit(0 if run_rank(options) else 0)
+    try:
+        launch(options, sys.argv[sys.argv.index("train") + 1 :])
+    except Interrupted as stopped:
+        click.echo(f"{stopped}; nothing is left running", err=True)
+        ctx.exit(130)

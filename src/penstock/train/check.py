@@ -1,0 +1,167 @@
+"""Before training: a few steps of the pipeline against the same steps of the unpipelined model, in one process."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.batch import sizes_of, split_batch, split_target, weights
+from penstock.capture.pipe import Pipe
+from penstock.pipeline import Pipeline
+from penstock.pipeline.spread import receive_from, send_to
+from penstock.run.rng import microbatch_rng
+from penstock.train.job import Batch, Job
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How far pipelined and unpipelined are apart, and how long one process takes for a step."""
+
+    steps: int
+    difference: float  # the largest, over all losses and all parameters
+    seconds: float  # of an unpipelined step, with the threads of one rank
+    against: str  # what the pipeline was compared with
+
+    def __str__(self) -> str:
+        apart = f"{self.difference:.3g}" if self.difference else "0.0"
+        return f"pipelined == unpipelined over {self.steps} steps: largest difference {apart}"
+
+
+class Unpipelined:
+    """The model in one process: a plain loop over the microbatches, one optimizer over all parameters.
+
+    A model that draws random numbers is run stage by stage, so that each stage draws what it draws in the pipeline.
+    """
+
+    def __init__(
+        self, job: Job, model: nn.Module, num_microbatches: int, *, whole: Pipe | None = None, seed: int = 0
+    ) -> None:
+        self.job, self.model, self.whole = job, model, whole
+        self.size, self.seed = num_microbatches, seed
+        self.optimizer = job.optimizer(model.parameters())
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, number: int, batch: Batch) -> float:
+        """The loss of the whole batch."""
+        args, target = batch
+        pieces, _ = split_batch(args, {}, self.size)
+        targets = split_target(target, self.size)
+        shares = [float(share) for share in weights(sizes_of(targets) or [1] * self.size)]
+        total = 0.0
+        for microbatch, (piece, wanted) in enumerate(zip(pieces, targets, strict=True)):
+            loss = self.loss(self.output(piece, number, microbatch), wanted)
+            torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch]))
+            total += shares[microbatch] * loss.item()
+        clip(self.model.parameters(), 1.0)
+        set_rate(self.job, self.optimizer, self.rates, number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        if self.job.loss_fn is None:
+            return output.loss if hasattr(output, "loss") else output["loss"]  # type: ignore[no-any-return]
+        return self.job.loss_fn(output, target)
+
+    def output(self, args: tuple[Any, ...], step: int, microbatch: int) -> Any:
+        if self.whole is None:
+            return self.model(*args)
+        values: dict[str, Any] = {}
+        given = self.whole.info().inputs.bind(args, {})
+        for k in range(self.whole.num_stages):
+            stage = self.whole.get_stage_module(k)
+            inputs = [given[w.name] if w.source is None else values[w.name] for w in stage.inputs]
+            with microbatch_rng(seed=self.seed, stage=k, microbatch=microbatch, step=step):
+                if stage.is_last:
+                    return stage(*inputs)
+                values |= zip([w.name for w in stage.outputs], stage.run(inputs), strict=True)
+        raise AssertionError("a model has a last stage")
+
+
+def clip(parameters: Any, most: float) -> float:
+    """As `Pipeline.clip_grad_norm_` does it in one process: the same numbers in the same order."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    total = float(sum(torch.linalg.vector_norm(g.detach(), 2.0).to(torch.float64) ** 2.0 for g in grads)) ** 0.5
+    factor = most / (total + 1e-6)
+    if factor < 1.0 and grads:
+        torch._foreach_mul_(grads, factor)
+    return total
+
+
+def set_rate(job: Job, optimizer: torch.optim.Optimizer, rates: Sequence[float], step: int) -> None:
+    if job.rate is not None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * job.rate(step)
+
+
+def is_random(model: nn.Module) -> bool:
+    """Whether training draws random numbers, as far as one can see."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.RReLU)
+    return any(isinstance(m, kinds) and getattr(m, "p", 1.0) > 0 for m in model.modules()) or any(
+        isinstance(getattr(m, "dropout", None), float) and m.dropout > 0 for m in model.modules()
+    )
+
+
+def check(pipe: Pipeline, job: Job, *, steps: int, seed: int) -> Checked:
+    """Run both for some steps from the same start; the pipeline and the model are put back afterwards."""
+    batches = [job.batch(step) for step in range(steps)]
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    reference, seconds = None, 0.0
+    expected: list[float] = []
+    if pipe.rank == 0:
+        reference = _reference(pipe, job, seed)
+        start = time.perf_counter()
+        expected = [reference.step(number, batch) for number, batch in enumerate(batches)]
+        seconds = (time.perf_counter() - start) / steps
+    pipe.meet("the unpipelined steps")
+    losses = _pipelined(pipe, job, batches)
+    difference = 0.0
+    if reference is not None:
+        apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+        difference = max([*apart, *_differences(pipe, reference.model)])
+    else:
+        send_to(pipe.transport, [0], pipe.state_dict())
+    for name, value in pipe.state_dict().items():
+        value.copy_(before[name])
+    pipe.schedule.steps = 0
+    shared = pipe.decide("the result of the check", lambda: f"{difference!r} {seconds!r}")
+    difference, seconds = map(float, shared.split())
+    return Checked(steps, difference, seconds, "stage by stage" if is_random(job.model) else "the model itself")
+
+
+def _reference(pipe: Pipeline, job: Job, seed: int) -> Unpipelined:
+    microbatches = pipe.plan.num_microbatches
+    model = copy.deepcopy(job.model)
+    whole = pipe.whole(model) if is_random(model) else None
+    return Unpipelined(job, model, microbatches, whole=whole, seed=seed)
+
+
+def _pipelined(pipe: Pipeline, job: Job, batches: Sequence[Batch]) -> list[float]:
+    optimizer = job.optimizer(pipe.parameters())
+    rates = [group["lr"] for group in optimizer.param_groups]
+    losses = []
+    for number, (args, target) in enumerate(batches):
+        result = pipe.step(*args, target=target)
+        pipe.clip_grad_norm_(1.0)
+        set_rate(job, optimizer, rates, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float("nan") if result.loss is None else result.loss)
+    return losses
+
+
+def _differences(pipe: Pipeline, model: nn.Module) -> list[float]:
+    expected = model.state_dict()
+    found = []
+    parts = [pipe.state_dict(), *(receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))]
+    for part in parts:
+        for name, value in part.items():
+            if value.numel():
+                found.append((value.double() - expected[name].double()).abs().max().item())
+    return found

@@ -1,0 +1,174 @@
+"""What is trained: a model, its batches, its loss and its optimizer; penstock's own or the user's.
+
+def build():                                   # my_module.py
+    model = MyModel()
+    def batches(step):                         # the same on every rank
+        return inputs(step), labels(step)
+    return model, batches, loss_fn, torch.optim.AdamW
+
+penstock train my_module:build --ranks 4
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError
+from penstock.train.gpt import GPT, next_byte_loss, size_of
+from penstock.train.options import TrainOptions
+from penstock.train.text import Text, read_text
+
+Batch = tuple[tuple[Any, ...], Any]  # the model's arguments, and the target
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to train. `batch(step)` gives the arguments of the model and the target, the same on every rank."""
+
+    model: nn.Module
+    batch: Callable[[int], Batch]
+    loss_fn: Callable[..., Tensor] | None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    validation: Sequence[Batch] = ()
+    rate: Callable[[int], float] | None = None  # the factor of the learning rate, by step
+    tokens: int = 0  # of a batch, for the speed; 0: rows are counted
+    title: str = ""
+    text: Text | None = field(default=None, repr=False)  # to generate from, for language models over bytes
+
+
+def make_job(options: TrainOptions) -> Job:
+    """The user's job, or the small GPT."""
+    torch.manual_seed(options.seed)
+    return _users(options) if options.build is not None else _gpt(options)
+
+
+def _gpt(options: TrainOptions) -> Job:
+    size = size_of(options.size)
+    text = read_text(options.data, length=size.length)
+    model = GPT(size, dropout=options.dropout)
+    count = sum(p.numel() for p in model.parameters())
+
+    def batch(step: int) -> Batch:
+        tokens, following = text.batch(step, rows=options.batch, length=size.length, seed=options.seed)
+        return (tokens,), following
+
+    def rate(step: int) -> float:
+        warm = max(1, min(20, options.steps // 10))
+        left = 1 - step / max(options.steps, 1)
+        return min((step + 1) / warm, 1.0) * (0.1 + 0.9 * left)
+
+    return Job(
+        model,
+        batch,
+        next_byte_loss,
+        lambda parameters: torch.optim.AdamW(parameters, lr=options.learning_rate, betas=(0.9, 0.95)),
+        validation=[((x,), y) for x, y in text.validation_batches(2, rows=options.batch, length=size.length)],
+        rate=rate,
+        tokens=options.batch * size.length,
+        title=f"GPT of {count:,} parameters ({options.size}) on {text.source}",
+        text=text,
+    )
+
+
+def _users(options: TrainOptions) -> Job:
+    assert options.build is not None, "only for jobs of the user"
+    module_name, _, function_name = options.build.partition(":")
+    if not function_name:
+        raise PenstockError(f"{options.build!r} names no function; write module:function, for example my_module:build")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        build = getattr(import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise PenstockError(f"{options.build!r} cannot be found: {error}") from error
+    wanted = inspect.signature(build).parameters
+    made = build(**({"options": options} if "options" in wanted else {}))
+    if isinstance(made, Job):
+        return made
+    if not isinstance(made, tuple) or not 4 <= len(made) <= 5:
+        raise PenstockError(
+            f"{options.build} returned {type(made).__name__}; expected (model, data, loss, optimizer), or with "
+            "validation batches as a fifth, or a penstock.train.Job"
+        )
+    model, data, loss, optimizer, *rest = made
+    return Job(
+        model,
+        data_as_function(data),
+        loss,
+        optimizer if callable(optimizer) else _of_optimizer(optimizer, model),
+        validation=[normal_batch(batch) for batch in (rest[0] if rest else ())],
+        title=f"{type(model).__name__} of {sum(p.numel() for p in model.parameters()):,} parameters ({options.build})",
+    )
+
+
+def _of_optimizer(optimizer: Any, model: nn.Module) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """An optimizer over the whole model becomes one of its kind over the parameters of a rank."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PenstockError(
+            f"the optimizer is a {type(optimizer).__name__}; return a class or a function: lambda parameters: AdamW(parameters)"
+        )
+    if len(optimizer.param_groups) != 1:
+        raise PenstockError(
+            "the optimizer has several groups; return a function that makes it from a rank's parameters"
+        )
+    kind, options = type(optimizer), {k: v for k, v in optimizer.defaults.items()}
+    accepted = inspect.signature(kind).parameters
+    return lambda parameters: kind(parameters, **{k: v for k, v in options.items() if k in accepted})
+
+
+def data_as_function(data: Any) -> Callable[[int], Batch]:
+    """Batches by step: a function of it, or anything that can be run through again and again."""
+    if callable(data):
+        return lambda step: normal_batch(data(step))
+    source = _Repeated(data)
+    return lambda step: normal_batch(source.at(step))
+
+
+class _Repeated:
+    """Batch number `step` of data that repeats; asked for in order."""
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self.data = data
+        self.next = 0
+        self.iterator: Iterator[Any] = iter(())
+        self.held: Any = None
+
+    def at(self, step: int) -> Any:
+        if step == self.next - 1:
+            return self.held
+        if step < self.next:
+            self.next, self.iterator = 0, iter(())
+        while self.next <= step:
+            self.held = next(self.iterator, _END)
+            if self.held is _END:
+                self.iterator = iter(self.data)
+                self.held = next(self.iterator, _END)
+                if self.held is _END:
+                    raise PenstockError("the data holds no batch")
+            self.next += 1
+        return self.held
+
+
+_END = object()
+
+
+def normal_batch(batch: Any) -> Batch:
+    """(inputs, target): inputs may be one tensor or a tuple of the model's arguments."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise PenstockError(f"a batch is {type(batch).__name__}; expected (inputs, target)")
+    inputs, target = batch
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), target
+
+
+def first_batches(job: Job, count: int) -> list[Batch]:
+    return list(itertools.starmap(job.batch, ((step,) for step in range(count))))

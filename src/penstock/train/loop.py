@@ -1,0 +1,291 @@
+"""One rank of a training run: connect, pipeline, check, train, and leave a checkpoint and a report behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.balance import Profile
+from penstock.errors import PenstockError
+from penstock.pipeline import Pipeline
+from penstock.pipeline.checkpoint import found
+from penstock.train import report
+from penstock.train.check import Checked, check, set_rate
+from penstock.train.generate import generate
+from penstock.train.job import Job, make_job
+from penstock.train.measure import measure_memory, measure_step
+from penstock.train.options import TrainOptions
+from penstock.train.screen import Screen
+
+CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
+
+
+def run_rank(options: TrainOptions) -> bool:
+    """Train as one rank; whether it went to its end."""
+    with _connected(options), _stop_requests() as stop:
+        job = make_job(options)
+        screen = Screen(enabled=int(os.environ.get("RANK", "0")) == 0)
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return Run(replace(options, resume=options.resume or again), job, screen, stop).train()
+
+
+class Stop:
+    """Whether somebody asked this rank to stop."""
+
+    asked = False
+
+
+@contextmanager
+def _connected(options: TrainOptions) -> Iterator[None]:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or options.threads or 1)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend)
+    ended_well = False
+    try:
+        yield
+        ended_well = True
+    finally:
+        from penstock.comm.distributed import close_all
+
+        close_all()
+        if ended_well:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _stop_requests() -> Iterator[Stop]:
+    """Ctrl-C and SIGTERM ask for the end after the present step; the second time they mean it at once."""
+    stop = Stop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def ask(number: int, _: Any) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = {number: signal.signal(number, ask) for number in signals}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Run:
+    """A training run, as seen from one rank."""
+
+    def __init__(self, options: TrainOptions, job: Job, screen: Screen, stop: Stop) -> None:
+        self.options, self.job, self.screen, self.stop = options, job, screen, stop
+        self.parent = os.getppid()
+        self.checked: Checked | None = None
+        self.losses: list[float] = []
+        self.validation: list[tuple[int, float]] = []
+        self.seconds: list[float] = []
+        self.pipe = self._pipeline()
+        self.optimizer = job.optimizer(self.pipe.parameters())
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    # -- before
+
+    def _pipeline(self) -> Pipeline:
+        options = self.options
+        args, target = self.job.batch(0)
+        self.screen.say(self.job.title)
+        kept = self._kept_choice()
+        pipe = Pipeline(
+            self.job.model,
+            args,
+            example_target=target,
+            loss_fn=self.job.loss_fn,
+            schedule=kept.get("schedule", options.schedule),
+            microbatches=options.microbatches,
+            num_stages=kept.get("stages", options.stages),
+            profile=kept.get("profile", None if options.measure else False),
+            rng="per-microbatch",
+            seed=options.seed,
+        )
+        self.screen.say(pipe.explain(print_output=False))
+        if self.screen.enabled:
+            self._keep_choice(pipe)
+        return pipe
+
+    def _kept_choice(self) -> dict[str, Any]:
+        """A run that goes on is cut as it was, as long as the sizes are the same: the same random numbers, the same run."""
+        options = self.options
+        file = options.folder / CHOICE
+        if not options.resume or not file.is_file():
+            return {}
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if (kept["ranks"], kept["microbatches"]) != (size, options.microbatches):
+            return {}
+        return {
+            "schedule": kept["schedule"],
+            "stages": kept["stages"],
+            "profile": Profile.load(options.folder / PROFILE),
+        }
+
+    def _keep_choice(self, pipe: Pipeline) -> None:
+        folder = self.options.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "options.json").write_text(self.options.dumps(), encoding="utf-8")
+        if pipe.choice is not None:
+            pipe.choice.profile.save(folder / PROFILE)
+        facts = {
+            "schedule": pipe.plan.name,
+            "stages": pipe.plan.num_stages,
+            "ranks": pipe.num_ranks,
+            "microbatches": pipe.plan.num_microbatches,
+        }
+        (folder / CHOICE).write_text(json.dumps(facts), encoding="utf-8")
+
+    def _begin(self) -> int:
+        """The step to begin with."""
+        pids = self.pipe.transport.gather("the process of each rank", str(os.getpid()).encode())
+        if self.screen.enabled:
+            listed = json.dumps([int(pid) for pid in pids])
+            (self.options.folder / RANKS).write_text(listed, encoding="utf-8")
+        start = self._resume() if self.options.resume else 0
+        if start == 0 and self.options.check_steps:
+            self.checked = check(self.pipe, self.job, steps=self.options.check_steps, seed=self.options.seed)
+            self.screen.say(str(self.checked))
+        if self.screen.enabled:
+            self._cut_log(start)
+        return start
+
+    def _resume(self) -> int:
+        try:
+            place = found(self.options.checkpoint)
+        except PenstockError:
+            self.screen.say("no checkpoint yet: starting at step 0")
+            return 0
+        extra = self.pipe.load(place, optimizer=self.optimizer)
+        self.losses = list(extra["losses"])
+        self.validation = [(step, loss) for step, loss in extra["validation"]]
+        self.seconds = list(extra["seconds"])
+        self.checked = Checked(**extra["checked"]) if extra.get("checked") else None
+        self.screen.say(f"resumed from step {extra['step']} ({place})")
+        return int(extra["step"])
+
+    def _cut_log(self, start: int) -> None:
+        log = self.options.folder / LOG
+        lines = log.read_text(encoding="utf-8").splitlines()[:start] if start and log.is_file() else []
+        log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+    # -- training
+
+    def train(self) -> bool:
+        options = self.options
+        start = self._begin()
+        stopped = False
+        with self.screen.bar(options.steps, start) as bar:
+            for step in range(start, options.steps):
+                began = time.perf_counter()
+                loss = self._step(step)
+                self.seconds.append(time.perf_counter() - began)
+                self.losses.append(loss)
+                self._note(step, loss)
+                bar.update(step + 1, loss=loss, speed=self._speed(), unit=self._unit)
+                done = step + 1
+                if options.validate_every and self.job.validation and done % options.validate_every == 0:
+                    self._validate(done)
+                stopped = self.pipe.any(self.stop.asked or os.getppid() != self.parent)
+                if (
+                    stopped
+                    or done == options.steps
+                    or (options.checkpoint_every and done % options.checkpoint_every == 0)
+                ):
+                    self._save(done)
+                if stopped:
+                    break
+        if stopped:
+            self.screen.say(
+                f"stopped after step {len(self.losses)}; the run goes on with: penstock train --resume -o {options.output}"
+            )
+            return False
+        self._finish()
+        return True
+
+    def _step(self, step: int) -> float:
+        args, target = self.job.batch(step)
+        result = self.pipe.step(*args, target=target)
+        self.pipe.clip_grad_norm_(1.0)
+        set_rate(self.job, self.optimizer, self.rates, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float("nan") if result.loss is None else result.loss
+
+    @property
+    def _unit(self) -> str:
+        return "tokens" if self.job.tokens else "rows"
+
+    def _speed(self) -> float:
+        recent = self.seconds[-20:]
+        return (self.job.tokens or self.options.batch) * len(recent) / max(sum(recent), 1e-9)
+
+    def _note(self, step: int, loss: float) -> None:
+        if self.screen.enabled:
+            with (self.options.folder / LOG).open("a", encoding="utf-8") as log:
+                log.write(json.dumps({"step": step, "loss": loss, "seconds": self.seconds[-1]}) + "\n")
+
+    def _validate(self, step: int) -> None:
+        losses = [self.pipe.evaluate(*args, target=target).loss for args, target in self.job.validation]
+        loss = sum(x for x in losses if x is not None) / len(losses)
+        self.validation.append((step, loss))
+        self.screen.say(f"step {step}: validation loss {loss:.4f}")
+
+    def _save(self, step: int) -> None:
+        extra = {
+            "step": step,
+            "losses": self.losses,
+            "validation": self.validation,
+            "seconds": self.seconds,
+            "checked": None if self.checked is None else vars(self.checked),
+        }
+        self.pipe.save(self.options.checkpoint, optimizer=self.optimizer, extra=extra)
+
+    # -- after
+
+    def _finish(self) -> None:
+        batch = self.job.batch(0)
+        if self.job.text is not None and self.options.sample:
+            length = batch[0][0].shape[1]
+            sample = generate(self.pipe, self.job.text, self.options.sample, length=length, seed=self.options.seed)
+            self.screen.say(f"sample:\n{sample}")
+        measured = measure_step(self.pipe, batch)
+        memory = measure_memory(self.pipe, batch)
+        if not self.screen.enabled:
+            return
+        data = report.collect(
+            self.pipe,
+            title=self.job.title,
+            losses=self.losses,
+            validation=self.validation,
+            seconds=self.seconds,
+            rows=self.job.tokens or self.options.batch,
+            unit=self._unit,
+            checked=self.checked,
+            measured=measured,
+            memory=memory,
+        )
+        path = report.write(self.options.folder, data)
+        self.screen.say(f"final loss {self.losses[-1]:.4f}" if self.losses else "nothing to do")
+        self.screen.say(f"report: {path}")
+
+
+def exit_code(finished: bool) -> int:
+    sys.stdout.flush()
+    return 0 if finished else 130

@@ -1,0 +1,117 @@
+"""What a report shows of one step: its measured timeline, why ranks were idle, and the memory that was taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from penstock.pipeline import Pipeline
+from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, Op, parts
+from penstock.simulate import Timeline
+from penstock.simulate.timeline import Idle
+from penstock.train.job import Batch
+
+
+def measure_step(pipe: Pipeline, batch: Batch, *, warm: int = 1) -> Timeline:
+    """The timeline of a training step, with idle time by cause. Gradients are dropped, random numbers are put back."""
+    args, target = batch
+    steps = pipe.schedule.steps
+    for _ in range(warm):
+        pipe.step(*args, target=target)
+    with pipe.record() as recording:
+        pipe.step(*args, target=target)
+    pipe.zero_grad()
+    pipe.schedule.steps = steps
+    timeline = recording.timeline
+    return replace(timeline, idle=timeline.idle or measured_idle(timeline))
+
+
+def measured_idle(timeline: Timeline) -> tuple[Idle, ...]:
+    """Why each rank was idle: what its next action needed was not computed yet (imbalance) or under way."""
+    plan = timeline.plan
+    done: dict[tuple[int, int], float] = {}
+    for codes, ends in zip(plan.codes, timeline.ends, strict=True):
+        for code, end in zip(codes, ends, strict=True):
+            for part in parts(code):
+                if part & OP <= Op.B:
+                    done[_place(part)] = end
+                    if part & OP == Op.B:
+                        done[_place(part & ~OP | Op.I)] = end
+    rules = replace_messages(timeline)
+    start, finish = timeline.start, timeline.start + timeline.makespan
+    found = []
+    for rank, codes in enumerate(plan.codes):
+        rows = [
+            (timeline.starts[rank][at], timeline.ends[rank][at], code)
+            for at, code in enumerate(codes)
+            if not Op.SEND_F <= code & OP <= Op.RECV_B
+        ]
+        if not rows:
+            found.append(Idle(filling=finish - start))
+            continue
+        communication = imbalance = 0.0
+        for (_, before, _), (after, _, code) in zip(rows, rows[1:], strict=False):
+            if after <= before:
+                continue
+            ready = max((done.get(need, before) for part in parts(code) for need in rules(part)), default=before)
+            ready = min(max(ready, before), after)
+            imbalance += ready - before
+            communication += after - ready
+        found.append(Idle(rows[0][0] - start, finish - rows[-1][1], communication, imbalance))
+    return tuple(found)
+
+
+def _place(code: int) -> tuple[int, int]:
+    return code & KEY, code >> MICROBATCH_SHIFT & MICROBATCH
+
+
+def replace_messages(timeline: Timeline) -> Any:
+    """A function: the computations, on whatever rank, whose results a computation waits for."""
+    from penstock.plan import Rules
+
+    rules = Rules(timeline.plan.graph, timeline.plan.placement, lowered=False)
+
+    def needs(code: int) -> list[tuple[int, int]]:
+        if code & OP > Op.B:
+            return []
+        microbatch = code >> MICROBATCH_SHIFT & MICROBATCH
+        return [(need & KEY, microbatch) for need in rules.needs(code & KEY)]
+
+    return needs
+
+
+def measure_memory(pipe: Pipeline, batch: Batch) -> list[int]:
+    """The most bytes that a step takes on each rank beside parameters and gradients, on CPUs by torch's own count."""
+    from torch.profiler import ProfilerActivity, profile
+
+    args, target = batch
+    steps = pipe.schedule.steps
+    pipe.step(*args, target=target)
+    pipe.zero_grad(set_to_none=False)  # gradients have their memory before the step
+    if pipe.transport.device.type == "cpu":
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+            pipe.step(*args, target=target)
+        peak = _peak(watched)
+    else:
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        pipe.step(*args, target=target)
+        peak = torch.accelerator.max_memory_allocated() - before
+    pipe.zero_grad()
+    pipe.schedule.steps = steps
+    return [int(post) for post in pipe.transport.gather("the memory of a step", str(peak).encode())]
+
+
+def _peak(watched: Any) -> int:
+    held = most = 0
+    events = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in watched.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
+    for _, change in events:
+        held += change
+        most = max(most, held)
+    return most

@@ -1,0 +1,49 @@
+"""What a training run is asked for: one frozen value, from the command line to every rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """All options of `penstock train`."""
+
+    build: str | None = None  # "module:function" of the user, or None for the small GPT
+    ranks: int = 2  # processes on this machine; under torchrun its number of processes counts
+    schedule: str = "auto"
+    microbatches: int = 8
+    stages: int | None = None  # over all ranks; None: what suits the schedule
+    steps: int = 240
+    size: str = "small"  # of the GPT, see penstock.train.gpt.SIZES
+    batch: int = 32  # rows of a batch
+    dropout: float = 0.0
+    learning_rate: float = 3e-3
+    seed: int = 0
+    data: str | None = None  # a file or folder of text; None: the sources of the Python standard library
+    output: str = "runs/train"
+    resume: bool = False
+    checkpoint_every: int = 50  # 0: only at the end, and when stopped
+    validate_every: int = 40  # 0: never
+    check_steps: int = 3  # compared with the unpipelined model before training; 0: not
+    measure: bool = True  # profile the layers, to cut and choose by; False: cut by size
+    sample: int = 240  # bytes of generated text at the end
+    max_restarts: int = 3  # after a crash, from the last checkpoint
+    threads: int | None = None  # of each rank; None: its share of the cores
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def loads(cls, text: str) -> TrainOptions:
+        return cls(**json.loads(text))

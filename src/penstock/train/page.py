@@ -1,0 +1,189 @@
+"""The page of a report: loss curve, planned above measured, idle time, memory, speed, stages. Nothing is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from math import ceil, floor, isfinite, log10
+from typing import Any
+
+from penstock.show.html import page, timeline_section
+from penstock.show.numbers import percent, sizes, time_text
+from penstock.simulate import Timeline
+
+_STYLE = """
+.pr-grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px; margin-bottom: 14px; }
+.pr-card { padding: 14px 16px 12px; min-width: 0; }
+.pr-card h2 { margin: 0 0 8px; font-size: 15px; }
+.pr-card p { margin: 6px 0 0; color: var(--ps-soft); font-size: 12.5px; }
+.pr-scroll { overflow-x: auto; }
+.pr-card table { width: 100%; border-collapse: collapse; font-size: 12.5px; font-variant-numeric: tabular-nums; }
+.pr-card th { color: var(--ps-soft); font-weight: 500; text-align: right; padding: 3px 0 5px 12px; vertical-align: bottom; }
+.pr-card td { text-align: right; padding: 3px 0 3px 12px; white-space: nowrap; border-top: 1px solid var(--ps-line); }
+.pr-card :is(th, td):first-child, .pr-card :is(th, td).pr-words { text-align: left; }
+.pr-card :is(th, td):first-child { padding-left: 0; }
+.pr-figures { display: flex; flex-wrap: wrap; gap: 10px; margin: 0 0 14px; padding: 0; }
+.pr-figures div { padding: 8px 14px; }
+.pr-figures dt { color: var(--ps-soft); font-size: 12px; }
+.pr-figures dd { margin: 0; font-size: 18px; font-weight: 650; font-variant-numeric: tabular-nums; }
+.pr-curve { width: 100%; height: auto; display: block; }
+.pr-curve text { fill: var(--ps-soft); font: 11px system-ui, "DejaVu Sans", sans-serif; }
+.pr-curve .pr-axis { stroke: var(--ps-line); stroke-width: 1; }
+.pr-curve .pr-train { fill: none; stroke: var(--ps-feeds); stroke-width: 1.6; stroke-linejoin: round; }
+.pr-curve .pr-valid { fill: none; stroke: var(--ps-needs); stroke-width: 1.6; stroke-dasharray: 4 3; }
+.pr-curve circle { fill: var(--ps-needs); }
+.pr-key { display: inline-flex; align-items: center; gap: 6px; margin-right: 14px; }
+.pr-key i { width: 14px; height: 3px; border-radius: 2px; display: inline-block; }
+"""
+
+
+def render(
+    data: dict[str, Any],
+    *,
+    planned: Timeline,
+    measured: Timeline,
+    stages: list[list[str]],
+    ranks: list[list[str]],
+    speed: list[list[str]],
+) -> str:
+    """The whole page as text."""
+    section = timeline_section([("planned", planned), ("measured", measured)])
+    head = (
+        f'<header class="ps-top"><div><h1>{escape(data["title"])}</h1>'
+        f"<p>{escape(measured.plan.name)}, {escape(sizes(measured))}</p></div>"
+        '<button class="ps-button" type="button" data-ps-theme title="light or dark">◐ theme</button></header>'
+    )
+    body = (
+        head
+        + _figures(data, planned, measured)
+        + '<div class="pr-grid">'
+        + _card("Loss", loss_curve(data["losses"], data["validation"]), _key(data))
+        + _card("Speed", _table(speed), _checked(data))
+        + "</div>"
+        + section.html
+        + '<div class="pr-grid">'
+        + _card("Idle time by cause", _table(_idle_rows(planned, measured)), "share of the makespan")
+        + _card(
+            "Memory of each rank",
+            _table(ranks),
+            "Activations are those of the microbatches in flight; measured is the most that a step took beside parameters "
+            "and gradients, with what operators need for a moment.",
+        )
+        + "</div>"
+        + _card("Stages", _table(stages, words=(2,)), "for one microbatch, as measured before training")
+    )
+    return page(data["title"], body, style_text=section.style + _STYLE, script_text=section.script)
+
+
+def _figures(data: dict[str, Any], planned: Timeline, measured: Timeline) -> str:
+    losses = [loss for loss in data["losses"] if loss is not None and isfinite(loss)]
+    figures = [
+        ("steps", str(len(data["losses"]))),
+        ("loss, first to last", f"{losses[0]:.3f} → {losses[-1]:.3f}" if losses else "-"),
+        ("step, planned / measured", f"{time_text(planned.makespan, 's')} / {time_text(measured.makespan, 's')}"),
+        ("bubble, planned / measured", f"{percent(planned.bubble_makespan)} / {percent(measured.bubble_makespan)}"),
+    ]
+    listed = "".join(f'<div class="ps-card"><dt>{word}</dt><dd>{escape(value)}</dd></div>' for word, value in figures)
+    return f'<dl class="pr-figures">{listed}</dl>'
+
+
+def _card(title: str, inner: str, note: str = "") -> str:
+    below = f"<p>{note}</p>" if note else ""
+    return f'<section class="ps-card pr-card"><h2>{escape(title)}</h2><div class="pr-scroll">{inner}</div>{below}</section>'
+
+
+def _key(data: dict[str, Any]) -> str:
+    keys = '<span class="pr-key"><i style="background:var(--ps-feeds)"></i>training</span>'
+    if data["validation"]:
+        keys += '<span class="pr-key"><i style="background:var(--ps-needs)"></i>validation</span>'
+    return keys
+
+
+def _checked(data: dict[str, Any]) -> str:
+    checked = data["checked"]
+    if checked is None:
+        return "not compared with the unpipelined model"
+    return (
+        f"Before training, {checked['steps']} steps were compared with the unpipelined model ({escape(checked['against'])}): "
+        f"largest difference {checked['difference']:.3g}."
+    )
+
+
+def _table(rows: list[list[str]], *, words: Sequence[int] = ()) -> str:
+    def cells(row: list[str], tag: str) -> str:
+        return "".join(
+            f"<{tag}{' class=pr-words' if column in words else ''}>{escape(cell)}</{tag}>"
+            for column, cell in enumerate(row)
+        )
+
+    head, *rest = rows
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rest)
+    return f"<table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _idle_rows(planned: Timeline, measured: Timeline) -> list[list[str]]:
+    rows = [["rank", "", "busy", "filling", "draining", "communication", "imbalance"]]
+    for rank in range(measured.plan.num_ranks):
+        for name, timeline in (("planned", planned), ("measured", measured)):
+            whole = timeline.makespan or 1.0
+            idle = timeline.idle[rank]
+            shares = (timeline.busy[rank], idle.filling, idle.draining, idle.communication, idle.imbalance)
+            rows.append([str(rank), name, *(percent(share / whole) for share in shares)])
+    return rows
+
+
+def loss_curve(losses: Sequence[float], validation: Sequence[Sequence[float]]) -> str:
+    """A drawing of the losses by step.
+
+    >>> loss_curve([3.0, 2.0], [[2, 2.5]]).count("<circle")
+    1
+    """
+    width, height, left, right, top, bottom = 640.0, 260.0, 46.0, 10.0, 10.0, 26.0
+    points = [(step + 1, loss) for step, loss in enumerate(losses) if loss is not None and isfinite(loss)]
+    marks = [(int(step), loss) for step, loss in validation if isfinite(loss)]
+    if not points:
+        return "<p>no losses</p>"
+    ticks = _ticks(min(y for _, y in points + marks), max(y for _, y in points + marks))
+    low, high, last = ticks[0], ticks[-1], max(x for x, _ in points + marks)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = left + (width - left - right) * ((x - 1) / max(last - 1, 1))
+        return across, height - bottom - (height - top - bottom) * ((y - low) / ((high - low) or 1))
+
+    parts = []
+    for tick in ticks:
+        _, y = at(1, tick)
+        parts.append(f'<line class="pr-axis" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for step in sorted({1, last, *_steps(last)}):
+        x, _ = at(step, low)
+        parts.append(
+            f'<text x="{x:.1f}" y="{height - 8}" text-anchor="{"end" if step == last else "middle"}">{step}</text>'
+        )
+    parts.append(f'<polyline class="pr-train" points="{_points(map(at, *zip(*points, strict=True)))}"/>')
+    if marks:
+        parts.append(f'<polyline class="pr-valid" points="{_points(map(at, *zip(*marks, strict=True)))}"/>')
+        for step, loss in marks:
+            x, y = at(step, loss)
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>step {step}: {loss:.4f}</title></circle>')
+    label = f"loss over {last} steps, from {points[0][1]:.3f} to {points[-1][1]:.3f}"
+    return f'<svg class="pr-curve" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _points(pairs: Any) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in pairs)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers around a range, about five."""
+    span = (high - low) or abs(high) or 1.0
+    raw = span / 4
+    scale = 10.0 ** floor(log10(raw))
+    step = next(scale * m for m in (1, 2, 2.5, 5, 10) if scale * m >= raw)
+    first, last = floor(low / step), ceil(high / step)
+    return [round(step * number, 12) for number in range(first, max(last, first + 1) + 1)]
+
+
+def _steps(last: int) -> list[int]:
+    inner = [round(tick) for tick in _ticks(1, last)]
+    return [step for step in inner if 1 < step < last * 0.93]

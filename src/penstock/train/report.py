@@ -1,0 +1,152 @@
+"""The report of a run: report.json with the figures, and report.html, one page that needs nothing else.
+
+path = write(folder, collect(pipe, ...))        # at the end of a run
+path = rewrite(folder)                          # penstock report FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.pipeline import Choice, Pipeline
+from penstock.pipeline.explain import rank_rows, stage_rows
+from penstock.plan import Placement, StageGraph, dumps, loads
+from penstock.simulate import Timeline, simulate
+from penstock.simulate.timeline import Idle
+from penstock.train.check import Checked
+from penstock.train.page import render
+
+REPORT, PAGE = "report.json", "report.html"
+_FORMAT = 1
+
+
+def collect(
+    pipe: Pipeline,
+    *,
+    title: str,
+    losses: Sequence[float],
+    validation: Sequence[tuple[int, float]],
+    seconds: Sequence[float],
+    rows: int,
+    unit: str,
+    checked: Checked | None,
+    measured: Timeline,
+    memory: Sequence[int],
+) -> dict[str, Any]:
+    """Everything that the page shows, ready for JSON."""
+    assert pipe.choice is not None, "a training run captures its model"
+    return {
+        "format": _FORMAT,
+        "title": title,
+        "choice": pipe.choice.dumps(),
+        "losses": list(losses),
+        "validation": [list(point) for point in validation],
+        "seconds": list(seconds),
+        "rows": rows,
+        "unit": unit,
+        "checked": None if checked is None else asdict(checked),
+        "measured": _timeline_to_json(measured),
+        "memory": list(memory),
+    }
+
+
+def write(folder: str | Path, data: dict[str, Any]) -> Path:
+    """Write the figures and the page; the path of the page comes back."""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / REPORT).write_text(json.dumps(data), encoding="utf-8")
+    return rewrite(place)
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    file = Path(folder) / REPORT
+    if not file.is_file():
+        raise PenstockError(
+            f"{folder} has no {REPORT}: give the output folder of a `penstock train` that went to its end"
+        )
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if data.get("format") != _FORMAT:
+        raise PenstockError(f"{file} has format {data.get('format')!r}, this penstock reads {_FORMAT}")
+    return data
+
+
+def rewrite(folder: str | Path) -> Path:
+    """Make the page again from the figures."""
+    data = read(folder)
+    choice = Choice.loads(data["choice"])
+    measured = replace(_timeline_from_json(data["measured"]), costs=choice.costs)
+    planned = replace(simulate(measured.plan, choice.costs), unit="s")
+    page = Path(folder) / PAGE
+    page.write_text(
+        render(
+            data,
+            planned=planned,
+            measured=measured,
+            stages=stage_rows(choice),
+            ranks=_memory_rows(rank_rows(choice), data["memory"]),
+            speed=_speed_rows(data, planned, measured),
+        ),
+        encoding="utf-8",
+    )
+    return page
+
+
+def _memory_rows(predicted: list[list[str]], measured: Sequence[int]) -> list[list[str]]:
+    from penstock.balance.cuts import size_text
+
+    head, *rows = predicted
+    made = [[*head[:3], "activations, measured", *head[3:]]]
+    for row, peak in zip(rows, measured, strict=True):
+        made.append([*row[:3], size_text(peak), *row[3:]])
+    return made
+
+
+def _speed_rows(data: dict[str, Any], planned: Timeline, measured: Timeline) -> list[list[str]]:
+    from penstock.show.numbers import time_text
+
+    rows, unit = data["rows"], data["unit"]
+
+    def row(what: str, seconds: float) -> list[str]:
+        return [what, time_text(seconds, "s"), f"{rows / seconds:,.0f}" if seconds > 0 else "-"]
+
+    made = [["", "a step takes", f"{unit} a second"]]
+    made.append(row("predicted, without the optimizer", planned.makespan))
+    made.append(row("measured, without the optimizer", measured.makespan))
+    if data["seconds"]:
+        made.append(row("measured, training (median)", statistics.median(data["seconds"])))
+    if data["checked"] is not None:
+        made.append(row("one process, unpipelined, training", data["checked"]["seconds"]))
+    return made
+
+
+def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
+    plan = timeline.plan
+    return {
+        "plan": dumps(plan),
+        "name": plan.name,
+        "placement": list(plan.placement.ranks),
+        "edges": sorted(
+            [producer, stage] for stage in range(plan.num_stages) for producer in plan.graph.producers(stage)
+        ),
+        "starts": [list(row) for row in timeline.starts],
+        "ends": [list(row) for row in timeline.ends],
+        "idle": [asdict(idle) for idle in timeline.idle],
+    }
+
+
+def _timeline_from_json(data: dict[str, Any]) -> Timeline:
+    plan = loads(data["plan"])
+    plan = replace(
+        plan,
+        name=data["name"],
+        placement=Placement.of(data["placement"]),
+        graph=StageGraph.of(plan.num_stages, [(a, b) for a, b in data["edges"]]),
+    )
+    idle = tuple(Idle(**row) for row in data["idle"])
+    return Timeline(plan, tuple(data["starts"]), tuple(data["ends"]), idle, measured=True, unit="s")
