@@ -12,7 +12,7 @@ from penstock.errors import RunError
 from penstock.plan import Plan
 from penstock.run.channel import Wait
 from penstock.run.program import Call, Program
-from penstock.simulate import Timeline
+from penstock.simulate import Timeline, idle_of
 
 
 class Recorder:
@@ -70,10 +70,7 @@ class Recording:
         if recorder.plan is None or not recorder.starts:
             return
         origin = min(min(times["starts"]) for times in everyone if times["starts"])
-        self._timeline = Timeline(
-            recorder.plan,
-            tuple([t - origin for t in times["starts"]] for times in everyone),
-            tuple([t - origin for t in times["ends"]] for times in everyone),
-            measured=True,
-            unit="s",
-        )
+        starts = tuple([t - origin for t in times["starts"]] for times in everyone)
+        ends = tuple([t - origin for t in times["ends"]] for times in everyone)
+        idle = idle_of(recorder.plan, starts, ends)
+        self._timeline = Timeline(recorder.plan, starts, ends, idle, measured=True, unit="s")
