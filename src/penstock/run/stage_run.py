@@ -61,7 +61,8 @@ class StageRun:
         self.deferral = Deferral(self.module) if split and self.manual is None else None
         self.pending: list[Any] = [None] * num_microbatches
         self.losses: list[Tensor | None] = [None] * num_microbatches
-        self.reported: list[Tensor | None] = [None] * num_microbatches
+        self.reported: list[Tensor | None] = [None] * num_microbatches  # of `board`, once they are there
+        self.board: tuple[Tensor, ...] = ()  # a place for each loss of a step
         self.outputs: list[Any] = [None] * num_microbatches
         self.accepted = accepted_keywords(self.module)
         self.chain = stage.routes is None
@@ -143,9 +144,17 @@ class StageRun:
                 raise StageError(f"loss_fn returned {what}; expected a tensor with one number")
             if self.grad:
                 self.losses[microbatch] = loss
-            self.reported[microbatch] = loss.detach().clone()  # of its own: a loss can keep its input's memory alive
+            self.report(microbatch, loss.detach())
         if inputs.keep_outputs:
             self.outputs[microbatch] = detached(output) if self.grad else output
+
+    def report(self, microbatch: int, loss: Tensor) -> None:
+        """Copy a loss: itself it could keep its input's memory alive. All of a step lie in one piece of memory, since many
+        small ones that stay would break the memory that activations come and go in into pieces."""
+        if not self.board or self.board[0].dtype is not loss.dtype:
+            self.board = torch.empty(len(self.reported), dtype=loss.dtype, device=loss.device).unbind()
+        place = self.reported[microbatch] = self.board[microbatch]
+        place.copy_(loss.reshape(()))
 
     def backward(self, microbatch: int) -> None:
         """B."""
@@ -227,6 +236,7 @@ class StageRun:
         self.pending[:] = [None] * size
         self.losses[:] = [None] * size
         self.reported[:] = [None] * size
+        self.board = ()
         self.outputs[:] = [None] * size
         self.inputs = StepInputs()
         if self.deferral is not None:
