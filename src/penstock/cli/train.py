@@ -42,7 +42,7 @@ _FROM_ZERO = click.IntRange(min=0)
 @click.option("--max-restarts", type=_FROM_ZERO, default=3, show_default=True, help="Restarts after a crash.")
 @click.option("--threads", type=_AT_LEAST_ONE, help="Threads of each rank.  [default: its share of the cores]")
 @click.pass_context
-def command(ctx: click.Context, **given: Any) -> None:
+def command(ctx: click.Context, /, **given: Any) -> None:
     """Train over pipelined processes: a small GPT on real text, or what MODULE:FUNCTION returns.
 
     The function returns (model, data, loss, optimizer): data is a function of the step or a list of (inputs, target),
@@ -63,7 +63,8 @@ def command(ctx: click.Context, **given: Any) -> None:
     if is_rank():
         from penstock.train.loop import run_rank
 
-        ctx.exit(0 if run_rank(options) else 0)
+        run_rank(options)
+        return
     try:
         launch(options, sys.argv[sys.argv.index("train") + 1 :])
     except Interrupted as stopped:

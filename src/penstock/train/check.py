@@ -87,7 +87,8 @@ class Unpipelined:
 def clip(parameters: Any, most: float) -> float:
     """As `Pipeline.clip_grad_norm_` does it in one process: the same numbers in the same order."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    total = float(sum(torch.linalg.vector_norm(g.detach(), 2.0).to(torch.float64) ** 2.0 for g in grads)) ** 0.5
+    squares = (float(torch.linalg.vector_norm(g.detach(), 2.0).to(torch.float64) ** 2.0) for g in grads)
+    total: float = sum(squares) ** 0.5
     factor = most / (total + 1e-6)
     if factor < 1.0 and grads:
         torch._foreach_mul_(grads, factor)
@@ -102,10 +103,13 @@ def set_rate(job: Job, optimizer: torch.optim.Optimizer, rates: Sequence[float],
 
 def is_random(model: nn.Module) -> bool:
     """Whether training draws random numbers, as far as one can see."""
-    kinds = (nn.modules.dropout._DropoutNd, nn.RReLU)
-    return any(isinstance(m, kinds) and getattr(m, "p", 1.0) > 0 for m in model.modules()) or any(
-        isinstance(getattr(m, "dropout", None), float) and m.dropout > 0 for m in model.modules()
-    )
+    for module in model.modules():
+        rate: object = getattr(module, "dropout", 0.0)
+        if isinstance(module, nn.RReLU) or (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0):
+            return True
+        if isinstance(rate, float) and rate > 0:
+            return True
+    return False
 
 
 def check(pipe: Pipeline, job: Job, *, steps: int, seed: int) -> Checked:

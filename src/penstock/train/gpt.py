@@ -57,11 +57,14 @@ class Block(nn.Module):
         parts = self.queries_keys_values(x).view(rows, length, 3, self.heads, width // self.heads)
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        return self.mix(mixed.transpose(1, 2).reshape(rows, length, width))
+        mixed = mixed.transpose(1, 2).reshape(rows, length, width)
+        made: Tensor = self.mix(mixed)
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attend(self.before_attention(x)))
-        return x + self.dropout(self.down(functional.gelu(self.up(self.before_network(x)))))
+        made: Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.before_network(x)))))
+        return made
 
 
 class GPT(nn.Module):
@@ -80,7 +83,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        scores: Tensor = self.head(self.norm(x))
+        return scores
 
 
 def _initialise(module: nn.Module) -> None:

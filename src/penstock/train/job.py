@@ -121,7 +121,7 @@ def _of_optimizer(optimizer: Any, model: nn.Module) -> Callable[[Iterable[nn.Par
         raise PenstockError(
             "the optimizer has several groups; return a function that makes it from a rank's parameters"
         )
-    kind, options = type(optimizer), {k: v for k, v in optimizer.defaults.items()}
+    kind, options = type(optimizer), dict(optimizer.defaults)
     accepted = inspect.signature(kind).parameters
     return lambda parameters: kind(parameters, **{k: v for k, v in options.items() if k in accepted})
 

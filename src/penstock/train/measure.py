@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def measured_idle(timeline: Timeline) -> tuple[Idle, ...]:
                     done[_place(part)] = end
                     if part & OP == Op.B:
                         done[_place(part & ~OP | Op.I)] = end
-    rules = replace_messages(timeline)
+    rules = waits(timeline)
     start, finish = timeline.start, timeline.start + timeline.makespan
     found = []
     for rank, codes in enumerate(plan.codes):
@@ -52,7 +53,7 @@ def measured_idle(timeline: Timeline) -> tuple[Idle, ...]:
             found.append(Idle(filling=finish - start))
             continue
         communication = imbalance = 0.0
-        for (_, before, _), (after, _, code) in zip(rows, rows[1:], strict=False):
+        for (_, before, _), (after, _, code) in pairwise(rows):
             if after <= before:
                 continue
             ready = max((done.get(need, before) for part in parts(code) for need in rules(part)), default=before)
@@ -67,7 +68,7 @@ def _place(code: int) -> tuple[int, int]:
     return code & KEY, code >> MICROBATCH_SHIFT & MICROBATCH
 
 
-def replace_messages(timeline: Timeline) -> Any:
+def waits(timeline: Timeline) -> Any:
     """A function: the computations, on whatever rank, whose results a computation waits for."""
     from penstock.plan import Rules
 

@@ -12,7 +12,8 @@ from penstock.show.numbers import percent, sizes, time_text
 from penstock.simulate import Timeline
 
 _STYLE = """
-.pr-grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px; margin-bottom: 14px; }
+.pr-grid { display: grid; gap: 14px; margin-bottom: 14px; }
+.pr-grid { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
 .pr-card { padding: 14px 16px 12px; min-width: 0; }
 .pr-card h2 { margin: 0 0 8px; font-size: 15px; }
 .pr-card p { margin: 6px 0 0; color: var(--ps-soft); font-size: 12.5px; }
@@ -105,7 +106,7 @@ def _checked(data: dict[str, Any]) -> str:
         return "not compared with the unpipelined model"
     return (
         f"Before training, {checked['steps']} steps were compared with the unpipelined model ({escape(checked['against'])}): "
-        f"largest difference {checked['difference']:.3g}."
+        f"largest difference {checked['difference'] or 0.0:.3g}."
     )
 
 
