@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -36,6 +36,12 @@ class PipelineContext:
     kwarg_mbs: list[dict[str, Any]] | None = None
     target_mbs: list[Any] | None = None
     losses: list[Any] | None = None
+
+
+class CustomFunction(Protocol):
+    """A user's function for a kind of action."""
+
+    def __call__(self, action: NamedAction, ctx: PipelineContext) -> object: ...
 
 
 class HandDriven:

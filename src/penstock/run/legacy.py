@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,11 @@ from torch import Tensor
 
 from penstock.batch import (
     Microbatches,
+    TensorChunkSpec,
+    batch_size_of,
     merge_chunks,
     sizes_of,
-    split_args_kwargs_into_chunks,
+    split_batch,
     split_target,
     weights,
 )
@@ -345,6 +348,7 @@ class LegacySchedule:
         handed: Any = None
         for stage in self._stages:
             stage._splits = stage.stage_index in split
+            stage._model_args = args
             given = args if stage.is_first else handed
             handed = stage._prepare_forward_infra(self._n_microbatches, given, kwargs, has_backward=self._has_backward)
         if self._has_backward:
@@ -429,9 +433,32 @@ class LegacySchedule:
         """The arguments of each microbatch."""
         if not args and not kwargs:
             return [()] * self._n_microbatches, [{}] * self._n_microbatches
-        return split_args_kwargs_into_chunks(
-            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
+        return split_batch(
+            args,
+            kwargs,
+            self._n_microbatches,
+            args_spec=self._args_chunk_spec,
+            kwargs_spec=self._row_specs(args, kwargs),
         )
+
+    def _row_specs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+        """The specs for keyword arguments: a tensor with a row for each microbatch, and not for each sample, is told so."""
+        specs, size = self._kwargs_chunk_spec, self._n_microbatches
+        if not kwargs or size == 1 or not (specs is None or isinstance(specs, Mapping)):
+            return specs
+        rows = [
+            name
+            for name, value in kwargs.items()
+            if isinstance(value, Tensor) and value.dim() and value.size(0) == size and name not in (specs or {})
+        ]
+        if not rows or batch_size_of(args, kwargs, args_spec=self._args_chunk_spec, kwargs_spec=specs) in (None, size):
+            return specs
+        warnings.warn(
+            f"keyword argument {', '.join(rows)} of step() has {size} rows, one for each microbatch, which gets its own. To hand "
+            f"it to every microbatch whole, write kwargs_chunk_spec={{{rows[0]!r}: Replicate()}}",
+            stacklevel=4,
+        )
+        return {**(specs or {}), **dict.fromkeys(rows, TensorChunkSpec(0))}
 
     def _merge_outputs(self, output_chunks: list[Any]) -> Any:
         return merge_chunks(output_chunks, self._output_merge_spec)

@@ -429,7 +429,7 @@ class Schedule(LegacySchedule):
         if args or kwargs:
             given = args if self._has_first or captured else ()
             inputs.args, inputs.kwargs = split_batch(
-                given or args, kwargs, size, args_spec=self._args_chunk_spec, kwargs_spec=self._kwargs_chunk_spec
+                given or args, kwargs, size, args_spec=self._args_chunk_spec, kwargs_spec=self._row_specs(args, kwargs)
             )
         if self._has_last and self._loss_fn is not None:
             if isinstance(self._loss_fn, OwnLoss):

@@ -48,8 +48,7 @@ class Chunks(Exchange):
         save_forward_output: bool = True,
     ) -> Any:
         """The forward of a microbatch. `args` are the model's own, for the first stage; the others have received theirs."""
-        inputs = self._inputs_of(fwd_chunk_id, args)
-        keywords = {k: v for k, v in (kwargs or {}).items() if self._accepted is None or k in self._accepted}
+        inputs, keywords = self._call_of(fwd_chunk_id, args, kwargs or {})
         if self._runtime_validate:
             self._validate_fwd_input(inputs)
         if self.has_backward and self._splits and self.dw_builder is None and self._owns_backward():
@@ -66,9 +65,16 @@ class Chunks(Exchange):
             self._validate_fwd_outputs(outputs)
         return output
 
-    def _inputs_of(self, fwd_chunk_id: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The positional arguments of the module."""
-        return tuple(args) if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
+    def _call_of(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with."""
+        inputs = tuple(args) if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
+        return inputs, self._keywords(kwargs)
+
+    def _keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Those that the module takes."""
+        return {name: value for name, value in kwargs.items() if self._accepted is None or name in self._accepted}
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; within a step its data parallelism is told by the schedule when to reduce."""

@@ -192,12 +192,16 @@ class Exchange(StageState):
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Take over the outputs of the stage before, which sits on this rank."""
-        outputs = as_tuple(prev_stage_outputs)
+        outputs = self._from_before(as_tuple(prev_stage_outputs))
         infos = self.args_recv_info[mb_index]
         for info, output in zip(infos, outputs, strict=True):
             if not isinstance(output, Tensor):
                 raise AssertionError(f"the stage before gave a {type(output).__name__}; expected tensor values")
             info.buffer = to_local_if_dtensor(output, detach=True)
+
+    def _from_before(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Which outputs of the stage before this one reads: all."""
+        return outputs
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
         """Give away the gradients of this stage's inputs to the stage before, which sits on this rank."""

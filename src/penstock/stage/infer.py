@@ -44,6 +44,7 @@ class Inference(Chunks):
     input_grads: Any = None
     output_grads: Any = None
     _inference_mode: InferenceMode | None = None
+    _model_args: tuple[Any, ...] = ()  # the model's arguments, for stages that read some of them
 
     def _user_meta(self) -> StageMeta:
         """What the user gave when the stage was made."""
@@ -137,8 +138,10 @@ class Inference(Chunks):
         """What the module would return: for these arguments, or for the inputs that are known."""
         metas = self._stage_meta.inputs or ()
         given = args if args is not None else tuple(self._example(meta) for meta in metas)
-        keywords = {k: v for k, v in (kwargs or {}).items() if self._accepted is None or k in self._accepted}
-        outputs = as_tuple(_try(self.submod, given, keywords, grad=True))
+        return self._metas_of_call(given, self._keywords(kwargs or {}))
+
+    def _metas_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Metas:
+        outputs = as_tuple(_try(self.submod, args, kwargs, grad=True))
         self._mesh_cache.update_from_tensors(outputs)
         return extract_tensor_metas(outputs, allow_none=True) or ()
 

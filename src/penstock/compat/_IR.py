@@ -1,0 +1,76 @@
+"""`torch.distributed.pipelining._IR`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from penstock.capture import (
+    LossWrapper,
+    MultiUseParameterConfig,
+    Pipe,
+    PipeSequential,
+    PipeSplitWrapper,
+    SplitPoint,
+    TrivialLossWrapper,
+    annotate_split_points,
+    pipe_split,
+)
+from penstock.capture import pipeline as _pipeline
+
+PP_SUBMOD_PREFIX = "submod_pp"
+MultiUseParamSpec = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
+
+__all__ = [
+    "LossWrapper",
+    "MultiUseParamSpec",
+    "MultiUseParameterConfig",
+    "Pipe",
+    "PipeSequential",
+    "PipeSplitWrapper",
+    "SplitPoint",
+    "TrivialLossWrapper",
+    "_move_placeholders_to_front",
+    "annotate_split_points",
+    "get_submod_name",
+    "pipe_split",
+    "pipeline",
+]
+
+
+class _TuplePipe(Pipe):
+    """A pipe that returns the leaves of the model's output as a tuple, as torch's does."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: dict[str, SplitPoint] | None = None,
+    split_policy: Any = None,
+    **options: Any,
+) -> Pipe:
+    """Capture a model and cut it into stages; see `penstock.pipeline`. Called as a whole, the pipe returns a tuple."""
+    pipe = _pipeline(module, mb_args, mb_kwargs, split_spec, split_policy, **options)
+    pipe.__class__ = _TuplePipe
+    return pipe
+
+
+def get_submod_name(stage_idx: int) -> str:
+    """What torch calls a stage in its captured graph."""
+    return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
+
+
+def _move_placeholders_to_front(graph: fx.Graph) -> None:
+    """Put the inputs of a graph before everything else, in their order."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    others = [node for node in graph.nodes if node.op != "placeholder"]
+    if not others:
+        return
+    for node in inputs:
+        others[0].prepend(node)

@@ -1,0 +1,123 @@
+"""The alias: `import torch.distributed.pipelining` yields `penstock.compat`, here and in the processes started from here.
+
+In this process a finder stands first in `sys.meta_path`. A child process that is a fresh interpreter (spawned, or started
+by a launcher) gets the same from a `sitecustomize` module, whose folder `install` puts first on PYTHONPATH and which acts
+only while PENSTOCK_COMPAT is set. A forked child inherits everything. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+TORCH = "torch.distributed.pipelining"
+OURS = "penstock.compat"
+SWITCH = "PENSTOCK_COMPAT"
+STARTUP = str(Path(__file__).resolve().parent / "startup")
+
+
+class AliasFinder(MetaPathFinder):
+    """Finds penstock's modules under torch's names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not is_aliased(fullname):
+            return None
+        if importlib.util.find_spec(OURS + fullname[len(TORCH) :]) is None:
+            return None
+        return ModuleSpec(fullname, _AliasLoader(), is_package=fullname == TORCH)
+
+
+class _AliasLoader(Loader):
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the real module where the import system looks for its result."""
+        name = module.__name__
+        sys.modules[name] = importlib.import_module(OURS + name[len(TORCH) :])
+
+
+_finder = AliasFinder()
+_replaced: dict[str, ModuleType] = {}  # torch's own modules, if they had been imported
+
+
+def is_aliased(name: str) -> bool:
+    return name == TORCH or name.startswith(TORCH + ".")
+
+
+def installed() -> bool:
+    return _finder in sys.meta_path
+
+
+def install() -> None:
+    """From here on, `import torch.distributed.pipelining` yields penstock. Safe to call again, and after torch's own
+    package was imported: a warning then names the modules that hold objects of it already.
+    """
+    if installed():
+        return
+    holders = _holders()
+    _replaced.update({name: module for name, module in sys.modules.items() if is_aliased(name)})
+    for name in _replaced:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _finder)
+    os.environ[SWITCH] = "1"
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if STARTUP not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *paths]))
+    if _replaced:
+        _bind(importlib.import_module(TORCH))
+    if holders:
+        warnings.warn(
+            f"torch.distributed.pipelining had been imported before penstock.compat.install(), and is still what "
+            f"{', '.join(holders)} use; call install() before importing them",
+            stacklevel=2,
+        )
+
+
+def uninstall() -> None:
+    """Take the alias back: later imports yield torch's own package. Safe to call again."""
+    if not installed():
+        return
+    sys.meta_path.remove(_finder)
+    for name in [name for name in sys.modules if is_aliased(name)]:
+        del sys.modules[name]
+    sys.modules.update(_replaced)
+    os.environ.pop(SWITCH, None)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != STARTUP]
+    if paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    else:
+        os.environ.pop("PYTHONPATH", None)
+    _bind(_replaced.get(TORCH))
+    _replaced.clear()
+
+
+def _bind(package: ModuleType | None) -> None:
+    """Make the attribute of torch.distributed say the same as the import."""
+    parent = sys.modules.get("torch.distributed")
+    if parent is None:
+        return
+    if package is not None:
+        parent.pipelining = package  # type: ignore[attr-defined]
+    elif hasattr(parent, "pipelining"):
+        del parent.pipelining
+
+
+def _holders() -> list[str]:
+    """The modules outside torch that hold objects of its package."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch" or not isinstance(module, ModuleType):
+            continue
+        for value in list(vars(module).values()):
+            home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if isinstance(home, str) and is_aliased(home):
+                found.add(name)
+    return sorted(found)

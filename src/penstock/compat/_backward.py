@@ -1,0 +1,213 @@
+"""`torch.distributed.pipelining._backward`: a backward in two parts, over any graph.
+
+penstock's own stages defer the weight work of their layers while they run (`penstock.stage.deferred`), which is quicker. The
+functions here take a graph that exists already. The input pass notes the gradients at the *joints*, the nodes of the input's
+path at which a parameter's own path ends; the weight pass starts from them. Gradients are accumulated by autograd, so hooks
+fire; a parameter that no input reaches is not forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from penstock.errors import StageError
+
+Group = dict[str, Any]  # "params": tensors; "intermediates": joints; "grads": what arrived at each joint
+
+
+def stage_backward(
+    stage_output: Any,
+    output_grads: Any,
+    input_values: Sequence[Any],
+    outputs_with_grads_idxs: Sequence[int] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Differentiate everything; the gradients of the inputs come back, those of the parameters accumulate."""
+    if outputs_with_grads_idxs is not None:
+        stage_output = [stage_output[place] for place in outputs_with_grads_idxs]
+        output_grads = [output_grads[place] for place in outputs_with_grads_idxs]
+    pairs = list(_pairs(stage_output, output_grads))
+    if pairs:
+        torch.autograd.backward([root for root, _ in pairs], grad_tensors=[grad for _, grad in pairs])
+    return tuple(map(_take_grad, input_values))
+
+
+def _pairs(output: Any, grad: Any) -> Iterable[tuple[Any, Tensor | None]]:
+    """The tensors of an output that require a gradient, each with its own."""
+    if isinstance(output, (Tensor, GradientEdge)):
+        if not isinstance(output, Tensor) or output.requires_grad:
+            yield output, grad
+    elif isinstance(output, dict):
+        if grad is not None:
+            if output.keys() != grad.keys():
+                raise StageError(
+                    f"an output with the keys {list(output)} and gradients with {list(grad)}; expected the same"
+                )
+            for key, part in output.items():
+                yield from _pairs(part, grad[key])
+    elif isinstance(output, (list, tuple)) and grad is not None:
+        if len(output) != len(grad):
+            raise StageError(f"{len(output)} outputs and {len(grad)} gradients; expected as many")
+        for part, one in zip(output, grad, strict=True):
+            yield from _pairs(part, one)
+
+
+def _take_grad(value: Any) -> Tensor | None:
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return None
+    grad, value.grad = value.grad, None
+    return grad
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: Sequence[Any],
+    output_grads: Sequence[Tensor | None] | None,
+    input_values: Sequence[Any],
+    weights: Iterable[Tensor],
+) -> tuple[tuple[Tensor | None, ...], list[Group]]:
+    """The gradients of the inputs, also added to their `.grad`, and what the weight pass needs."""
+    roots: list[Any] = []
+    grads: list[Tensor] = []
+    given = [None] * len(stage_outputs_or_loss) if output_grads is None else output_grads
+    for output, grad in zip(stage_outputs_or_loss, given, strict=True):
+        if isinstance(output, Tensor) and not output.requires_grad:
+            continue
+        roots.append(output)
+        grads.append(torch.ones_like(output) if grad is None else grad)
+    inputs = [value for value in input_values if isinstance(value, Tensor) and value.requires_grad]
+    groups = _groups([_edge(root).node for root in roots], [_edge(value).node for value in inputs], list(weights))
+    found: Sequence[Tensor | None] = ()
+    with ExitStack() as hooks:
+        for group in groups:
+            group["grads"] = [None] * len(group["intermediates"])
+            for place, joint in enumerate(group["intermediates"]):
+                hooks.callback(joint.register_prehook(_noting(group["grads"], place)).remove)
+        if roots:
+            _note_roots(roots, grads, groups)
+        if roots and inputs:
+            found = torch.autograd.grad(roots, inputs, grads, retain_graph=True, allow_unused=True)
+    by_input = {id(value): grad for value, grad in zip(inputs, found, strict=True)}
+    for value in inputs:
+        grad = by_input[id(value)]
+        if grad is not None:
+            value.grad = grad if value.grad is None else value.grad + grad
+    return tuple(by_input.get(id(value)) for value in input_values), groups
+
+
+def stage_backward_weight(
+    weights: Iterable[Tensor], param_groups: Sequence[Group], retain_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Accumulate the gradients of the parameters; what they were before comes back."""
+    before = tuple(weight.grad for weight in weights)
+    for group in param_groups:
+        joints, noted = group.pop("intermediates"), group.pop("grads")
+        edges = [
+            (GradientEdge(joint, place), grad)
+            for joint, grads in zip(joints, noted, strict=True)
+            for place, grad in enumerate(grads or ())
+            if grad is not None
+        ]
+        if not edges:
+            continue
+        with ExitStack() as hooks:
+            if len(joints) > 1:  # a joint behind another one would be reached twice
+                for joint, grads in zip(joints, noted, strict=True):
+                    hooks.callback(joint.register_prehook(_instead(grads)).remove)
+            torch.autograd.backward(
+                [edge for edge, _ in edges],
+                grad_tensors=[grad for _, grad in edges],
+                inputs=group["params"],
+                retain_graph=retain_graph,
+            )
+    return before
+
+
+def _noting(noted: list[Any], place: int) -> Any:
+    def note(grads: tuple[Tensor | None, ...]) -> None:
+        noted[place] = grads
+
+    return note
+
+
+def _instead(noted: Any) -> Any:
+    return lambda grads: grads if noted is None else noted
+
+
+def _note_roots(roots: Sequence[Any], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:
+    """A joint that is a root itself: the engine may never visit it in the input pass."""
+    by_node: dict[Node, list[tuple[int, Tensor]]] = {}
+    for root, grad in zip(roots, grads, strict=True):
+        edge = _edge(root)
+        by_node.setdefault(edge.node, []).append((edge.output_nr, grad))
+    for group in groups:
+        for place, joint in enumerate(group["intermediates"]):
+            if joint in by_node:
+                size = max(number for number, _ in by_node[joint]) + 1
+                known = dict(by_node[joint])
+                group["grads"][place] = tuple(known.get(number) for number in range(size))
+
+
+def _edge(value: Any) -> GradientEdge:
+    return value if isinstance(value, GradientEdge) else get_gradient_edge(value)
+
+
+def _groups(roots: list[Node], inputs: list[Node], weights: list[Tensor]) -> list[Group]:
+    """The parameters, grouped by the joints at which their paths meet those of the inputs."""
+    users = _users(roots)
+    path = _upward(inputs, users, stop=set()) | set(roots)
+    groups: list[Group] = []
+    for weight in weights:
+        if not weight.requires_grad:
+            continue
+        node = _edge(weight).node
+        if node not in users and node not in roots:
+            continue
+        joints = _upward([node], users, stop=path) & path
+        group: Group = {"params": [weight], "intermediates": list(joints)}
+        for other in [other for other in groups if joints & set(other["intermediates"])]:
+            groups.remove(other)
+            group["params"] = other["params"] + group["params"]
+            group["intermediates"] = list(dict.fromkeys(other["intermediates"] + group["intermediates"]))
+        groups.append(group)
+    return groups
+
+
+def _users(roots: list[Node]) -> dict[Node, list[Node]]:
+    """For each node below the roots: the nodes that hand their gradients to it."""
+    users: dict[Node, list[Node]] = {}
+    seen = set(roots)
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        for following, _ in node.next_functions:
+            if following is not None:
+                users.setdefault(following, []).append(node)
+                if following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+    return users
+
+
+def _upward(nodes: list[Node], users: dict[Node, list[Node]], *, stop: set[Node]) -> set[Node]:
+    """All nodes from which gradients come to `nodes`; nothing above those in `stop`."""
+    reached = set(nodes)
+    stack = [node for node in nodes if node not in stop]
+    while stack:
+        for user in users.get(stack.pop(), ()):
+            if user not in reached:
+                reached.add(user)
+                if user not in stop:
+                    stack.append(user)
+    return reached
+
+
+def _null_coalesce_accumulate(lhs: Tensor | None, rhs: Tensor | None) -> Tensor | None:
+    """The sum of what is there."""
+    if lhs is None or rhs is None:
+        return rhs if lhs is None else lhs
+    return lhs + rhs

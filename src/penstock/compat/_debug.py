@@ -1,0 +1,23 @@
+"""`torch.distributed.pipelining._debug`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+
+def friendly_debug_info(v: object) -> str:
+    """A value in a few words: of a tensor its shape, its type and whether it requires a gradient.
+
+    >>> friendly_debug_info(3)
+    '3'
+    """
+    if not isinstance(v, Tensor):
+        return str(v)
+    return f"Tensor({v.shape}, grad={v.requires_grad}, dtype={v.dtype})"
+
+
+def map_debug_info(a: Any) -> Any:
+    """The same for everything in a nest of lists, tuples and dicts."""
+    return fx.node.map_aggregate(a, friendly_debug_info)

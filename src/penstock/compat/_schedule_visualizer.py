@@ -1,0 +1,105 @@
+"""`torch.distributed.pipelining._schedule_visualizer`.
+
+    ops = get_schedule_ops("InterleavedZeroBubble", 4, 8)
+    visualize_schedule(ops, "schedule.svg")
+
+penstock's own is `penstock.show`: drawings, pages that zoom, traces.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from penstock.compat.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _Action,
+    _ComputationType,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+from penstock.errors import PlanError
+from penstock.plan.vocabulary import plan_of
+from penstock.show import to_svg
+from penstock.simulate import Timeline, simulate
+
+Rows = list[list[_Action | None]]
+
+
+class OpKey(NamedTuple):
+    """A computation, whichever rank does it."""
+
+    stage_index: int
+    computation_type: _ComputationType
+    microbatch_index: int
+
+
+def get_schedule_ops(
+    schedule: str | type[_PipelineSchedule],
+    pp_degree: int,
+    num_microbatches: int,
+    num_stages_per_rank: int | None = None,
+    add_spacing: bool = False,
+    with_comms: bool = False,
+    defer_pp_recv: bool = False,
+) -> Rows:
+    """The actions of each rank under a schedule, by its name or class; no stage and no process is needed."""
+    if add_spacing and with_comms:
+        raise PlanError("add_spacing and with_comms at once; expected one of them: messages take no slots")
+    kind = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    if not isinstance(kind, type) or not issubclass(kind, (PipelineScheduleSingle, PipelineScheduleMulti)):
+        raise PlanError(f"{schedule!r} is no schedule; expected its name or its class")
+    several = issubclass(kind, PipelineScheduleMulti)
+    per_rank = (2 if several else 1) if num_stages_per_rank is None else num_stages_per_rank
+    if (per_rank != 1) != several:
+        raise AssertionError(
+            f"{per_rank} stages a rank under {kind.__name__}; expected {'2 or more' if several else '1'}"
+        )
+    make: Any = kind
+    stages: Any = [_place(rank=0, num_ranks=pp_degree, num_stages=pp_degree * per_rank) for _ in range(per_rank)]
+    order = make(stages if several else stages[0], num_microbatches).pipeline_order
+    if with_comms:
+        runtime = _PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)
+        runtime._prepare_schedule_with_comms(order)
+        order = runtime.pipeline_order_with_comms
+    rows = [list(order[rank]) for rank in range(pp_degree)]
+    return add_schedule_op_spacing(rows) if add_spacing else rows
+
+
+def _place(*, rank: int, num_ranks: int, num_stages: int) -> Any:
+    """As much of a stage as a schedule looks at."""
+    return SimpleNamespace(submod=None, group=None, group_rank=rank, group_size=num_ranks, num_stages=num_stages)
+
+
+def _timeline(schedule: Rows) -> Timeline:
+    leaves = [leaf for row in schedule for action in row if action is not None for leaf in action.leaves]
+    stages = 1 + max(leaf.stage_index for leaf in leaves)
+    microbatches = 1 + max(leaf.microbatch_index or 0 for leaf in leaves)
+    return simulate(plan_of(dict(enumerate(schedule)), num_microbatches=microbatches, num_stages=stages))
+
+
+def add_schedule_op_spacing(schedule: Rows) -> Rows:
+    """The same actions with None in the slots in which a rank waits; a full backward takes two slots."""
+    if not any(action is not None for row in schedule for action in row):
+        return schedule
+    timeline = _timeline(schedule)
+    spaced: Rows = []
+    for rank, row in enumerate(schedule):
+        slots: list[_Action | None] = []
+        actions = [action for action in row if action is not None]
+        for action, start in zip(actions, timeline.starts[rank], strict=True):
+            slots.extend([None] * (round(start) - len(slots)))
+            slots.append(action)
+        spaced.append(slots)
+    return spaced
+
+
+def visualize_schedule(schedule: Rows, filename: str | None = None) -> str:
+    """Draw the actions of all ranks as an SVG, to a file if one is named; the drawing comes back as text."""
+    drawing = to_svg(_timeline(schedule))
+    if filename is not None:
+        Path(filename).write_text(drawing, encoding="utf-8")
+    return drawing

@@ -1,0 +1,26 @@
+"""`torch.distributed.pipelining._unflatten`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import fx, nn
+from torch.export.unflatten import _ModuleFrame
+
+
+def _outline_submodules(orig_graph: fx.Graph) -> fx.GraphModule:
+    """Put the calls of an exported graph back into the modules that they came from, in their order."""
+    frame: Any = _ModuleFrame
+    outlined = fx.GraphModule(nn.Module(), fx.Graph())
+    stack: list[Any] = [("", None, 0)]
+    registry: tuple[Any, ...] = (
+        {},
+        defaultdict(list),
+        defaultdict(set),
+        {},
+    )  # nodes, modules, attributes, made modules
+    frame(orig_graph, tuple(orig_graph.nodes), *registry, None, stack, "", {}, module=outlined).run_outer()
+    outlined.graph.lint()
+    outlined.recompile()
+    return outlined

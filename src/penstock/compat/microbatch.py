@@ -1,0 +1,53 @@
+"""`torch.distributed.pipelining.microbatch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.batch import CustomReducer as _CustomReducer
+from penstock.batch import Replicate as _Replicate
+from penstock.batch import split_args_kwargs_into_chunks as _split
+from penstock.batch import (
+    TensorChunkSpec,
+    merge_chunks,
+    microbatch_sizes,
+    split_block_mask,
+    sum_reducer,
+)
+from penstock.batch import split_tensor as _split_tensor
+from penstock.batch.masks import block_mask_batch
+
+DEFAULT_CHUNK_DIM = 0
+_LossReducer = _CustomReducer
+
+__all__ = [
+    "DEFAULT_CHUNK_DIM",
+    "TensorChunkSpec",
+    "_CustomReducer",
+    "_LossReducer",
+    "_Replicate",
+    "_split_block_mask",
+    "_split_tensor",
+    "merge_chunks",
+    "split_args_kwargs_into_chunks",
+    "sum_reducer",
+]
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Cut every tensor without a spec along dimension 0, whatever its size. A schedule's step asks where it cannot tell."""
+    return _split(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec, strict=False)
+
+
+def _split_block_mask(block_mask: Any, num_chunks: int) -> list[Any]:
+    """Cut the block mask of flex attention along its batch; one that holds for every row goes to every microbatch."""
+    size = block_mask_batch(block_mask)
+    if size == 1:
+        return [block_mask] * num_chunks
+    return list(split_block_mask(block_mask, microbatch_sizes(size, num_chunks)))

@@ -1,0 +1,133 @@
+"""`torch.distributed.pipelining.schedules`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist  # noqa: F401  programs patch what stands here
+
+from penstock.batch import TensorChunkSpec
+from penstock.compat._orders import add_reduce_grad as _add_reduce_grad
+from penstock.compat._orders import add_send_recv as _add_send_recv
+from penstock.compat._orders import add_unshard_reshard as _add_unshard_reshard
+from penstock.compat._orders import defer_recv_ops as _defer_recv_ops
+from penstock.compat._orders import dump_chrometrace as _dump_chrometrace
+from penstock.compat._orders import format_pipeline_order as _format_pipeline_order
+from penstock.compat._orders import merge_bw as _merge_bw
+from penstock.compat._orders import simulate_comms_compute as _simulate_comms_compute
+from penstock.compat._ranks import get_1f1b_rank_ops as _get_1f1b_rank_ops
+from penstock.compat._ranks import get_warmup_ops as _get_warmup_ops
+from penstock.errors import UnknownNameError
+from penstock.plan.vocabulary import ComputationType as _ComputationType
+from penstock.plan.vocabulary import NamedAction as _Action
+from penstock.run import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleVHalf,
+    ScheduleVMin,
+    ScheduleVZB,
+    ScheduleZBH1,
+    ScheduleZBH2,
+    ScheduleZBVZeroBubble,
+)
+from penstock.run import PipelineScheduleRuntime as _PipelineScheduleRuntime
+from penstock.run import Schedule as _PipelineSchedule
+from penstock.run import ScheduleForwardOnly as _ScheduleForwardOnly
+from penstock.run.by_hand import CustomFunction as _CustomFunctionProtocol
+from penstock.run.by_hand import PipelineContext as _PipelineContext
+from penstock.run.legacy import validate_order as _validate_schedule
+from penstock.run.p2p import batch_p2p as _batch_p2p
+from penstock.run.p2p import sorted_batch_p2p as _sorted_batch_p2p
+from penstock.run.p2p import wait_batch_p2p as _wait_batch_p2p
+from penstock.stage.base import StageBase as _PipelineStageBase
+from penstock.stage.exchange import RecvInfo as _RecvInfo
+from penstock.stage.stage import PipelineStage
+
+F = FORWARD = _ComputationType.FORWARD
+I = BACKWARD_INPUT = _ComputationType.BACKWARD_INPUT  # noqa: E741  the letter is the vocabulary of the field
+W = BACKWARD_WEIGHT = _ComputationType.BACKWARD_WEIGHT
+B = FULL_BACKWARD = _ComputationType.FULL_BACKWARD
+UNSHARD, RESHARD = _ComputationType.UNSHARD, _ComputationType.RESHARD
+SEND_F, RECV_F = _ComputationType.SEND_F, _ComputationType.RECV_F
+SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
+OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE_GRAD
+_TARGET_CHUNK_SPEC = TensorChunkSpec(0)
+
+_CLASSES: dict[str, Any] = {
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "GPipe": ScheduleGPipe,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+    "PipelineScheduleSingle": PipelineScheduleSingle,
+    "PipelineScheduleMulti": PipelineScheduleMulti,
+    "ZBH1": ScheduleZBH1,
+    "ZBH2": ScheduleZBH2,
+    "VHalf": ScheduleVHalf,
+    "VMin": ScheduleVMin,
+    "VZB": ScheduleVZB,
+}
+
+__all__ = [
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "_Action",
+    "_ComputationType",
+    "_CustomFunctionProtocol",
+    "_PipelineContext",
+    "_PipelineSchedule",
+    "_PipelineScheduleRuntime",
+    "_PipelineStageBase",
+    "_RecvInfo",
+    "_ScheduleForwardOnly",
+    "_add_reduce_grad",
+    "_add_send_recv",
+    "_add_unshard_reshard",
+    "_batch_p2p",
+    "_defer_recv_ops",
+    "_dump_chrometrace",
+    "_format_pipeline_order",
+    "_get_1f1b_rank_ops",
+    "_get_profiler_function_name",
+    "_get_warmup_ops",
+    "_merge_bw",
+    "_simulate_comms_compute",
+    "_sorted_batch_p2p",
+    "_validate_schedule",
+    "_wait_batch_p2p",
+    "get_schedule_class",
+]
+
+
+def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
+    """The schedule class of that name, in any case, with or without "Schedule" before it.
+
+    >>> get_schedule_class("interleaved1f1b").__name__
+    'ScheduleInterleaved1F1B'
+    """
+    spellings = {spelling.lower(): kind for name, kind in _CLASSES.items() for spelling in (name, f"Schedule{name}")}
+    found: type[_PipelineSchedule] | None = spellings.get(schedule_name.lower())
+    if found is None:
+        raise UnknownNameError(f"no schedule is called {schedule_name!r}; there are {', '.join(_CLASSES)}")
+    return found
+
+
+def _get_profiler_function_name(action: _Action) -> str:
+    """How the range of an action is called in a profile."""
+    return f"penstock:{action}"
