@@ -73,4 +73,6 @@ def grads_of(modules: list[nn.Module]) -> list[Tensor]:
 
 
 def close(got: list[Tensor], want: list[Tensor]) -> bool:
-    return len(got) == len(want) and all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(got, want, strict=True))
+    return len(got) == len(want) and all(
+        torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(got, want, strict=True)
+    )

@@ -67,17 +67,18 @@ class Runner:
         except BaseException as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
             error = caught
             self.report(None, caught)
+        mistaken = error is not None  # what was given here is wrong, whatever else is
         preamble, error = self.agree(programs, mode, key, error)
         program = programs(preamble.mode)
         if preamble.failed:
-            return self.conclude(program, error, preamble)
+            return self.conclude(program, error, preamble, certain=mistaken)
         if preamble.cold:
             program.fresh_layouts()
         else:
             program.load_layouts(preamble.signature)
         if error is not None:
             self.drain(program, 0, cold=bool(preamble.cold))
-            return self.conclude(program, error, preamble)
+            return self.conclude(program, error, preamble, certain=True)
         assert inputs is not None, "no inputs without an error"
         program.begin(inputs)
         calls = program.cold if preamble.cold else program.warm
@@ -94,14 +95,16 @@ class Runner:
         size = programs(mode).plan.num_microbatches
         if self.preambles.parent is None:
             preamble = Preamble(self.transport.epoch, mode, *self.signature(programs(mode), mode, key, error), size)
-            return preamble, self.preambles.tell(preamble) or error
+            unreachable = self.preambles.tell(preamble)
+            return preamble, error or unreachable
         try:
             preamble = self.preambles.hear()
         except RuntimeError as caught:
             explained = self.transport.explain(caught, peer=self.preambles.parent, what="the preamble of the step")
             preamble = Preamble(self.transport.epoch, mode, FAILED, 1, size)
             error = error or explained
-        error = self.preambles.tell(preamble) or error
+        unreachable = self.preambles.tell(preamble)
+        error = error or unreachable
         mine = Preamble(self.transport.epoch, mode, preamble.signature, preamble.cold, size)
         if mine != preamble and error is None and not preamble.failed:
             error = RanksDisagree(
@@ -252,8 +255,13 @@ class Runner:
         except (RuntimeError, PenstockError):
             channel.lost = True
 
-    def conclude(self, program: Program, error: BaseException | None, preamble: Preamble) -> Outcome:
-        """Succeed on all ranks, or raise on all; nothing of the step is left either way."""
+    def conclude(
+        self, program: Program, error: BaseException | None, preamble: Preamble, *, certain: bool = False
+    ) -> Outcome:
+        """Succeed on all ranks, or raise on all; nothing of the step is left either way.
+
+        `certain`: the error has its cause on this rank, whatever others say.
+        """
         left = [] if error is not None else program.left_over()
         if left:
             error = RunError(f"left over at the end of the step: {', '.join(left[:8])}; the plan did not use them up")
@@ -273,10 +281,10 @@ class Runner:
                 program.save_layouts(preamble.signature)
             return outcome
         program.saved.pop(preamble.signature, None)  # it may have failed because the shapes are others by now
-        if error is not None and not isinstance(error, Exception):
+        if error is not None and (certain or not isinstance(error, Exception)):
             raise error
         peer = self.peer_failure() or (found.unreachable if error is None else None)
-        if peer is not None and not isinstance(error, RanksDisagree):
+        if peer is not None:
             raise peer from error  # what went wrong here may have come of the dummies that others sent
         raise error or RunError("another rank failed, and its reason has not reached the store")
 
