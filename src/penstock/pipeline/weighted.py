@@ -14,9 +14,10 @@ class WeightedSchedule(Schedule):
     factor: float = 1.0  # of the loss before the backward; the loss that is reported stays as it is
     _shares: Sequence[float] | None = None
 
-    def _weights(self, inputs: StepInputs) -> list[float]:
-        shares = super()._weights(inputs)
-        self._shares = shares
+    def _weights(self, inputs: StepInputs) -> list[float] | None:
+        shares = self._shares = super()._weights(inputs)
+        if shares is None:
+            return None if self.factor == 1.0 else [self.factor] * self._n_microbatches
         return [share * self.factor for share in shares]
 
     @property

@@ -440,12 +440,13 @@ class Schedule(LegacySchedule):
                 raise RunError(
                     "rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)"
                 )
-            if self.scale_grads:
-                inputs.weights = self._weights(inputs)
+            inputs.weights = self._weights(inputs)
         return inputs, _shapes(args, kwargs) if self._has_first else None
 
-    def _weights(self, inputs: StepInputs) -> list[float]:
-        """The share of each microbatch in the batch."""
+    def _weights(self, inputs: StepInputs) -> list[float] | None:
+        """The share of each microbatch in the batch; None: each loss counts as it is."""
+        if not self.scale_grads:
+            return None
         sizes = sizes_of(inputs.targets) if inputs.targets is not None else None
         if sizes is None and inputs.args is not None:
             sizes = sizes_of(inputs.args)

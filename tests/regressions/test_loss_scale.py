@@ -1,0 +1,35 @@
+"""A GradScaler given to a Pipeline whose losses are sums.
+
+With `scale_grads=False` no weights were made for the microbatches, and the factor of the scaler, which travelled with the weights,
+was lost: the scaler then divided gradients that nobody had multiplied.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+
+
+@pytest.mark.parametrize("scale_grads", [True, False])
+def test_the_scaler_scales_the_loss_either_way(scale_grads: bool) -> None:
+    x, y = torch.randn(2, 8, 4)
+    model = nn.Linear(4, 4)
+    grads = []
+    for scale in (1.0, 1024.0):
+        pipe = penstock.Pipeline(
+            model,
+            example=(x,),
+            loss_fn=nn.functional.mse_loss,
+            schedule="1f1b",
+            microbatches=4,
+            profile=False,
+            scale_grads=scale_grads,
+            loss_scale=torch.amp.GradScaler("cpu", init_scale=scale),
+        )
+        pipe.step(x, target=y)
+        grads.append([p.grad for p in pipe.parameters()])
+        pipe.zero_grad()
+    torch.testing.assert_close(grads[1], [1024 * grad for grad in grads[0]])
