@@ -11,6 +11,7 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
+TRAIN ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -20,10 +21,8 @@ READY := $(VENV)/.ready
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-train: $(READY) ## compare the schedules and draw one, runs/plan.html
-	@mkdir -p runs
-	$(BIN)/penstock compare --ranks 4 --microbatches 8
-	$(BIN)/penstock plan zbv --ranks 4 --microbatches 8 --html runs/plan.html
+train: $(READY) ## train a small GPT with two pipelined processes, about two minutes; TRAIN="--steps 50" for options
+	$(BIN)/penstock train $(TRAIN)
 
 test: $(READY) browser ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
 	@status=0; $(MAKE) lint || { status=$$?; echo "make test: lint failed, see above"; }; \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +18,25 @@ if TYPE_CHECKING:
 @options.sizes
 @options.costs
 @options.as_json
-def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, as_json: bool, **given: Any) -> None:
+@click.option(
+    "--from",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Compare at the costs that the training run in FOLDER measured.",
+)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    *,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None,
+    as_json: bool,
+    folder: Path | None,
+    **given: Any,
+) -> None:
     """Time all schedules with the same sizes and costs: a table, the shortest makespan first.
 
     Times are per rank and microbatch; without --stages-per-rank each schedule gets the number that suits it, with it
@@ -27,7 +46,14 @@ def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, as_js
     \b
     Example:
       penstock compare --ranks 8 --microbatches 24 --forward 18.5 --backward-input 18.1 --backward-weight 9.3
+      penstock compare --from runs/train
     """
+    if folder is not None:
+        default = click.core.ParameterSource.DEFAULT
+        sizes = {"num_ranks": ranks, "num_microbatches": microbatches}
+        chosen = {k: v for k, v in sizes.items() if ctx.get_parameter_source(k.removeprefix("num_")) is not default}
+        _compare_measured(folder, chosen, stages_per_rank, as_json=as_json)
+        return
     from penstock.schedules import all_schedules
     from penstock.show.numbers import summary
     from penstock.simulate import simulate
@@ -43,6 +69,42 @@ def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, as_js
         click.echo(json.dumps([summary(timeline) for timeline in timelines], indent=2))
     else:
         _print_table(timelines, f"{ranks} ranks, {microbatches} microbatches")
+
+
+def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int | None, *, as_json: bool) -> None:
+    """All schedules at the costs of a training run, each cut where it is best for it."""
+    from dataclasses import asdict
+
+    from penstock.balance.cuts import size_text
+    from penstock.pipeline.choose import Choice, Wishes, choose
+    from penstock.show.numbers import percent, time_text
+    from penstock.train.report import read
+
+    run = Choice.loads(read(folder)["choice"])
+    wanted = {"num_ranks": run.plan.num_ranks, "num_microbatches": run.plan.num_microbatches, **sizes}
+    count = None if stages_per_rank is None else stages_per_rank * wanted["num_ranks"]
+    wishes = Wishes(
+        wanted["num_ranks"], wanted["num_microbatches"], num_stages=count, latency=run.latency, bandwidth=run.bandwidth
+    )
+    tried = choose(run.profile, wishes).tried
+    if as_json:
+        click.echo(json.dumps([asdict(entry) for entry in tried], indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{wanted['num_ranks']} ranks, {wanted['num_microbatches']} microbatches, costs of {folder}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("schedule")
+    for heading in ("stages/rank", "step", "bubble", "fullest\nrank"):
+        table.add_column(heading, justify="right")
+    for entry in tried:
+        if entry.makespan is None:
+            table.add_row(entry.schedule, str(entry.stages_per_rank), "-", "-", entry.why.splitlines()[0])
+        else:
+            figures = (time_text(entry.makespan, "s"), percent(entry.bubble), size_text(entry.memory))
+            table.add_row(entry.schedule, str(entry.stages_per_rank), *figures)
+    Console(highlight=False).print(table)
 
 
 def _print_table(timelines: list[Timeline], title: str) -> None:

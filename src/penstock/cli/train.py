@@ -19,9 +19,9 @@ _FROM_ZERO = click.IntRange(min=0)
 )
 @click.option("--microbatches", "-m", type=_AT_LEAST_ONE, default=8, show_default=True, help="Microbatches of a batch.")
 @click.option("--stages", type=_AT_LEAST_ONE, help="Stages over all ranks.  [default: what suits the schedule]")
-@click.option("--steps", "-n", type=_FROM_ZERO, default=240, show_default=True, help="Steps to train.")
+@click.option("--steps", "-n", type=_FROM_ZERO, default=300, show_default=True, help="Steps to train.")
 @click.option("--size", default="small", show_default=True, help="Of the GPT: tiny, small, medium, large.")
-@click.option("--batch", type=_AT_LEAST_ONE, default=32, show_default=True, help="Rows of a batch.")
+@click.option("--batch", type=_AT_LEAST_ONE, default=16, show_default=True, help="Rows of a batch.")
 @click.option(
     "--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True, help="Of the GPT."
 )

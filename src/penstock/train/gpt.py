@@ -26,7 +26,7 @@ class Size:
 
 SIZES: Final = {
     "tiny": Size(width=32, layers=3, heads=2, length=32),
-    "small": Size(width=160, layers=6, heads=5, length=128),
+    "small": Size(width=128, layers=6, heads=4, length=96),
     "medium": Size(width=320, layers=8, heads=8, length=192),
     "large": Size(width=768, layers=12, heads=12, length=512),
 }
@@ -78,6 +78,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, BYTES, bias=False)
         self.apply(_initialise)
+        nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))

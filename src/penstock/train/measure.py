@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.pipeline import Pipeline
 from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, Op, parts
@@ -84,17 +86,15 @@ def waits(timeline: Timeline) -> Any:
 
 
 def measure_memory(pipe: Pipeline, batch: Batch) -> list[int]:
-    """The most bytes that a step takes on each rank beside parameters and gradients, on CPUs by torch's own count."""
-    from torch.profiler import ProfilerActivity, profile
-
+    """The most bytes that a step holds on each rank beside parameters and gradients."""
     args, target = batch
     steps = pipe.schedule.steps
     pipe.step(*args, target=target)
     pipe.zero_grad(set_to_none=False)  # gradients have their memory before the step
     if pipe.transport.device.type == "cpu":
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        with Held() as held:
             pipe.step(*args, target=target)
-        peak = _peak(watched)
+        peak = held.most
     else:
         before = torch.accelerator.memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
@@ -105,14 +105,41 @@ def measure_memory(pipe: Pipeline, batch: Batch) -> list[int]:
     return [int(post) for post in pipe.transport.gather("the memory of a step", str(peak).encode())]
 
 
-def _peak(watched: Any) -> int:
-    held = most = 0
-    events = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in watched.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    )
-    for _, change in events:
-        held += change
-        most = max(most, held)
-    return most
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made inside, as long as they live.
+
+    >>> with Held() as held:
+    ...     a = torch.ones(100)
+    ...     b = a + 1
+    ...     del b
+    ...     c = a * 2
+    >>> held.now, held.most
+    (800, 800)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self._count(tensor.untyped_storage(), args)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, args: Any) -> None:
+        key = storage._cdata
+        given = (value.untyped_storage()._cdata for value in args if isinstance(value, torch.Tensor))
+        if key in self._seen or key in given:  # known, or a view or an update of what was there before
+            return
+        size = storage.nbytes()
+        self._seen.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._release, key, size).atexit = False
+
+    def _release(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size

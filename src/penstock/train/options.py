@@ -16,9 +16,9 @@ class TrainOptions:
     schedule: str = "auto"
     microbatches: int = 8
     stages: int | None = None  # over all ranks; None: what suits the schedule
-    steps: int = 240
+    steps: int = 300
     size: str = "small"  # of the GPT, see penstock.train.gpt.SIZES
-    batch: int = 32  # rows of a batch
+    batch: int = 16  # rows of a batch
     dropout: float = 0.0
     learning_rate: float = 3e-3
     seed: int = 0
