@@ -1,4 +1,4 @@
-"""StepState, a handler an Op, the loop, the Schedule classes, the measured Timeline."""
+"""Boxes and programs, a handler an Op, the loop, the Schedule classes, the measured Timeline."""
 
 from __future__ import annotations
 
