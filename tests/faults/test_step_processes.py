@@ -26,7 +26,9 @@ WITHIN = 5.0  # seconds
 def fail_somewhere(name: str, trips: list[tuple[str, int, int, int]]) -> tuple[list[Any], bool, float]:
     """Several steps, some of which fail; what each raised, whether the last one is right, and the longest failure."""
     plan = get_schedule(name)(dist.get_world_size(), 4)
-    made = [Trip(where, stage, microbatch, step=step, error=ArithmeticError) for where, stage, microbatch, step in trips]
+    made = [
+        Trip(where, stage, microbatch, step=step, error=ArithmeticError) for where, stage, microbatch, step in trips
+    ]
     modules = make_modules(plan.num_stages, made)
     start = time.monotonic()
     raised, grads, left = attempt(None, plan, modules, made, num_steps=len(trips) + 2)
@@ -92,7 +94,9 @@ def test_waiting_ranks_hear_of_it_within_seconds(gloo_pool: GlooPool) -> None:
     results = gloo_pool.run(3, slow_failure, group_timeout=1800.0)
     for rank, (text, seconds) in enumerate(results):
         assert seconds < WITHIN
-        assert text == ("too late" if rank == 1 else "rank 1 failed in action 1F0 (stage 1, microbatch 0): ValueError: too late")
+        assert text == (
+            "too late" if rank == 1 else "rank 1 failed in action 1F0 (stage 1, microbatch 0): ValueError: too late"
+        )
 
 
 def killed_in_a_step(victim: int, step: int) -> tuple[tuple[Any, ...], float, str]:

@@ -207,9 +207,9 @@ def watching(modules: list[nn.Module]) -> Iterator[Callable[[], list[str]]]:
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         for kind, value in (("input", args), ("output", output)):
-            for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
-                    seen.append((f"{kind} of {type(module).__name__}", weakref.ref(tensor)))
+            name = f"{kind} of {type(module).__name__}"
+            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            seen.extend((name, weakref.ref(tensor)) for tensor in tensors if not isinstance(tensor, nn.Parameter))
 
     def alive() -> list[str]:
         found = [name for name, tensor in seen if tensor() is not None and not _given(tensor())]

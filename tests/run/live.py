@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -20,6 +19,7 @@ class LiveBytes(TorchDispatchMode):
             tensor.untyped_storage()._cdata for tensor in pytree.tree_leaves(given) if isinstance(tensor, Tensor)
         }
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bound = 0  # of what is alive: what has died is taken off when it matters
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,14 +30,17 @@ class LiveBytes(TorchDispatchMode):
                 key = storage._cdata
                 if key not in self.known and (key not in self.alive or self.alive[key][0].expired()):
                     self.alive[key] = StorageWeakRef(storage), storage.nbytes()
+                    self.bound += storage.nbytes()
                 del storage
         del tensor
-        self.peak = max(self.peak, self.now())
+        if self.bound > self.peak:
+            self.peak = max(self.peak, self.now())
         return result
 
     def now(self) -> int:
         self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        return sum(size for _, size in self.alive.values())
+        self.bound = sum(size for _, size in self.alive.values())
+        return self.bound
 
     def forget(self, *tensors: Tensor | None) -> None:
         """These are meant to stay."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_a_timeline_of_all_ranks_on_every_rank(name: str) -> None:
         spans = list(first.spans(rank))
         assert [span.action for span in spans] == list(first.plan.actions(rank))
         assert all(0.0 <= span.start <= span.end for span in spans)
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(spans))
     assert 0.0 < first.bubble_makespan < 1.0
     assert first.makespan > 0.0
 
@@ -82,7 +83,7 @@ def test_nothing_measured_is_said() -> None:
 
 def test_a_step_that_fails_while_it_is_measured_leaves_nothing_behind() -> None:
     def rank(schedule: Schedule, rank: int) -> None:
-        with pytest.raises(Exception, match="target"), schedule.record():  # noqa: SIM117
+        with pytest.raises(Exception, match="target"), schedule.record():
             schedule.step(X)
         schedule.step(X, target=Y)
         with schedule.record() as recording:
