@@ -40,6 +40,8 @@ class Request:
     placement: Placement | str | None
     memory_limit: int | Sequence[int] | None
     profile: Profile | str | Path | bool | None
+    weights: Any = None  # values for a model on the meta device
+    init: Callable[..., Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # for the capture: split_spec, dynamic_shapes, ...
 
 
@@ -67,6 +69,7 @@ def build(request: Request, ends: Ends) -> Built:
             "every rank"
         )
     here = choice.plan.placement.stages_of(ends.rank)
+    fill_meta([pipe.get_stage_module(k) for k in here], request, ends.device)
     return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
 
 
@@ -249,18 +252,17 @@ def wrap(stages: Sequence[PipelineStage], ends: Ends, kind: str) -> None:
             fully_shard(module, mesh=ends.mesh)
 
 
-def fill_meta(stages: Sequence[PipelineStage], weights: Any, init: Callable[..., Any] | None) -> None:
+def fill_meta(modules: Sequence[nn.Module], request: Request, device: torch.device) -> None:
     """Give stages of a model without data their memory and values."""
-    modules = [stage.submod for stage in stages]
-    if weights is None and not any(t.is_meta for m in modules for t in (*m.parameters(), *m.buffers())):
+    empty = any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    if request.weights is None and not empty:
         return
-    if weights is None and init is None:
+    if request.weights is None and request.init is None:
         raise CaptureError(
             "the model is on the meta device and has no values; give weights= (a state dict, safetensors files, or a "
             "folder of them) or init=lambda name, tensor: ..."
         )
-    device = stages[0].device
-    materialise(modules, weights, device=device, fill=init)
+    materialise(modules, request.weights, device=device, fill=request.init)
 
 
 def device_of(model: nn.Module | None, given: torch.device | str | None) -> torch.device:

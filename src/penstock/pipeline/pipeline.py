@@ -17,7 +17,7 @@ from penstock.capture.pipe import Pipe
 from penstock.comm.transport import Transport
 from penstock.errors import RunError, StageError
 from penstock.pipeline import checkpoint, norm
-from penstock.pipeline.build import Built, Request, adopt, build, cut, device_of, fill_meta, wrap
+from penstock.pipeline.build import Built, Request, adopt, build, cut, device_of, wrap
 from penstock.pipeline.choose import Choice
 from penstock.pipeline.ends import Ends
 from penstock.pipeline.explain import explanation
@@ -137,11 +137,12 @@ class Pipeline:
                 placement,
                 memory_limit,
                 profile,
+                weights,
+                init,
                 {name: value for name, value in capture.items() if value is not None},
             )
             self._built = build(request, self._ends)
-            self._request = replace(request, model=nn.Module())  # without the model, whose memory is the user's
-            fill_meta(self._built.stages, weights, init)
+            self._request = replace(request, model=nn.Module(), weights=None)  # the model's memory is the user's
         wrap(self._built.stages, self._ends, data_parallel)
         self._ties = _ties(self._built, ties)
         self._tensors: StageTensors | None = None
@@ -248,7 +249,8 @@ class Pipeline:
         `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
         """
         losses: list[Tensor] = []
-        self._schedule.factor = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        one = torch.ones((), device=self._ends.device)
+        self._schedule.factor = 1.0 if self._scaler is None else float(self._scaler.scale(one))
         value = self._schedule.step(
             *args, target=target, losses=losses, return_outputs=outputs is not None, loss_kwargs=loss_kwargs, **kwargs
         )

@@ -1,0 +1,301 @@
+"""The front door over ranks as threads: the same losses, norms and parameters as the plain model, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.capture import SplitPoint
+from penstock.comm import LocalTransport, LocalWorld
+from penstock.errors import BalanceError, PenstockError, StageError
+from tests.pipeline.models import WithLoss, Words, batch, loss_fn, make, train_plainly
+
+STEPS = 3
+
+
+def pipeline(transport: LocalTransport | None, model: nn.Module, **options: Any) -> penstock.Pipeline:
+    tokens, labels = batch()
+    settings: dict[str, Any] = {"loss_fn": loss_fn, "microbatches": 4, "profile": False, "example_target": labels}
+    return penstock.Pipeline(model, (tokens,), group=transport, **{**settings, **options})
+
+
+def train(transport: LocalTransport, steps: int = STEPS, *, model: dict[str, Any], **options: Any) -> Any:
+    pipe = pipeline(transport, make(**model), **options)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    found = []
+    for step in range(steps):
+        tokens, labels = batch(step)
+        result = pipe.step(tokens, target=labels)
+        assert result.loss is not None
+        found.append((result.loss, pipe.clip_grad_norm_(0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {name: value.clone() for name, value in pipe.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "stages", "tied"),
+    [
+        (1, "1f1b", 1, False),
+        (3, "gpipe", 3, False),
+        (2, "auto", None, False),
+        (1, "interleaved1f1b", 2, True),
+        (2, "1f1b", 2, True),
+        (2, "zbv", 4, True),
+    ],
+)
+def test_equals_the_plain_model(ranks: int, schedule: str, stages: int | None, tied: bool) -> None:
+    reference = make(tied=tied)
+    expected = train_plainly(reference, STEPS, clip=0.05)
+    results = LocalWorld(ranks).run(train, model={"tied": tied}, schedule=schedule, num_stages=stages)
+    wanted = reference.state_dict()
+    seen: set[str] = set()
+    for losses, state in results:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+        for name, value in state.items():
+            torch.testing.assert_close(value, wanted[name])
+        seen |= set(state)
+    assert seen == set(wanted) - ({"head.weight"} if tied else set())
+
+
+def test_measured_profile_decides_and_all_ranks_agree() -> None:
+    def run(transport: LocalTransport) -> Any:
+        pipe = pipeline(transport, make(), profile=None)
+        assert pipe.choice is not None
+        assert pipe.timeline is not None
+        assert pipe.timeline.makespan > 0
+        assert all(layer.total > 0 for layer in pipe.choice.profile.layers)
+        return pipe.choice.dumps(), pipe.explain(print_output=False)
+
+    (first, text), (second, _) = LocalWorld(2).run(run)
+    assert first == second
+    assert "predicted: a step takes" in text
+    assert all(word in text for word in ("candidates", "bubble", "embed"))
+
+
+def test_explain_is_printed_by_the_first_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    LocalWorld(2).run(lambda transport: pipeline(transport, make(), schedule="1f1b").explain())
+    assert capsys.readouterr().out.count("schedule 1f1b: given") == 1
+
+
+def test_one_process_needs_no_ranks() -> None:
+    pipe = pipeline(None, make(), schedule="auto")
+    tokens, labels = batch()
+    result = pipe.step(tokens, target=labels, outputs="last")
+    model = make()
+    assert result.loss == pytest.approx(loss_fn(model(tokens), labels).item())
+    assert len(result.losses) == 4
+    torch.testing.assert_close(result.outputs, model(tokens))
+    assert dict(pipe.named_parameters()).keys() == dict(model.named_parameters()).keys()
+
+
+def test_uneven_batches_are_weighted() -> None:
+    def run(transport: LocalTransport) -> Any:
+        pipe = pipeline(transport, make(), schedule="1f1b")
+        tokens, labels = batch(rows=7)
+        return pipe.step(tokens, target=labels).loss, pipe.clip_grad_norm_(1e9)
+
+    model = make()
+    tokens, labels = batch(rows=7)
+    loss = loss_fn(model(tokens), labels)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    for result in LocalWorld(2).run(run):
+        assert result == pytest.approx((loss.item(), norm))
+
+
+def test_norms_count_a_shared_parameter_once() -> None:
+    kinds = (1.0, 2.0, float("inf"))
+
+    def run(transport: LocalTransport) -> list[float]:
+        pipe = pipeline(transport, make(tied=True), schedule="1f1b")
+        tokens, labels = batch()
+        pipe.step(tokens, target=labels)
+        return [pipe.clip_grad_norm_(1e9, kind) for kind in kinds]
+
+    model = make(tied=True)
+    tokens, labels = batch()
+    loss_fn(model(tokens), labels).backward()
+    expected = [nn.utils.clip_grad_norm_(model.parameters(), 1e9, kind).item() for kind in kinds]
+    for norms in LocalWorld(2).run(run):
+        assert norms == pytest.approx(expected)
+
+
+def test_evaluation_and_prediction_take_any_number_of_rows() -> None:
+    sizes = (1, 3, 9)
+
+    def run(transport: LocalTransport) -> Any:
+        pipe = pipeline(transport, make(dropout=0.5), schedule="zbv")
+        found = []
+        for rows in sizes:
+            tokens, labels = batch(rows=rows)
+            result = pipe.evaluate(tokens, target=labels)
+            found.append((result.loss, pipe.predict(tokens), pipe.predict(tokens, outputs=1)))
+        assert all(stage.submod.training for stage in pipe.stages)
+        assert all(p.grad is None for p in pipe.parameters())
+        return found
+
+    model = make(dropout=0.5).eval()
+    for rank, found in enumerate(LocalWorld(2).run(run)):
+        for rows, (loss, everywhere, chosen) in zip(sizes, found, strict=True):
+            tokens, labels = batch(rows=rows)
+            expected = model(tokens).detach()
+            assert loss == pytest.approx(loss_fn(expected, labels).item())
+            torch.testing.assert_close(everywhere, expected)
+            assert (chosen is not None) == (rank == 1)
+
+
+def test_train_and_eval_switch_dropout() -> None:
+    def run(transport: LocalTransport) -> list[bool]:
+        pipe = pipeline(transport, make(dropout=0.5), schedule="1f1b")
+        tokens, labels = batch()
+        losses = []
+        for mode in (True, False):
+            pipe.train(mode)
+            losses.append([pipe.step(tokens, target=labels).loss for _ in range(2)])
+        return [a == b for a, b in losses]
+
+    assert LocalWorld(2).run(run) == [[False, True]] * 2
+
+
+def test_a_model_with_its_own_loss() -> None:
+    def run(transport: LocalTransport) -> Any:
+        tokens, labels = batch()
+        pipe = penstock.Pipeline(
+            make(WithLoss), (tokens, labels), group=transport, schedule="1f1b", microbatches=4, profile=False
+        )
+        result = pipe.step(tokens, labels, outputs="all")
+        return result.loss, result.outputs["scores"], pipe.clip_grad_norm_(1e9)
+
+    model = make(WithLoss)
+    tokens, labels = batch()
+    output = model(tokens, labels)
+    output["loss"].backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    for loss, scores, total in LocalWorld(2).run(run):
+        assert loss == pytest.approx(output["loss"].item())
+        torch.testing.assert_close(scores, output["scores"].detach())
+        assert total == pytest.approx(norm)
+
+
+def test_hand_made_stages_and_their_names() -> None:
+    def run(transport: LocalTransport) -> Any:
+        torch.manual_seed(0)
+        halves = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4))]
+        stage = penstock.PipelineStage(halves[transport.rank], transport.rank, 2, "cpu", group=transport)
+        pipe = penstock.Pipeline(stages=[stage], loss_fn=nn.functional.mse_loss, microbatches=2)
+        x = torch.arange(16.0).view(4, 4) / 16
+        result = pipe.step(x, target=x)
+        both = nn.Sequential(*halves)
+        return result.loss, nn.functional.mse_loss(both(x), x).item(), list(pipe.state_dict()), pipe.plan.name
+
+    for rank, (loss, expected, names, schedule) in enumerate(LocalWorld(2).run(run)):
+        assert loss == pytest.approx(expected)
+        assert names == [f"stages.{rank}.0.weight", f"stages.{rank}.0.bias"]
+        assert schedule == "interleavedzerobubble", "the fastest with one stage a rank"
+
+
+def test_a_loss_that_is_not_shared_stays_on_its_rank() -> None:
+    def run(transport: LocalTransport) -> Any:
+        tokens, labels = batch()
+        return pipeline(transport, make(), schedule="1f1b", share_loss=False).step(tokens, target=labels).loss
+
+    first, last = LocalWorld(2).run(run)
+    assert first is None
+    assert last is not None
+
+
+def test_a_grad_scaler_scales_and_all_ranks_skip_an_overflow() -> None:
+    def run(transport: LocalTransport, poison: bool) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        pipe = pipeline(transport, make().float(), schedule="1f1b", loss_scale=scaler)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in pipe.parameters()]
+        if poison and transport.rank == 1:
+            weight = dict(pipe.named_parameters())["head.weight"]
+            weight.register_hook(lambda grad: grad * float("inf"))
+        tokens, labels = batch()
+        loss = pipe.step(tokens, target=labels).loss
+        scaler.unscale_(optimizer)
+        norm = pipe.clip_grad_norm_(1e9)
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(old, new) for old, new in zip(before, pipe.parameters(), strict=True))
+        return loss, norm, moved, scaler.get_scale()
+
+    model = make().float()
+    tokens, labels = batch()
+    loss = loss_fn(model(tokens), labels)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    for found, total, moved, scale in LocalWorld(2).run(run, poison=False):
+        assert (found, total) == pytest.approx((loss.item(), norm), rel=1e-5)
+        assert (moved, scale) == (True, 1024.0)
+    for _, _, moved, scale in LocalWorld(2).run(run, poison=True):
+        assert (moved, scale) == (False, 512.0)
+
+
+def test_autocast_reaches_the_stages() -> None:
+    def run(transport: LocalTransport) -> Any:
+        pipe = pipeline(transport, make().float(), schedule="1f1b")
+        tokens, labels = batch()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return pipe.step(tokens, target=labels, outputs="all")
+
+    model = make().float()
+    tokens, _ = batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(tokens)
+    for result in LocalWorld(2).run(run):
+        assert result.outputs.dtype == torch.bfloat16
+        torch.testing.assert_close(result.outputs, output.detach())
+
+
+def test_a_model_on_the_meta_device_gets_its_values_stage_by_stage() -> None:
+    def run(transport: LocalTransport) -> Any:
+        with torch.device("meta"):
+            model = Words().double()
+        pipe = pipeline(transport, model, schedule="1f1b", weights=make().state_dict())
+        tokens, labels = batch()
+        return pipe.step(tokens, target=labels).loss
+
+    model = make()
+    tokens, labels = batch()
+    assert LocalWorld(2).run(run) == pytest.approx([loss_fn(model(tokens), labels).item()] * 2)
+
+
+def test_a_meta_model_without_values_says_so() -> None:
+    with torch.device("meta"):
+        model = Words().double()
+    with pytest.raises(PenstockError, match="weights="):
+        pipeline(None, model, schedule="1f1b")
+
+
+def test_a_memory_limit_that_nothing_fits_is_explained_on_every_rank() -> None:
+    world = LocalWorld(2)
+    with pytest.raises(BalanceError, match="no schedule can be used"):
+        world.run(lambda transport: pipeline(transport, make(), memory_limit=1000))
+    assert all("bytes" in str(error) for error in world.errors)
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(StageError, match="give one of them"):
+        pipeline(None, make(), stages=2, num_stages=4)
+    with pytest.raises(StageError, match="an example, or stages"):
+        penstock.Pipeline()
+    with pytest.raises(PenstockError, match="multiple of 2"):
+        LocalWorld(2).run(lambda transport: pipeline(transport, make(), num_stages=3))
+
+
+def test_marks_decide_where_to_cut() -> None:
+    def run(transport: LocalTransport) -> Any:
+        pipe = pipeline(transport, make(), split_spec={"blocks.1": SplitPoint.BEGINNING}, profile=None)
+        return [name for name, _ in pipe.named_parameters()]
+
+    first, second = LocalWorld(2).run(run)
+    assert {name.split(".")[1] for name in first if name.startswith("blocks")} == {"0"}
+    assert {name.split(".")[1] for name in second if name.startswith("blocks")} == {"1", "2", "3"}
