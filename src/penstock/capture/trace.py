@@ -10,12 +10,14 @@ has them. What a placeholder stands for is in ``traced.origins``.
 from __future__ import annotations
 
 import gc
+import io
 import linecache
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,17 +119,22 @@ class CertainDraws(TorchFunctionMode):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What export would log and warn goes into our own error instead."""
+    """What export would log, warn and print goes into our own error instead."""
     logger = logging.getLogger("torch")
     level = logger.level
     collecting = gc.isenabled()
     logger.setLevel(logging.CRITICAL)
     gc.disable()  # a trace makes many small objects and drops few; collecting in between only takes time
+    printed, graph = io.StringIO(), ""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(printed):
             warnings.simplefilter("ignore")
             yield
+    except Exception as error:
+        graph = str(getattr(error, "partial_fx_graph", ""))  # export prints pages of it, whoever catches the error
+        raise
     finally:
+        sys.stderr.write(printed.getvalue().replace(f"{graph}\n", "") if graph else printed.getvalue())
         logger.setLevel(level)
         if collecting:
             gc.enable()
