@@ -6,7 +6,6 @@ from typing import Any
 
 from penstock.batch import CustomReducer as _CustomReducer
 from penstock.batch import Replicate as _Replicate
-from penstock.batch import split_args_kwargs_into_chunks as _split
 from penstock.batch import (
     TensorChunkSpec,
     merge_chunks,
@@ -14,6 +13,7 @@ from penstock.batch import (
     split_block_mask,
     sum_reducer,
 )
+from penstock.batch import split_args_kwargs_into_chunks as _split
 from penstock.batch import split_tensor as _split_tensor
 from penstock.batch.masks import block_mask_batch
 
