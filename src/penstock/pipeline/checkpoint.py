@@ -138,9 +138,12 @@ def _optimizer_parts(
     if optimizer is None:
         return {}, {}, []
     names = {id(p): name for name, p in tensors.parameters.items()}
+    copies = {id(p) for _, _, p in tensors.copies}
     state: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for parameter, entries in optimizer.state.items():
+        if id(parameter) in copies:
+            continue
         name = names.get(id(parameter))
         if name is None:
             raise StageError(
@@ -201,7 +204,8 @@ def load(folder: str | Path) -> Checkpoint:
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         own |= {k.removeprefix(f"{name}."): v for k, v in facts["optimizer_values"].items() if k.startswith(f"{name}.")}
         optimizer[name] = {key: value for key, value in own.items() if "." not in key}
-    return Checkpoint(model, optimizer, facts["param_groups"], facts["extra"])
+    extra = {key: value for key, value in facts["extra"].items() if key != "penstock"}  # our own notes
+    return Checkpoint(model, optimizer, facts["param_groups"], extra)
 
 
 def load_into(folder: str | Path, tensors: StageTensors, *, optimizer: Any = None) -> dict[str, Any]:
@@ -222,6 +226,7 @@ def load_into(folder: str | Path, tensors: StageTensors, *, optimizer: Any = Non
         raise unknown(missing, have, f"{place} lacks tensors of this model")
     pending = _optimizer_targets(optimizer, tensors, entries)
     _read(place, {**state, **{key: value for key, _, _, value in pending}})
+    tensors.level()
     if optimizer is not None:
         _fill(optimizer, tensors, facts, pending)
     return dict(facts["extra"])
@@ -245,6 +250,7 @@ def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bo
             if given.shape != value.shape:
                 raise StageError(f"{key} is {list(given.shape)} in the state dict and {list(value.shape)} in the model")
             value.copy_(given)
+    tensors.level()
     if strict and missing:
         raise unknown(missing, state, "the state dict lacks tensors of this rank's stages")
 
@@ -297,9 +303,9 @@ def _fill(
 ) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for _, name, part, value in pending:
-        parameter = tensors.parameters[name]
-        if id(parameter) in held:
-            optimizer.state[parameter][part] = value
+        for parameter in (tensors.parameters[name], *(copy for one, _, copy in tensors.copies if one == name)):
+            if id(parameter) in held:
+                optimizer.state[parameter][part] = value.clone()
     for key, value in facts["optimizer_values"].items():
         name, _, part = key.rpartition(".")
         own = tensors.parameters.get(name)
