@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,10 +29,24 @@ class StageTensors:
     buffers: dict[str, Tensor] = field(default_factory=dict)  # those that a state dict has
     elsewhere: frozenset[str] = frozenset()  # held here too, and counted on another rank
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # other names of the same tensor
+    # What two stages of this rank share and each shards for itself: (name, the name there, its copy).
+    copies: list[tuple[str, str, nn.Parameter]] = field(default_factory=list)
 
     @property
     def state(self) -> dict[str, Tensor]:
         return {**self.parameters, **self.buffers}
+
+    def all_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Everything that an optimizer of this rank must move."""
+        yield from self.parameters.items()
+        for _, own, parameter in self.copies:
+            yield own, parameter
+
+    def level(self) -> None:
+        """Give the copies the value of what they are copies of."""
+        with torch.no_grad():
+            for name, _, parameter in self.copies:
+                parameter.copy_(self.parameters[name])
 
     def counted(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter of the model, on one rank only."""
@@ -69,7 +84,9 @@ def stage_tensors(
             if len(spellings) > 1:
                 found.aliases[name] = tuple(sorted(spellings - {name}))
             if isinstance(tensor, nn.Parameter):
-                found.parameters.setdefault(name, tensor)
+                known_one = found.parameters.setdefault(name, tensor)
+                if known_one is not tensor and all(tensor is not copy for _, _, copy in found.copies):
+                    found.copies.append((name, own, tensor))
                 if holders and rank_of[holders[0][0]] != ends.rank:
                     elsewhere.add(name)
             elif own in kept:

@@ -203,11 +203,11 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank, by their names in the user's model. What stages share is on each that uses it."""
-        yield from self.tensors.parameters.items()
+        yield from self.tensors.all_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank, for an optimizer."""
-        yield from self.tensors.parameters.values()
+        yield from (parameter for _, parameter in self.tensors.all_parameters())
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of the stages of this rank, as on the model."""
