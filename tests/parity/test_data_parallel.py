@@ -134,9 +134,7 @@ def fail_on_one(wrap: Wrap) -> tuple[str, bool]:
     schedule.step(x, target=y)
     loop(reference, 1, 2)
     pairs = zip(reference[index].parameters(), wrapped.parameters(), strict=True)
-    return text, all(
-        torch.allclose(whole(got.grad), whole(want.grad), rtol=1e-12, atol=1e-14) for want, got in pairs
-    )
+    return text, all(torch.allclose(whole(got.grad), whole(want.grad), rtol=1e-12, atol=1e-14) for want, got in pairs)
 
 
 def _refuse(module: nn.Module, args: object) -> None:

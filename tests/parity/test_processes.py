@@ -39,7 +39,9 @@ def compare_here(name: str, case: str, stages_per_rank: int, num_microbatches: i
         where = f"step {number} of {case} with {name} on rank {rank}"
         assert_same(grads, {key: want.grads[key] for key in grads}, f"gradients of {where}", exact=exact)
         if plan.num_stages - 1 in own:
-            assert_same([got.losses, got.output], [want.losses, want.output], f"losses and outputs of {where}", exact=True)
+            assert_same(
+                [got.losses, got.output], [want.losses, want.output], f"losses and outputs of {where}", exact=True
+            )
         else:
             assert (got.losses, got.output) == ([], None)
 

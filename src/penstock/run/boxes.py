@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.comm.transport import Work
 from penstock.errors import ShapeError
 from penstock.run.channel import Channel
-from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, wire
+from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, unwire_grad, wire, wire_grad
 from penstock.stage.boundary import SINGLE, flatten, unflatten
 
 
@@ -124,7 +124,7 @@ class Inbox:
                     grad = torch.zeros_like(leaf)
                 elif grad.dtype is not leaf.dtype or grad.shape != leaf.shape:
                     raise self._changed(microbatch, place, leaf, f"{_name(grad)}")
-                grads.append(wire(grad))
+                grads.append(wire_grad(grad, leaf))
             elif grad is not None:
                 raise self._changed(
                     microbatch, place, leaf, "none in the first step with inputs of these shapes, and one now"
@@ -150,7 +150,8 @@ class Inbox:
                 raise self._changed(microbatch, place, leaf, _name(grad))
         description = GradLayout(tuple(grad is not None for grad in grads))
         self.grad_layouts[microbatch] = description
-        channel.post_described(description.encode(), [wire(grad) for grad in grads if grad is not None])
+        present = [wire_grad(grad, leaf) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+        channel.post_described(description.encode(), present)
 
     # -- failure
 
@@ -291,7 +292,7 @@ class Outbox:
         tensors, layout = self.tensors[microbatch], self.layouts[microbatch]
         if layout is not None and any(t.distributed is not None for t in layout.tensors):
             buffers = [
-                grad if grad is None else unwire(grad, t, getattr(tensor, "device_mesh", None))
+                grad if grad is None else unwire_grad(grad, t, tensor)
                 for tensor, grad, t in zip(tensors, buffers, layout.tensors, strict=True)  # type: ignore[arg-type]
             ]
         return buffers  # type: ignore[return-value]

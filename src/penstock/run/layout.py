@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.errors import ShapeError
 from penstock.stage.boundary import Spec
-from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, to_local
+from penstock.stage.dtensors import DTensorLayout, as_gradient, from_local, gradient_of, layout_of, to_local
 
 HEADER_NUMBERS = 2
 DATA, POISON = 1, 2  # what a header announces: a message, or that its sender has failed and none will come
@@ -141,6 +141,18 @@ def wire(tensor: Tensor) -> Tensor:
     return local if local.is_contiguous() else local.contiguous()
 
 
+def wire_grad(grad: Tensor, value: Tensor) -> Tensor:
+    """What is sent of the gradient of a value that came from there."""
+    return wire(grad if type(value) is Tensor else gradient_of(grad, value))
+
+
 def unwire(local: Tensor, layout: TensorLayout, mesh: Any) -> Tensor:
     """What the receiver makes of it."""
     return local if layout.distributed is None else from_local(local, layout.distributed, mesh)
+
+
+def unwire_grad(local: Tensor, layout: TensorLayout, value: Any) -> Tensor:
+    """What the sender of a value makes of the gradient that comes back for it."""
+    if layout.distributed is None:
+        return local
+    return from_local(local, as_gradient(layout.distributed), value.device_mesh)
