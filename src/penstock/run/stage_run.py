@@ -151,6 +151,9 @@ class StageRun:
     def report(self, microbatch: int, loss: Tensor) -> None:
         """Copy a loss: itself it could keep its input's memory alive. All of a step lie in one piece of memory, since many
         small ones that stay would break the memory that activations come and go in into pieces."""
+        if type(loss) is not Tensor:  # a DTensor stays one
+            self.reported[microbatch] = loss.clone()
+            return
         if not self.board or self.board[0].dtype is not loss.dtype:
             self.board = torch.empty(len(self.reported), dtype=loss.dtype, device=loss.device).unbind()
         place = self.reported[microbatch] = self.board[microbatch]
