@@ -175,7 +175,7 @@ class Runner:
         if channel is None:
             return error
         channel.lost = True
-        explained = self.transport.explain(error, peer=channel.peer, what="a message of the step with")
+        explained = self.transport.explain(error, peer=channel.peer, what="a message of the step")
         explained.__cause__ = error
         return explained
 
