@@ -1,0 +1,140 @@
+"""Hooks fire as in a plain loop, once for each microbatch, whatever the schedule does with the backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.run import Schedule
+from penstock.schedules import all_schedules, get_schedule
+from tests.parity.cases import Checkpointed, block
+from tests.parity.harness import WIDTH
+from tests.run.pipes import batch, close, grads_of, loop_grads, on_ranks
+
+TRAINING = [recipe.name for recipe in all_schedules() if recipe.name != "forward"]
+MICROBATCHES = 5
+
+
+def modules_for(name: str, num_ranks: int, make: Any = block) -> list[nn.Module]:
+    torch.manual_seed(0)
+    recipe = get_schedule(name)
+    return [make().double() for _ in range(num_ranks * (recipe.stages_per_rank or recipe.default_stages_per_rank))]
+
+
+def count_hooks(modules: list[nn.Module]) -> Counter[str]:
+    """Hooks of every kind on parameters and modules; the counter fills as they fire."""
+    fired: Counter[str] = Counter()
+
+    def noting(name: str, result: Any = None) -> Any:
+        def note(*args: Any) -> None:
+            fired[name] += 1
+
+        return note
+
+    for index, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(noting(f"{index}.{name} accumulated"))
+            parameter.register_hook(noting(f"{index}.{name} gradient"))
+        module.register_forward_hook(noting(f"{index} forward"))
+        module.register_forward_pre_hook(noting(f"{index} before forward"))
+        if index:  # torch warns where no input needs a gradient
+            module.register_full_backward_hook(noting(f"{index} backward"))
+    return fired
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_hooks_fire_once_for_each_microbatch(name: str) -> None:
+    modules = modules_for(name, 2)
+    fired = count_hooks(modules)
+    x, y = batch(2 * MICROBATCHES)
+    steps = 2
+    on_ranks(
+        name,
+        2,
+        MICROBATCHES,
+        lambda schedule, rank: [schedule.step(x, target=y) for _ in range(steps)],
+        modules=modules,
+    )
+    assert fired == dict.fromkeys(fired, steps * MICROBATCHES)
+    kinds = {name.rsplit(" ", 1)[-1] for name in fired}
+    assert kinds == {"accumulated", "gradient", "forward", "backward"}
+    assert len(fired) == len(modules) * (2 * 6 + 3) - 1
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_checkpoint_recomputes_once_for_each_microbatch(name: str) -> None:
+    modules = modules_for(name, 2, Checkpointed)
+    x, y = batch(2 * MICROBATCHES)
+    on_ranks(name, 2, MICROBATCHES, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    assert [module.runs for module in modules] == [2 * MICROBATCHES] * len(modules)
+
+
+def test_hooks_on_received_activations_do_not_pile_up() -> None:
+    """A hook that a stage puts on its input fires once for its microbatch: each microbatch has a leaf of its own."""
+    fired: list[int] = []
+
+    class Listening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(lambda grad: fired.append(1))
+            return self.linear(x)
+
+    modules: list[nn.Module] = [Listening().double() for _ in range(3)]
+    x, y = batch(2 * MICROBATCHES)
+    for _ in range(3):
+        fired.clear()
+        on_ranks("1f1b", 3, MICROBATCHES, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+        assert len(fired) == 2 * MICROBATCHES
+
+
+def test_an_optimizer_in_the_backward() -> None:
+    """Parameters that are updated and freed by their hook, as one does to save memory."""
+    modules = modules_for("1f1b", 2)
+    grads: dict[int, list[Tensor]] = {}
+    x, y = batch(2 * MICROBATCHES)
+    want = loop_grads(modules, x, y, MICROBATCHES)
+
+    def keep(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        grads.setdefault(id(parameter), []).append(parameter.grad)
+        parameter.grad = None
+
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(keep)
+    on_ranks("1f1b", 2, MICROBATCHES, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    got = [torch.stack(grads[id(p)]).sum(0) for module in modules for p in module.parameters()]
+    assert close(got, want)
+    assert grads_of(modules) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_compiled_stage(name: str) -> None:
+    """It works with every schedule; where its backward cannot be split, a warning says what that costs."""
+    modules = modules_for(name, 2)
+    compiled: list[nn.Module] = [torch.compile(module, backend="aot_eager") for module in modules]  # type: ignore[misc]
+    x, y = batch(4)
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        schedule.step(x, target=y)
+        schedule.step(x, target=y)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_ranks(name, 2, 2, rank, modules=compiled)
+    want = loop_grads(modules, x, y, 2)
+    got = [grad / 2 for grad in grads_of(modules)]
+    assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(got, want, strict=True))
+    told = [str(warning.message) for warning in caught if "is compiled" in str(warning.message)]
+    assert bool(told) is (name == "zbv")
+    assert len(set(told)) == len(told)  # one for each stage whose backward the plan takes apart
