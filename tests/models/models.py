@@ -23,6 +23,7 @@ class Entry:
     make: Callable[[], nn.Module]
     example: Callable[[], dict[str, Any]]
     cuts: tuple[str, str, str]
+    dtype: torch.dtype = torch.float64  # some operators know only narrower ones
 
 
 def _ids(length: int = 6, batch: int = 2) -> torch.Tensor:
@@ -73,7 +74,7 @@ MODELS = [
     Entry("bloom", lambda: tf.BloomForCausalLM(tf.BloomConfig(hidden_size=32, n_layer=4, n_head=4, vocab_size=64)), _lm, _layers("transformer.h")),
     Entry("llama", lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_GQA)), _lm, _layers("model.layers")),
     Entry("mistral", lambda: tf.MistralForCausalLM(tf.MistralConfig(**_GQA, sliding_window=4)), _lm, _layers("model.layers")),
-    Entry("mixtral", lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_GQA, num_local_experts=2)), _lm, _layers("model.layers")),
+    Entry("mixtral", lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_GQA, num_local_experts=2)), _lm, _layers("model.layers"), torch.float32),
     Entry("qwen2", lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_GQA)), _lm, _layers("model.layers")),
     Entry("qwen3", lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_GQA, head_dim=8)), _lm, _layers("model.layers")),
     Entry("gemma2", lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**_GQA, head_dim=8, sliding_window=4)), _lm, _layers("model.layers")),

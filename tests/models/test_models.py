@@ -1,55 +1,94 @@
-"""Real architectures: the stages together are the model, in what they return and in every gradient."""
+"""Real architectures: the stages together are the model, in what they return and in every gradient.
+
+They are compared in double precision: the pipeline adds up gradients of microbatches and of tied weights in another order
+than one loop does, and in double precision a wrong sum cannot hide behind rounding. Outputs are the same bit by bit.
+"""
 
 from __future__ import annotations
 
-import copy
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from penstock.capture import SplitPoint, pipeline
-from tests.capture.chain import assert_same, assert_same_grads, forward_backward
+from penstock.batch import merge_chunks
+from penstock.capture import Pipe, SplitPoint, pipeline
+from penstock.comm.local import LocalTransport, LocalWorld
+from penstock.run.schedule import Schedule
+from penstock.schedules import get_schedule
+from tests.capture.chain import assert_same
 from tests.models.models import MODELS, Entry
 
+MICROBATCHES = 4
 
-def _loss(output: object) -> torch.Tensor:
-    loss = getattr(output, "loss", None)
-    return loss if loss is not None else output.logits.float().square().mean()  # type: ignore[attr-defined]
+Grads = dict[str, Tensor | None]
 
 
-@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
-def test_four_stages_train_like_the_model(entry: Entry) -> None:
+@dataclass(frozen=True)
+class Captured:
+    """A model and its stages, which hold the model's own parameters."""
+
+    entry: Entry
+    model: nn.Module
+    two: Pipe  # captured in training, with the model's dropout
+    four: Pipe  # captured in training, without dropout: microbatches draw in another order than a loop does
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(entry, id=entry.name, marks=pytest.mark.xdist_group(entry.name)) for entry in MODELS],
+)
+def captured(request: pytest.FixtureRequest) -> Captured:
+    entry: Entry = request.param
     torch.manual_seed(0)
-    model = entry.make().train()
-    example = entry.example()
-    reference = copy.deepcopy(model)
-    pipe = pipeline(model, (), example, split_spec=dict.fromkeys(entry.cuts, SplitPoint.BEGINNING))
-    assert pipe.num_stages == 4
-
-    torch.manual_seed(1)
-    expected = reference(**example)
-    torch.manual_seed(1)
-    assert_same(pipe(**example), expected)
-
-    _loss(expected).backward()
-    torch.manual_seed(1)
-    assert_same(forward_backward(pipe, (), example, _loss), expected)
-    assert_same_grads(model, reference)
+    model = entry.make().to(entry.dtype).train()
+    example = _example(entry)
+    two = pipeline(model, (), example, split_spec={entry.cuts[1]: SplitPoint.BEGINNING}, dynamic_shapes={})
+    _without_dropout(model)
+    four = pipeline(model, (), example, split_spec=dict.fromkeys(entry.cuts, SplitPoint.BEGINNING))
+    assert (two.num_stages, four.num_stages) == (2, 4)
     names = set(model.state_dict())
-    assert set(pipe.state_dict()) == names
-    assert all(set(pipe.get_stage_module(k).state_dict()) < names for k in range(4))
+    for pipe in (two, four):
+        assert set(pipe.state_dict()) == names
+        assert all(set(pipe.get_stage_module(k).state_dict()) < names for k in range(pipe.num_stages))
+    return Captured(entry, model, two, four)
 
 
-@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
-def test_two_stages_evaluate_like_the_model(entry: Entry) -> None:
+def test_two_stages_draw_and_train_like_the_model(captured: Captured) -> None:
+    """One microbatch over two ranks draws the random numbers of dropout in the order of the model: bit by bit the same."""
     torch.manual_seed(0)
-    model = entry.make().eval()
-    split = {entry.cuts[1]: SplitPoint.BEGINNING}
-    pipe = pipeline(model, (), entry.example(), split_spec=split, dynamic_shapes={})
-    assert pipe.num_stages == 2
-    example = entry.example()  # other values than at capture
-    with torch.no_grad():
-        assert_same(pipe(**example), model(**example))
+    model = captured.entry.make().to(captured.entry.dtype).train()
+    model.load_state_dict(captured.model.state_dict())
+    batch = _example(captured.entry)  # other values than at capture
+    torch.manual_seed(1)
+    expected = model(**batch)
+    torch.manual_seed(1)
+    assert_same(captured.two(**batch), expected)
+
+    _loss(expected, None).backward()
+    torch.manual_seed(1)
+    output, grads = _pipelined(captured, captured.two, "1f1b", batch, microbatches=1)
+    assert_same(output, merge_chunks([_detached(expected)]))
+    _assert_close(grads, _grads(model))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_four_stages_train_like_the_model(captured: Captured, schedule: str) -> None:
+    """1F1B over four ranks, ZBV over two with two stages each; the same outputs in the same class, the same gradients."""
+    torch.manual_seed(2)
+    parts = [_example(captured.entry) for _ in range(MICROBATCHES)]
+    model = captured.model
+    model.zero_grad()
+    expected = [model(**part) for part in parts]
+    for one in expected:
+        (_loss(one, None) / MICROBATCHES).backward()
+    wanted = _grads(model)
+    batch = {k: torch.cat([p[k] for p in parts]) if isinstance(v, Tensor) else v for k, v in parts[0].items()}
+    output, grads = _pipelined(captured, captured.four, schedule, batch, microbatches=MICROBATCHES)
+    assert_same(output, merge_chunks([_detached(one) for one in expected]))
+    _assert_close(grads, wanted)
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
@@ -63,3 +102,68 @@ def test_a_cache_in_the_output_crosses_the_stages(name: str) -> None:
         result, expected = pipe(**example), model(**example)
     assert result.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length() > 0
     assert_same(result, expected)
+
+
+def _pipelined(
+    captured: Captured, pipe: Pipe, name: str, batch: dict[str, Any], *, microbatches: int
+) -> tuple[Any, Grads]:
+    """One step with ranks as threads: the output on the last stage's rank, and the gradients."""
+    recipe = get_schedule(name)
+    plan = recipe(pipe.num_stages // (recipe.stages_per_rank or 1), microbatches)
+    own = pipe.info().has_loss
+    captured.model.zero_grad()
+
+    def rank(transport: LocalTransport) -> Any:
+        stages = [pipe.build_stage(k, "cpu", group=transport) for k in plan.placement.stages_of(transport.rank)]
+        schedule = Schedule.from_plan(plan, stages, loss_fn=None if own else _loss)
+        return schedule.step(**batch) if own else schedule.step(**batch, target=torch.zeros(2 * microbatches))
+
+    outputs = LocalWorld(plan.num_ranks).run(rank)
+    last = plan.placement.rank_of(plan.num_stages - 1)
+    assert all(output is None for k, output in enumerate(outputs) if k != last)
+    return outputs[last], _grads(captured.model)
+
+
+def _loss(output: Any, target: Tensor | None) -> Tensor:
+    loss = getattr(output, "loss", None)
+    return loss if loss is not None else output.logits.square().mean()
+
+
+def _grads(model: nn.Module) -> Grads:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def _assert_close(grads: Grads, wanted: Grads) -> None:
+    """Up to the last few bits of the model's precision."""
+    assert grads.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        got = grads[name]
+        if expected is None:
+            assert got is None or not got.any(), name
+        else:
+            assert got is not None, name
+            limit = 1e3 * torch.finfo(expected.dtype).eps
+            off = float((got - expected).abs().max())
+            assert off <= limit * max(1.0, float(expected.abs().max())), f"{name}: off by {off}"
+
+
+def _detached(value: Any) -> Any:
+    from penstock.stage.boundary import flatten, unflatten
+
+    tensors, spec = flatten(value)
+    return unflatten(spec, [tensor.detach() for tensor in tensors])
+
+
+def _example(entry: Entry) -> dict[str, Any]:
+    example = entry.example()
+    return example | {
+        n: v.to(entry.dtype) for n, v in example.items() if isinstance(v, Tensor) and v.is_floating_point()
+    }
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Every rate of dropout, of modules and of attributes that functional dropout is called with."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)

@@ -146,20 +146,6 @@ class Mixed(nn.Module):
         return (self.layers[3](w) * mask + z.t()).square().mean()
 
 
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = _linears(4)
-        self.dropout = nn.Dropout(0.4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            if i:
-                pipe_split()
-            x = self.dropout(layer(x))
-        return x
-
-
 @dataclass(frozen=True)
 class Case:
     """A model, and what a batch of some rows looks like."""
@@ -178,9 +164,10 @@ def _ids(rows: int) -> dict[str, Any]:
     return {name: torch.randint(0, WORDS, (rows, 3)) for name in ("ids", "labels")}
 
 
+_AUTO = torch.export.Dim.AUTO
 _SPEC = {"output_loss_value_spec": True}
 _TRANSMIT = {"multi_use_param_spec": MultiUseParameterConfig.TRANSMIT}
-_WIDE = {"dynamic_shapes": {name: {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO} for name in ("ids", "labels")}}
+_WIDE = {"dynamic_shapes": {"x": {0: _AUTO}, "rows": {0: _AUTO, 1: _AUTO}}}
 
 CASES = {
     "skips": Case(Skips, _rows("x", "late")),
@@ -188,9 +175,9 @@ CASES = {
     "tied": Case(Tied, _ids),
     "transmitted": Case(Tied, _ids, _TRANSMIT),
     "buffers": Case(Buffers, _rows("x"), _SPEC),
-    "numbers": Case(Numbers, _rows("x", "rows"), {"dynamic_shapes": {n: {0: torch.export.Dim.AUTO} for n in ("x", "rows")} | {"rows": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}}}),
+    "numbers": Case(Numbers, _rows("x", "rows"), _WIDE),
     "mixed": Case(Mixed, _rows("x", "mask"), _SPEC),
-}  # fmt: skip
+}
 
 
 @cache
@@ -240,9 +227,7 @@ def run_loop(name: str, batches: list[dict[str, Any]], num_microbatches: int) ->
     """The same in one process, with the model itself."""
     case = CASES[name]
     model = copy.deepcopy(captured(name)[0])
-    losses = []
-    for batch in batches:
-        losses.append(_loop(case, model, batch, num_microbatches, train=True))
+    losses = [_loop(case, model, batch, num_microbatches, train=True) for batch in batches]
     with torch.no_grad():
         losses.append(_loop(case, model, batches[-1], num_microbatches, train=False))
     return model, losses

@@ -36,8 +36,8 @@ class PipeInfo:
     stage_inputs: tuple[tuple[Wire, ...], ...]
     stage_outputs: tuple[tuple[Wire, ...], ...]  # of the last stage: the leaves of the model's output
     shared: Mapping[str, Shared]
-    output_paths: tuple[str, ...]  # of the output leaves that are tensors, as a user would write them
-    loss_index: int | None  # which of them is the model's own loss
+    output_paths: tuple[str, ...]  # of the output leaves, tensors and traced sizes, as a user would write them
+    loss_index: int | None  # which tensor of the output is the model's own loss
     why_static: str = ""  # why the batch size could not be kept open
 
     @property
@@ -78,21 +78,28 @@ class PipeInfo:
         return {wire.name: given[wire.name] for wire in wanted}
 
 
-def find_loss(recipe: Any, wires: Sequence[Wire], spec: Any) -> int | None:
-    """Which output leaf is the loss: the one that `spec` marks with True, else a single number called "loss"."""
+def find_loss(recipe: Any, wires: Sequence[Wire], *, fixed: Sequence[int], spec: Any) -> int | None:
+    """Which tensor of the output is the loss: the one that `spec` marks with True, else a single number called "loss".
+
+    `fixed` are the places of the leaves that have no wire, because they are always the same.
+    """
     paths = leaf_paths(recipe)
+    travelling = iter(wires)
+    leaves = [None if place in fixed else next(travelling) for place in range(len(paths))]
+    tensors = [place for place, wire in enumerate(leaves) if wire is not None and wire.kind == "tensor"]
     if spec is not None:
         marked = _marked(spec, "")
-        wanted = [i for i, path in enumerate(paths) if path in marked or (marked == [""] and len(paths) == 1)]
+        wanted = [i for i in tensors if paths[i] in marked or (marked == [""] and len(paths) == 1)]
         if len(wanted) != 1:
             raise CaptureError(
                 f"output_loss_value_spec={spec!r} marks {len(wanted)} of the model's outputs ({', '.join(paths)}); it "
                 "must mark exactly one with True, for example {'loss': True}"
             )
-        return wanted[0]
-    for i, path in enumerate(paths):
-        if path.rpartition(".")[2] == "loss" and i < len(wires) and wires[i].shape == ():
-            return i
+        return tensors.index(wanted[0])
+    for number, place in enumerate(tensors):
+        wire = leaves[place]
+        if wire is not None and wire.shape == () and paths[place].rpartition(".")[2] == "loss":
+            return number
     return None
 
 

@@ -97,7 +97,7 @@ def capture(
         why_static=why_static(leaves) if dynamic_shapes is None else "",
     )
     cut = source.first()
-    count = len(cut.pieces)
+    count, last = len(cut.pieces), cut.pieces[-1]
     stages = [
         StageModule(k, count, piece=piece, key=source.key, source=source, device=source.skeleton.device)
         for k, piece in enumerate(cut.pieces)
@@ -112,9 +112,12 @@ def capture(
         stage_inputs=tuple(p.inputs for p in cut.pieces),
         stage_outputs=tuple(p.outputs for p in cut.pieces),
         shared=find_shared(source.names, held),
-        output_paths=tuple(leaf_paths(cut.pieces[-1].recipe)),
+        output_paths=tuple(leaf_paths(last.recipe)),
         loss_index=find_loss(
-            cut.pieces[-1].recipe, cut.pieces[-1].outputs, output_loss_value_spec or getattr(module, "loss_spec", None)
+            last.recipe,
+            last.outputs,
+            fixed=[place for place, _ in last.fixed],
+            spec=output_loss_value_spec or getattr(module, "loss_spec", None),
         ),
         why_static=source.why_static,
     )

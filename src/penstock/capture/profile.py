@@ -228,7 +228,7 @@ class _Layer:
             return results
         loss_fn, target = self.setting.loss_fn, self.setting.target
         if self.loss_index is not None and loss_fn is None:
-            return (results[self.loss_index],)
+            return ([value for value in results if isinstance(value, Tensor)][self.loss_index],)
         if loss_fn is not None and target is not None:
             return (loss_fn(self.module.build_output(results), _moved(target, self.setting.device)),)
         return results

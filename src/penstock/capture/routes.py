@@ -23,9 +23,13 @@ class StageRoutes:
         return self.info.edges
 
     @property
-    def loss_index(self) -> int | None:
-        """Which tensor of the model's output is its own loss."""
-        return self.info.loss_index
+    def has_loss(self) -> bool:
+        """Whether the model returns its own loss."""
+        return self.info.has_loss
+
+    def loss_of(self, output: Any) -> Any:
+        """The model's own loss, out of what the model returned."""
+        return self.info.loss_of(output)
 
     @property
     def ties(self) -> list[tuple[tuple[int, str], ...]]:

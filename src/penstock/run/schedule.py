@@ -447,9 +447,8 @@ class Schedule(LegacySchedule):
         """The share of each microbatch in the batch; None: each loss counts as it is."""
         if not self.scale_grads:
             return None
-        sizes = sizes_of(inputs.targets) if inputs.targets is not None else None
-        if sizes is None and inputs.args is not None:
-            sizes = sizes_of(inputs.args)
+        given = (inputs.targets, inputs.args, inputs.kwargs)
+        sizes = next((found for each in given if each for found in [sizes_of(each)] if found is not None), None)
         if sizes is None or len(set(sizes)) == 1 or not sum(sizes):
             return [1 / self._n_microbatches] * self._n_microbatches
         return [float(weight) for weight in weights(sizes)]
@@ -475,8 +474,8 @@ class Schedule(LegacySchedule):
 
 def _own_loss(stage: PipelineStage) -> OwnLoss | None:
     """A captured model that returns its own loss needs no loss_fn."""
-    index = getattr(getattr(stage, "routes", None), "loss_index", None)
-    return None if index is None else OwnLoss(index)
+    routes = getattr(stage, "routes", None)
+    return OwnLoss(routes.loss_of) if routes is not None and routes.has_loss else None
 
 
 def transport_of(group: Any, device: torch.device) -> Transport:

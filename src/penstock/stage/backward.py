@@ -242,8 +242,9 @@ def _capture_inputs(
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
     anchors = pending.anchors()
     found = capture(roots, grads, inputs=(*leaves, *anchors, ROOT))
-    for leaf, grad in zip(leaves, found, strict=False):
-        leaf.grad = grad
+    for leaf, grad in zip(leaves, found, strict=False):  # another stage of this rank may have added its part already
+        if grad is not None:
+            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
     for anchor, grad in zip(anchors, found[len(leaves) :], strict=False):
         anchor.grad = grad
     pending.again = Again(roots, grads, (*leaves, *anchors))

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import StageError
-from penstock.stage.boundary import flatten
-
 
 class OwnLoss:
-    """The loss of a model that returns it (``labels=``): one of the tensors of its output."""
+    """The loss of a model that returns it (``labels=``): a part of its output, which `pick` takes out."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, pick: Callable[[Any], Tensor]) -> None:
+        self.pick = pick
 
     def __call__(self, output: Any, target: Any = None) -> Tensor:
-        tensors, _ = flatten(output)
-        if self.index >= len(tensors):
-            raise StageError(f"the model's loss should be tensor {self.index} of its output, which has {len(tensors)}")
-        return tensors[self.index]
+        return self.pick(output)

@@ -15,8 +15,12 @@ class Routes(Protocol):
         ...
 
     @property
-    def loss_index(self) -> int | None:
-        """Which tensor of the model's output is its own loss; None: it returns none."""
+    def has_loss(self) -> bool:
+        """Whether the model returns its own loss."""
+        ...
+
+    def loss_of(self, output: Any) -> Any:
+        """The model's own loss, out of what the model returned."""
         ...
 
     @property
