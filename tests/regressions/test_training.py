@@ -1,0 +1,356 @@
+"""What went wrong in pipelines before, silently or not, each with its story; the numbers are those of PITFALLS.md."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import Microbatches, PeerFailed, Schedule
+from penstock.batch import weighted_mean
+from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, on_ranks
+
+SPLIT = ["interleavedzerobubble", "zbv", "dualpipev", "zb-h1"]
+
+
+def count_of(name: str) -> int:
+    return 2 if name == "zb-h1" else 4
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_1_split_backward_fires_gradient_hooks(name: str) -> None:
+    """DDP reduces in hooks of the parameters. A split backward that wrote `.grad` itself fired none: replicas trained
+    apart, without an error."""
+    modules = make_modules(count_of(name))
+    fired: list[int] = []
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: fired.append(id(p)))
+    x, y = batch(8)
+    on_ranks(name, 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    assert len(fired) == 4 * 2 * len(modules)
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "1f1b", "gpipe"])
+@pytest.mark.parametrize("frozen", ["prefix", "middle", "suffix", "all but one"])
+def test_2_frozen_layers_leave_the_others_their_gradients(name: str, frozen: str) -> None:
+    """Whether a stage has an input gradient was decided by its position. With a frozen embedding the first trainable
+    stage got no gradient at all, or a wrong one."""
+    modules = make_modules(2 if name in ("zb-h1", "1f1b", "gpipe") else 4)
+    half = len(modules) // 2
+    chosen = {
+        "prefix": modules[:half],
+        "middle": modules[1:-1] or modules[:1],
+        "suffix": modules[half:],
+        "all but one": modules[:-1],
+    }[frozen]
+    for module in chosen:
+        module.requires_grad_(False)
+    x, y = batch(8)
+    on_ranks(name, 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    assert close(grads_of(modules), loop_grads(modules, x, y, 4))
+    assert all(p.grad is None for module in chosen for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zbv"])
+def test_3_accumulated_steps_add_up(name: str) -> None:
+    """`.grad` was divided by the number of microbatches after each step, and so was what stood in it before: three
+    accumulated steps weighed 1 : 1.5 : 1.75. An evaluation divided once more."""
+    modules = make_modules(2 if name == "gpipe" else 4)
+    x, y = batch(8)
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        for _ in range(3):
+            schedule.step(x, target=y)
+            schedule.eval(x, target=y)
+
+    on_ranks(name, 2, 4, rank, modules=modules)
+    once = loop_grads(modules, x, y, 4)
+    assert close(grads_of(modules), [grad * 3 for grad in once])
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_3_means_sums_and_token_weights_each_have_an_exact_way(scale: bool) -> None:
+    """A mean over rows: `scale_grads`. A sum, or a loss that weighs by tokens: as it is, with `scale_grads=False`."""
+    modules = make_modules(2)
+    x, y = batch(7)
+    tokens = torch.arange(1.0, 8.0, dtype=torch.float64)
+
+    def mean(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(output, target["y"])
+
+    def weighted(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return ((output - target["y"]).pow(2).mean(1) * target["tokens"]).sum() / tokens.sum()
+
+    loss = mean if scale else weighted
+    target = {"y": y, "tokens": tokens}
+    on_ranks(
+        "1f1b", 2, 3, lambda schedule, rank: schedule.step(x, target=target),
+        modules=modules, loss_fn=loss, scale_grads=scale,
+    )  # fmt: skip
+    got = [grad.clone() for grad in grads_of(modules)]
+    model = nn.Sequential(*modules)
+    model.zero_grad()
+    loss(model(x), target).backward()  # the whole batch at once
+    assert close(got, grads_of(modules))
+
+
+def test_6_things_that_are_no_batch_are_not_cut() -> None:
+    """A (sequence, width) table of positions was cut like a batch, because it had as many rows as microbatches."""
+
+    class Positions(nn.Module):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return x + table.sum(0)
+
+    x, _ = batch(8)
+    table = torch.ones(4, 4, dtype=torch.float64)
+
+    def rank(schedule: Schedule, rank: int) -> str:
+        with pytest.raises(Exception, match=r"args\[1\]") as caught:
+            schedule.eval(x, table)
+        return str(caught.value)
+
+    texts = on_ranks("gpipe", 2, 4, rank, modules=[Positions(), nn.Identity()], loss_fn=None)
+    assert all("Replicate()" in text for text in texts)
+
+
+def test_7_a_shorter_message_is_not_received_into_a_longer_buffer() -> None:
+    """Receive buffers were made for the first batch. A shorter one left stale rows in them, which were computed on."""
+    modules = make_modules(3)
+    model = nn.Sequential(*modules)
+    sizes = [9, 5, 12, 5, 3]
+
+    def rank(schedule: Schedule, rank: int) -> list[Tensor]:
+        return [schedule.eval(batch(rows)[0]) for rows in sizes]
+
+    *_, outputs = on_ranks("1f1b", 3, 3, rank, modules=modules)
+    for rows, output in zip(sizes, outputs, strict=True):
+        assert torch.allclose(output, model(batch(rows)[0]), rtol=1e-14)
+
+
+def test_9_the_loss_of_microbatches_of_different_size() -> None:
+    """The plain mean of the losses of 3, 2 and 2 rows is not the loss of 7 rows."""
+    modules = make_modules(2)
+    x, y = batch(7)
+    found: list[Tensor] = []
+    on_ranks("1f1b", 2, 3, lambda schedule, rank: schedule.step(x, target=y, losses=found), modules=modules)
+    whole = nn.functional.mse_loss(nn.Sequential(*modules)(x), y)
+    assert torch.allclose(weighted_mean(found, [3, 2, 2]), whole, rtol=1e-14)
+    assert not torch.allclose(torch.stack(found).mean(), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_13_a_schedule_survives_a_failed_step(name: str) -> None:
+    """State of a microbatch was spread over objects and never reset: after one exception every later step failed."""
+    modules = make_modules(2 if name == "1f1b" else 4)
+    x, y = batch(8)
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        for bad in (x[:, :2], x.float(), x[:2]):
+            with pytest.raises((RuntimeError, ValueError)):
+                schedule.step(bad, target=y)
+        for index in schedule.placement.stages_of(rank):
+            modules[index].zero_grad()
+        schedule.step(x, target=y)
+
+    on_ranks(name, 2, 4, rank, modules=modules)
+    assert close(grads_of(modules), loop_grads(modules, x, y, 4))
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "gpipe"])
+def test_14_outputs_that_are_views_or_not_contiguous(name: str) -> None:
+    """A view could not be detached in place, a transposed tensor could not be sent."""
+
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 8).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).view(-1, 4, 2).transpose(1, 2)[:, 1]
+
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [View() for _ in range(count_of(name) if name != "gpipe" else 2)]
+    x, y = batch(8)
+    on_ranks(name, 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    assert close(grads_of(modules), loop_grads(modules, x, y, 4))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved1f1b", "interleavedzerobubble", "zbv", "dualpipev", "v-min"])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 7])
+def test_15_any_number_of_microbatches(name: str, num_microbatches: int) -> None:
+    """Fewer microbatches than stages, or no multiple of the number of ranks, were refused."""
+    modules = make_modules(4 if name == "1f1b" else 8)
+    x, y = batch(7)
+    on_ranks(name, 4, num_microbatches, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    assert close(grads_of(modules), loop_grads(modules, x, y, num_microbatches))
+
+
+def test_18_nests_constants_and_dict_targets_cross() -> None:
+    """Only tuples of tensors with gradients could cross; a dict as the target was refused."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4).double()
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"hidden": self.linear(x), "mask": x > 0, "cache": None, "layers": (1, 2.5, "a"), "ids": x.long()}
+
+    class Second(nn.Module):
+        def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+            assert value["cache"] is None
+            assert value["layers"] == (1, 2.5, "a")
+            assert value["ids"].dtype is torch.int64
+            return {"logits": value["hidden"] * value["mask"], "extra": None}
+
+    torch.manual_seed(0)
+    modules = [First(), Second()]
+    x, y = batch(8)
+    on_ranks(
+        "1f1b", 2, 4, lambda schedule, rank: schedule.step(x, target={"y": y, "weight": 2.0}),
+        modules=list(modules), loss_fn=lambda out, target: (out["logits"] - target["y"]).pow(2).mean() * target["weight"],
+    )  # fmt: skip
+    got = [grad.clone() for grad in grads_of(list(modules))]
+    modules[0].zero_grad()
+    ((modules[1](modules[0](x))["logits"] - y).pow(2).mean() * 2).backward()
+    assert close(got, grads_of(list(modules)))
+
+
+@pytest.mark.parametrize("name", ["zbv", "interleavedzerobubble"])
+def test_22_checkpoints_recompute_once_with_a_split_backward(name: str) -> None:
+    """The input pass recomputed the stage, and the weight pass did it again."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.runs = nn.Linear(4, 4).double(), 0
+
+        def inner(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            return torch.tanh(self.linear(x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    modules = [Checkpointed() for _ in range(4)]
+    x, y = batch(8)
+    on_ranks(name, 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=list(modules))
+    assert [module.runs for module in modules] == [2 * 4] * 4
+    assert close(grads_of(list(modules)), loop_grads(list(modules), x, y, 4))
+
+
+def test_27_nothing_waits_for_the_garbage_collector() -> None:
+    """Reference cycles kept the activations of a step alive until the collector ran, at the worst time."""
+    modules = make_modules(4)
+    seen: list[weakref.ref[Tensor]] = []
+    for module in modules:
+        module.register_forward_hook(lambda _, args, output: seen.append(weakref.ref(output)))
+    x, y = batch(8)
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        schedule.step(x, target=y)
+        schedule.step(x, target=y, return_outputs=False)
+
+    gc.collect()
+    gc.disable()
+    try:
+        on_ranks("zbv", 2, 4, rank, modules=modules)
+        assert sum(ref() is not None for ref in seen[16:]) == 0
+    finally:
+        gc.enable()
+
+
+def test_28_finding_shapes_does_not_run_the_model() -> None:
+    """The model ran on zeros first: batch norm counted them, dropout moved the random state, integers were garbage."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.seen = nn.BatchNorm1d(4).double(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.abs().sum() > 0
+            self.seen += 1
+            return self.norm(x)
+
+    modules = [Counting(), Counting()]
+    x, y = batch(8)
+    before = torch.get_rng_state()
+    on_ranks("1f1b", 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=list(modules))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [module.seen for module in modules] == [4, 4]
+    assert [int(module.norm.num_batches_tracked) for module in modules] == [4, 4]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zbv", "dualpipev"])
+def test_30_evaluation_with_another_batch_size(name: str) -> None:
+    """Evaluation ran the training schedule over buffers of the training batch; with V placements it crashed."""
+    modules = make_modules(2 if name == "gpipe" else 4)
+    model = nn.Sequential(*modules)
+    x, y = batch(8)
+    wide, _ = batch(22)
+
+    def rank(schedule: Schedule, rank: int) -> Any:
+        schedule.step(x, target=y)
+        return schedule.eval(wide)
+
+    output = next(out for out in on_ranks(name, 2, 4, rank, modules=modules) if out is not None)
+    assert torch.allclose(output, model(wide), rtol=1e-14)
+
+
+@pytest.mark.parametrize("names", [("gpipe", "zb-h1", "1f1b"), ("zbv", "dualpipev", "interleaved1f1b")])
+def test_32_dropout_does_not_depend_on_the_schedule(names: tuple[str, ...]) -> None:
+    """Each schedule draws random numbers in another order, so no two of them agreed, nor with a single process."""
+    torch.manual_seed(0)
+    count = 2 if names[0] == "gpipe" else 4
+    modules: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double() for _ in range(count)]
+    x, y = batch(8)
+    found = []
+    for name in names:
+        for module in modules:
+            module.zero_grad()
+        on_ranks(
+            name, 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules, rng="per-microbatch", seed=3
+        )
+        found.append([grad.clone() for grad in grads_of(modules)])
+    assert close(found[0], found[1])
+    assert close(found[0], found[2])
+
+
+def test_33_nothing_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams, events and seeds of CUDA were taken for granted."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("CUDA was asked for")
+
+    for name in ("current_stream", "synchronize", "current_device", "Stream", "Event", "get_rng_state", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    modules = make_modules(4)
+    x, y = batch(8)
+    on_ranks(
+        "zbv", 2, 4, lambda schedule, rank: (schedule.step(x, target=y), schedule.eval(x)),
+        modules=modules, rng="per-microbatch",
+    )  # fmt: skip
+    assert close(grads_of(modules), loop_grads(modules, x, y, 4))
+
+
+def test_a_peer_that_failed_is_told_apart_from_ones_own_failure() -> None:
+    """Ready microbatches of the wrong number: the rank that was given them says so, the others name it."""
+    x, y = batch(8)
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(ValueError, match="3"):
+                schedule.step(Microbatches([x, x, x]))
+        else:
+            with pytest.raises(PeerFailed, match="rank 0 failed: SplitError"):
+                schedule.step(target=y)
+
+    on_ranks("1f1b", 2, 4, rank)
