@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.comm.transport import Work
 from penstock.errors import ShapeError
 from penstock.run.channel import Channel
-from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, unwire_grad, wire, wire_grad
+from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, wire
 from penstock.stage.boundary import SINGLE, flatten, unflatten
 
 
@@ -117,14 +117,16 @@ class Inbox:
         layout, leaves = self.grad_layouts[microbatch], self.leaves[microbatch]
         self.leaves[microbatch] = self.values[microbatch] = None
         grads = []
-        for place, (leaf, present) in enumerate(zip(leaves, layout.present, strict=True)):  # type: ignore[arg-type,union-attr]
+        for place, (leaf, expected) in enumerate(zip(leaves, layout.tensors, strict=True)):  # type: ignore[arg-type,union-attr]
             grad = leaf.grad
-            if present:
+            if expected is not None:
                 if grad is None:
-                    grad = torch.zeros_like(leaf)
+                    grad = torch.zeros(expected.shape, dtype=expected.dtype, device=leaf.device)
                 elif grad.dtype is not leaf.dtype or grad.shape != leaf.shape:
                     raise self._changed(microbatch, place, leaf, f"{_name(grad)}")
-                grads.append(wire_grad(grad, leaf))
+                elif expected.distributed is not None and not expected.matches(grad):
+                    raise self._changed(microbatch, place, leaf, f"{_name(grad)} spread in another way")
+                grads.append(wire(grad))
             elif grad is not None:
                 raise self._changed(
                     microbatch, place, leaf, "none in the first step with inputs of these shapes, and one now"
@@ -148,10 +150,9 @@ class Inbox:
         for place, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             if grad is not None and (grad.dtype is not leaf.dtype or grad.shape != leaf.shape):
                 raise self._changed(microbatch, place, leaf, _name(grad))
-        description = GradLayout(tuple(grad is not None for grad in grads))
+        description = GradLayout(tuple(None if grad is None else TensorLayout.of(grad) for grad in grads))
         self.grad_layouts[microbatch] = description
-        present = [wire_grad(grad, leaf) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
-        channel.post_described(description.encode(), present)
+        channel.post_described(description.encode(), [wire(grad) for grad in grads if grad is not None])
 
     # -- failure
 
@@ -166,8 +167,8 @@ class Inbox:
             channel.post_poison()
             return
         grads = self.grad_layouts[microbatch]
-        for tensor, present in zip(layout.tensors, grads.present, strict=True) if layout and grads else ():
-            if present:
+        for tensor in grads.tensors if layout and grads else ():
+            if tensor is not None:
                 channel.post(torch.zeros(tensor.shape, dtype=tensor.dtype, device=channel.device))
 
     def left_over(self) -> list[int]:
@@ -248,11 +249,11 @@ class Outbox:
 
     def post_grads(self, microbatch: int) -> None:
         """RECV_B of a warm step."""
-        layout, grads, channel = self.layouts[microbatch], self.grad_layouts[microbatch], self.channel
+        grads, channel = self.grad_layouts[microbatch], self.channel
         buffers: list[Tensor | None] = []
         works = []
-        for tensor, present in zip(layout.tensors, grads.present, strict=True):  # type: ignore[union-attr]
-            if present:
+        for tensor in grads.tensors:  # type: ignore[union-attr]
+            if tensor is not None:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)  # type: ignore[union-attr]
                 buffers.append(buffer)
                 works.append(channel.recv([buffer]))  # type: ignore[union-attr]
@@ -269,11 +270,9 @@ class Outbox:
         channel = self.channel
         assert channel is not None, "only another rank sends gradients"
         grads = self.grad_layouts[microbatch] = GradLayout.decode(channel.receive_description())
-        layout = self.layouts[microbatch]
-        assert layout is not None, "a gradient comes after its value was sent; after poison comes poison"
+        assert self.layouts[microbatch] is not None, "a gradient comes after its value was sent; after poison comes poison"
         self.buffers[microbatch] = [
-            channel.receive(tensor.empty(channel.device)) if present else None
-            for tensor, present in zip(layout.tensors, grads.present, strict=True)
+            None if tensor is None else channel.receive(tensor.empty(channel.device)) for tensor in grads.tensors
         ]
 
     def gradients(self, microbatch: int) -> list[Tensor | None]:
@@ -289,11 +288,11 @@ class Outbox:
         elif self.buffers[microbatch] is None and self.channel is not None:
             self.channel.pull_until(lambda: self.buffers[microbatch] is not None)
         buffers, self.buffers[microbatch] = self.buffers[microbatch], None
-        tensors, layout = self.tensors[microbatch], self.layouts[microbatch]
-        if layout is not None and any(t.distributed is not None for t in layout.tensors):
+        layout = self.grad_layouts[microbatch]
+        if layout is not None and layout.distributed:
             buffers = [
-                grad if grad is None else unwire_grad(grad, t, tensor)
-                for tensor, grad, t in zip(tensors, buffers, layout.tensors, strict=True)  # type: ignore[arg-type]
+                grad if grad is None or t is None else unwire(grad, t, getattr(tensor, "device_mesh", None))
+                for tensor, grad, t in zip(self.tensors[microbatch], buffers, layout.tensors, strict=True)  # type: ignore[arg-type]
             ]
         return buffers  # type: ignore[return-value]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.errors import ShapeError
 from penstock.stage.boundary import Spec
-from penstock.stage.dtensors import DTensorLayout, as_gradient, from_local, gradient_of, layout_of, to_local
+from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, to_local
 
 HEADER_NUMBERS = 2
 DATA, POISON = 1, 2  # what a header announces: a message, or that its sender has failed and none will come
@@ -45,6 +45,15 @@ class TensorLayout:
             return TensorLayout.of(tensor) == self
         return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.requires_grad is self.requires_grad
 
+    def to_json(self) -> list[Any]:
+        spread = None if self.distributed is None else self.distributed.to_json()
+        return [list(self.shape), str(self.dtype), self.requires_grad, spread]
+
+    @classmethod
+    def from_json(cls, row: list[Any]) -> TensorLayout:
+        shape, dtype, requires_grad, spread = row
+        return cls(tuple(shape), _DTYPES[dtype], requires_grad, None if spread is None else DTensorLayout.from_json(spread))
+
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
@@ -61,11 +70,7 @@ class Layout:
     spec: Spec
 
     def encode(self) -> bytes:
-        rows = [
-            [list(t.shape), str(t.dtype), t.requires_grad, None if t.distributed is None else t.distributed.to_json()]
-            for t in self.tensors
-        ]
-        return json.dumps([rows, self.spec.to_json()]).encode()
+        return json.dumps([[tensor.to_json() for tensor in self.tensors], self.spec.to_json()]).encode()
 
     def check(self, tensors: Sequence[Tensor], spec: Spec, stage: int, microbatch: int) -> None:
         """Before a warm message is sent: is it what the other end expects?"""
@@ -107,15 +112,7 @@ class Description:
     @classmethod
     def decode(cls, blob: bytes) -> Description:
         rows, nest = json.loads(blob)
-        return cls(
-            tuple(
-                TensorLayout(
-                    tuple(shape), _DTYPES[dtype], grad, None if spread is None else DTensorLayout.from_json(spread)
-                )
-                for shape, dtype, grad, spread in rows
-            ),
-            nest,
-        )
+        return cls(tuple(map(TensorLayout.from_json, rows)), nest)
 
     def layout(self) -> Layout:
         return Layout(self.tensors, Spec.from_json(self.nest))
@@ -123,16 +120,23 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class GradLayout:
-    """One message backward: which tensors of the forward message have a gradient."""
+    """One message backward: what the gradient of each tensor of the forward message looks like; None where it has none.
 
-    present: tuple[bool, ...]
+    A DTensor's gradient may be spread in another way than itself, so it is described by itself.
+    """
+
+    tensors: tuple[TensorLayout | None, ...]
+
+    @property
+    def distributed(self) -> bool:
+        return any(tensor is not None and tensor.distributed is not None for tensor in self.tensors)
 
     def encode(self) -> bytes:
-        return json.dumps(self.present).encode()
+        return json.dumps([None if tensor is None else tensor.to_json() for tensor in self.tensors]).encode()
 
     @classmethod
     def decode(cls, blob: bytes) -> GradLayout:
-        return cls(tuple(json.loads(blob)))
+        return cls(tuple(None if row is None else TensorLayout.from_json(row) for row in json.loads(blob)))
 
 
 def wire(tensor: Tensor) -> Tensor:
@@ -141,18 +145,6 @@ def wire(tensor: Tensor) -> Tensor:
     return local if local.is_contiguous() else local.contiguous()
 
 
-def wire_grad(grad: Tensor, value: Tensor) -> Tensor:
-    """What is sent of the gradient of a value that came from there."""
-    return wire(grad if type(value) is Tensor else gradient_of(grad, value))
-
-
 def unwire(local: Tensor, layout: TensorLayout, mesh: Any) -> Tensor:
     """What the receiver makes of it."""
     return local if layout.distributed is None else from_local(local, layout.distributed, mesh)
-
-
-def unwire_grad(local: Tensor, layout: TensorLayout, value: Any) -> Tensor:
-    """What the sender of a value makes of the gradient that comes back for it."""
-    if layout.distributed is None:
-        return local
-    return from_local(local, as_gradient(layout.distributed), value.device_mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,21 +68,6 @@ def to_local(tensor: Tensor) -> Tensor:
     local: Any = value.detach().to_local()
     arrived: Tensor = local.wait() if hasattr(local, "wait") else local  # it may be a collective under way
     return arrived
-
-
-def gradient_of(grad: Tensor, value: Tensor) -> Tensor:
-    """The gradient of a value that came as a DTensor, spread as the sender expects it: see `as_gradient`."""
-    layout = layout_of(value)
-    if layout is None:
-        return grad
-    spread: Any = grad
-    wanted = tuple(map(_placement, as_gradient(layout).placements))
-    return grad if spread.placements == wanted else spread.redistribute(placements=wanted)
-
-
-def as_gradient(layout: DTensorLayout) -> DTensorLayout:
-    """How the gradient of a DTensor is spread: as the DTensor, but whole where that is a sum yet to be made."""
-    return replace(layout, placements=tuple("R" if text[0] == "P" else text for text in layout.placements))
 
 
 def from_local(local: Tensor, layout: DTensorLayout, mesh: Any) -> Tensor:
