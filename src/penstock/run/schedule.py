@@ -28,7 +28,7 @@ from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
 from penstock.run.runner import Runner
 from penstock.run.stage_run import StepInputs
-from penstock.run.ties import Ties
+from penstock.run.ties import Ties, declared
 from penstock.schedules import get_schedule
 from penstock.stage.boundary import flatten
 from penstock.stage.loss import OwnLoss
@@ -250,6 +250,7 @@ class Schedule(LegacySchedule):
             problem: Exception | None = None
             facts: dict[str, str] = {}
             try:
+                self._ties = self._shared()
                 facts = self._facts()
                 self._program(self._mode if mode is None else mode)
             except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
@@ -263,6 +264,8 @@ class Schedule(LegacySchedule):
             if problem is not None:
                 self._programs.clear()
                 raise problem
+            assert self._ties is not None, "made above"
+            self._ties.meet()
             self._runner = Runner(self._transport, dynamic=self._dynamic)
         return self._runner
 
@@ -274,6 +277,7 @@ class Schedule(LegacySchedule):
             "microbatches": str(self._n_microbatches),
             "placement": str(self.plan.placement.ranks),
             "loss": "with loss" if self._loss_fn is not None else "without loss",
+            "tied parameters": ", ".join(group.name for group in self._ties.known) if self._ties else "",
             "penstock": __version__,
             "torch": torch.__version__,
         }
@@ -359,7 +363,7 @@ class Schedule(LegacySchedule):
             self._rng.step = self._steps
         program = self._current(mode)
         adapters = program.setting.adapters.values()
-        ties = self._shared(runner) if mode == TRAIN else None
+        ties = self._ties if mode == TRAIN else None
 
         def prepare() -> tuple[StepInputs, Any]:
             """What can go wrong here goes wrong before anything is sent, and the other ranks hear of it."""
@@ -391,14 +395,13 @@ class Schedule(LegacySchedule):
         self._keep_chunks(outcome.outputs, merged)
         return merged
 
-    def _shared(self, runner: Runner) -> Ties:
+    def _shared(self) -> Ties:
         """The parameters that several stages hold."""
-        if self._ties is None:
-            routes = getattr(self._stages[0], "routes", None)
-            groups = [*self._tied, *(() if routes is None else routes.ties)]
-            stages = {stage.stage_index: stage for stage in self._stages}
-            self._ties = Ties(groups, stages, self.plan.placement, runner.transport)
-        return self._ties
+        routes = getattr(self._stages[0], "routes", None)
+        found = [*self._tied, *(declared(self._stages) if routes is None else routes.ties)]
+        groups = list(dict.fromkeys(tuple(map(tuple, holders)) for holders in found))
+        stages = {stage.stage_index: stage for stage in self._stages}
+        return Ties(groups, stages, self.plan.placement, self._transport)
 
     @property
     def _has_first(self) -> bool:

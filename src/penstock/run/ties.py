@@ -8,6 +8,7 @@ optimizers keep them equal. (A post-accumulate hook on such a parameter fires on
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,20 +37,15 @@ class _Group:
 
 
 class Ties:
-    """The shared parameters of a schedule's stages."""
+    """The shared parameters of a schedule's stages. `meet` must be called, on all ranks, before the first step."""
 
     def __init__(
         self, groups: Iterable[Holders], stages: Mapping[int, PipelineStage], placement: Placement, transport: Transport
     ) -> None:
         self.transport = transport
-        self.groups: list[_Group] = []
+        self.known = [self._group(holders, stages, placement) for holders in groups]
+        self.groups: list[_Group] = []  # those in which this rank has a part, once all have met
         self.before: list[list[Tensor | None]] = []
-        for holders in groups:
-            group = self._group(holders, stages, placement)
-            if len(group.mine) > 1 or (group.mine and len(group.ranks) > 1):
-                if not self._one_memory(group):
-                    self.groups.append(group)
-        self._level()
 
     def _group(self, holders: Holders, stages: Mapping[int, PipelineStage], placement: Placement) -> _Group:
         ranks = dict.fromkeys(placement.rank_of(stage) for stage, _ in holders)
@@ -58,37 +54,31 @@ class Ties:
             if placement.rank_of(stage) == self.transport.rank:
                 parameter = _named(stages[stage], name)
                 mine[id(parameter)] = parameter
-        if len({p.shape for p in mine.values()}) > 1:
-            raise StageError(
-                f"tied parameters {list(holders)} differ in shape: {[tuple(p.shape) for p in mine.values()]}"
-            )
         return _Group(tuple(ranks), tuple(mine.values()), f"{holders[0][1]} of stage {holders[0][0]}")
 
-    def _one_memory(self, group: _Group) -> bool:
-        """Ranks as threads may hold the very same tensor: autograd sums its gradient already."""
-        owner, *others = group.ranks
-        if not others:
-            return False
-        where = torch.tensor([os.getpid(), group.mine[0].data_ptr()], dtype=torch.int64, device=self.transport.device)
-        answer = torch.ones(1, dtype=torch.int64, device=self.transport.device)
-        if self.transport.rank != owner:
-            there = torch.empty_like(where)
-            self.transport.irecv(there, owner).wait()
-            answer.fill_(int(torch.equal(there, where)))
-            self.transport.isend(answer, owner).wait()
-            self.transport.irecv(answer, owner).wait()
-            return bool(answer.item())
-        for rank in others:
-            self.transport.isend(where, rank).wait()
-            theirs = torch.empty_like(answer)
-            self.transport.irecv(theirs, rank).wait()
-            answer *= theirs
-        for rank in others:
-            self.transport.isend(answer, rank).wait()
-        return bool(answer.item())
+    def meet(self) -> None:
+        """Compare what the ranks hold, and let every holder start from the owner's value."""
+        if not self.known:
+            return
+        mine = [[_place(parameter) for parameter in group.mine] for group in self.known]
+        posts = self.transport.gather("tied parameters", json.dumps(mine).encode())
+        everyone = [json.loads(post) for post in posts]
+        for number, group in enumerate(self.known):
+            held = {rank: everyone[rank][number] for rank in group.ranks}
+            kinds = {rank: sorted({kind for _, kind in copies}) for rank, copies in held.items()}
+            if len({kind for found in kinds.values() for kind in found}) > 1:
+                raise StageError(
+                    f"the parameters tied to {group.name} differ: "
+                    + ", ".join(f"{' and '.join(found)} on rank {rank}" for rank, found in kinds.items())
+                    + "; parameters that are one have one shape and one dtype"
+                )
+            places = {tuple(place) for copies in held.values() for place, _ in copies}
+            # Ranks as threads, or stages of one rank, may hold the very same tensor: autograd sums its gradient already.
+            if group.mine and len(places) > 1:
+                self.groups.append(group)
+        self._level()
 
     def _level(self) -> None:
-        """Before the first step: every holder starts from the owner's value."""
         for group in self.groups:
             value = group.mine[0].detach()
             self._from_owner(group, wire(value), into=to_local(value))
@@ -164,6 +154,23 @@ class Ties:
             self.transport.irecv(buffer, owner).wait()
             with torch.no_grad():
                 into.copy_(buffer)
+
+
+def declared(stages: Iterable[PipelineStage]) -> list[Holders]:
+    """What the modules of hand-made stages say themselves, in an attribute `ties`, as those of `split_modules` do."""
+    found: dict[Holders, None] = {}
+    for stage in stages:
+        for module in (stage.submod, getattr(stage.submod, "module", None)):  # inside a data-parallel wrapper, too
+            said = getattr(module, "ties", ())
+            if isinstance(said, tuple):
+                found |= dict.fromkeys(tuple(tie.holders) for tie in said if hasattr(tie, "holders"))
+    return list(found)
+
+
+def _place(parameter: nn.Parameter) -> tuple[tuple[int, int], str]:
+    """Where a parameter lies, and of what kind it is."""
+    local = to_local(parameter.detach())
+    return (os.getpid(), local.data_ptr()), f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
 
 
 def _named(stage: PipelineStage, name: str) -> nn.Parameter:
