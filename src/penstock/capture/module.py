@@ -67,6 +67,9 @@ class StageModule(nn.Module):
         self.inputs = piece.inputs
         self.outputs = piece.outputs
         self.why_static = ""
+        self.partners: dict[
+            str, frozenset[str]
+        ] = {}  # of a changing size: those that are 1 when it is, unless seen otherwise
         self.model_names: frozenset[str] = frozenset()  # every name of the whole model
         self.aliases: dict[str, tuple[str, ...]] = {}  # other names of the same tensor, for loading
         self._key = key
@@ -141,9 +144,15 @@ class StageModule(nn.Module):
             sizes: dict[str, int] = {}
             check_sizes(self.inputs, values, why_static=self.why_static, symbols=sizes)
             if 1 in sizes.values():
-                key = (key[0], frozenset(name for name, size in sizes.items() if size == 1))
+                key = (key[0], self._ones(sizes))
                 self._ensure(key)
         return self._functions[key](self, *values)  # type: ignore[no-any-return]
+
+    def _ones(self, sizes: Mapping[str, int]) -> frozenset[str]:
+        """The changing sizes that are 1 in this call, also in arguments that only other stages read."""
+        seen = {name for name, size in sizes.items() if size == 1}
+        partners = {other for name in seen for other in self.partners.get(name, ())}
+        return frozenset(seen | (partners - set(sizes)))
 
     def build_output(self, values: Sequence[Any]) -> Any:
         """What the model returns, out of the outputs of the last stage."""

@@ -104,8 +104,9 @@ def capture(
     ]
     held = assign(source.names, [piece.states for piece in cut.pieces])
     give(stages, module, names=source.names, held=held)
+    partners = source.partners()
     for stage in stages:
-        stage.why_static = source.why_static
+        stage.why_static, stage.partners = source.why_static, partners
     info = PipeInfo(
         num_stages=count,
         inputs=table,

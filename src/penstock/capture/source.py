@@ -120,6 +120,15 @@ class Source:
             )
         return [Mark(index[mark], f"operator {index[mark]} ({mark[1]} in {mark[0]})") for mark in self.chosen]
 
+    def partners(self) -> dict[str, frozenset[str]]:
+        """The sizes that stand in the same dimension of another argument and are equal in the example: of one batch."""
+        places: dict[tuple[int, int], set[str]] = {}
+        for leaf, shape in zip(self.leaves, self.shapes, strict=True):
+            for dim, (size, name) in enumerate(zip(leaf.shape, shape, strict=True)):
+                if isinstance(name, str):
+                    places.setdefault((dim, size), set()).add(name)
+        return {name: frozenset(names - {name}) for names in places.values() for name in names if len(names) > 1}
+
     def _leaves(self, ones: frozenset[str]) -> list[torch.Tensor]:
         if not ones:
             return self.leaves
