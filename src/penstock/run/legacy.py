@@ -95,6 +95,8 @@ class LegacySchedule:
         """The order has changed: what was derived from it is made again."""
         self._plan: Plan | None = None
         self._programs: dict[int, Any] = {}
+        self._by_hand = None
+        self._initialized = None
 
     def make_plan(self) -> Plan:
         raise NotImplementedError
