@@ -139,6 +139,25 @@ class GradLayout:
         return cls(tuple(None if row is None else TensorLayout.from_json(row) for row in json.loads(blob)))
 
 
+def settle(layouts: Sequence[Layout | None], grads: Sequence[GradLayout | None]) -> list[GradLayout | None]:
+    """After a cold step: a tensor that had a gradient in some microbatch is expected to have one in each.
+
+    Which microbatches leave a value without one may depend on the data; from the next step on, those send zeros. Both ends
+    know all layouts of the step, and come to the same.
+    """
+    some = {place for grad in grads if grad is not None for place, t in enumerate(grad.tensors) if t is not None}
+    settled: list[GradLayout | None] = []
+    for layout, grad in zip(layouts, grads, strict=True):
+        if layout is not None and grad is not None and any(grad.tensors[p] is None for p in some if p < len(grad.tensors)):
+            found = list(grad.tensors)
+            for place, value in enumerate(layout.tensors):
+                if place in some and found[place] is None and value.requires_grad and value.distributed is None:
+                    found[place] = TensorLayout(value.shape, value.dtype, requires_grad=False)
+            grad = GradLayout(tuple(found))
+        settled.append(grad)
+    return settled
+
+
 def wire(tensor: Tensor) -> Tensor:
     """What is sent of a tensor: its local part, contiguous, without its graph."""
     local = to_local(tensor)

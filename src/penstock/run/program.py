@@ -167,7 +167,7 @@ class Program:
             box.layouts, box.grad_layouts = [None] * size, [None] * size
 
     def save_layouts(self, signature: int) -> None:
-        self.saved[signature] = [(box.layouts, box.grad_layouts) for box in self._boxes()]
+        self.saved[signature] = [(box.layouts, settle(box.layouts, box.grad_layouts)) for box in self._boxes()]
 
     def _boxes(self) -> Iterator[Inbox | Outbox]:
         yield from self.inboxes.values()
