@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -160,6 +161,88 @@ def test_ctrl_c_on_one_rank_ends_the_step_everywhere(gloo_pool: GlooPool) -> Non
     assert second.startswith("KeyboardInterrupt")
 
 
+def interrupted_while_waiting(warm: bool) -> tuple[str, float, bool]:
+    """Ctrl-C reaches rank 0 while it waits for a gradient; rank 1 takes its time, hears of it and drains."""
+    rank = dist.get_rank()
+    modules = make_modules(2, [])
+    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, "cpu"), 4, loss_fn=loss_fn)
+    x, y = make_batch(8)
+    if warm:
+        schedule.step(x, target=y)
+    handle = None
+    if rank == 1:
+        handle = modules[1].register_forward_pre_hook(lambda *_: time.sleep(0.3))
+    else:
+        threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    try:
+        schedule.step(x, target=y)
+        text = "nothing"
+    except (KeyboardInterrupt, PenstockError) as error:
+        text = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    if handle is not None:
+        handle.remove()
+    modules[rank].zero_grad()
+    schedule.step(x, target=y)
+    every = expected_grads(2, 4)
+    want = every[: len(every) // 2] if rank == 0 else every[len(every) // 2 :]
+    got = [p.grad for p in modules[rank].parameters()]
+    return text, seconds, all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_ctrl_c_reaches_a_rank_that_waits(gloo_pool: GlooPool, warm: bool) -> None:
+    (first, seconds, right), (second, _, also) = gloo_pool.run(2, interrupted_while_waiting, warm)
+    assert first.startswith("KeyboardInterrupt")
+    assert second.startswith("PeerFailed: rank 0 failed")
+    assert "KeyboardInterrupt" in second
+    assert seconds < WITHIN
+    assert right
+    assert also
+
+
+def killed_while_measured() -> str:
+    rank = dist.get_rank()
+    modules = make_modules(2, [])
+    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, "cpu"), 4, loss_fn=loss_fn)
+    x, y = make_batch(8)
+    schedule.step(x, target=y)
+    if rank == 1:
+        modules[rank].second.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(PenstockError) as caught, schedule.record():
+        schedule.step(x, target=y)
+    return str(caught.value)
+
+
+def test_a_killed_rank_is_named_while_a_step_is_measured(gloo_pool: GlooPool) -> None:
+    first, _ = gloo_pool.outcomes(2, killed_while_measured)
+    assert first.ok, first.details
+    assert first.value.startswith("rank 1 failed: connection lost")
+
+
+def measured() -> tuple[list[list[float]], list[list[float]], float]:
+    """Two processes with clocks of their own: a message is used after it was made."""
+    rank = dist.get_rank()
+    modules = make_modules(2, [])
+    schedule = Schedule1F1B(PipelineStage(modules[rank], rank, 2, "cpu"), 4, loss_fn=loss_fn)
+    x, y = make_batch(8)
+    schedule.step(x, target=y)
+    with schedule.record() as recording:
+        schedule.step(x, target=y)
+    timeline = recording.timeline
+    forwards = [[(span.start, span.end) for span in timeline.spans(r) if str(span.action)[1] == "F"] for r in range(2)]
+    return [[end for _, end in forwards[0]]], [[start for start, _ in forwards[1]]], timeline.makespan
+
+
+def test_clocks_of_processes_are_aligned(gloo_pool: GlooPool) -> None:
+    first, second = gloo_pool.run(2, measured)
+    assert first == second
+    (made,), (used,), makespan = first
+    slack = 0.2 * makespan + 0.002  # a round trip on a busy machine
+    assert all(use > end - slack for end, use in zip(made, used, strict=True))
+
+
 def leave_early() -> tuple[str, float]:
     """Rank 1's data runs out one step before the others'."""
     rank = dist.get_rank()
@@ -192,6 +275,9 @@ def disagree(how: str) -> tuple[str, str, float]:
     x, y = make_batch(8)
     kind = ScheduleGPipe if how == "schedule" and odd else Schedule1F1B
     schedule: Schedule = kind(stage, 2 if how == "microbatches" and odd else 4, loss_fn=loss_fn)
+    if how == "plan" and odd:  # the same name, another order
+        lists = get_schedule("gpipe")(2, 4).codes
+        schedule = Schedule.from_plan(get_schedule("1f1b")(2, 4).with_codes(lists), stage, loss_fn=loss_fn)
     if how in ("mode", "mode later"):
         if how == "mode later":
             schedule.step(x, target=y)
@@ -214,14 +300,14 @@ def disagree(how: str) -> tuple[str, str, float]:
     return error, after, seconds
 
 
-@pytest.mark.parametrize("how", ["schedule", "microbatches", "mode", "mode later"])
+@pytest.mark.parametrize("how", ["schedule", "plan", "microbatches", "mode", "mode later"])
 def test_ranks_that_disagree_are_told_the_difference(gloo_pool: GlooPool, how: str) -> None:
     results = gloo_pool.run(2, disagree, how)
     for error, after, seconds in results:
         assert seconds < WITHIN
         assert after == ""
-        if how in ("schedule", "microbatches"):
+        if not how.startswith("mode"):
             assert error.startswith("RanksDisagree")
-        differences = {"schedule": ("1f1b", "gpipe"), "microbatches": ("4", "2")}
+        differences = {"schedule": ("1f1b", "gpipe"), "microbatches": ("4", "2"), "plan": ("rank  plan", "0", "1")}
         words = differences.get(how, ("training step", "evaluation"))
         assert all(word in error for word in words), error

@@ -9,7 +9,6 @@ Each message has a cold form, which describes itself, and a warm form, which rel
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from penstock.comm.transport import Work
 from penstock.errors import ShapeError
-from penstock.run.channel import Channel
+from penstock.run.channel import Channel, Receiving
 from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, wire
 from penstock.stage.boundary import SINGLE, flatten, unflatten
 
@@ -62,14 +61,14 @@ class Inbox:
 
     def queue(self, microbatch: int) -> None:
         """RECV_F of a cold step: its turn comes when somebody needs it, or something behind it."""
-        self.channel.incoming.append(partial(self.pull, microbatch))  # type: ignore[union-attr]
+        self.channel.incoming.append(self.pull(microbatch))  # type: ignore[union-attr]
 
-    def pull(self, microbatch: int) -> None:
+    def pull(self, microbatch: int) -> Receiving:
         """Receive a message of a cold step."""
         channel = self.channel
         assert channel is not None, "only another rank sends messages"
-        description = Description.decode(channel.receive_description())
-        self.leaves[microbatch] = [channel.receive(t.empty(channel.device)) for t in description.tensors]
+        description = Description.decode((yield from channel.receive_description()))
+        self.leaves[microbatch] = yield from channel.receive([t.empty(channel.device) for t in description.tensors])
         layout = self.layouts[microbatch] = description.layout()
         self._arrive(microbatch, layout)
 
@@ -78,8 +77,8 @@ class Inbox:
         works = self.works[microbatch]
         if works is not None:
             wait = self.channel.wait  # type: ignore[union-attr]
-            for work in works:
-                wait(work)
+            while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
+                wait(works.pop())
             self.works[microbatch] = None
             self._arrive(microbatch, self.layouts[microbatch])  # type: ignore[arg-type]
         elif self.leaves[microbatch] is None and self.channel is not None:
@@ -264,16 +263,18 @@ class Outbox:
 
     def queue_grads(self, microbatch: int) -> None:
         """RECV_B of a cold step."""
-        self.channel.incoming.append(partial(self.pull_grads, microbatch))  # type: ignore[union-attr]
+        self.channel.incoming.append(self.pull_grads(microbatch))  # type: ignore[union-attr]
 
-    def pull_grads(self, microbatch: int) -> None:
+    def pull_grads(self, microbatch: int) -> Receiving:
         channel = self.channel
         assert channel is not None, "only another rank sends gradients"
-        grads = self.grad_layouts[microbatch] = GradLayout.decode(channel.receive_description())
-        assert self.layouts[microbatch] is not None, "a gradient comes after its value was sent; after poison comes poison"
-        self.buffers[microbatch] = [
-            None if tensor is None else channel.receive(tensor.empty(channel.device)) for tensor in grads.tensors
-        ]
+        grads = GradLayout.decode((yield from channel.receive_description()))
+        assert self.layouts[microbatch] is not None, (
+            "a gradient comes after its value was sent; after poison comes poison"
+        )
+        self.grad_layouts[microbatch] = grads
+        buffers = [None if tensor is None else tensor.empty(channel.device) for tensor in grads.tensors]
+        self.buffers[microbatch] = yield from channel.receive(buffers)
 
     def gradients(self, microbatch: int) -> list[Tensor | None]:
         """The gradients of `tensors`, as soon as they are there."""
@@ -282,8 +283,8 @@ class Outbox:
         works = self.works[microbatch]
         if works is not None:
             wait = self.channel.wait  # type: ignore[union-attr]
-            for work in works:
-                wait(work)
+            while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
+                wait(works.pop())
             self.works[microbatch] = None
         elif self.buffers[microbatch] is None and self.channel is not None:
             self.channel.pull_until(lambda: self.buffers[microbatch] is not None)

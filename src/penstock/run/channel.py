@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from inspect import GEN_CLOSED, getgeneratorstate
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from penstock.comm.transport import Transport, Work
 from penstock.run.layout import DATA, HEADER_NUMBERS, POISON
 
 Wait = Callable[[Work], object]
+Receiving: TypeAlias = Generator[Work, None, None]
+"""A message of a cold step being received: it hands out what to wait for. If Ctrl-C breaks in, it can go on later."""
+Buffer = TypeVar("Buffer", Tensor, Tensor | None)
 
 
 class Poisoned(Exception):
@@ -28,7 +33,7 @@ class Channel:
         self.wait = wait
         self.device = transport.device
         self.sent: deque[Work] = deque()  # sends on their way
-        self.incoming: deque[Callable[[], None]] = deque()  # receives of a cold step that are not done yet
+        self.incoming: deque[Receiving] = deque()  # receives of a cold step that are not done yet
         self.reap_after = reap_after  # how many sends of a warm step may be on their way; None: any number
         self.described: deque[int] = deque()  # how many sends each message of a cold step is, for those in `sent`
         self.reaped = 0  # messages of this cold step that were waited for
@@ -60,29 +65,42 @@ class Channel:
                 self.wait(self.sent.popleft())
             self.reaped += 1
 
-    def receive_description(self) -> bytes:
+    def receive_description(self) -> Generator[Work, None, bytes]:
         """Receive the description of a message of a cold step; its tensors follow."""
         header = self.numbers(0, 0)
-        self.wait(self.recv([header]))
+        yield self.recv([header])
         kind, length = header.tolist()
         if kind == POISON:
             raise Poisoned
         blob = torch.empty(length, dtype=torch.uint8, device=self.device)
-        self.wait(self.recv([blob]))
+        yield self.recv([blob])
         return bytes(blob.tolist())
 
-    def receive(self, buffer: Tensor) -> Tensor:
-        self.wait(self.recv([buffer]))
-        return buffer
+    def receive(self, buffers: list[Buffer]) -> Generator[Work, None, list[Buffer]]:
+        """Receive into the buffers, one after another; None stands for no message."""
+        for buffer in buffers:
+            if buffer is not None:
+                yield self.recv([buffer])
+        return buffers
 
     def numbers(self, *values: int) -> Tensor:
         assert len(values) == HEADER_NUMBERS, "a header has a fixed size"
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
+    def pull(self) -> None:
+        """Do the queued receive whose turn it is, or the rest of it."""
+        receiving = self.incoming[0]
+        try:
+            for work in receiving:
+                self.wait(work)
+        finally:
+            if getgeneratorstate(receiving) == GEN_CLOSED:
+                self.incoming.popleft()
+
     def pull_until(self, done: Callable[[], bool]) -> None:
         """Do queued receives, in their order, until `done`."""
         while not done():
-            self.incoming.popleft()()
+            self.pull()
 
     def flush(self) -> None:
         """Wait for all sends."""

@@ -4,6 +4,9 @@ The *preamble* goes down the ranks in the order of the stages, ahead of the firs
 mode, its signature, whether it is cold. So ranks that are about to do different things find out before the first
 activation is sent. The *verdict* is a sum up and down a tree after the last action: a step succeeds on all ranks or on none,
 so no rank steps its optimizer on gradients that another rank does not have.
+
+Note "Ctrl-C". A wait of the backend cannot be broken off: Python hears of Ctrl-C when the wait is over and its message is
+there. So both exchanges are carried to their end, and KeyboardInterrupt comes after them.
 """
 
 from __future__ import annotations
@@ -48,15 +51,19 @@ class Preambles:
         self.send = [transport.sender(child) for child in self.children]
         self.wait = transport.waiter()
 
-    def hear(self) -> Preamble:
+    def hear(self) -> tuple[Preamble, KeyboardInterrupt | None]:
         assert self.receive is not None, "the first rank has nobody to hear from"
         numbers = torch.empty(5, dtype=torch.int64, device=self.transport.device)
-        self.wait(self.receive([numbers]))
-        return Preamble(*numbers.tolist())
+        interrupt = None
+        try:
+            self.wait(self.receive([numbers]))
+        except KeyboardInterrupt as error:  # see the note "Ctrl-C"
+            interrupt = error
+        return Preamble(*numbers.tolist()), interrupt
 
-    def tell(self, preamble: Preamble) -> PenstockError | None:
+    def tell(self, preamble: Preamble) -> PenstockError | KeyboardInterrupt | None:
         """Tell the children; what went wrong with one that cannot be reached comes back, when all others know."""
-        failed: PenstockError | None = None
+        failed: PenstockError | KeyboardInterrupt | None = None
         if self.send:
             numbers = torch.tensor(astuple(preamble), dtype=torch.int64, device=self.transport.device)
             for child, send in zip(self.children, self.send, strict=True):
@@ -64,6 +71,8 @@ class Preambles:
                     self.wait(send([numbers]))
                 except RuntimeError as error:
                     failed = self.transport.explain(error, peer=child, what="the preamble of the step")
+                except KeyboardInterrupt as error:
+                    failed = error
         return failed
 
 
@@ -73,6 +82,7 @@ class Verdict:
 
     fine: bool
     unreachable: PenstockError | None = None
+    interrupt: KeyboardInterrupt | None = None
 
 
 def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset()) -> Verdict:
@@ -103,6 +113,8 @@ def _ask(transport: Transport, peer: int, lost: frozenset[int], found: Verdict) 
         except PenstockError as error:
             answer.fill_(1)
             found.unreachable = found.unreachable or error
+        except KeyboardInterrupt as error:
+            found.interrupt = error
     return answer
 
 
@@ -114,3 +126,5 @@ def _tell(transport: Transport, peer: int, flag: torch.Tensor, lost: frozenset[i
     except PenstockError as error:
         flag.fill_(1)
         found.unreachable = found.unreachable or error
+    except KeyboardInterrupt as error:
+        found.interrupt = error

@@ -98,7 +98,8 @@ class Runner:
             unreachable = self.preambles.tell(preamble)
             return preamble, error or unreachable
         try:
-            preamble = self.preambles.hear()
+            preamble, interrupt = self.preambles.hear()
+            error = error or interrupt
         except RuntimeError as caught:
             explained = self.transport.explain(caught, peer=self.preambles.parent, what="the preamble of the step")
             preamble = Preamble(self.transport.epoch, mode, FAILED, 1, size)
@@ -214,7 +215,7 @@ class Runner:
             self._drain_collective(program, part)
         for each in program.channels.values():
             while each.incoming and not each.lost:
-                self._try(each, each.incoming.popleft())
+                self._try(each, each.pull)
         for each in program.channels.values():  # only now: the other end may take them when it has pulled from a third
             while each.sent and not each.lost:
                 self._try(each, partial(each.wait, each.sent.popleft()))
@@ -279,8 +280,11 @@ class Runner:
         if found.fine:
             if preamble.cold and not self.dynamic:
                 program.save_layouts(preamble.signature)
+            if found.interrupt is not None:
+                raise found.interrupt
             return outcome
         program.saved.pop(preamble.signature, None)  # it may have failed because the shapes are others by now
+        error = found.interrupt or error
         if error is not None and (certain or not isinstance(error, Exception)):
             raise error
         peer = self.peer_failure() or (found.unreachable if error is None else None)
