@@ -16,8 +16,8 @@ from penstock.plan import Plan
 from penstock.plan.actions import Action, AnyAction, Op, Overlap, peer_of, unpack
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
-from penstock.run.reaping import reap_points
 from penstock.run.layout import settle
+from penstock.run.reaping import reap_points
 from penstock.run.rng import MicrobatchRng
 from penstock.run.stage_run import StageRun, StepInputs
 from penstock.stage.dtensors import mesh_of
