@@ -316,6 +316,12 @@ class LegacySchedule:
             return [1 / self._n_microbatches] * self._n_microbatches
         return [float(weight) for weight in weights(sizes)]
 
+    def _forget_chunks(self) -> None:
+        """What the last step gave must not be alive beside what this one gives."""
+        for stage in self._stages:
+            if stage.is_last:
+                stage.output_chunks.clear()
+
     def _keep_chunks(self, outputs: list[Any], merged: Any) -> None:
         """Let the last stage show what each microbatch gave: as views of what was returned, where that can be."""
         if isinstance(merged, Tensor) and all(isinstance(one, Tensor) and one.dim() for one in outputs):

@@ -375,6 +375,7 @@ class Schedule(LegacySchedule):
                 ties.begin()
             return self._prepare(mode, args, kwargs, target=target, keep=keep, loss_kwargs=loss_kwargs)
 
+        self._forget_chunks()
         failed = True
         try:
             outcome = runner.step(self._program, mode, prepare)
