@@ -24,6 +24,7 @@ from penstock.train.check import Checked, check, set_rate
 from penstock.train.generate import generate
 from penstock.train.job import Job, make_job
 from penstock.train.measure import measure_memory, measure_step
+from penstock.train.meet import connect
 from penstock.train.options import TrainOptions
 from penstock.train.screen import Screen
 
@@ -52,7 +53,7 @@ def _connected(options: TrainOptions) -> Iterator[None]:
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend)
+    connect(backend)
     ended_well = False
     try:
         yield

@@ -1,0 +1,57 @@
+"""How the ranks of a run find one another, also after a crash.
+
+Torch's launcher hands the store of the crashed ranks to those that it starts in their place, with all that they had
+written there: a new rank may read the address of a dead one, and wait for it. So rank 0 thinks of a new name for each
+life of the run, tells it to ranks that say that they are there now, and everything else happens under that name.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.errors import StepTimeout
+
+_PATIENCE = 300.0  # seconds for all ranks to start
+_NAP = 0.02
+
+
+def connect(backend: str) -> None:
+    """Make the default process group out of what torchrun has put into the environment."""
+    store, rank, size = next(rendezvous("env://"))
+    fresh = PrefixStore(f"penstock/run/{agree_on_life(store, rank, size)}", store)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=size)
+
+
+def agree_on_life(store: Any, rank: int, size: int, *, patience: float = _PATIENCE) -> str:
+    """The same new name on every rank, whatever the store holds of former lives."""
+    end = time.monotonic() + patience
+    if rank > 0:
+        token = uuid.uuid4().hex
+        store.set(f"penstock/here/{rank}", token)
+        store.wait([f"penstock/answer/{token}"], timedelta(seconds=patience))
+        name = store.get(f"penstock/answer/{token}").decode()
+        store.set(f"penstock/{name}/{rank}", "heard")
+        return str(name)
+    name = uuid.uuid4().hex
+    answered: set[str] = set()
+    waiting = set(range(1, size))
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"penstock/here/{other}"]):
+                token = store.get(f"penstock/here/{other}").decode()
+                if token not in answered:
+                    answered.add(token)
+                    store.set(f"penstock/answer/{token}", name)
+            if store.check([f"penstock/{name}/{other}"]):
+                waiting.discard(other)
+        if waiting and time.monotonic() > end:
+            raise StepTimeout(f"rank 0 waited {patience:g} s for ranks {sorted(waiting)} to start, and they did not")
+        time.sleep(_NAP)
+    return name
