@@ -202,3 +202,26 @@ def test_a_dimension_that_is_not_there():
         merge_chunks([torch.zeros(2), torch.zeros(2)], TensorChunkSpec(3))
     with pytest.raises(SplitError, match=r"the spec for output is \(None,\)"):
         merge_chunks([(1, 2), (1, 2)], (None,))
+
+
+class Cache:
+    """An object that nobody registered, as models return to go on from where they were."""
+
+    def __init__(self, rows: int, start: float = 0.0) -> None:
+        self.layers = [torch.full((rows, 2), start), {"value": torch.arange(rows) + start}]
+        self.length = 3
+
+
+def test_objects_that_keep_tensors_are_opened():
+    one, other = Cache(2), Cache(3, 1.0)
+    merged = merge_chunks([{"cache": one}, {"cache": other}])["cache"]
+    assert type(merged) is Cache
+    assert merged.layers[0].shape == (5, 2)
+    assert merged.layers[1]["value"].tolist() == [0, 1, 1, 2, 3]
+    assert merged.length == 3
+    assert one.layers[0].shape == (2, 2)  # the microbatches' own are left alone
+    last = CustomReducer(None, lambda _, cache: cache)
+    assert merge_chunks([{"cache": one}, {"cache": other}], {"cache": last})["cache"] is other
+    other.length = 4
+    with pytest.raises(MergeError, match=r"cache'\]\.length is 3 in microbatch 0, but 4"):
+        merge_chunks([{"cache": one}, {"cache": other}])

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch import merge_chunks
+from penstock.batch.tree import map_tensors
 from penstock.capture import Pipe, SplitPoint, pipeline
+from penstock.capture.tree import take_apart
 from penstock.comm.local import LocalTransport, LocalWorld
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
@@ -70,7 +72,7 @@ def test_two_stages_draw_and_train_like_the_model(captured: Captured) -> None:
     _loss(expected, None).backward()
     torch.manual_seed(1)
     output, grads = _pipelined(captured, captured.two, "1f1b", batch, microbatches=1)
-    assert_same(output, merge_chunks([_detached(expected)]))
+    assert_same(output, merge_chunks([map_tensors(Tensor.detach, expected)]))
     _assert_close(grads, _grads(model))
 
 
@@ -87,21 +89,29 @@ def test_four_stages_train_like_the_model(captured: Captured, schedule: str) -> 
     wanted = _grads(model)
     batch = {k: torch.cat([p[k] for p in parts]) if isinstance(v, Tensor) else v for k, v in parts[0].items()}
     output, grads = _pipelined(captured, captured.four, schedule, batch, microbatches=MICROBATCHES)
-    assert_same(output, merge_chunks([_detached(one) for one in expected]))
+    assert_same(output, merge_chunks([map_tensors(Tensor.detach, one) for one in expected]))
     _assert_close(grads, wanted)
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_cache_in_the_output_crosses_the_stages(name: str) -> None:
+    """Nobody says use_cache=False: the keys and values of all layers are put together, also over microbatches."""
     entry = next(entry for entry in MODELS if entry.name == name)
     torch.manual_seed(0)
     model = entry.make().eval()
-    example = {key: value for key, value in entry.example().items() if key != "use_cache"}
-    pipe = pipeline(model, (), example, split_spec={entry.cuts[1]: SplitPoint.BEGINNING}, dynamic_shapes={})
-    with torch.no_grad():
-        result, expected = pipe(**example), model(**example)
-    assert result.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length() > 0
-    assert_same(result, expected)
+    parts = [{key: value for key, value in entry.example().items() if key != "use_cache"} for _ in range(2)]
+    pipe = pipeline(model, (), parts[0], split_spec={entry.cuts[1]: SplitPoint.BEGINNING}, dynamic_shapes={})
+    results = [map_tensors(Tensor.detach, pipe(**part)) for part in parts]
+    expected = [map_tensors(Tensor.detach, model(**part)) for part in parts]
+    assert results[0].past_key_values.get_seq_length() == expected[0].past_key_values.get_seq_length() > 0
+    assert_same(results, expected)
+
+    captured = Captured(entry, model, pipe, pipe)
+    batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    output, _ = _pipelined(captured, pipe, "1f1b", batch, microbatches=2)
+    assert type(output.past_key_values) is type(expected[0].past_key_values)
+    assert_same(output, merge_chunks(expected))
+    assert take_apart(output.past_key_values)[0][0].shape[0] == batch["input_ids"].shape[0]
 
 
 def _pipelined(
@@ -145,13 +155,6 @@ def _assert_close(grads: Grads, wanted: Grads) -> None:
             limit = 1e3 * torch.finfo(expected.dtype).eps
             off = float((got - expected).abs().max())
             assert off <= limit * max(1.0, float(expected.abs().max())), f"{name}: off by {off}"
-
-
-def _detached(value: Any) -> Any:
-    from penstock.stage.boundary import flatten, unflatten
-
-    tensors, spec = flatten(value)
-    return unflatten(spec, [tensor.detach() for tensor in tensors])
 
 
 def _example(entry: Entry) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The rules are those of the notes in split.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from penstock.batch.masks import block_mask_batch, is_block_mask, split_block_ma
 from penstock.batch.sizes import microbatch_sizes
 from penstock.batch.specs import Microbatches, is_replicate
 from penstock.batch.tensors import is_dtensor, normal_dim, split_sizes
-from penstock.batch.tree import Path
+from penstock.batch.tree import Path, has_tensor
 from penstock.errors import SplitError
 
 
@@ -178,25 +178,10 @@ def _check_opaque(leaf: Leaf) -> None:
         )
     if isinstance(value, nn.Module) or callable(value):
         return
-    hidden = [name for name, item in getattr(value, "__dict__", {}).items() if _has_tensor(item, depth=3)]
+    hidden = [name for name, item in getattr(value, "__dict__", {}).items() if has_tensor(item, depth=3)]
     if hidden:
         raise SplitError(
             f"{leaf.path} is a {type(value).__name__} with tensors in {hidden}, and nothing says how to cut it: make "
             "it a dataclass, register it with torch.utils._pytree.register_pytree_node, give Microbatches([...]), or, "
             f"to hand it to every microbatch whole, write {leaf.path.write('Replicate()')}"
         )
-
-
-def _has_tensor(value: Any, depth: int) -> bool:
-    """Whether a tensor hides in attributes or items: a cache of attention keys keeps its layers in a list."""
-    if isinstance(value, Tensor):
-        return True
-    if depth == 0 or isinstance(value, nn.Module | str) or callable(value):
-        return False
-    if isinstance(value, Mapping):
-        items: Iterable[Any] = value.values()
-    elif isinstance(value, list | tuple):
-        items = value
-    else:
-        items = getattr(value, "__dict__", {}).values()
-    return any(_has_tensor(item, depth - 1) for item in items)

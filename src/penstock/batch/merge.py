@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.batch.specs import CustomReducer, TensorChunkSpec, is_leaf_spec
 from penstock.batch.tensors import merge_tensors
-from penstock.batch.tree import OUTPUT, Node, Path, child_specs, open_node
+from penstock.batch.tree import OUTPUT, Node, Path, child_specs, open_node, open_object
 from penstock.errors import MergeError
 
 
@@ -36,10 +36,12 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
 
 
 def _merge(values: list[Any], spec: Any, path: Path) -> Any:
-    node = open_node(values[0])
+    node = _open(values[0], spec)
     if node is None:
         return _merge_leaf(values, spec, path)
-    nodes = [_same_structure(node, value, microbatch, path) for microbatch, value in enumerate(values)]
+    nodes = [
+        _same_structure(node, _open(value, spec), value, microbatch, path) for microbatch, value in enumerate(values)
+    ]
     specs = child_specs(spec, node, path)
     return node.build(
         [
@@ -49,8 +51,13 @@ def _merge(values: list[Any], spec: Any, path: Path) -> Any:
     )
 
 
-def _same_structure(first: Node, value: Any, microbatch: int, path: Path) -> Node:
-    node = open_node(value)
+def _open(value: Any, spec: Any) -> Node | None:
+    """An object that keeps tensors in its attributes is opened, unless a spec says how to make one of several."""
+    whole = is_leaf_spec(spec) and not isinstance(spec, TensorChunkSpec)
+    return open_node(value) or (None if whole else open_object(value))
+
+
+def _same_structure(first: Node, node: Node | None, value: Any, microbatch: int, path: Path) -> Node:
     if node is None or list(node.keys) != list(first.keys):
         has = type(value).__name__ if node is None else list(node.keys)
         raise MergeError(f"{path} has {list(first.keys)} in microbatch 0, but {has} in microbatch {microbatch}")

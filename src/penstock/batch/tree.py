@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +102,37 @@ def open_node(value: Any) -> Node | None:
     return None
 
 
+def open_object(value: Any) -> Node | None:
+    """The same for an object that nobody registered and that keeps tensors in its attributes, as caches of attention do."""
+    if isinstance(value, _PLAIN) or is_block_mask(value) or not has_tensor(value):
+        return None
+    names = list(vars(value)) if hasattr(value, "__dict__") else []
+    return _attributes(value, names) if names else None
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The same value with another tensor in place of each."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    node = open_node(value) or open_object(value)
+    return value if node is None else node.build([map_tensors(function, child) for child in node.children])
+
+
+def has_tensor(value: Any, depth: int = 4) -> bool:
+    """Whether a tensor hides in attributes or items: a cache of attention keys keeps its layers in a list."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, torch.nn.Module | str) or callable(value):
+        return False
+    if isinstance(value, Mapping):
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    else:
+        items = getattr(value, "__dict__", {}).values()
+    return any(has_tensor(item, depth - 1) for item in items)
+
+
 def child_specs(spec: Any, node: Node, path: Path) -> Sequence[Any]:
     """The spec of each child: the tree of specs is followed, a single spec (or None) holds for all."""
     if spec is None or is_leaf_spec(spec):
@@ -160,8 +191,10 @@ def _with_items(value: list[Any], items: Sequence[Any]) -> list[Any]:
 
 def _fields(value: Any) -> Node:
     """A dataclass: copied, then its fields set, so that neither __init__ nor __post_init__ runs again."""
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return _attributes(value, [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)])
 
+
+def _attributes(value: Any, names: list[str]) -> Node:
     def build(items: Sequence[Any]) -> Any:
         made = copy.copy(value)
         for name, item in zip(names, items, strict=True):

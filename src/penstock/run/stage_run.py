@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.batch.tree import map_tensors
 from penstock.errors import StageError
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.expected import check_given
@@ -261,7 +262,4 @@ def copied(value: Any) -> Any:
 
 def detached(value: Any) -> Any:
     """The output without its graph; no copy."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    tensors, spec = flatten(value)
-    return unflatten(spec, [tensor.detach() for tensor in tensors])
+    return value.detach() if isinstance(value, Tensor) else map_tensors(Tensor.detach, value)
