@@ -1,8 +1,10 @@
-"""Captured and hand-made stages in real processes: tied weights that stay one, inputs by name, replicas."""
+"""Captured and hand-made stages in real processes: tied weights that stay one, inputs by name, replicas.
+
+Models are captured here and sent to the processes, each of which has its own copy of all stages.
+"""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.capture import MultiUseParameterConfig, pipeline, split_modules, tie
+from penstock.capture import MultiUseParameterConfig, Pipe, pipeline, split_modules, tie
 from penstock.errors import PenstockError
 from penstock.run.schedule import Schedule
 from penstock.stage.stage import PipelineStage
@@ -25,10 +27,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 STEPS = 10
 
 
-def steps_of_case(schedule: str, name: str) -> cases.Left:
-    plan = cases.plan_for(schedule, 3)
-    batches = cases.make_batches(name, (6, 6, 10))
-    return cases.run_rank(plan, copy.deepcopy(cases.captured(name)[1]), batches, group=None, rank=dist.get_rank())
+def steps_of_case(schedule: str, pipe: Pipe, batches: list[dict[str, Any]]) -> cases.Left:
+    return cases.run_rank(cases.plan_for(schedule, 3), pipe, batches, group=None, rank=dist.get_rank())
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,9 @@ def steps_of_case(schedule: str, name: str) -> cases.Left:
 )
 def test_cases(gloo_pool: GlooPool, schedule: str, name: str) -> None:
     plan = cases.plan_for(schedule, 3)
-    ranks = gloo_pool.run(plan.num_ranks, steps_of_case, schedule, name)
-    cases.assert_equal(plan, ranks, *cases.run_loop(name, cases.make_batches(name, (6, 6, 10)), 3))
+    batches = cases.make_batches(name, (6, 6, 10))
+    ranks = gloo_pool.run(plan.num_ranks, steps_of_case, schedule, cases.captured(name)[1], batches)
+    cases.assert_equal(plan, ranks, *cases.run_loop(name, batches, 3))
 
 
 # -- tied weights over ten optimizer steps
@@ -82,10 +83,8 @@ def train_unsplit() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def train_captured(schedule: str, way: str) -> dict[str, Tensor]:
+def train_captured(schedule: str, pipe: Pipe) -> dict[str, Tensor]:
     plan = cases.plan_for(schedule, 2)
-    spec = MultiUseParameterConfig[way]
-    pipe = pipeline(make_tied(), (), {n: v[:2] for n, v in batches()[0].items()}, multi_use_param_spec=spec)
     stages = [pipe.build_stage(k, "cpu") for k in plan.placement.stages_of(dist.get_rank())]
     step = Schedule.from_plan(plan, stages).step
     parameters = {id(p): p for stage in stages for p in stage.submod.parameters()}
@@ -104,7 +103,9 @@ def train_captured(schedule: str, way: str) -> dict[str, Tensor]:
 def test_tied_weights_are_one_after_ten_optimizer_steps(gloo_pool: GlooPool, schedule: str, way: str) -> None:
     """Every rank has its own process, its own model and its own optimizer."""
     want = train_unsplit()
-    found = gloo_pool.run(cases.plan_for(schedule, 2).num_ranks, train_captured, schedule, way)
+    example = {name: value[:2] for name, value in batches()[0].items()}
+    pipe = pipeline(make_tied(), (), example, multi_use_param_spec=MultiUseParameterConfig[way])
+    found = gloo_pool.run(cases.plan_for(schedule, 2).num_ranks, train_captured, schedule, pipe)
     held = {key: value for rank in found for key, value in rank.items()}
     assert {key.partition(".")[2] for key in held} == set(want)
     for key, value in held.items():
@@ -219,10 +220,9 @@ def test_ties_that_do_not_fit_are_told_to_every_rank(gloo_pool: GlooPool, name: 
 # -- inputs by name
 
 
-def give_what_is_read() -> tuple[str, list[float]]:
+def give_what_is_read(pipe: Pipe, batch: dict[str, Any]) -> tuple[str, list[float]]:
     rank = dist.get_rank()
-    (batch,) = cases.make_batches("skips", (4,))
-    stage = copy.deepcopy(cases.captured("skips")[1]).build_stage(rank, "cpu")
+    stage = pipe.build_stage(rank, "cpu")
     schedule = Schedule.from_plan(cases.plan_for("1f1b", 2), stage)
     own: list[dict[str, Any]] = [{"x": batch["x"]}, {}, {}, {"late": batch["late"]}]
     with pytest.raises(PenstockError) as caught:
@@ -233,23 +233,21 @@ def give_what_is_read() -> tuple[str, list[float]]:
 
 
 def test_a_rank_that_lacks_an_input_says_which(gloo_pool: GlooPool) -> None:
-    found = gloo_pool.run(4, give_what_is_read)
+    (batch,) = cases.make_batches("skips", (4,))
+    found = gloo_pool.run(4, give_what_is_read, cases.captured("skips")[1], batch)
     for text, _ in found:
         assert "stage 3 reads late, and this rank's call does not give it" in text
-    (batch,) = cases.make_batches("skips", (4,))
     assert found[3][1] == pytest.approx([float(loss) for loss in cases.run_loop("skips", [batch], 2)[1][0]])
 
 
 # -- data-parallel replicas of captured stages
 
 
-def train_replicas(schedule: str, name: str, way: str) -> list[str]:
+def train_replicas(schedule: str, name: str, way: str, model: nn.Module, pipe: Pipe) -> list[str]:
     """Two pipelines of two ranks: what differs from one model over the data of both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica, rank = mesh.get_coordinate()
     plan = cases.plan_for(schedule, 3)
-    model, pipe = cases.captured(name)
-    pipe, model = copy.deepcopy(pipe), copy.deepcopy(model)
     stages = []
     for k in plan.placement.stages_of(rank):
         stage = pipe.build_stage(k, "cpu", group=mesh["pp"].get_group())
@@ -283,4 +281,4 @@ def train_replicas(schedule: str, name: str, way: str) -> list[str]:
     ("schedule", "name"), [("interleaved1f1b", "skips"), ("zbv", "skips"), ("interleaved1f1b", "tied")]
 )
 def test_replicas(gloo_pool: GlooPool, schedule: str, name: str, way: str) -> None:
-    assert gloo_pool.run(4, train_replicas, schedule, name, way) == [[]] * 4
+    assert gloo_pool.run(4, train_replicas, schedule, name, way, *cases.captured(name)) == [[]] * 4
