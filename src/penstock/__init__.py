@@ -15,8 +15,8 @@ _HOME = {
     for module, names in {
         "penstock.errors": (
             "PenstockError PlanError ParseError IncompleteError OrderError DeadlockError UnknownNameError SplitError "
-            "MergeError CaptureError BalanceError StageError ShapeError RunError PeerFailed ReplicaFailed RanksDisagree StepTimeout "
-            "TransportError"
+            "MergeError CaptureError BalanceError StageError ShapeError RunError PeerFailed ReplicaFailed RanksDisagree "
+            "StepTimeout TransportError"
         ),
         "penstock.plan": "Action Op Overlap Placement Plan StageGraph check",
         "penstock.schedules": "get_schedule all_schedules",

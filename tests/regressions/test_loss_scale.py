@@ -1,7 +1,7 @@
 """A GradScaler given to a Pipeline whose losses are sums.
 
-With `scale_grads=False` no weights were made for the microbatches, and the factor of the scaler, which travelled with the weights,
-was lost: the scaler then divided gradients that nobody had multiplied.
+With `scale_grads=False` no weights were made for the microbatches, and the factor of the scaler, which travelled with
+the weights, was lost: the scaler then divided gradients that nobody had multiplied.
 """
 
 from __future__ import annotations

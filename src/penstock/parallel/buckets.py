@@ -20,9 +20,7 @@ IN_FLIGHT = 2
 
 
 @torch.no_grad()
-def average_gradients(
-    parameters: Sequence[Tensor], group: Any, *, bucket_bytes: int, failed: bool = False
-) -> bool:
+def average_gradients(parameters: Sequence[Tensor], group: Any, *, bucket_bytes: int, failed: bool = False) -> bool:
     """Make every `.grad` its mean over `group`, in place. All replicas pass the same parameters in the same order.
 
     False if a replica has failed; gradients are then as they were.

@@ -81,8 +81,8 @@ class PipelineScheduleMulti(Schedule):
 class PipelineScheduleRuntime(PipelineScheduleMulti):
     """Several stages a rank, and an order that a program may give: computations, or these and their messages.
 
-        schedule = PipelineScheduleRuntime(stages, n_microbatches=8, loss_fn=loss_fn)
-        schedule._load_csv("plan.csv", format="compute_comms")
+    schedule = PipelineScheduleRuntime(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule._load_csv("plan.csv", format="compute_comms")
     """
 
     def __init__(

@@ -52,7 +52,9 @@ class TensorLayout:
     @classmethod
     def from_json(cls, row: list[Any]) -> TensorLayout:
         shape, dtype, requires_grad, spread = row
-        return cls(tuple(shape), _DTYPES[dtype], requires_grad, None if spread is None else DTensorLayout.from_json(spread))
+        return cls(
+            tuple(shape), _DTYPES[dtype], requires_grad, None if spread is None else DTensorLayout.from_json(spread)
+        )
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -148,7 +150,11 @@ def settle(layouts: Sequence[Layout | None], grads: Sequence[GradLayout | None])
     some = {place for grad in grads if grad is not None for place, t in enumerate(grad.tensors) if t is not None}
     settled: list[GradLayout | None] = []
     for layout, grad in zip(layouts, grads, strict=True):
-        if layout is not None and grad is not None and any(grad.tensors[p] is None for p in some if p < len(grad.tensors)):
+        if (
+            layout is not None
+            and grad is not None
+            and any(grad.tensors[p] is None for p in some if p < len(grad.tensors))
+        ):
             found = list(grad.tensors)
             for place, value in enumerate(layout.tensors):
                 if place in some and found[place] is None and value.requires_grad and value.distributed is None:
