@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +36,15 @@ def run_rank(options: TrainOptions) -> bool:
     with _connected(options), _stop_requests() as stop:
         job = make_job(options)
         screen = Screen(enabled=int(os.environ.get("RANK", "0")) == 0)
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        return Run(replace(options, resume=options.resume or again), job, screen, stop).train()
+        return Run(replace(options, resume=options.resume or _started_again()), job, screen, stop).train()
+
+
+def _started_again() -> bool:
+    """Whether this life of the run follows a crash. Torch counts for each host; all ranks must see it alike."""
+    count = torch.tensor([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))])
+    if dist.is_initialized():
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+    return count.item() > 0
 
 
 class Stop:
@@ -52,8 +59,7 @@ def _connected(options: TrainOptions) -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    connect(backend)
+    connect("gloo")
     ended_well = False
     try:
         yield
@@ -159,6 +165,8 @@ class Run:
         if self.screen.enabled:
             listed = json.dumps([int(pid) for pid in pids])
             (self.options.folder / RANKS).write_text(listed, encoding="utf-8")
+            if not self.options.resume:
+                self._put_aside()
         start = self._resume() if self.options.resume else 0
         if start == 0 and self.options.check_steps:
             self.checked = check(self.pipe, self.job, steps=self.options.check_steps, seed=self.options.seed)
@@ -180,6 +188,17 @@ class Run:
         self.checked = Checked(**extra["checked"]) if extra.get("checked") else None
         self.screen.say(f"resumed from step {extra['step']} ({place})")
         return int(extra["step"])
+
+    def _put_aside(self) -> None:
+        """What an earlier run left in the folder is not this run's: a restart must not go on from it."""
+        place = self.options.checkpoint
+        for leftover in (place.with_name(f"{place.name}.old"), place.with_name(f"{place.name}.saving")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if place.exists():
+            before = place.with_name(f"{place.name}.before")
+            shutil.rmtree(before, ignore_errors=True)
+            place.rename(before)
+            self.screen.say(f"the checkpoint of an earlier run is now {before}")
 
     def _cut_log(self, start: int) -> None:
         log = self.options.folder / LOG
@@ -285,8 +304,3 @@ class Run:
         path = report.write(self.options.folder, data)
         self.screen.say(f"final loss {self.losses[-1]:.4f}" if self.losses else "nothing to do")
         self.screen.say(f"report: {path}")
-
-
-def exit_code(finished: bool) -> int:
-    sys.stdout.flush()
-    return 0 if finished else 130

@@ -1,0 +1,110 @@
+"""The report in a real browser, and its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.balance import LayerCost, Profile
+from penstock.lower import lower
+from penstock.pipeline.choose import Choice, Wishes, choose
+from penstock.schedules import get_schedule
+from penstock.simulate import Costs, Timeline, simulate
+from penstock.train import report
+from penstock.train.measure import Held, measured_idle
+from penstock.train.page import loss_curve
+from tests.show.conftest import NASTY, browser, open_page  # noqa: F401 - fixtures
+
+
+def made_choice(ranks: int = 2) -> Choice:
+    layers = tuple(
+        LayerCost(
+            f"layers.{i}", 1e-3, 1e-3, 1e-3, activation_to_input=40_000, parameter_bytes=80_000, output_bytes=9_000
+        )
+        for i in range(8)
+    )
+    return choose(Profile(layers, metadata={"unit": "s"}), Wishes(ranks, 6, "1f1b"))
+
+
+def made_data(title: str = "a run") -> dict[str, Any]:
+    choice = made_choice()
+    measured = simulate(lower(choice.plan), replace(choice.costs, latency=1e-3))
+    return {
+        "format": 1,
+        "title": title,
+        "choice": choice.dumps(),
+        "losses": [5.5, 4.0, float("nan"), 3.0, 2.9],
+        "validation": [[2, 4.2], [4, 3.1]],
+        "seconds": [0.1] * 5,
+        "rows": 512,
+        "unit": "tokens",
+        "checked": {"steps": 3, "difference": 0.0, "seconds": 0.2, "against": "the model itself"},
+        "measured": report._timeline_to_json(measured),
+        "memory": [100_000, 200_000],
+    }
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+def test_the_page_shows_everything_and_fetches_nothing(
+    tmp_path: Path,
+    open_page: Callable[..., Any],  # noqa: F811 - a fixture
+    width: int,
+    scheme: str,
+) -> None:
+    text = report.write(tmp_path, made_data(NASTY)).read_text()
+    page = open_page(text, width=width, scheme=scheme)
+    assert page.title() == NASTY
+    words = page.inner_text("main")
+    for expected in ("planned", "measured", "Loss", "Speed", "Idle time by cause", "Memory of each rank", "Stages"):
+        assert expected in words
+    for expected in ("one process, unpipelined, training", "layers.0 .. layers.3", "97.7 KiB", "largest difference 0"):
+        assert expected in words
+    assert page.locator("canvas.ps-rows").count() == 2
+    assert page.locator(".pr-curve polyline").count() == 2
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out to the right"
+    drawn = page.locator("canvas.ps-rows").first.bounding_box()
+    assert drawn["width"] > 150
+    assert drawn["height"] > 20
+
+
+def test_a_choice_survives_its_text() -> None:
+    choice = made_choice(3)
+    again = Choice.loads(choice.dumps())
+    assert again == choice
+    assert again.timeline.makespan == choice.timeline.makespan
+
+
+def test_measured_idle_adds_up() -> None:
+    plan = lower(get_schedule("1f1b")(3, 5))
+    simulated = simulate(plan, replace(Costs.unit(plan), latency=0.5))
+    measured = Timeline(plan, simulated.starts, simulated.ends, measured=True, unit="s")
+    for idle, expected, busy in zip(measured_idle(measured), simulated.idle, simulated.busy, strict=True):
+        assert idle.total + busy == pytest.approx(simulated.makespan)
+        assert idle.filling == pytest.approx(expected.filling)
+        assert idle.draining == pytest.approx(expected.draining)
+        assert idle.communication > 0
+
+
+def test_held_counts_what_lives() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    with Held() as held:
+        y = (x * 2).exp()
+        z = y.view(10, 100)
+        loss = z.sum()
+        before = held.now
+        loss.backward()
+    assert before >= 4000
+    assert held.most >= before
+    del y, z, loss
+    assert held.now <= 4004, "the gradient is left"
+
+
+def test_a_curve_of_nothing_and_of_one_step() -> None:
+    assert "no losses" in loss_curve([float("nan")], [])
+    assert "<polyline" in loss_curve([3.0], [])
