@@ -33,8 +33,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "run": ("stage", "comm", "parallel", "batch", "simulate"),
     "capture": ("stage", "batch", "balance"),
     # the front door
-    "pipeline": ("run", "capture", "show"),
-    "train": ("pipeline",),
+    "front": ("run", "capture", "show"),
+    "train": ("front",),
 }
 ON_TOP = ("cli", "compat", "__main__")  # may import everything, imported by nobody
 TORCH_FREE = ("errors", "plan", "schedules", "lower", "simulate", "show", "balance")

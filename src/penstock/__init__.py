@@ -39,7 +39,7 @@ _HOME = {
         ),
         "penstock.capture.profile": "profile",
         "penstock.balance": "Profile",
-        "penstock.pipeline": "Pipeline Result Checkpoint load",
+        "penstock.front": "Pipeline Result Checkpoint load",
     }.items()
     for name in names.split()
 }

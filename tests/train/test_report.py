@@ -12,7 +12,7 @@ import torch
 
 from penstock.balance import LayerCost, Profile
 from penstock.lower import lower
-from penstock.pipeline.choose import Choice, Wishes, choose
+from penstock.front.choose import Choice, Wishes, choose
 from penstock.schedules import get_schedule
 from penstock.simulate import Costs, Timeline, simulate
 from penstock.train import report

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.pipeline import Choice
-from penstock.pipeline.build import Request, cut
+from penstock.front import Choice
+from penstock.front.build import Request, cut
 from penstock.train.check import Unpipelined
 from penstock.train.job import make_job
 from penstock.train.options import TrainOptions

@@ -58,7 +58,9 @@ class _Needs:
 class Cutter:
     """Cuts one placed graph; `input_names` are the model's arguments, leaf by leaf."""
 
-    def __init__(self, placed: Placed, names: StateNames, *, input_names: Sequence[str], transmit: bool) -> None:
+    def __init__(
+        self, placed: Placed, names: StateNames, *, input_names: Sequence[str], transmit: bool, carry: bool = False
+    ) -> None:
         self.placed = placed
         self.names = names
         self.input_names = input_names
@@ -69,9 +71,17 @@ class Cutter:
         self.order = {n: i for i, n in enumerate([*self.origins, *self.flat.nodes])}
         self.leader = names.leaders(self.origins)
         self.owner = self._parameter_owners() if transmit else {}
+        self.carry = carry  # whether later stages get the model's arguments from the first one
         self.needs = [self._needs(k) for k in range(placed.num_stages)]
+        if carry:
+            self.needs[0].arguments |= {n for needs in self.needs for n in needs.values if self._is_argument(n)}
         self._resolve_sizes()
         self.wires = self._wires()
+        self.carried = {
+            n: replace(wire, source=0, stages=wire.stages[1:])
+            for n, wire in self.wires.items()
+            if carry and wire.source is None and len(wire.stages) > 1
+        }
 
     def cut(self) -> Cut:
         pieces = [self._piece(k) for k in range(self.placed.num_stages)]
@@ -103,7 +113,7 @@ class Cutter:
             seen.add(node)
             origin = self.origins.get(node)
             if isinstance(origin, FromInput):
-                needs.arguments.add(node)
+                (needs.values if self.carry and k > 0 else needs.arguments).add(node)
             elif isinstance(origin, FromState):
                 node = self.leader[node]
                 if self.owner.get(node, k) < k:
@@ -119,6 +129,9 @@ class Cutter:
                 needs.values.add(node)
         needs.own.sort(key=self.order.__getitem__)
         return needs
+
+    def _is_argument(self, node: fx.Node) -> bool:
+        return isinstance(self.origins.get(node), FromInput)
 
     def _resolve_sizes(self) -> None:
         """Each stage reads sizes off tensors that it has; a size that none of them shows becomes a wire."""
@@ -150,7 +163,7 @@ class Cutter:
         needs = self.needs[k]
         if node in self.origins:
             origin = self.origins[node]
-            return node in needs.arguments or (isinstance(origin, FromState | FromConstant))
+            return node in needs.arguments | needs.values or isinstance(origin, FromState | FromConstant)
         return node in needs.values or self.stage[node] in (k, EVERYWHERE)
 
     def _size_source(self, node: fx.Node, k: int) -> tuple[fx.Node, int] | None:
@@ -186,6 +199,10 @@ class Cutter:
                 wires[node] = wire_of(node, node.name, source=home, stages=stages)
         return wires
 
+    def _wire(self, node: fx.Node, k: int) -> Wire:
+        """On which a value comes to a stage."""
+        return self.carried[node] if k > 0 and node in self.carried else self.wires[node]
+
     def _piece(self, k: int) -> Piece:
         needs = self.needs[k]
         given = sorted(needs.arguments | needs.values, key=lambda n: (n not in needs.arguments, self.order[n]))
@@ -196,11 +213,11 @@ class Cutter:
             leaves = [v for v in self.flat.traced.outputs if isinstance(v, fx.Node)]
             outputs = tuple(wire_of(v, v.name, source=k, stages=()) for v in leaves)
         else:
-            leaves = [n for n, wire in self.wires.items() if wire.source == k]
-            outputs = tuple(self.wires[n] for n in leaves)
+            made = {n: wire for n, wire in self.wires.items() if wire.source == k} | (self.carried if k == 0 else {})
+            leaves, outputs = list(made), tuple(made.values())
         builder.graph.output(tuple(builder.value(n) for n in leaves))
         wrap_regions(builder.graph, builder.bodies)
-        inputs = tuple(self.wires[n] for n in given)
+        inputs = tuple(self._wire(n, k) for n in given)
         return Piece(builder.graph, builder.bodies, inputs, outputs, tuple(builder.states), builder.constants)
 
 
@@ -217,7 +234,7 @@ class _Builder:
         self.values: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
         # what arrives is contiguous, even where it was not: a view of it may then need a copy
-        rows = not all(cutter.wires[n].contiguous for n in given if cutter.wires[n].source is not None)
+        rows = not all(cutter._wire(n, k).contiguous for n in given if cutter._wire(n, k).source is not None)
         self.relaxed: dict[Any, Any] = {aten.view.default: aten.reshape.default} if rows else {}
         for node in given:
             self.values[node] = self.graph.placeholder(identifier(cutter.wires[node].name))

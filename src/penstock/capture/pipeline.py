@@ -37,6 +37,7 @@ def pipeline(
     multi_use_param_spec: MultiUseParameterConfig | None = None,
     output_loss_value_spec: Any = None,
     choose_cuts: ChooseCuts | None = None,
+    arguments_from_first: bool = False,
 ) -> Pipe:
     """Capture a model and cut it into stages. The model itself is not changed.
 
@@ -50,6 +51,9 @@ def pipeline(
 
     A cache in the output crosses like everything else; to leave it out, say so to the model:
     ``mb_kwargs={"use_cache": False}``.
+
+    A later stage that reads an argument of the model takes it from the call on its own rank; with `arguments_from_first`
+    from the first stage, which sends it on, so that the other ranks need not have it.
     """
     return Pipe(
         *capture(
@@ -63,6 +67,7 @@ def pipeline(
             multi_use_param_spec=multi_use_param_spec,
             output_loss_value_spec=output_loss_value_spec,
             choose_cuts=choose_cuts,
+            arguments_from_first=arguments_from_first,
         )
     )
 
@@ -79,6 +84,7 @@ def capture(
     multi_use_param_spec: MultiUseParameterConfig | None = None,
     output_loss_value_spec: Any = None,
     choose_cuts: ChooseCuts | None = None,
+    arguments_from_first: bool = False,
 ) -> tuple[list[StageModule], PipeInfo]:
     """The stages and the description out of which ``Pipe`` is made."""
     table, leaves = InputTable.of(module.forward, mb_args, mb_kwargs or {})
@@ -91,6 +97,7 @@ def capture(
         points=_points(module, split_spec or {}, automatic=num_stages is not None),
         names=StateNames.of(module),
         transmit=multi_use_param_spec is MultiUseParameterConfig.TRANSMIT,
+        carry=arguments_from_first,
         policy=split_policy,
         num_stages=num_stages,
         choose_cuts=choose_cuts or cuts_by_estimate,

@@ -55,6 +55,7 @@ class Source:
     points: Mapping[str, frozenset[SplitPoint]]
     names: StateNames
     transmit: bool = False
+    carry: bool = False
     policy: Callable[[fx.GraphModule], Any] | None = None
     num_stages: int | None = None
     choose_cuts: ChooseCuts | None = None
@@ -103,7 +104,7 @@ class Source:
             self.shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
             self.flat = flat
         placed = place(flat, self._marks(flat))
-        return Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit).cut()
+        return Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit, carry=self.carry).cut()
 
     def _marks(self, flat: Flat) -> Sequence[Mark]:
         if self.num_stages is None or self.choose_cuts is None:

@@ -76,7 +76,7 @@ def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int 
     from dataclasses import asdict
 
     from penstock.balance.cuts import size_text
-    from penstock.pipeline.choose import Choice, Wishes, choose
+    from penstock.front.choose import Choice, Wishes, choose
     from penstock.show.numbers import percent, time_text
     from penstock.train.report import read
 

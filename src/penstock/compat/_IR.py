@@ -55,7 +55,11 @@ def pipeline(
     split_policy: Any = None,
     **options: Any,
 ) -> Pipe:
-    """Capture a model and cut it into stages; see `penstock.pipeline`. Called as a whole, the pipe returns a tuple."""
+    """Capture a model and cut it into stages; see `penstock.capture`. Called as a whole, the pipe returns a tuple.
+
+    Only the rank of the first stage needs the model's arguments.
+    """
+    options.setdefault("arguments_from_first", True)
     pipe = _pipeline(module, mb_args, mb_kwargs, split_spec, split_policy, **options)
     pipe.__class__ = _TuplePipe
     return pipe

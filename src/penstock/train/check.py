@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from penstock.batch import sizes_of, split_batch, split_target, weights
 from penstock.capture.pipe import Pipe
-from penstock.pipeline import Pipeline
-from penstock.pipeline.spread import receive_from, send_to
+from penstock.front import Pipeline
+from penstock.front.spread import receive_from, send_to
 from penstock.run.rng import microbatch_rng
 from penstock.train.job import Batch, Job
 

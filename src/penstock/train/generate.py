@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.pipeline import Pipeline
+from penstock.front import Pipeline
 from penstock.train.text import Text
 
 _TEMPERATURE = 0.7

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from penstock.balance import Profile
 from penstock.errors import PenstockError
-from penstock.pipeline import Pipeline
-from penstock.pipeline.checkpoint import found
+from penstock.front import Pipeline
+from penstock.front.checkpoint import found
 from penstock.train import report
 from penstock.train.check import Checked, check, set_rate
 from penstock.train.generate import generate

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.pipeline import Pipeline
+from penstock.front import Pipeline
 from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, Op, parts
 from penstock.simulate import Timeline
 from penstock.simulate.timeline import Idle

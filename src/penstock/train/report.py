@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.pipeline import Choice, Pipeline
-from penstock.pipeline.explain import rank_rows, stage_rows
+from penstock.front import Choice, Pipeline
+from penstock.front.explain import rank_rows, stage_rows
 from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.simulate import Timeline, simulate
 from penstock.simulate.timeline import Idle

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.errors import RunError, StageError
-from penstock.pipeline.ends import Ends
-from penstock.pipeline.names import StageTensors, unknown
-from penstock.pipeline.spread import receive_from, send_to
+from penstock.front.ends import Ends
+from penstock.front.names import StageTensors, unknown
+from penstock.front.spread import receive_from, send_to
 
 FACTS = "penstock.json"
 _FORMAT = 1

@@ -16,14 +16,14 @@ from penstock.batch import batch_size_of
 from penstock.capture.pipe import Pipe
 from penstock.comm.transport import Transport
 from penstock.errors import RunError, StageError
-from penstock.pipeline import checkpoint, norm
-from penstock.pipeline.build import Built, Request, adopt, build, cut, device_of, wrap
-from penstock.pipeline.choose import Choice
-from penstock.pipeline.ends import Ends
-from penstock.pipeline.explain import explanation
-from penstock.pipeline.names import StageTensors, inner, stage_tensors
-from penstock.pipeline.spread import receive_from, send_to
-from penstock.pipeline.weighted import WeightedSchedule
+from penstock.front import checkpoint, norm
+from penstock.front.build import Built, Request, adopt, build, cut, device_of, wrap
+from penstock.front.choose import Choice
+from penstock.front.ends import Ends
+from penstock.front.explain import explanation
+from penstock.front.names import StageTensors, inner, stage_tensors
+from penstock.front.spread import receive_from, send_to
+from penstock.front.weighted import WeightedSchedule
 from penstock.plan import Placement, Plan
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
@@ -376,7 +376,7 @@ class Pipeline:
         if rows is None or rows >= plan.num_microbatches:
             return self._schedule
         if rows not in self._smaller:
-            from penstock.pipeline.forward import forward_plan
+            from penstock.front.forward import forward_plan
 
             self._smaller[rows] = self._make_schedule(forward_plan(plan.placement, max(rows, 1)))
         return self._smaller[rows]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from tests.gloo_pool import GlooPool
-from tests.pipeline.models import batch, loss_fn, make
+from tests.front.models import batch, loss_fn, make
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 

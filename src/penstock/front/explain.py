@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.balance.cuts import size_text
-from penstock.pipeline.build import Built
-from penstock.pipeline.choose import Choice
+from penstock.front.build import Built
+from penstock.front.choose import Choice
 from penstock.show.numbers import percent, time_text
 
 _SHOWN = 6  # candidates in the list

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 import penstock
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError
-from penstock.pipeline import checkpoint
-from tests.pipeline.models import batch, loss_fn, make, train_plainly
+from penstock.front import checkpoint
+from tests.front.models import batch, loss_fn, make, train_plainly
 
 
 def pipeline(transport: LocalTransport | None, *, tied: bool = False, **options: Any) -> penstock.Pipeline:

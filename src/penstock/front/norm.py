@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.pipeline.ends import Ends
+from penstock.front.ends import Ends
 from penstock.stage.dtensors import to_local
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.capture.module import StageModule
 from penstock.errors import StageError
-from penstock.pipeline.ends import Ends
+from penstock.front.ends import Ends
 from penstock.stage.stage import PipelineStage
 
 Holders = Sequence[tuple[int, str]]

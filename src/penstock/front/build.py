@@ -18,8 +18,8 @@ from penstock.capture.pipe import Pipe
 from penstock.capture.pipeline import pipeline
 from penstock.capture.profile import capture_layers, cuts_at, layer_names, profile_layers
 from penstock.errors import CaptureError, PlanError, StageError
-from penstock.pipeline.choose import Choice, Wishes, choose
-from penstock.pipeline.ends import Ends
+from penstock.front.choose import Choice, Wishes, choose
+from penstock.front.ends import Ends
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.stage.stage import PipelineStage

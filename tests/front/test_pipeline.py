@@ -12,7 +12,7 @@ import penstock
 from penstock.capture import SplitPoint
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import BalanceError, PenstockError, StageError
-from tests.pipeline.models import WithLoss, Words, batch, loss_fn, make, train_plainly
+from tests.front.models import WithLoss, Words, batch, loss_fn, make, train_plainly
 
 STEPS = 3
 

@@ -6,8 +6,8 @@ result = pipe.step(tokens, target=labels)
 
 from __future__ import annotations
 
-from penstock.pipeline.checkpoint import Checkpoint, load
-from penstock.pipeline.choose import Choice, Tried, choose
-from penstock.pipeline.pipeline import Pipeline, Result
+from penstock.front.checkpoint import Checkpoint, load
+from penstock.front.choose import Choice, Tried, choose
+from penstock.front.pipeline import Pipeline, Result
 
 __all__ = ["Checkpoint", "Choice", "Pipeline", "Result", "Tried", "choose", "load"]
