@@ -37,7 +37,7 @@ def block_mask_batch(mask: BlockMask) -> int:
 def split_block_mask(mask: BlockMask, sizes: Sequence[int]) -> list[BlockMask]:
     """One block mask for each size, each of which sees its own rows as rows 0, 1, ...
 
-        >>> first, second = split_block_mask(create_block_mask(causal, 6, None, 512, 512), (4, 2))
+        first, second = split_block_mask(create_block_mask(causal, 6, None, 512, 512), (4, 2))
 
     A mask of batch size 1 holds for all rows and is handed on as it is. The tables are views of those of the mask; the
     user's `mask_mod` is called with the row in the whole batch.

@@ -17,7 +17,10 @@ from penstock.errors import MergeError
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     """One value of the same structure from a value of each microbatch: the inverse of splitting, by the same specs.
 
-        >>> merge_chunks([{"y": y0, "loss": l0}, {"y": y1, "loss": l1}], {"loss": sum_reducer})
+    >>> import torch
+    >>> from penstock.batch import sum_reducer
+    >>> merge_chunks([{"y": torch.ones(1), "loss": 2.0}, {"y": torch.zeros(2), "loss": 3.0}], {"loss": sum_reducer})
+    {'y': tensor([1., 0., 0.]), 'loss': 5.0}
 
     - `TensorChunkSpec(dim)`: the tensors side by side along `dim`. This is the default, with dimension 0.
     - `Replicate()`: the value, which must be the same in every microbatch.

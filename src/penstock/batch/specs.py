@@ -65,6 +65,7 @@ class Replicate:
 class CustomReducer:
     """Fold what the microbatches give into one value: `reduce_fn(reduce_fn(init_value, first), second)` and so on.
 
+    >>> from penstock.batch import merge_chunks
     >>> merge_chunks([2, 5], CustomReducer(0, max))
     5
     """
@@ -79,8 +80,8 @@ sum_reducer = CustomReducer(0, operator.add)
 class Microbatches(Sequence[Any]):
     """A batch that is already cut: given where a batch is expected, it is used as it is.
 
-        >>> schedule.step(Microbatches([x0, x1, x2]), target=Microbatches([y0, y1, y2]))
-        >>> schedule.step(Microbatches([((x0,), {"mask": m0}), ((x1,), {"mask": m1})]))
+        schedule.step(Microbatches([x0, x1, x2]), target=Microbatches([y0, y1, y2]))
+        schedule.step(Microbatches([((x0,), {"mask": m0}), ((x1,), {"mask": m1})]))
 
     As the only positional argument, an item `(args tuple, kwargs dict)` is one call, any other item is the one
     positional argument of a call. Anywhere else, also inside a list or dict, the items stand for that one value.

@@ -1,6 +1,9 @@
 """A batch into microbatches.
 
-    >>> args, kwargs = split_batch((x,), {"mask": mask}, 4)      # x and mask with 8 rows: 4 x 2 rows
+    >>> import torch
+    >>> args, kwargs = split_batch((torch.zeros(8, 3),), {"mask": torch.ones(8)}, 4)
+    >>> args[0][0].shape, kwargs[0]["mask"].shape
+    (torch.Size([2, 3]), torch.Size([2]))
 
 Note "the default rule". The batch size is that of the first tensor, positional arguments before keyword arguments, that
 has a dimension and no Replicate spec: along its TensorChunkSpec, or along dimension 0. A tensor without a spec is cut
@@ -41,7 +44,11 @@ def split_batch(
 ) -> Split:
     """The positional and the keyword arguments of each microbatch, by the default rule or by specs.
 
-        >>> split_batch((x, table), {}, 4, args_spec=(None, Replicate()))
+    >>> import torch
+    >>> from penstock.batch import Replicate
+    >>> args, _ = split_batch((torch.zeros(8, 3), torch.zeros(20, 3)), {}, 4, args_spec=(None, Replicate()))
+    >>> [value.shape[0] for value in args[0]]
+    [2, 20]
 
     Specs stand as their values stand, may leave keys out, and hold for everything below them. `batch_size` overrules
     the size that the tensors show. `Microbatches([...])` as an argument is used as it is.
@@ -66,7 +73,10 @@ def split_args_kwargs_into_chunks(
 ) -> Split:
     """`split_batch` under the name and with the parameters that PyTorch users know.
 
-        >>> args_split, kwargs_split = split_args_kwargs_into_chunks((x,), {"mask": mask}, 4)
+    >>> import torch
+    >>> args_split, kwargs_split = split_args_kwargs_into_chunks((torch.zeros(8),), {"mask": torch.ones(8)}, 4)
+    >>> len(args_split), len(kwargs_split)
+    (4, 4)
 
     `strict=False` cuts every tensor that has no spec along dimension 0, whatever its size, as
     torch.distributed.pipelining does.
@@ -79,7 +89,9 @@ def split_target(
 ) -> list[Any]:
     """The target of each microbatch; a target is a tensor, None, a number, or any tree of them.
 
-        >>> split_target({"labels": labels, "weight": 0.5}, 4)
+    >>> import torch
+    >>> split_target({"labels": torch.arange(4), "weight": 0.5}, 2)[1]
+    {'labels': tensor([2, 3]), 'weight': 0.5}
 
     The default rule holds for the target by itself: its first tensor shows the batch size.
     """
@@ -97,6 +109,7 @@ def batch_size_of(
 ) -> int | None:
     """The batch size that the default rule finds; None where no tensor shows one.
 
+    >>> import torch
     >>> batch_size_of((torch.zeros(8, 3),))
     8
     """
@@ -110,6 +123,7 @@ def batch_size_of(
 def sizes_of(microbatches: Sequence[Any]) -> tuple[int, ...] | None:
     """The batch size of each ready microbatch, for `weights`; None where one of them shows none.
 
+    >>> import torch
     >>> sizes_of(split_target(torch.zeros(7), 3))
     (3, 2, 2)
     """
