@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from penstock.capture.flat import Flat
+from penstock.capture.modules import even_cuts
 from penstock.capture.ops import is_size
 from penstock.capture.trace import FromState
 from penstock.errors import CaptureError
@@ -34,43 +35,14 @@ def choose_cuts(flat: Flat, num_stages: int) -> list[int]:
             f"{num_stages} stages were asked for, and the model has only {len(places)} places where it can be cut; "
             f"ask for at most {len(places) + 1}"
         )
-    totals = [0.0]
-    for amount in work:
-        totals.append(totals[-1] + amount)
-    return _best(places, totals, num_stages)
+    between = [sum(work[start:end]) for start, end in pairwise([0, *places, len(work)])]
+    return [places[boundary - 1] for boundary in even_cuts(between, num_stages)]
 
 
 def cut_places(flat: Flat, num_stages: int) -> list[int]:
     """Every position where the model can well be cut, more of them if many stages are wanted."""
     active = _activations(flat)
     return _places(flat, alive_bytes(flat, active), active, num_stages)
-
-
-def _best(places: list[int], totals: list[float], num_stages: int) -> list[int]:
-    """Dynamic programming: best[i] is the slowest stage when the last cut so far is places[i]."""
-    ends = [*places, len(totals) - 1]
-
-    def cost(start: int, end: int) -> float:
-        return totals[end] - totals[start]
-
-    best = [cost(0, end) for end in ends]
-    chosen: list[list[int]] = []
-    for _ in range(num_stages - 1):
-        new = [inf] * len(ends)
-        back = [-1] * len(ends)
-        for j in range(len(ends)):
-            for i in range(j):
-                value = max(best[i], cost(ends[i], ends[j]))
-                if value < new[j]:
-                    new[j], back[j] = value, i
-        best = new
-        chosen.append(back)
-    cuts = []
-    j = len(ends) - 1
-    for back in reversed(chosen):
-        j = back[j]
-        cuts.append(ends[j])
-    return cuts[::-1]
 
 
 def _activations(flat: Flat) -> set[fx.Node]:

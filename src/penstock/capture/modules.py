@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
+from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.marks import pipe_split, submodule
 from penstock.capture.ties import Tie, find_ties
 from penstock.errors import CaptureError
@@ -97,26 +98,8 @@ def split_modules(
 
 def even_cuts(weights: Sequence[float], num_stages: int) -> list[int]:
     """Where to cut a list into non-empty parts so that the heaviest is lightest."""
-    totals = [0.0, *accumulate(weights)]
-    count = len(weights)
-    best = totals[:]
-    history: list[list[int]] = []
-    for k in range(1, num_stages):
-        new = [float("inf")] * (count + 1)
-        back = [0] * (count + 1)
-        for end in range(k + 1, count + 1):
-            for start in range(k, end):
-                value = max(best[start], totals[end] - totals[start])
-                if value < new[end]:
-                    new[end], back[end] = value, start
-        best = new
-        history.append(back)
-    cuts: list[int] = []
-    end = count
-    for back in reversed(history):
-        end = back[end]
-        cuts.append(end)
-    return cuts[::-1]
+    layers = tuple(LayerCost(str(place), forward=weight) for place, weight in enumerate(weights))
+    return list(balance(Profile(layers), num_stages).boundaries)
 
 
 def _check_complete(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
