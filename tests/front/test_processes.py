@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from tests.gloo_pool import GlooPool
 from tests.front.models import batch, loss_fn, make
+from tests.gloo_pool import GlooPool
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from penstock.balance import LayerCost, Profile
-from penstock.lower import lower
 from penstock.front.choose import Choice, Wishes, choose
+from penstock.lower import lower
 from penstock.schedules import get_schedule
 from penstock.simulate import Costs, Timeline, simulate
 from penstock.train import report
