@@ -23,6 +23,14 @@ class StageRoutes:
         return self.info.edges
 
     @property
+    def wires(self) -> str:
+        """All that travels, in one line: the same on ranks that cut the same model at the same places."""
+        inputs = enumerate(self.info.stage_inputs)
+        return ", ".join(
+            f"{wire.source}>{k} {wire.name}" for k, wires in inputs for wire in wires if wire.source is not None
+        )
+
+    @property
     def has_loss(self) -> bool:
         """Whether the model returns its own loss."""
         return self.info.has_loss

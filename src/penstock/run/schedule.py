@@ -271,10 +271,12 @@ class Schedule(LegacySchedule):
 
     def _facts(self) -> dict[str, str]:
         """What must be the same on every rank."""
+        routes = getattr(self._stages[0], "routes", None)
         return {
             "schedule": self.plan.name or type(self).__name__,
             "plan": hashlib.sha256(dumps(self.plan).encode()).hexdigest()[:16],
             "microbatches": str(self._n_microbatches),
+            "wires": "those of a chain" if routes is None else routes.wires,
             "placement": str(self.plan.placement.ranks),
             "loss": "with loss" if self._loss_fn is not None else "without loss",
             "tied parameters": ", ".join(group.name for group in self._ties.known) if self._ties else "",

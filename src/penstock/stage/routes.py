@@ -15,6 +15,11 @@ class Routes(Protocol):
         ...
 
     @property
+    def wires(self) -> str:
+        """All that travels, in one line that ranks compare before their first step."""
+        ...
+
+    @property
     def has_loss(self) -> bool:
         """Whether the model returns its own loss."""
         ...
