@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import DeadlockError
 from penstock.lower.in_turn import defer_receives, messages_in_turn
 from penstock.lower.merge import merge
 from penstock.lower.reduce import reduce_grad
 from penstock.lower.shards import unshard_reshard
-from penstock.plan.actions import MICROBATCH_FIELD, OP, STAGE, STAGE_SHIFT, Op, key_of, parts
 from penstock.plan.vocabulary import NamedAction, codes_of, of_code, slots_of, to_code
 
 Actions = Sequence[NamedAction | None]
@@ -55,102 +52,6 @@ def add_send_recv(
 def defer_recv_ops(actions: Order, stage_to_rank: Callable[[int], int]) -> dict[int, list[NamedAction]]:
     """Receives moved down to their use."""
     return {rank: _named(codes) for rank, codes in defer_receives(codes_of(actions), stage_to_rank).items()}
-
-
-def simulate_comms_compute(
-    pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
-) -> dict[int, list[NamedAction | None]]:
-    """Work through a lowered order in lockstep, one slot an action: which rank does what in which slot, None where it waits.
-
-    A rank that waits gets a second chance in the same slot, after all others. penstock's own clock is `penstock.simulate`.
-    """
-    lockstep = _Lockstep(pipeline_order, stage_to_rank, num_stages - 1)
-    while lockstep.left:
-        lockstep.slot()
-    return lockstep.slots
-
-
-class _Lockstep:
-    """The ranks, one slot after another. A rank that waits is woken by what it waits for."""
-
-    def __init__(self, order: Order, rank_of: Callable[[int], int], last: int) -> None:
-        self.rank_of, self.last = rank_of, last
-        self.rows = {rank: [action for action in order[rank] if action is not None] for rank in sorted(order)}
-        self.at = dict.fromkeys(self.rows, 0)
-        self.slots: dict[int, list[NamedAction | None]] = {rank: [] for rank in self.rows}
-        self.left = {rank for rank, row in self.rows.items() if row}  # that have something to do
-        self.ready: set[int] = set()  # that can do it
-        self.done: set[int] = set()
-        self.waited: dict[int, int] = {}  # packed action -> the rank that waits for it
-        self.time = 0
-        for rank in self.left:
-            self.look(rank)
-
-    def slot(self) -> None:
-        """Each rank in turn, then once more those that others have woken meanwhile."""
-        if not self.ready:
-            stuck = ", ".join(f"rank {rank} at {self.rows[rank][self.at[rank]]}" for rank in sorted(self.left))
-            raise DeadlockError(f"Schedule is not progressing: {stuck} wait for ever")
-        acted: set[int] = set()
-        for _ in range(2):
-            turns = sorted(self.ready - acted)
-            while turns:
-                rank = heapq.heappop(turns)
-                acted.add(rank)
-                for woken in self.act(rank):
-                    if woken > rank and woken not in acted:
-                        heapq.heappush(turns, woken)
-        self.time += 1
-
-    def act(self, rank: int) -> list[int]:
-        """Do the next action of a rank; the ranks that waited for it."""
-        action = self.rows[rank][self.at[rank]]
-        self.slots[rank].extend([None] * (self.time - len(self.slots[rank])))
-        self.slots[rank].append(action)
-        self.ready.remove(rank)
-        codes = parts(to_code(action))
-        self.done.update(codes)
-        self.at[rank] += 1
-        woken = [self.waited.pop(code) for code in codes if code in self.waited]
-        if self.at[rank] == len(self.rows[rank]):
-            self.left.remove(rank)
-        else:
-            self.look(rank)
-        return [other for other in woken if other != rank and self.look(other)]
-
-    def look(self, rank: int) -> bool:
-        """Whether a rank can do its next action; if not, it waits for what brings the input."""
-        for code in parts(to_code(self.rows[rank][self.at[rank]])):
-            needs = [
-                key_of(op, stage) | code & MICROBATCH_FIELD
-                for op, stage in self.alternatives(code & OP, code >> STAGE_SHIFT & STAGE)
-            ]
-            if needs and self.done.isdisjoint(needs):
-                self.waited.update(dict.fromkeys(needs, rank))
-                return False
-        self.ready.add(rank)
-        return True
-
-    def alternatives(self, op: int, stage: int) -> list[tuple[Op, int]]:
-        """What brings an action its input: any one of these. Neighbours on one rank hand over."""
-        near = self.rank_of(stage)
-        match op:
-            case Op.F if stage > 0:
-                handed = [(Op.F, stage - 1)] if self.rank_of(stage - 1) == near else []
-                return [(Op.RECV_F, stage), *handed]
-            case Op.I | Op.B if stage < self.last:
-                handed = [(Op.I, stage + 1), (Op.B, stage + 1)] if self.rank_of(stage + 1) == near else []
-                return [(Op.RECV_B, stage), *handed]
-            case Op.SEND_F:
-                return [(Op.F, stage)]
-            case Op.SEND_B:
-                return [(Op.I, stage), (Op.B, stage)]
-            case Op.RECV_F:
-                return [(Op.SEND_F, stage - 1)]
-            case Op.RECV_B:
-                return [(Op.SEND_B, stage + 1)]
-            case _:
-                return []
 
 
 def format_pipeline_order(pipeline_order: Order, error_step_number: int | None = None) -> str:

@@ -14,7 +14,6 @@ from penstock.compat._orders import defer_recv_ops as _defer_recv_ops
 from penstock.compat._orders import dump_chrometrace as _dump_chrometrace
 from penstock.compat._orders import format_pipeline_order as _format_pipeline_order
 from penstock.compat._orders import merge_bw as _merge_bw
-from penstock.compat._orders import simulate_comms_compute as _simulate_comms_compute
 from penstock.compat._ranks import get_1f1b_rank_ops as _get_1f1b_rank_ops
 from penstock.compat._ranks import get_warmup_ops as _get_warmup_ops
 from penstock.errors import UnknownNameError
@@ -45,6 +44,7 @@ from penstock.run.legacy import validate_order as _validate_schedule
 from penstock.run.p2p import batch_p2p as _batch_p2p
 from penstock.run.p2p import sorted_batch_p2p as _sorted_batch_p2p
 from penstock.run.p2p import wait_batch_p2p as _wait_batch_p2p
+from penstock.simulate.lockstep import in_lockstep as _simulate_comms_compute
 from penstock.stage.base import StageBase as _PipelineStageBase
 from penstock.stage.exchange import RecvInfo as _RecvInfo
 from penstock.stage.stage import PipelineStage

@@ -39,6 +39,7 @@ from penstock.plan import Plan, check
 from penstock.plan.vocabulary import ComputationType, NamedAction, Order, of_code, order_of, plan_of, to_code
 from penstock.run.by_hand import HandDriven, PipelineContext, forward_part, stepping
 from penstock.schedules import get_schedule
+from penstock.simulate.lockstep import in_lockstep, with_bubbles
 from penstock.stage.stage import PipelineStage, is_driven_by_hand
 
 Format = Literal["compute_only", "compute_comms"]
@@ -227,6 +228,14 @@ class LegacySchedule:
         order = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
         with Path(filename).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([order[rank] for rank in sorted(order)])
+
+    def _simulate(self) -> OrderDict:
+        """The order with its messages, slot by slot."""
+        return in_lockstep(self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages)
+
+    def _add_bubbles_to_actions(self, num_stages_global: int) -> OrderDict:
+        """The order with None in the slots in which a rank waits."""
+        return with_bubbles(self.pipeline_order, num_stages_global)
 
     # -- by hand
 
