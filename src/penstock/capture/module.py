@@ -132,13 +132,16 @@ class StageModule(nn.Module):
         Returns a tuple, in the order of ``outputs``; the last stage returns what the model returns.
         """
         values = args if not kwargs and len(args) == len(self.inputs) else self._bound(args, kwargs)
-        results = self.run(values)
-        if self.is_last:
-            return self.build_output(results)
-        return results
+        key = self._key_of(values)
+        results: tuple[Any, ...] = self._functions[key](self, *values)
+        return self._results[key].build(results) if self.is_last else results
 
     def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs, in the order of ``outputs``."""
+        return self._functions[self._key_of(values)](self, *values)  # type: ignore[no-any-return]
+
+    def _key_of(self, values: Sequence[Any]) -> Key:
+        """Which graph is for these inputs: that of the present mode, or one of its own where a changing size is 1."""
         key = self._key
         if not torch.compiler.is_compiling():
             sizes: dict[str, int] = {}
@@ -146,7 +149,7 @@ class StageModule(nn.Module):
             if 1 in sizes.values():
                 key = (key[0], self._ones(sizes))
                 self._ensure(key)
-        return self._functions[key](self, *values)  # type: ignore[no-any-return]
+        return key
 
     def _ones(self, sizes: Mapping[str, int]) -> frozenset[str]:
         """The changing sizes that are 1 in this call, also in arguments that only other stages read."""
