@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -54,10 +55,15 @@ def browser() -> Iterator[Any]:
     if chromium is None:
         pytest.skip("no chromium on this machine: `apt-get install chromium`, or `make test` as root, brings it")
     api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
-    with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=chromium, args=list(CHROMIUM_OPTIONS))
-        yield running
-        running.close()
+    # One for the whole process, whichever folder's tests ask first: playwright starts once in a process.
+    running = getattr(api, "penstock_browser", None)
+    if running is None:
+        started = api.sync_playwright().start()
+        running = started.chromium.launch(executable_path=chromium, args=list(CHROMIUM_OPTIONS))
+        api.penstock_browser = running
+        atexit.register(started.stop)
+        atexit.register(running.close)
+    yield running
 
 
 @pytest.fixture

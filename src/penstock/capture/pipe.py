@@ -70,7 +70,9 @@ class Pipe(nn.Module):
         """Capture a model for the example with which it was exported."""
         example = exported_program.example_inputs
         if example is None:
-            raise CaptureError("the exported program holds no example inputs; use Pipe.from_tracing(model, example_args)")
+            raise CaptureError(
+                "the exported program holds no example inputs; use Pipe.from_tracing(model, example_args)"
+            )
         args, kwargs = example
         return cls.from_tracing(
             mod,
