@@ -49,7 +49,7 @@ def lowered() -> Timeline:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def browser() -> Any:
     """A running chromium, or a skip that says why there is none."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
@@ -63,7 +63,7 @@ def browser() -> Iterator[Any]:
         api.penstock_browser = running
         atexit.register(started.stop)
         atexit.register(running.close)
-    yield running
+    return running
 
 
 @pytest.fixture
