@@ -64,15 +64,9 @@ class CapturedStage(PipelineStage):
         return () if self.is_first else self.routes.wanted_on(self.stage_index - 1, [self.stage_index])
 
     def _call_of(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, received: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        arrived = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
-        return self._routed(arrived, args, kwargs)
-
-    def _routed(
-        self, arrived: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        before = {self.stage_index - 1: dict(zip(self._received, arrived, strict=True))}
+        before = {self.stage_index - 1: dict(zip(self._received, received, strict=True))}
         return self.routes.call(before, args, kwargs)
 
     def _from_before(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -80,7 +74,7 @@ class CapturedStage(PipelineStage):
 
     def _shape_inference(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None = None) -> Metas:
         arrived = [] if self.is_first else [self._example(meta) for meta in self._stage_meta.inputs or ()]
-        called, _ = self._routed(arrived, args if args is not None else self._model_args, kwargs or {})
+        called, _ = self._call_of(arrived, args if args is not None else self._model_args, kwargs or {})
         return self._metas_of_call(called, {})
 
     def _create_act_recv_info(self) -> tuple[RecvInfo, ...]:

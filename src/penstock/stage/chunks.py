@@ -48,7 +48,8 @@ class Chunks(Exchange):
         save_forward_output: bool = True,
     ) -> Any:
         """The forward of a microbatch. `args` are the model's own, for the first stage; the others have received theirs."""
-        inputs, keywords = self._call_of(fwd_chunk_id, args, kwargs or {})
+        received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
+        inputs, keywords = self._call_of(received, args, kwargs or {})
         if self._runtime_validate:
             self._validate_fwd_input(inputs)
         if self.has_backward and self._splits and self.dw_builder is None and self._owns_backward():
@@ -60,17 +61,18 @@ class Chunks(Exchange):
             self.output_chunks.append(
                 pytree.tree_map_only(Tensor, Tensor.detach, output) if self.has_backward else output
             )
-        self.fwd_cache[fwd_chunk_id] = outputs, [*pytree.tree_leaves(inputs), *pytree.tree_leaves(keywords)]
+        known = set(map(id, received))
+        others = [leaf for leaf in pytree.tree_leaves((inputs, keywords)) if id(leaf) not in known]
+        self.fwd_cache[fwd_chunk_id] = outputs, [*received, *others]
         if self._runtime_validate and not self.is_last:
             self._validate_fwd_outputs(outputs)
         return output
 
     def _call_of(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, received: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module is called with."""
-        inputs = tuple(args) if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
-        return inputs, self._keywords(kwargs)
+        return tuple(args) if self.is_first else received, self._keywords(kwargs)
 
     def _keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Those that the module takes."""
