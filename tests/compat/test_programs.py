@@ -1,0 +1,126 @@
+"""Programs that know nothing of penstock: under the alias they give the numbers that they give with torch's own package."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+SOURCE = Path(__file__).parents[2] / "src"
+RANKS = 2
+
+
+def environment(**extra: str) -> dict[str, str]:
+    paths = [str(SOURCE), os.environ.get("PYTHONPATH", "")]
+    plain = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, **plain, **extra}
+
+
+def start(program: str, folder: Path, *, alias: bool) -> list[subprocess.Popen[str]]:
+    """The program on two ranks, as a launcher starts it."""
+    folder.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, *(["-m", "penstock.compat"] if alias else []), str(PROGRAMS / program), str(folder)]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sizes = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    return [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **meeting, **sizes),
+        )
+        for rank in range(RANKS)
+    ]
+
+
+def finish(ranks: list[subprocess.Popen[str]]) -> list[str]:
+    try:
+        texts = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(texts)
+    return texts
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def close(found: Any, expected: Any, path: str = "") -> None:
+    assert type(found) is type(expected), path
+    if isinstance(found, dict):
+        assert list(found) == list(expected), path
+        for key in found:
+            close(found[key], expected[key], f"{path}/{key}")
+    elif isinstance(found, list):
+        assert len(found) == len(expected), path
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            close(one, other, f"{path}/{place}")
+    elif isinstance(found, float):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-11), path
+    else:
+        assert found == expected, path
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", ["tutorial_manual", "tutorial_traced", "trainer", "overlap", "subclasses"])
+def test_same_numbers_as_torch(program: str, tmp_path: Path) -> None:
+    with_torch = start(f"{program}.py", tmp_path / "torch", alias=False)
+    with_penstock = start(f"{program}.py", tmp_path / "penstock", alias=True)
+    finish(with_torch)
+    finish(with_penstock)
+    expected, found = numbers(tmp_path / "torch"), numbers(tmp_path / "penstock")
+    assert {rank["package"] for rank in expected} == {"torch.distributed.pipelining"}
+    assert {rank["package"] for rank in found} == {"penstock.compat"}
+    for mine, theirs in zip(found, expected, strict=True):
+        close(mine["numbers"], theirs["numbers"])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_accelerate_runs_unchanged(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    texts = finish(start("pippy.py", tmp_path / "pippy", alias=True))
+    for model in ("GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "LlamaForCausalLM"):
+        assert f"{model} penstock.compat" in texts[-1], texts[-1]
+
+
+@pytest.mark.processes
+def test_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock.compat"]
+    command += [str(PROGRAMS / "tutorial_manual.py"), str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, *command], env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert {rank["package"] for rank in numbers(tmp_path / "out")} == {"penstock.compat"}
+
+
+@pytest.mark.processes
+def test_processes_that_a_program_starts_have_the_alias_too() -> None:
+    command = [sys.executable, "-m", "penstock.compat", str(PROGRAMS / "spawning.py")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["penstock.compat"] * 3
+
+
+def test_a_module_instead_of_a_file() -> None:
+    command = [sys.executable, "-m", "penstock.compat", "-m", "json.tool", "--help"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "json" in done.stdout
+    done = subprocess.run(command[:3], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "usage" in done.stderr
