@@ -169,8 +169,9 @@ def test_other_sizes() -> None:
     for size in (1, 2, 9):
         other = torch.randn(size, 4)
         assert torch.equal(pipe(other), model(other))
-    with pytest.raises(ShapeError, match="is 1, and the capture has no graph for that"):
+    with pytest.raises(ShapeError, match=r"dimension 0 of x is 1, .* Run it once with that size before saving it"):
         loaded(x[:1])
+    assert torch.equal(_saved_and_loaded(pipe)(x[:1]), model(x[:1]))
     with pytest.raises(ShapeError, match=r"dimension 1 of x is 5; the model was captured with 4 there"):
         pipe(torch.randn(6, 5))
     with pytest.raises(ShapeError, match=r"x has 3 dimensions \(6, 1, 4\); the model was captured with 2"):
@@ -227,20 +228,49 @@ def test_dynamic_shapes() -> None:
         pipeline(model, ({"x": x},), dynamic_shapes={"batch": {"x": {7: auto}}})
 
 
+class Number(nn.Module):
+    """The second stage sees the number of rows in no tensor."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.a, self.b, self.dropout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[0]
+        x = self.dropout(self.a(x)).mean(0)
+        pipe_split()
+        x = self.dropout(self.b(x))
+        match self.way:
+            case "other constant":
+                return x * size * (3 if size == 1 else 2)
+            case "other size":
+                return x * (size + 2 if size == 1 else size * 2)
+            case "other operator":
+                return x * size if size != 1 else x / size
+        return x * (2 * size)
+
+
 def test_a_number_that_no_tensor_shows_crosses_as_a_number() -> None:
-    class Number(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            size = x.shape[0]
-            x = self.a(x).mean(0)
-            pipe_split()
-            return self.b(x) * size
-
     model = Number()
     pipe = _pipe(model, torch.randn(6, 4))
     assert {w.kind for w in pipe.info().stage_inputs[1]} == {"tensor", "number"}
-    x = torch.randn(9, 4)
-    torch.testing.assert_close(pipe(x), model(x))
+    for rows in (9, 1):  # export takes a size of 1 for a constant: nothing is left to cross
+        for mode in (True, False):
+            x = torch.randn(rows, 4)
+            pipe.train(mode), model.train(mode)
+            torch.manual_seed(0)
+            expected = model(x)
+            torch.manual_seed(0)
+            assert_same(pipe(x), expected)
+    x = torch.randn(1, 4, requires_grad=True)
+    pipe(x).sum().backward()
+    (model(other := x.detach().requires_grad_()).sum()).backward()
+    assert torch.equal(x.grad, other.grad)
+
+
+@pytest.mark.parametrize("way", ["other constant", "other size", "other operator"])
+def test_a_number_that_is_1_and_changes_what_is_done_is_refused(way: str) -> None:
+    pipe = _pipe(Number(way), torch.randn(6, 4))
+    with pytest.raises(CaptureError, match=r"with dimension 0 of x being 1 stage 0 takes .* of that size instead"):
+        pipe(torch.randn(1, 4))

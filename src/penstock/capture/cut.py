@@ -43,6 +43,7 @@ class Cut:
     """The whole model, cut."""
 
     pieces: tuple[Piece, ...]
+    placed: Placed
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Cutter:
         pieces = [self._piece(k) for k in range(self.placed.num_stages)]
         fixed = tuple((i, v) for i, v in enumerate(self.flat.traced.outputs) if not isinstance(v, fx.Node))
         pieces[-1] = replace(pieces[-1], recipe=self.flat.traced.recipe, fixed=fixed)
-        return Cut(tuple(pieces))
+        return Cut(tuple(pieces), self.placed)
 
     def _parameter_owners(self) -> dict[fx.Node, int]:
         """For parameters that travel: the first stage that uses each of those which several stages use."""

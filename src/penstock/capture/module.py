@@ -210,7 +210,10 @@ class StageModule(nn.Module):
         if self._source is None:
             why = self._why_not.get(key, "it was saved without")
             if key[1]:
-                raise ShapeError(f"{', '.join(sorted(key[1]))} is 1, and the capture has no graph for that: {why}")
+                raise ShapeError(
+                    f"{_where(self.inputs, key[1])} is 1, for which the model is traced on its own, and this stage has no such "
+                    f"graph: {why}. Run it once with that size before saving it"
+                )
             raise CaptureError(
                 f"stage {self.stage_index} has no graph for {'training' if key[0] else 'evaluation'}: {why}"
             )
@@ -290,6 +293,13 @@ class StageModule(nn.Module):
         for key, program in made._programs.items():
             made._adopt(key, program)
         return made
+
+
+def _where(wires: Sequence[Wire], sizes: frozenset[str]) -> str:
+    """The dimensions that have these sizes."""
+    return " and ".join(
+        f"dimension {dim} of {wire.name}" for wire in wires for dim, size in enumerate(wire.shape) if size in sizes
+    )
 
 
 def same_wires(old: Sequence[Wire], new: Sequence[Wire]) -> bool:

@@ -21,9 +21,10 @@ from penstock.capture.marks import SplitPoint
 from penstock.capture.module import Key, same_wires
 from penstock.capture.names import StateNames
 from penstock.capture.place import place
+from penstock.capture.same import same_work
 from penstock.capture.skeleton import Skeleton
 from penstock.capture.trace import Dims, FromInput, trace
-from penstock.capture.wires import size_of
+from penstock.capture.wires import Wire, size_of
 from penstock.errors import CaptureError
 
 ChooseCuts = Callable[[Flat, int], Sequence[int]]
@@ -64,7 +65,6 @@ class Source:
     gave_up: bool = False  # on dynamic sizes
     shapes: tuple[tuple[int | str, ...], ...] = ()
     chosen: tuple[Landmark, ...] | None = None  # the operators before which to cut, once they are chosen
-    flat: Flat | None = None
     cuts: dict[Key, Cut] = field(default_factory=dict)
 
     def first(self) -> Cut:
@@ -102,7 +102,6 @@ class Source:
             self.why_static = traced.why_static or self.why_static
             inputs = [node for node, origin in traced.origins.items() if isinstance(origin, FromInput)]
             self.shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
-            self.flat = flat
         placed = place(flat, self._marks(flat))
         return Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit, carry=self.carry).cut()
 
@@ -149,20 +148,42 @@ class Source:
         return tuple(kept)
 
     def _checked(self, cut: Cut, key: Key) -> Cut:
-        """The other graph must send the same things, for the stages may not know of each other's mode."""
-        what = "train" if key[0] else "eval"
-        base = self.cuts[self.key]
+        """The other graph must send the same things, for the stages may not know of each other's mode and sizes."""
+        mode, ones = key
+        base = self.cuts.get((mode, frozenset()), self.cuts[self.key])
+        when = f"in {'train' if mode else 'eval'} mode"
+        instead = "capture the model once in each mode instead"
+        if ones:
+            when = f"with {' and '.join(self._dimensions(ones))} being 1"
+            instead = "avoid that size, or capture the model with an example of that size instead"
         if len(cut.pieces) != len(base.pieces):
-            raise CaptureError(f"in {what} mode the model falls into {len(cut.pieces)} stages, not {len(base.pieces)}")
+            raise CaptureError(
+                f"{when} the model falls into {len(cut.pieces)} stages, not {len(base.pieces)}; {instead}"
+            )
         for k, (old, new) in enumerate(zip(base.pieces, cut.pieces, strict=True)):
-            if not same_wires(old.inputs, new.inputs) or (
-                new is not cut.pieces[-1] and not same_wires(old.outputs, new.outputs)
-            ):
-                raise CaptureError(
-                    f"in {what} mode stage {k} takes ({', '.join(map(str, new.inputs))}) and was captured with "
-                    f"({', '.join(map(str, old.inputs))}); capture the model once in each mode instead"
-                )
+            last = new is cut.pieces[-1]
+            if same_wires(old.inputs, new.inputs) and (last or same_wires(old.outputs, new.outputs)):
+                continue
+            if ones and same_work(base.placed, cut.placed, [leaf.shape for leaf in self._leaves(ones)]):
+                return base
+            raise CaptureError(
+                f"{when} stage {k} takes ({_listed(new.inputs)}) and gives ({_listed(new.outputs)}); it was captured "
+                f"with ({_listed(old.inputs)}) and ({_listed(old.outputs)}); {instead}"
+            )
         return cut
+
+    def _dimensions(self, sizes: frozenset[str]) -> list[str]:
+        """Where these sizes stand, as a user would say it."""
+        return [
+            f"dimension {dim} of {name}"
+            for name, shape in zip(self.table.names, self.shapes, strict=True)
+            for dim, size in enumerate(shape)
+            if size in sizes
+        ]
+
+
+def _listed(wires: Sequence[Wire]) -> str:
+    return ", ".join(map(str, wires)) or "nothing"
 
 
 def policy_positions(policy: Callable[[fx.GraphModule], Any], root: fx.GraphModule) -> list[str]:
