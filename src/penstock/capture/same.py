@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -41,8 +40,8 @@ def same_work(old: Placed, new: Placed, shapes: Shapes) -> bool:
 class _Pairing:
     """Which values of two graphs stand for each other."""
 
-    old_numbers: Mapping[Any, sympy.Integer]  # what each changing size of the old graph is
-    new_numbers: Mapping[Any, sympy.Integer]
+    old_numbers: Mapping[Any, int]  # what each changing size of the old graph is
+    new_numbers: Mapping[Any, int]
     known: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def same_call(self, one: fx.Node, other: fx.Node) -> bool:
@@ -65,25 +64,25 @@ class _Pairing:
         return type(mine) is type(theirs) and bool(mine == theirs)
 
 
-def _value(leaf: Any, numbers: Mapping[Any, sympy.Integer]) -> Any:
+def _value(leaf: Any, numbers: Mapping[Any, int]) -> Any:
     """A size as the number that it is; other values as they are."""
     if not isinstance(leaf, fx.Node):
         return leaf
     found = leaf.meta.get("val")
     if not isinstance(found, torch.SymInt):
         return leaf
-    number = found.node.expr.xreplace(numbers)
+    number = found.node.expr.subs(numbers)
     return int(number) if number.is_Integer else leaf
 
 
-def _numbers(placed: Placed, shapes: Shapes) -> dict[Any, sympy.Integer]:
+def _numbers(placed: Placed, shapes: Shapes) -> dict[Any, int]:
     """Every changing size of the arguments, by torch's symbol for it."""
-    found: dict[Any, sympy.Integer] = {}
+    found: dict[Any, int] = {}
     for node, origin in placed.flat.traced.origins.items():
         if isinstance(origin, FromInput):
             for size, now in zip(node.meta["val"].shape, shapes[origin.index], strict=True):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    found[size.node.expr] = sympy.Integer(now)
+                    found[size.node.expr] = now
     return found
 
 
