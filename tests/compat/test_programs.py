@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 PROGRAMS = Path(__file__).parent / "programs"
 SOURCE = Path(__file__).parents[2] / "src"
 RANKS = 2
+SAME_NUMBERS = ["tutorial_manual", "tutorial_traced", "trainer", "overlap", "subclasses"]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -23,14 +25,19 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, **plain, **extra}
 
 
-def start(program: str, folder: Path, *, alias: bool) -> list[subprocess.Popen[str]]:
+def free_ports(count: int) -> list[str]:
+    """Ports that nobody has; all are held until the last is found, so that they differ."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
+
+
+def start(program: str, *arguments: str, alias: bool, port: str = "0") -> list[subprocess.Popen[str]]:
     """The program on two ranks, as a launcher starts it."""
-    folder.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, *(["-m", "penstock.compat"] if alias else []), str(PROGRAMS / program), str(folder)]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, *(["-m", "penstock.compat"] if alias else []), str(PROGRAMS / program), *arguments]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     sizes = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     return [
         subprocess.Popen(
@@ -46,7 +53,7 @@ def start(program: str, folder: Path, *, alias: bool) -> list[subprocess.Popen[s
 
 def finish(ranks: list[subprocess.Popen[str]]) -> list[str]:
     try:
-        texts = [rank.communicate(timeout=100)[0] for rank in ranks]
+        texts = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -74,26 +81,37 @@ def close(found: Any, expected: Any, path: str = "") -> None:
         assert found == expected, path
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What the programs report, with either package. One pair of processes runs them all: importing torch is most of it."""
+    folders = {}
+    for package, alias in (("torch.distributed.pipelining", False), ("penstock.compat", True)):
+        folder = folders[package] = tmp_path_factory.mktemp(package)
+        with_ports = [word for pair in zip(SAME_NUMBERS, free_ports(len(SAME_NUMBERS)), strict=True) for word in pair]
+        finish(start("one_after_another.py", str(folder), *with_ports, alias=alias))
+    return folders
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("program", ["tutorial_manual", "tutorial_traced", "trainer", "overlap", "subclasses"])
-def test_same_numbers_as_torch(program: str, tmp_path: Path) -> None:
-    with_torch = start(f"{program}.py", tmp_path / "torch", alias=False)
-    with_penstock = start(f"{program}.py", tmp_path / "penstock", alias=True)
-    finish(with_torch)
-    finish(with_penstock)
-    expected, found = numbers(tmp_path / "torch"), numbers(tmp_path / "penstock")
-    assert {rank["package"] for rank in expected} == {"torch.distributed.pipelining"}
-    assert {rank["package"] for rank in found} == {"penstock.compat"}
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.xdist_group("compat programs")
+@pytest.mark.parametrize("program", SAME_NUMBERS)
+def test_same_numbers_as_torch(program: str, runs: dict[str, Path]) -> None:
+    expected, found = (numbers(folder / program) for folder in runs.values())
+    for package, reports in zip(runs, (expected, found), strict=True):
+        assert {rank["package"] for rank in reports} == {package}
     for mine, theirs in zip(found, expected, strict=True):
         close(mine["numbers"], theirs["numbers"])
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_accelerate_runs_unchanged(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_accelerate_runs_unchanged() -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
-    texts = finish(start("pippy.py", tmp_path / "pippy", alias=True))
+    texts = finish(start("pippy.py", alias=True, port=free_ports(1)[0]))
     for model in ("GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "LlamaForCausalLM"):
         assert f"{model} penstock.compat" in texts[-1], texts[-1]
 

@@ -23,10 +23,10 @@ class Split(_PipelineScheduleRuntime):
         self._prepare_schedule_with_comms(rows)
 
 
-class VShaped(PipelineScheduleMulti):
+class InTurn(PipelineScheduleMulti):
     def __init__(self, stages, n_microbatches, loss_fn=None, **options):
         super().__init__(stages, n_microbatches, loss_fn=loss_fn, **options)
-        self.pipeline_order = order("0F0, , ,3F0,3B0, , ,0B0", " ,1F0,2F0, , ,2B0,1B0, ")
+        self.pipeline_order = order("0F0, ,2F0, , ,2B0, ,0B0", " ,1F0, ,3F0,3B0, ,1B0, ")
         self._validate_and_set_stage_mapping(self.pipeline_order)
 
 
@@ -73,8 +73,8 @@ def main() -> None:
     numbers = {}
     stages = [PipelineStage(layers(2)[rank], rank, 2, device)]
     numbers["runtime"] = train(Split(stages, 2, loss_fn=nn.MSELoss()), stages, x, y)
-    stages = [PipelineStage(layers(4)[i], i, 4, device) for i in (rank, 3 - rank)]
-    numbers["order"] = train(VShaped(stages, 1, loss_fn=nn.MSELoss(), scale_grads=False), stages, x, y)
+    stages = [PipelineStage(layers(4)[i], i, 4, device) for i in (rank, rank + 2)]
+    numbers["order"] = train(InTurn(stages, 1, loss_fn=nn.MSELoss(), scale_grads=False), stages, x, y)
     counting = [Counting(layers(2)[rank], rank, 2, device)]
     numbers["stage"] = train(Split(counting, 2, loss_fn=nn.MSELoss()), counting, x, y)
     numbers["seen"] = counting[0].seen

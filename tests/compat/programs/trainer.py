@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ def main() -> None:
             losses: list[torch.Tensor] = []
             schedule.eval(x) if rank == 0 else schedule.eval(target=y, losses=losses)
             numbers["evaluated"] = [float(loss) for loss in losses]
-            file = os.path.join(folder, f"order{rank}.csv")
+            file = str(Path(folder) / f"order{rank}.csv")
             schedule._dump_csv(file, "compute_only")
             again = _PipelineScheduleRuntime(stages := build(count, mine), 4, loss_fn=nn.MSELoss())
             again._load_csv(file)

@@ -1,0 +1,5 @@
+"""The programs are run as subprocesses, by test_programs; pytest does not import them."""
+
+from __future__ import annotations
+
+collect_ignore = ["programs"]
