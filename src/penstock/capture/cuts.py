@@ -1,13 +1,14 @@
-"""Where to cut when only the number of stages is given: a quick estimate from shapes.
+"""Where a model can be cut, and what its layers cost by an estimate from shapes.
 
-    choose_cuts(flat, 4)        # positions in flat.nodes
+    places = cut_places(flat, 4)            # positions in flat.nodes
+    estimated(flat, places).layers          # what lies between them
 
-Cuts are made only where little crosses, by the values that are alive there; among these places, so that the stage with
-the most work, estimated from shapes, has the least.
+Cuts are made only where little crosses, by the values that are alive there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import inf, prod
 from typing import Any
@@ -15,34 +16,64 @@ from typing import Any
 import torch
 from torch import fx
 
+from penstock.balance import LayerCost, Profile
+from penstock.capture.cut import module_path
 from penstock.capture.flat import Flat
-from penstock.capture.modules import even_cuts
+from penstock.capture.names import StateNames
 from penstock.capture.ops import is_size
 from penstock.capture.trace import FromState
 from penstock.errors import CaptureError
 
 
-def choose_cuts(flat: Flat, num_stages: int) -> list[int]:
-    """The cuts that make the slowest stage fastest, by the estimate."""
-    if num_stages == 1:
-        return []
+def cut_places(flat: Flat, num_stages: int) -> list[int]:
+    """Every position where the model can well be cut, more of them if many stages are wanted."""
     active = _activations(flat)
-    work = [estimate(node) if node in active else 0.0 for node in flat.nodes]
-    alive = alive_bytes(flat, active)
-    places = _places(flat, alive, active, num_stages)
+    places = _places(flat, alive_bytes(flat, active), active, num_stages)
     if len(places) < num_stages - 1:
         raise CaptureError(
             f"{num_stages} stages were asked for, and the model has only {len(places)} places where it can be cut; "
             f"ask for at most {len(places) + 1}"
         )
-    between = [sum(work[start:end]) for start, end in pairwise([0, *places, len(work)])]
-    return [places[boundary - 1] for boundary in even_cuts(between, num_stages)]
+    return places
 
 
-def cut_places(flat: Flat, num_stages: int) -> list[int]:
-    """Every position where the model can well be cut, more of them if many stages are wanted."""
+def estimated(flat: Flat, places: Sequence[int], names: StateNames) -> Profile:
+    """What lies between the places, with the work of each counted in the graph."""
     active = _activations(flat)
-    return _places(flat, alive_bytes(flat, active), active, num_stages)
+    alive = alive_bytes(flat, active)
+    parts = [flat.nodes[start:end] for start, end in pairwise([0, *places, len(flat.nodes)])]
+    users: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for k, part in enumerate(parts):
+        for arg in (arg for node in part for arg in node.all_input_nodes):
+            origin = flat.traced.origins.get(arg)
+            if isinstance(origin, FromState) and origin.parameter:
+                first = names.first[origin.name]
+                sizes[first] = int(_bytes(arg.meta["val"]))
+                if k not in users.setdefault(first, []):
+                    users[first].append(k)
+    shared = {name: sizes[name] for name, held in users.items() if len(held) > 1}
+    named = numbered([[module_path(node) for node in part if node in active] for part in parts])
+    layers = (
+        LayerCost(
+            name,
+            forward=sum(estimate(node) for node in part if node in active),
+            parameter_bytes=sum(sizes[n] for n, held in users.items() if held == [k]),
+            shared=frozenset(n for n in shared if k in users[n]),
+        )
+        for k, (name, part) in enumerate(zip(named, parts, strict=True))
+    )
+    return Profile(tuple(layers), shared, tuple(int(alive[place]) for place in places))
+
+
+def numbered(layers: Sequence[Sequence[str]]) -> list[str]:
+    """A name for each layer, out of the modules of its operators: the one in which it begins; again with a number."""
+    found: list[str] = []
+    for paths in layers:
+        name = next((path for path in paths if path), "output" if found else "input")
+        again = sum(other == name or other.startswith(f"{name} #") for other in found)
+        found.append(f"{name} #{again + 1}" if again else name)
+    return found
 
 
 def _activations(flat: Flat) -> set[fx.Node]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from torch import fx, nn
@@ -45,6 +45,20 @@ class Flat:
     nodes: list[fx.Node]
     marks: tuple[Mark, ...]
     index: dict[fx.Node, int] = field(default_factory=dict)
+
+    def copied(self) -> Flat:
+        """The same in a graph of its own: placing and cutting it leaves this one as it is."""
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(self.traced.graph, values)
+        traced = replace(
+            self.traced,
+            graph=graph,
+            origins={values[node]: origin for node, origin in self.traced.origins.items()},
+            outputs=[values[v] if isinstance(v, fx.Node) else v for v in self.traced.outputs],
+        )
+        nodes = [values[node] for node in self.nodes]
+        return Flat(traced, nodes, self.marks, {node: i for i, node in enumerate(nodes)})
 
 
 def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:

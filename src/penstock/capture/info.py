@@ -3,6 +3,7 @@
 info = pipe.info()
 info.num_stages, info.inputs.names, info.edges          # 4, ("x", "mask"), {(0, 1), (1, 2), (0, 2)}
 info.shared["wte.weight"].holders                       # ((0, "wte.weight"), (3, "lm_head.weight"))
+info.cut_by, print(info.cuts)                           # with num_stages=: "costs measured on cpu", and their table
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.balance import Cuts
 from penstock.capture.inputs import InputTable
 from penstock.capture.tree import leaf_paths, take_apart
 from penstock.capture.wires import Wire
@@ -39,6 +41,8 @@ class PipeInfo:
     output_paths: tuple[str, ...]  # of the output leaves, tensors and traced sizes, as a user would write them
     loss_index: int | None  # which tensor of the output is the model's own loss
     why_static: str = ""  # why the batch size could not be kept open
+    cuts: Cuts | None = None  # with num_stages=: the table of the stages and what each costs
+    cut_by: str = ""  # what these costs are: measured where, estimated how and why
 
     @property
     def has_loss(self) -> bool:

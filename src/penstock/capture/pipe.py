@@ -151,4 +151,6 @@ class Pipe(nn.Module):
             count = sum(p.numel() for p in stage.parameters())
             wires = ", ".join(map(str, stage.inputs))
             lines.append(f"  stage {k}: {count:,} parameters, takes {wires}")
+        if self._info.cuts is not None:
+            lines += [f"cut by {self._info.cut_by}:", str(self._info.cuts)]
         return "\n".join(lines)

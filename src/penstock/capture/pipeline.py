@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from penstock.capture.cuts import choose_cuts as cuts_by_estimate
+from penstock.balance import Cuts, Profile, balance
+from penstock.capture.costs import CostCuts, Layers, basis_of
+from penstock.capture.cut import Cut, Cutter
 from penstock.capture.dims import batch_dims, given_dims, why_static
+from penstock.capture.flat import Flat, Mark
 from penstock.capture.info import PipeInfo, find_loss
 from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint, remembered, submodule
 from penstock.capture.module import StageModule
 from penstock.capture.names import StateNames
 from penstock.capture.pipe import MultiUseParameterConfig, Pipe
+from penstock.capture.place import place
 from penstock.capture.skeleton import Skeleton
 from penstock.capture.source import ChooseCuts, Source
 from penstock.capture.state import assign, find_shared, give
@@ -33,6 +39,7 @@ def pipeline(
     split_policy: SplitPolicy | None = None,
     *,
     num_stages: int | None = None,
+    profile: Profile | str | Path | None = None,
     dynamic_shapes: Mapping[str, Any] | None = None,
     multi_use_param_spec: MultiUseParameterConfig | None = None,
     output_loss_value_spec: Any = None,
@@ -44,10 +51,13 @@ def pipeline(
     pipe = pipeline(model, (x,), {"mask": m}, split_spec={"layers.4": SplitPoint.BEGINNING})
     pipe = pipeline(model, (x,), num_stages=4)
 
-    `mb_args` and `mb_kwargs` are an example of one microbatch; their values do not matter. The cuts come from
-    `split_spec`, from ``pipe_split()`` in the model's code and ``annotate_split_points``, from a `split_policy`, or,
-    with `num_stages`, from the costs. The size of the first dimension may change from call to call; `dynamic_shapes`
-    says the same of others, by argument: ``{"x": {1: torch.export.Dim.AUTO}}``; with ``{}`` every size stays fixed.
+    `mb_args` and `mb_kwargs` are an example of one microbatch. The cuts come from `split_spec`, from ``pipe_split()`` in
+    the model's code and ``annotate_split_points``, from a `split_policy`, or, with `num_stages`, from the costs, so that
+    the slowest stage is as fast as can be: the layers are run with the example, a few times each, and all ranks get
+    the same answer; a model without values is judged by the work in its graph. A `profile` (or its file) says the costs
+    instead. ``pipe.info().cuts`` shows them. The size of the first dimension may change from call to call;
+    `dynamic_shapes` says the same of others, by argument: ``{"x": {1: torch.export.Dim.AUTO}}``; with ``{}`` every size
+    stays fixed.
 
     A cache in the output crosses like everything else; to leave it out, say so to the model:
     ``mb_kwargs={"use_cache": False}``.
@@ -63,6 +73,7 @@ def pipeline(
             split_spec=split_spec,
             split_policy=split_policy,
             num_stages=num_stages,
+            profile=profile,
             dynamic_shapes=dynamic_shapes,
             multi_use_param_spec=multi_use_param_spec,
             output_loss_value_spec=output_loss_value_spec,
@@ -80,6 +91,7 @@ def capture(
     split_spec: Mapping[str, SplitPoint] | None = None,
     split_policy: SplitPolicy | None = None,
     num_stages: int | None = None,
+    profile: Profile | str | Path | None = None,
     dynamic_shapes: Mapping[str, Any] | None = None,
     multi_use_param_spec: MultiUseParameterConfig | None = None,
     output_loss_value_spec: Any = None,
@@ -87,6 +99,13 @@ def capture(
     arguments_from_first: bool = False,
 ) -> tuple[list[StageModule], PipeInfo]:
     """The stages and the description out of which ``Pipe`` is made."""
+    if num_stages is not None and split_spec:
+        raise CaptureError("give either num_stages= (cut by cost) or split_spec= (cut where it says), not both")
+    known = _loaded(profile, num_stages)
+    by_name: Cuts | None = None
+    if known is not None and num_stages is not None and known.metadata.get("places") is None:
+        by_name = balance(known, num_stages)  # costs of modules by their names: marks stand before these
+        split_spec, num_stages = dict.fromkeys(by_name.names, SplitPoint.BEGINNING), None
     table, leaves = InputTable.of(module.forward, mb_args, mb_kwargs or {})
     source = Source(
         skeleton=Skeleton.of(module, leaves),
@@ -100,13 +119,29 @@ def capture(
         carry=arguments_from_first,
         policy=split_policy,
         num_stages=num_stages,
-        choose_cuts=choose_cuts or cuts_by_estimate,
         why_static=why_static(leaves) if dynamic_shapes is None else "",
     )
-    cut = source.first()
+    loss_spec = output_loss_value_spec or getattr(module, "loss_spec", None)
+
+    def layers(flat: Flat, marks: Sequence[Mark]) -> Layers:
+        cutter = Cutter(place(flat, marks), source.names, input_names=table.names, transmit=source.transmit)
+        return _assembled(source, cutter.cut(), module, loss_spec=loss_spec)
+
+    chooser = CostCuts(module, mb_args, mb_kwargs or {}, source.names, layers, known)
+    cut = source.first(choose_cuts or chooser)
+    stages, info = _assembled(source, cut, module, loss_spec=loss_spec, again=source)
+    if by_name is not None and known is not None:
+        return stages, replace(info, cuts=by_name, cut_by=basis_of(known))
+    return stages, replace(info, cuts=chooser.cuts, cut_by=chooser.basis)
+
+
+def _assembled(
+    source: Source, cut: Cut, module: nn.Module, *, loss_spec: Any, again: Source | None = None
+) -> tuple[list[StageModule], PipeInfo]:
+    """The stages of a cut, with the tensors of the model in them; `again` traces the model in other modes and sizes."""
     count, last = len(cut.pieces), cut.pieces[-1]
     stages = [
-        StageModule(k, count, piece=piece, key=source.key, source=source, device=source.skeleton.device)
+        StageModule(k, count, piece=piece, key=source.key, source=again, device=source.skeleton.device)
         for k, piece in enumerate(cut.pieces)
     ]
     held = assign(source.names, [piece.states for piece in cut.pieces])
@@ -116,20 +151,23 @@ def capture(
         stage.why_static, stage.partners = source.why_static, partners
     info = PipeInfo(
         num_stages=count,
-        inputs=table,
+        inputs=source.table,
         stage_inputs=tuple(p.inputs for p in cut.pieces),
         stage_outputs=tuple(p.outputs for p in cut.pieces),
         shared=find_shared(source.names, held),
         output_paths=tuple(leaf_paths(last.recipe)),
-        loss_index=find_loss(
-            last.recipe,
-            last.outputs,
-            fixed=[place for place, _ in last.fixed],
-            spec=output_loss_value_spec or getattr(module, "loss_spec", None),
-        ),
+        loss_index=find_loss(last.recipe, last.outputs, fixed=[position for position, _ in last.fixed], spec=loss_spec),
         why_static=source.why_static,
     )
     return stages, info
+
+
+def _loaded(profile: Profile | str | Path | None, num_stages: int | None) -> Profile | None:
+    if profile is None:
+        return None
+    if num_stages is None:
+        raise CaptureError("profile= says what layers cost, and num_stages= is missing: into how many stages?")
+    return profile if isinstance(profile, Profile) else Profile.load(profile)
 
 
 def _points(module: nn.Module, spec: Mapping[str, SplitPoint], *, automatic: bool) -> dict[str, frozenset[SplitPoint]]:
@@ -139,8 +177,6 @@ def _points(module: nn.Module, spec: Mapping[str, SplitPoint], *, automatic: boo
             raise CaptureError(f"split_spec[{name!r}] is {point!r}; write SplitPoint.BEGINNING or SplitPoint.END")
         submodule(module, name)
         points[name] = points.get(name, frozenset()) | {point}
-    if automatic and spec:
-        raise CaptureError("give either num_stages= (cut by cost) or split_spec= (cut where it says), not both")
     return {} if automatic else points
 
 

@@ -59,19 +59,18 @@ class Source:
     carry: bool = False
     policy: Callable[[fx.GraphModule], Any] | None = None
     num_stages: int | None = None
-    choose_cuts: ChooseCuts | None = None
     key: Key = (None, frozenset())
     why_static: str = ""
     gave_up: bool = False  # on dynamic sizes
     shapes: tuple[tuple[int | str, ...], ...] = ()
-    chosen: tuple[Landmark, ...] | None = None  # the operators before which to cut, once they are chosen
+    chosen: tuple[Landmark, ...] = ()  # the operators before which to cut, once they are chosen
     cuts: dict[Key, Cut] = field(default_factory=dict)
 
-    def first(self) -> Cut:
-        """Trace the model in the mode that it is in."""
+    def first(self, choose_cuts: ChooseCuts) -> Cut:
+        """Trace the model in the mode that it is in, and cut it: where the marks are or, with `num_stages`, as chosen."""
         modes = {m.training for m in self.skeleton.module.modules()}
         self.key = (modes.pop() if len(modes) == 1 else None, frozenset())
-        cut = self._cut(self.key)
+        cut = self._cut(self.key, choose_cuts)
         self.cuts[self.key] = cut
         return cut
 
@@ -83,7 +82,7 @@ class Source:
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
         return self
 
-    def _cut(self, key: Key) -> Cut:
+    def _cut(self, key: Key, choose_cuts: ChooseCuts | None = None) -> Cut:
         mode, ones = key
         dims = self.dims if not self.gave_up else tuple(None for _ in self.dims)
         traced = trace(
@@ -102,15 +101,15 @@ class Source:
             self.why_static = traced.why_static or self.why_static
             inputs = [node for node, origin in traced.origins.items() if isinstance(origin, FromInput)]
             self.shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
-        placed = place(flat, self._marks(flat))
+        placed = place(flat, self._marks(flat, choose_cuts))
         return Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit, carry=self.carry).cut()
 
-    def _marks(self, flat: Flat) -> Sequence[Mark]:
-        if self.num_stages is None or self.choose_cuts is None:
+    def _marks(self, flat: Flat, choose_cuts: ChooseCuts | None) -> Sequence[Mark]:
+        if self.num_stages is None:
             return flat.marks
         here = landmarks(flat)
-        if self.chosen is None:
-            self.chosen = tuple(here[place] for place in self.choose_cuts(flat, self.num_stages))
+        if choose_cuts is not None:
+            self.chosen = tuple(here[place] for place in choose_cuts(flat, self.num_stages))
         index = {mark: place for place, mark in enumerate(here)}
         lost = [mark for mark in self.chosen if mark not in index]
         if lost:

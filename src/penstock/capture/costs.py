@@ -1,0 +1,148 @@
+"""Where to cut when only the number of stages is given: by cost, measured where that is possible.
+
+    chooser = CostCuts(model, args, kwargs, source)
+    chooser(flat, 4)                    # positions in flat.nodes
+    chooser.cuts, chooser.basis         # the table, and what its numbers are
+
+The model is cut everywhere where little crosses, each piece is run alone, and `penstock.balance` looks for the best of
+all cuts. A model without values, or one that cannot be run with the example, is judged by the work counted in the graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from penstock.balance import Cuts, Profile, balance
+from penstock.capture.agree import agreed
+from penstock.capture.cuts import cut_places, estimated
+from penstock.capture.flat import Flat, Mark
+from penstock.capture.info import PipeInfo
+from penstock.capture.layer import Setting
+from penstock.capture.measure import kept_random_state, measure
+from penstock.capture.module import StageModule
+from penstock.capture.names import StateNames
+from penstock.errors import CaptureError, PenstockError
+
+REPEATS = 5
+ENOUGH = 0.3  # seconds for one layer
+
+Layers = tuple[Sequence[StageModule], PipeInfo]
+Places = Sequence[tuple[int, str]]  # position and name of the operator before which to cut
+
+
+@dataclass
+class CostCuts:
+    """Chooses the cuts of one capture, and remembers why."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    names: StateNames
+    make_layers: Callable[[Flat, Sequence[Mark]], Layers]
+    given: Profile | None = None
+    cuts: Cuts | None = field(default=None, init=False)
+    basis: str = field(default="", init=False)
+
+    def __call__(self, flat: Flat, num_stages: int) -> list[int]:
+        if num_stages == 1:
+            return []
+        profile = self.given or self._agreed(flat, num_stages)
+        self.cuts = balance(profile, num_stages)
+        self.basis = basis_of(profile)
+        places = [tuple(place) for place in profile.metadata["places"]]
+        return cuts_at([places[boundary - 1] for boundary in self.cuts.boundaries])(flat, num_stages)
+
+    def _agreed(self, flat: Flat, num_stages: int) -> Profile:
+        places = cut_places(flat, num_stages)
+        why_not = _why_not_measured(self.model, (self.args, self.kwargs))
+        text = agreed(
+            f"cut/{fingerprint(flat, num_stages)}",
+            lambda: self._profile(flat, places, why_not).dumps(),
+            kind="estimated" if why_not else "measured",
+        )
+        return Profile.loads(text)
+
+    def _profile(self, flat: Flat, places: Sequence[int], why_not: str) -> Profile:
+        where = [[place, flat.nodes[place].name] for place in places]
+        if not why_not:
+            try:
+                return self._measured(flat, places, where)
+            except (PenstockError, RuntimeError, ValueError, TypeError, LookupError) as error:
+                why_not = f"it cannot be run with the example: {(str(error).splitlines() or [''])[0]}"
+        found = estimated(flat, places, self.names)
+        metadata = {"unit": "operations", "estimated": "the work in its graph", "why": why_not, "places": where}
+        return replace(found, metadata=metadata)
+
+    def _measured(self, flat: Flat, places: Sequence[int], where: list[Any]) -> Profile:
+        stages, info = self.make_layers(flat.copied(), [Mark(place, f"operator {place}") for place in places])
+        device = device_of(self.model)
+        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, (self.args, dict(self.kwargs)))
+        setting = Setting(args, kwargs, None, None, REPEATS, device, ENOUGH)
+        with kept_random_state(device):
+            return measure(stages, info, setting=setting, advance=lambda _: None, metadata={"places": where})
+
+
+def basis_of(profile: Profile) -> str:
+    """What the numbers of a profile are, in words."""
+    about = profile.metadata
+    if "estimated" in about:
+        why = f" ({about['why']})" if about.get("why") else ""
+        return f"costs estimated by {about['estimated']}{why}"
+    return f"costs measured on {about['device']}, in seconds" if "device" in about else "costs as given"
+
+
+def cuts_at(where: Places) -> Callable[[Flat, int], list[int]]:
+    """For `pipeline`: cut at these places, found on another rank or another day in the same model."""
+
+    def choose(flat: Flat, _: int) -> list[int]:
+        for place, name in where:
+            here = flat.nodes[place].name if place < len(flat.nodes) else "nothing"
+            if here != name:
+                raise CaptureError(
+                    f"this model has {here} as operator {place}, the one that was measured has {name}: they differ; "
+                    "build the same model on every rank, or measure it again"
+                )
+        return [place for place, _ in where]
+
+    return choose
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is; one without data will be on the CPU."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def _why_not_measured(model: nn.Module, example: Any) -> str:
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    tensors = [*model.parameters(), *model.buffers(), *leaves]
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
+        return "it has no values"
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+        return "it holds tensors of a class of their own"
+    if len({tensor.device for tensor in tensors}) > 1:
+        return "it is spread over several devices"
+    return ""
+
+
+def fingerprint(flat: Flat, num_stages: int) -> str:
+    """The same for captures of the same model with an example of the same sizes, in whatever process."""
+    digest = hashlib.sha256(f"{num_stages}".encode())
+    for node in (*flat.traced.origins, *flat.nodes):
+        value = node.meta.get("val")
+        shape = [_hint(size) for size in value.shape] if isinstance(value, Tensor) else None
+        kind = (value.dtype, value.device.type) if isinstance(value, Tensor) else None
+        line = f"{node.name} {node.target} {node.args} {node.kwargs} {shape} {kind}"
+        digest.update(re.sub(r" at 0x[0-9a-f]+", "", line).encode())
+    return digest.hexdigest()[:24]
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
