@@ -77,6 +77,20 @@ def test_measured_profile_decides_and_all_ranks_agree() -> None:
     assert all(word in text for word in ("candidates", "bubble", "embed"))
 
 
+def test_without_a_profile_nothing_is_said_to_be_measured() -> None:
+    def run(transport: LocalTransport) -> Any:
+        pipe = pipeline(transport, make(), profile=False)
+        assert pipe.choice is not None
+        assert pipe.timeline is not None
+        return pipe.choice.costs.latency, pipe.timeline.unit, pipe.explain(print_output=False)
+
+    for latency, unit, text in LocalWorld(2).run(run):
+        assert (latency, unit) == (0.0, "")
+        assert "candidates at costs estimated by the number of parameters" in text
+        assert "nothing was measured: costs are estimated by the number of parameters" in text
+        assert "predicted" not in text
+
+
 def test_explain_is_printed_by_the_first_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
     LocalWorld(2).run(lambda transport: pipeline(transport, make(), schedule="1f1b").explain())
     assert capsys.readouterr().out.count("schedule 1f1b: given") == 1
@@ -279,7 +293,9 @@ def test_a_memory_limit_that_nothing_fits_is_explained_on_every_rank() -> None:
     world = LocalWorld(2)
     with pytest.raises(BalanceError, match="no schedule can be used"):
         world.run(lambda transport: pipeline(transport, make(), memory_limit=1000))
+    assert all(isinstance(error, BalanceError) for error in world.errors), "every rank can catch the same"
     assert all("bytes" in str(error) for error in world.errors)
+    assert all(str(error).count("alone needs") == 1 for error in world.errors), "each reason once"
 
 
 def test_contradictions_are_refused() -> None:

@@ -49,6 +49,34 @@ def test_latency_is_the_same_with_and_without_messages() -> None:
         assert timeline.makespan == 9.5
 
 
+def test_an_overhead_occupies_the_rank_with_every_compute_action() -> None:
+    timeline = simulate(TWO, costs(2, overhead=0.25))
+    assert times(timeline, 0)["0F0"] == (0, 1.25)
+    assert times(timeline, 1)["1B0"] == (2.5, 4.75), "a full backward is one action"
+    split = simulate(Plan.of([["0F0", "0I0", "0W0"]]), costs(1, overhead=0.25))
+    assert split.makespan == 3.75
+    pair = Plan.of([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]])
+    assert simulate(pair, costs(1, overhead=0.25)).makespan == 7
+    assert simulate(pair, costs(1, overhead=0.25, overlap=2.0)).makespan == 5.75
+
+
+def test_posting_occupies_the_rank_and_delays_the_message() -> None:
+    plan = Plan.of([["0F0", "0SEND_F0", "0F1", "0SEND_F1"], ["1RECV_F0", "1F0", "1RECV_F1", "1F1"]])
+    timeline = simulate(plan, costs(2, posting=0.25, latency=0.5))
+    assert times(timeline, 0)["0F1"] == (1.25, 2.25)
+    assert times(timeline, 1) == {
+        "1RECV_F0": (0, 1.75),
+        "1F0": (1.75, 2.75),
+        "1RECV_F1": (2.75, 3.5),
+        "1F1": (3.5, 4.5),
+    }
+    assert timeline.makespan == 4.5
+    for idle, busy in zip(timeline.idle, timeline.busy, strict=True):
+        assert idle.total + busy == timeline.makespan
+    assert timeline.idle[0].communication == 0.25, "between the two forwards the rank posts a send"
+    assert timeline.idle[0].draining == 2.25
+
+
 def test_a_bandwidth_makes_messages_wait_for_one_another() -> None:
     """Stage 0 computes in 1 and sends for 2; the second message starts when the first is through."""
     plan = lower(get_schedule("forward")(2, 3))

@@ -13,10 +13,9 @@ import torch
 from penstock.balance import LayerCost, Profile
 from penstock.front.choose import Choice, Wishes, choose
 from penstock.lower import lower
-from penstock.schedules import get_schedule
-from penstock.simulate import Costs, Timeline, simulate
+from penstock.simulate import simulate
 from penstock.train import report
-from penstock.train.measure import Held, measured_idle
+from penstock.train.measure import Held
 from penstock.train.page import loss_curve
 from tests.show.conftest import NASTY, browser, open_page  # noqa: F401 - fixtures
 
@@ -71,24 +70,6 @@ def test_the_page_shows_everything_and_fetches_nothing(
     drawn = page.locator("canvas.ps-rows").first.bounding_box()
     assert drawn["width"] > 150
     assert drawn["height"] > 20
-
-
-def test_a_choice_survives_its_text() -> None:
-    choice = made_choice(3)
-    again = Choice.loads(choice.dumps())
-    assert again == choice
-    assert again.timeline.makespan == choice.timeline.makespan
-
-
-def test_measured_idle_adds_up() -> None:
-    plan = lower(get_schedule("1f1b")(3, 5))
-    simulated = simulate(plan, replace(Costs.unit(plan), latency=0.5))
-    measured = Timeline(plan, simulated.starts, simulated.ends, measured=True, unit="s")
-    for idle, expected, busy in zip(measured_idle(measured), simulated.idle, simulated.busy, strict=True):
-        assert idle.total + busy == pytest.approx(simulated.makespan)
-        assert idle.filling == pytest.approx(expected.filling)
-        assert idle.draining == pytest.approx(expected.draining)
-        assert idle.communication > 0
 
 
 def test_held_counts_what_lives() -> None:

@@ -83,9 +83,7 @@ def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int 
     run = Choice.loads(read(folder)["choice"])
     wanted = {"num_ranks": run.plan.num_ranks, "num_microbatches": run.plan.num_microbatches, **sizes}
     count = None if stages_per_rank is None else stages_per_rank * wanted["num_ranks"]
-    wishes = Wishes(
-        wanted["num_ranks"], wanted["num_microbatches"], num_stages=count, latency=run.latency, bandwidth=run.bandwidth
-    )
+    wishes = Wishes(wanted["num_ranks"], wanted["num_microbatches"], num_stages=count, machine=run.machine)
     tried = choose(run.profile, wishes).tried
     if as_json:
         click.echo(json.dumps([asdict(entry) for entry in tried], indent=2))

@@ -18,8 +18,9 @@ from penstock.capture.pipe import Pipe
 from penstock.capture.pipeline import pipeline
 from penstock.capture.profile import capture_layers, cuts_at, layer_names, profile_layers
 from penstock.errors import CaptureError, PlanError, StageError
-from penstock.front.choose import Choice, Wishes, choose
+from penstock.front.choose import Choice, Machine, Wishes, choose
 from penstock.front.ends import Ends
+from penstock.front.machine import measure_machine, without_calls
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.stage.stage import PipelineStage
@@ -57,10 +58,8 @@ class Built:
 
 def build(request: Request, ends: Ends) -> Built:
     """Capture, decide on the first rank, and build what belongs on this one."""
-    latency, bandwidth = ends.measure_connection()
-    text = ends.decide(
-        "profiling the model and choosing a schedule", lambda: _decide(request, ends, latency, bandwidth).dumps()
-    )
+    machine = Machine() if request.profile is False else measure_machine(ends)
+    text = ends.decide("profiling the model and choosing a schedule", lambda: _decide(request, ends, machine).dumps())
     choice = Choice.loads(text)
     pipe = cut(request, choice)
     if pipe.num_stages != choice.num_stages:
@@ -73,7 +72,7 @@ def build(request: Request, ends: Ends) -> Built:
     return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
 
 
-def _decide(request: Request, ends: Ends, latency: float, bandwidth: float | None) -> Choice:
+def _decide(request: Request, ends: Ends, machine: Machine) -> Choice:
     wishes = Wishes(
         num_ranks=ends.num_ranks,
         num_microbatches=request.microbatches,
@@ -82,8 +81,7 @@ def _decide(request: Request, ends: Ends, latency: float, bandwidth: float | Non
         num_stages=request.num_stages,
         placement=request.placement,
         memory_limit=request.memory_limit,
-        latency=latency,
-        bandwidth=bandwidth,
+        machine=machine,
     )
     _check(wishes)
     given = request.profile
@@ -100,18 +98,17 @@ def _decide(request: Request, ends: Ends, latency: float, bandwidth: float | Non
     else:
         layers, where = capture_layers(request.model, request.args, request.kwargs, num_stages=most, **request.options)
     if given is False:
-        measured = _unmeasured(layers, where)
-    else:
-        measured = profile_layers(
-            layers,
-            where,
-            args=args,
-            kwargs=kwargs,
-            loss_fn=request.loss_fn,
-            target=_target_of(request),
-            device=ends.device,
-        )
-    return choose(measured, wishes)
+        return choose(_unmeasured(layers, where), wishes)
+    measured = profile_layers(
+        layers,
+        where,
+        args=args,
+        kwargs=kwargs,
+        loss_fn=request.loss_fn,
+        target=_target_of(request),
+        device=ends.device,
+    )
+    return choose(without_calls(measured, ends.device), wishes)
 
 
 def _schedule_name(schedule: str | Plan | Recipe) -> str:
@@ -176,13 +173,18 @@ def _target_of(request: Request) -> Any:
 
 
 def _unmeasured(layers: Pipe, where: Any) -> Profile:
-    """Without measuring: a layer costs what its parameters weigh."""
+    """Without measuring: a layer costs what its parameters weigh, forward, backward of inputs and of weights alike."""
     modules = [layers.get_stage_module(k) for k in range(layers.num_stages)]
     rows = []
     for name, module in zip(layer_names(modules), modules, strict=True):
-        weight = sum(p.numel() for p in module.parameters()) * 1e-9 + 1e-9
+        weight = 1.0 + sum(p.numel() for p in module.parameters())
         rows.append(LayerCost(name, weight, weight, weight, parameter_bytes=sum(p.nbytes for p in module.parameters())))
-    return Profile(tuple(rows), metadata={"unit": "", "places": None if where is None else [list(w) for w in where]})
+    facts = {
+        "unit": "",
+        "estimated": "the number of parameters",
+        "places": None if where is None else [list(w) for w in where],
+    }
+    return Profile(tuple(rows), metadata=facts)
 
 
 # -- stages made by hand

@@ -30,8 +30,18 @@ _MOST_STAGES_PER_RANK = 4
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What ranks and connections cost beside the computing, in seconds. By default nothing."""
+
+    latency: float = 0.0  # of a message between two ranks
+    bandwidth: float | None = None  # bytes a second; None: no limit
+    overhead: float = 0.0  # of each compute action
+    posting: float = 0.0  # of each send or receive, for the rank that posts it
+
+
+@dataclass(frozen=True)
 class Wishes:
-    """What the user fixed, and what was measured of the connections."""
+    """What the user fixed, and what was measured of the machine."""
 
     num_ranks: int
     num_microbatches: int
@@ -41,8 +51,7 @@ class Wishes:
     placement: Placement | str | None = None
     memory_limit: int | Sequence[int] | None = None
     optimizer_bytes: float = 2.0  # for each byte of parameters
-    latency: float = 0.0  # seconds
-    bandwidth: float | None = None  # bytes a second
+    machine: Machine = Machine()
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Tried:
 
     schedule: str
     stages_per_rank: int
-    makespan: float | None  # seconds; None: impossible, and `why` says why
+    makespan: float | None  # in the unit of the profile; None: impossible, and `why` says why
     bubble: float = 0.0
     memory: int = 0  # bytes of the fullest rank
     why: str = ""
@@ -65,8 +74,7 @@ class Choice:
     boundaries: tuple[int, ...]  # the first layer of each stage but the first
     profile: Profile
     tried: tuple[Tried, ...] = ()
-    latency: float = 0.0
-    bandwidth: float | None = None
+    machine: Machine = Machine()
     optimizer_bytes: float = 2.0
     why: str = ""
 
@@ -80,14 +88,19 @@ class Choice:
         edges = [0, *self.boundaries, len(self.profile.layers)]
         return tuple(pairwise(edges))
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the costs are seconds, or only say how large one stage is beside another."""
+        return is_timed(self.profile)
+
     @cached_property
     def costs(self) -> Costs:
-        return _costs(self.profile, self.bounds, latency=self.latency, bandwidth=self.bandwidth)
+        return _costs(self.profile, self.bounds, self.machine)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The lowered plan in time, by the measured costs."""
-        return replace(simulate(lower(self.plan), self.costs), unit="s")
+        """The lowered plan in time, by these costs."""
+        return replace(simulate(lower(self.plan), self.costs), unit="s" if self.is_timed else "")
 
     def parameter_bytes(self, stages: Sequence[int]) -> int:
         """Of some stages together; what they share counts once."""
@@ -109,8 +122,7 @@ class Choice:
                 "boundaries": list(self.boundaries),
                 "profile": self.profile.dumps(),
                 "tried": [asdict(tried) for tried in self.tried],
-                "latency": self.latency,
-                "bandwidth": self.bandwidth,
+                "machine": asdict(self.machine),
                 "optimizer_bytes": self.optimizer_bytes,
                 "why": self.why,
             }
@@ -124,8 +136,7 @@ class Choice:
             boundaries=tuple(data["boundaries"]),
             profile=Profile.loads(data["profile"]),
             tried=tuple(Tried(**tried) for tried in data["tried"]),
-            latency=data["latency"],
-            bandwidth=data["bandwidth"],
+            machine=Machine(**data["machine"]),
             optimizer_bytes=data["optimizer_bytes"],
             why=data["why"],
         )
@@ -138,13 +149,14 @@ class _Found:
 
 
 def choose(profile: Profile, wishes: Wishes) -> Choice:
-    """Simulate every candidate with the measured costs, and take the fastest that fits."""
+    """Simulate every candidate with the costs of the profile, and take the fastest that fits."""
+    if not is_timed(profile):
+        wishes = replace(wishes, machine=Machine())
     found = _Found()
     for plan in _plans(profile, wishes):
         _try(plan, profile, wishes, found)
     if not found.choices:
-        reasons = "\n".join(f"  {tried.schedule}, {tried.stages_per_rank} a rank: {tried.why}" for tried in found.tried)
-        raise BalanceError(f"no schedule can be used:\n{reasons or '  none allows these stages and this placement'}")
+        raise BalanceError(f"no schedule can be used:\n{_reasons(found.tried)}")
     fastest = min(tried.makespan or 0.0 for tried, _, _ in found.choices)
     near = [entry for entry in found.choices if (entry[0].makespan or 0.0) <= _CLOSE * fastest]
     best, plan, cuts = min(near, key=lambda entry: (entry[1].num_stages, entry[0].memory))
@@ -154,20 +166,42 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
         cuts.boundaries,
         profile,
         tuple(sorted(found.tried, key=lambda tried: (tried.makespan is None, tried.makespan or 0.0))),
-        wishes.latency,
-        wishes.bandwidth,
+        wishes.machine,
         wishes.optimizer_bytes,
-        why=_why(best, len(found.choices), fastest, given=given),
+        why=_why(best, len(found.choices), fastest, given=given, profile=profile),
     )
 
 
-def _why(best: Tried, count: int, fastest: float, *, given: bool) -> str:
+def _reasons(refused: Sequence[Tried]) -> str:
+    """Each reason once, with the candidates that it holds for."""
+    lines: dict[str, list[str]] = {}
+    for tried in refused:
+        lines.setdefault(tried.why, []).append(f"{tried.schedule} ({tried.stages_per_rank} a rank)")
+    if not lines:
+        return "  none allows these stages and this placement"
+    return "\n".join(f"  {', '.join(names)}:\n    {why}" for why, names in lines.items())
+
+
+def _why(best: Tried, count: int, fastest: float, *, given: bool, profile: Profile) -> str:
     if given:
         return "given"
     if best.makespan is not None and best.makespan > fastest:
-        close = f"within {100 * (_CLOSE - 1):.0f}% of the fastest of {count} candidates"
+        close = f"within {100 * (_CLOSE - 1):.0f}% of the fastest of {count} candidates {_at_costs(profile)}"
         return f"{close}, with the fewest stages and the least memory of those"
-    return f"the fastest of {count} candidates at the measured costs"
+    return f"the fastest of {count} candidates {_at_costs(profile)}"
+
+
+def _at_costs(profile: Profile) -> str:
+    if is_timed(profile):
+        return "at the measured costs"
+    if profile.metadata.get("estimated"):
+        return f"at costs estimated by {profile.metadata['estimated']}"
+    return "at the costs of the given profile"
+
+
+def is_timed(profile: Profile) -> bool:
+    """Whether its times are seconds: only those can be added to what was measured of the machine."""
+    return profile.metadata.get("unit") == "s"
 
 
 def _plans(profile: Profile, wishes: Wishes) -> Iterator[Plan]:
@@ -234,8 +268,7 @@ def _try(plan: Plan, profile: Profile, wishes: Wishes, found: _Found) -> None:
         plan,
         cuts.boundaries,
         profile,
-        latency=wishes.latency,
-        bandwidth=wishes.bandwidth,
+        machine=wishes.machine,
         optimizer_bytes=wishes.optimizer_bytes,
     )
     timeline = choice.timeline
@@ -248,7 +281,7 @@ def _try(plan: Plan, profile: Profile, wishes: Wishes, found: _Found) -> None:
     found.choices.append((tried, plan, cuts))
 
 
-def _costs(profile: Profile, bounds: Sequence[tuple[int, int]], *, latency: float, bandwidth: float | None) -> Costs:
+def _costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Machine) -> Costs:
     layers = profile.layers
 
     def total(name: str) -> tuple[float, ...]:
@@ -263,7 +296,9 @@ def _costs(profile: Profile, bounds: Sequence[tuple[int, int]], *, latency: floa
         held_to_input=total("activation_to_input"),
         held_to_weight=total("activation_to_weight"),
         backward=None if full is None else tuple(sum(full[start:stop]) for start, stop in bounds),
-        latency=latency,
-        bandwidth=bandwidth,
+        latency=machine.latency,
+        bandwidth=machine.bandwidth,
         output_bytes=tuple(float(crossing[stop - 1]) for _, stop in bounds),
+        overhead=machine.overhead,
+        posting=machine.posting,
     )

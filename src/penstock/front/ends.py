@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.transport import Transport
-from penstock.errors import CaptureError, StageError
+from penstock.errors import (
+    BalanceError,
+    CaptureError,
+    PenstockError,
+    PlanError,
+    RunError,
+    StageError,
+    UnknownNameError,
+)
 from penstock.run.schedule import transport_of
 from penstock.stage.stage import place_in
 
@@ -73,7 +80,7 @@ class Ends:
                 post = json.dumps({"text": make()}).encode()
             except Exception as error:  # noqa: BLE001  the others must hear of it, whatever it is
                 raised = error
-                post = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+                post = json.dumps({"error": str(error), "kind": type(error).__name__}).encode()
         if self.num_replicas > 1 and self.rank == 0:
             post = _broadcast_bytes(post, self.mesh.get_group(), self.device)
         if self.transport.num_ranks > 1:
@@ -82,7 +89,7 @@ class Ends:
             raise raised
         found = json.loads(post)
         if "error" in found:
-            raise CaptureError(f"rank 0 failed at {what}: {found['error']}")
+            raise _as_raised(found["kind"], f"rank 0 failed at {what}: {found['kind']}: {found['error']}")
         return str(found["text"])
 
     def gather(self, what: str, value: Any) -> list[Any]:
@@ -95,20 +102,15 @@ class Ends:
             dist.all_reduce(values, group=self.mesh.get_group())
             values /= self.num_replicas
 
-    def measure_connection(self) -> tuple[float, float | None]:
-        """Latency in seconds and bytes a second between ranks 0 and 1; every rank calls it."""
-        transport = self.transport
-        if transport.num_ranks < 2:
-            return 0.0, None
-        times = (
-            {size: self._ping(size) for size in (_SMALL, _LARGE)} if transport.rank < 2 else {_SMALL: 0.0, _LARGE: 1.0}
-        )
-        latency = times[_SMALL]
-        extra = times[_LARGE] - latency
-        return latency, 4 * (_LARGE - _SMALL) / extra if extra > 1e-7 else None
+    def measure_bandwidth(self) -> float | None:
+        """Bytes a second between ranks 0 and 1; every rank calls it, and the others get None."""
+        if self.transport.num_ranks < 2 or self.transport.rank > 1:
+            return None
+        extra = self._ping(_LARGE) - self._ping(_SMALL)
+        return 4 * (_LARGE - _SMALL) / extra if extra > 1e-7 else None
 
     def _ping(self, size: int) -> float:
-        """Seconds of a message one way, the median of a few."""
+        """Seconds of a message one way, the quickest of a few."""
         transport = self.transport
         peer = 1 - transport.rank
         buffer = torch.zeros(size, dtype=torch.float32, device=transport.device)
@@ -122,7 +124,13 @@ class Ends:
                 transport.irecv(buffer, peer).wait()
                 transport.isend(buffer, peer).wait()
             found.append((time.perf_counter() - start) / 2)
-        return statistics.median(found[1:])
+        return min(found)
+
+
+def _as_raised(kind: str, message: str) -> PenstockError:
+    """An error of the kind that rank 0 raised, so that every rank's program can catch the same."""
+    found = {one.__name__: one for one in (BalanceError, PlanError, RunError, StageError, UnknownNameError)}
+    return found.get(kind, CaptureError)(message)
 
 
 def _broadcast_bytes(payload: bytes, group: Any, device: torch.device) -> bytes:

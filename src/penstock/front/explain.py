@@ -14,8 +14,8 @@ def explanation(built: Built) -> str:
     """The table of stages, the schedule and what it was chosen among, and the prediction."""
     plan = built.plan
     head = (
-        f"{plan.num_stages} stages on {plan.num_ranks} ranks ({plan.placement.kind}), "
-        f"{plan.num_microbatches} microbatches, schedule {plan.name}"
+        f"{_count(plan.num_stages, 'stage')} on {_count(plan.num_ranks, 'rank')} ({plan.placement.kind}), "
+        f"{_count(plan.num_microbatches, 'microbatch', 'microbatches')}, schedule {plan.name}"
     )
     if built.choice is None:
         rows = [["stage", "rank", "parameters"]]
@@ -33,21 +33,21 @@ def stage_rows(choice: Choice) -> list[list[str]]:
     """The table of stages; the first row is its head."""
     rows = [["stage", "rank", "layers", "parameters", "forward", "backward", "activations", "sends"]]
     costs, layers = choice.costs, choice.profile.layers
+    both = [i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)]
+    backward = costs.backward or both
+    known = not choice.profile.metadata.get("estimated")
     for stage, (start, stop) in enumerate(choice.bounds):
         names = layers[start].name if stop - start == 1 else f"{layers[start].name} .. {layers[stop - 1].name}"
-        backward = (
-            costs.backward[stage] if costs.backward else costs.backward_input[stage] + costs.backward_weight[stage]
-        )
         rows.append(
             [
                 str(stage),
                 str(choice.plan.placement.rank_of(stage)),
                 names,
                 size_text(choice.parameter_bytes([stage])),
-                _time(costs.forward[stage], choice),
-                _time(backward, choice),
-                size_text(int(costs.held_to_input[stage])),
-                size_text(int(costs.output_bytes[stage] if costs.output_bytes else 0)),
+                _cost(costs.forward[stage], choice, whole=sum(costs.forward)),
+                _cost(backward[stage], choice, whole=sum(backward)),
+                size_text(int(costs.held_to_input[stage])) if known else "-",
+                size_text(int(costs.output_bytes[stage])) if known and costs.output_bytes else "-",
             ]
         )
     return rows
@@ -66,37 +66,59 @@ def rank_rows(choice: Choice) -> list[list[str]]:
     return rows
 
 
-def _time(value: float, choice: Choice) -> str:
-    unit = str(choice.profile.metadata.get("unit", ""))
-    return time_text(value, unit) if unit else "-"
+def _count(number: int, one: str, many: str | None = None) -> str:
+    """
+    >>> _count(1, "stage"), _count(3, "stage")
+    ('1 stage', '3 stages')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _cost(value: float, choice: Choice, *, whole: float) -> str:
+    """Seconds; or, where the costs are in no unit of time, the share of the whole."""
+    return time_text(value, "s") if choice.is_timed else percent(value / whole if whole else 0.0)
 
 
 def _prediction(choice: Choice) -> list[str]:
     timeline = choice.timeline
-    if not choice.profile.metadata.get("unit"):
-        return ["nothing was measured (profile=False): cut by the size of the parameters"]
+    bubble = f"bubble {percent(timeline.bubble_makespan)}"
+    if not choice.is_timed:
+        basis = choice.profile.metadata.get("estimated")
+        said = (
+            f"costs are estimated by {basis}, activations are not known" if basis else "the profile is not in seconds"
+        )
+        return [f"nothing was measured: {said}, messages count as free", f"estimated: {bubble}"]
     return [
-        f"predicted: a step takes {time_text(timeline.makespan, 's')}, bubble {percent(timeline.bubble_makespan)}",
+        f"predicted: a step takes {time_text(timeline.makespan, 's')}, {bubble}",
+        f"reckoned with, as measured between these ranks: {_machine(choice)}",
         *_table(rank_rows(choice)),
     ]
+
+
+def _machine(choice: Choice) -> str:
+    machine = choice.machine
+    found = [f"{time_text(machine.overhead, 's')} for an action"]
+    if choice.plan.num_ranks > 1:
+        found.append(
+            f"{time_text(machine.posting, 's')} to send or receive, {time_text(machine.latency, 's')} under way"
+        )
+        if machine.bandwidth is not None:
+            found.append(f"{size_text(round(machine.bandwidth))} a second")
+    return ", ".join(found)
 
 
 def _others(choice: Choice) -> list[str]:
     if len(choice.tried) < 2:
         return []
+    best = choice.tried[0].makespan or 0.0
     rows = [["candidate", "stages/rank", "step", "bubble", "memory"]]
     for tried in choice.tried[:_SHOWN]:
         if tried.makespan is None:
             rows.append([tried.schedule, str(tried.stages_per_rank), "-", "-", tried.why.splitlines()[0][:60]])
         else:
+            step = time_text(tried.makespan, "s") if choice.is_timed else f"{tried.makespan / (best or 1.0):.3f} x"
             rows.append(
-                [
-                    tried.schedule,
-                    str(tried.stages_per_rank),
-                    _time(tried.makespan, choice),
-                    percent(tried.bubble),
-                    size_text(tried.memory),
-                ]
+                [tried.schedule, str(tried.stages_per_rank), step, percent(tried.bubble), size_text(tried.memory)]
             )
     left = len(choice.tried) - _SHOWN
     return ["", *_table(rows), *([f"and {left} more"] if left > 0 else [])]

@@ -28,6 +28,8 @@ class Costs:
     latency: float = 0.0  # of a message between two ranks; occupies neither
     bandwidth: float | None = None  # bytes a unit of time on each ordered pair of ranks; None: no limit
     output_bytes: tuple[float, ...] | None = None  # what a stage sends for a microbatch; its gradient is as large
+    overhead: float = 0.0  # what a rank spends on each compute action beside the computation
+    posting: float = 0.0  # what a rank spends on each send or receive of a lowered plan
     unshard: float = 0.0  # gather the parameters of a stage
     reshard: float = 0.0
     reduce_grad: float = 0.0
@@ -63,10 +65,11 @@ class Costs:
         held_to_input: float = 1.0,
         held_to_weight: float | None = None,
         overlap: float | None = None,
+        overhead: float = 0.0,
     ) -> Costs:
         """Equal stages, with times per rank and microbatch as in papers: with v stages a rank each costs 1/v.
 
-        `held_to_weight` is as much as `held_to_input` unless given; `overlap` is per stage, as it is.
+        `held_to_weight` is as much as `held_to_input` unless given; `overlap` and `overhead` are per stage, as they are.
         """
 
         def each(total: float) -> tuple[float, ...]:
@@ -80,6 +83,7 @@ class Costs:
             held_to_weight=each(held_to_input if held_to_weight is None else held_to_weight),
             latency=latency,
             overlap=overlap,
+            overhead=overhead,
         )
 
     @classmethod

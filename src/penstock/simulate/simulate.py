@@ -23,6 +23,7 @@ from penstock.plan.actions import (
     text,
 )
 from penstock.simulate.costs import Costs
+from penstock.simulate.idle import idle_of
 from penstock.simulate.timeline import Idle, Timeline
 
 _NEVER = -1.0
@@ -36,7 +37,8 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     A rank does its actions in order; a compute action starts when the rank is free and what it needs is there. A
     message occupies no rank: it leaves when it is posted on both sides and the one before it on the same ordered pair
     of ranks has left, and arrives after the latency and, given a bandwidth, its bytes. In a compute-only plan a value
-    that crosses ranks arrives after the latency.
+    that crosses ranks arrives after the latency. Given `overhead` and `posting`, a compute action occupies its rank that
+    much longer, and a send or receive occupies it for that long before the message is posted.
 
     >>> from penstock.schedules import get_schedule
     >>> simulate(get_schedule("1f1b")(2, 2)).makespan
@@ -92,11 +94,14 @@ class _Run:
             waits = "; ".join(f"rank {r} at {text(self.plan.codes[r][self.cursor[r]])}" for r in stuck[:8])
             raise DeadlockError(f"the plan cannot run to its end: {waits}. penstock.plan.check(plan) shows the cycle")
         end = max((ends[-1] for ends in self.ends if ends), default=0.0)
-        idle = (
+        idle = tuple(
             Idle(filling, end - clock, communication, imbalance)
             for clock, (filling, communication, imbalance) in zip(self.clock, self.gaps, strict=True)
         )
-        return Timeline(self.plan, tuple(self.starts), self.settle_receives(), tuple(idle), costs=self.costs)
+        starts, ends = tuple(self.starts), self.settle_receives()
+        if self.costs.posting and self.plan.is_lowered:  # ranks are then neither idle nor busy while they post
+            idle = idle_of(self.plan, starts, ends)
+        return Timeline(self.plan, starts, ends, idle, costs=self.costs)
 
     def settle_receives(self) -> tuple[list[float], ...]:
         """The ends of all actions, those of the messages being their arrival."""
@@ -126,12 +131,13 @@ class _Run:
         """Work through the list of a rank as far as it goes."""
         codes, now = self.plan.codes[rank], self.clock[rank]
         starts, ends, needs, done, waiting = self.starts[rank], self.ends[rank], self.needs, self.done, self.waiting
-        duration, ready = self.duration, self.ready
+        duration, ready, posting = self.duration, self.ready, self.costs.posting
         for at in range(self.cursor[rank], len(codes)):
             code = codes[at]
             op = code & 15
-            if 3 < op < 8 and self.message(code, now):
+            if 3 < op < 8 and self.message(code, now + posting):
                 starts.append(now)
+                now += posting
                 ends.append(now)
                 continue
             if op > 3:
@@ -216,7 +222,7 @@ class _Run:
         starts.append(begin)
         first, second = (self.duration[part & KEY] for part in both)
         fused = self.costs.overlap
-        ends.append(begin + (first + second if fused is None else fused))
+        ends.append(begin + (first + second if fused is None else fused + self.costs.overhead))
         for part, end in zip(both, (begin + first if fused is None else ends[-1], ends[-1]), strict=True):
             self.complete(part, end)
             if part & OP == Op.B:
@@ -266,10 +272,10 @@ def _durations(plan: Plan, costs: Costs) -> dict[int, float]:
     found: dict[int, float] = {}
     for stage in range(plan.num_stages):
         both = costs.backward_input[stage] + costs.backward_weight[stage]
-        found[key_of(Op.F, stage)] = costs.forward[stage]
-        found[key_of(Op.I, stage)] = costs.backward_input[stage]
-        found[key_of(Op.W, stage)] = costs.backward_weight[stage]
-        found[key_of(Op.B, stage)] = both if costs.backward is None else costs.backward[stage]
+        found[key_of(Op.F, stage)] = costs.forward[stage] + costs.overhead
+        found[key_of(Op.I, stage)] = costs.backward_input[stage] + costs.overhead
+        found[key_of(Op.W, stage)] = costs.backward_weight[stage] + costs.overhead
+        found[key_of(Op.B, stage)] = (both if costs.backward is None else costs.backward[stage]) + costs.overhead
         found[key_of(Op.UNSHARD, stage)] = costs.unshard
         found[key_of(Op.RESHARD, stage)] = costs.reshard
         found[key_of(Op.REDUCE_GRAD, stage)] = costs.reduce_grad

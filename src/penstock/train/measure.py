@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.front import Pipeline
-from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, Op, parts
 from penstock.simulate import Timeline
-from penstock.simulate.timeline import Idle
 from penstock.train.job import Batch
 
 
@@ -32,62 +28,7 @@ def measure_step(pipe: Pipeline, batch: Batch, *, rounds: int = 3) -> Timeline:
         found.append(recording.timeline)
     pipe.zero_grad()
     pipe.schedule.steps = steps
-    timeline = min(found, key=lambda timeline: timeline.makespan)
-    return replace(timeline, idle=timeline.idle or measured_idle(timeline))
-
-
-def measured_idle(timeline: Timeline) -> tuple[Idle, ...]:
-    """Why each rank was idle: what its next action needed was not computed yet (imbalance) or under way."""
-    plan = timeline.plan
-    done: dict[tuple[int, int], float] = {}
-    for codes, ends in zip(plan.codes, timeline.ends, strict=True):
-        for code, end in zip(codes, ends, strict=True):
-            for part in parts(code):
-                if part & OP <= Op.B:
-                    done[_place(part)] = end
-                    if part & OP == Op.B:
-                        done[_place(part & ~OP | Op.I)] = end
-    rules = waits(timeline)
-    start, finish = timeline.start, timeline.start + timeline.makespan
-    found = []
-    for rank, codes in enumerate(plan.codes):
-        rows = [
-            (timeline.starts[rank][at], timeline.ends[rank][at], code)
-            for at, code in enumerate(codes)
-            if not Op.SEND_F <= code & OP <= Op.RECV_B
-        ]
-        if not rows:
-            found.append(Idle(filling=finish - start))
-            continue
-        communication = imbalance = 0.0
-        for (_, before, _), (after, _, code) in pairwise(rows):
-            if after <= before:
-                continue
-            ready = max((done.get(need, before) for part in parts(code) for need in rules(part)), default=before)
-            ready = min(max(ready, before), after)
-            imbalance += ready - before
-            communication += after - ready
-        found.append(Idle(rows[0][0] - start, finish - rows[-1][1], communication, imbalance))
-    return tuple(found)
-
-
-def _place(code: int) -> tuple[int, int]:
-    return code & KEY, code >> MICROBATCH_SHIFT & MICROBATCH
-
-
-def waits(timeline: Timeline) -> Any:
-    """A function: the computations, on whatever rank, whose results a computation waits for."""
-    from penstock.plan import Rules
-
-    rules = Rules(timeline.plan.graph, timeline.plan.placement, lowered=False)
-
-    def needs(code: int) -> list[tuple[int, int]]:
-        if code & OP > Op.B:
-            return []
-        microbatch = code >> MICROBATCH_SHIFT & MICROBATCH
-        return [(need & KEY, microbatch) for need in rules.needs(code & KEY)]
-
-    return needs
+    return min(found, key=lambda timeline: timeline.makespan)
 
 
 def measure_memory(pipe: Pipeline, batch: Batch) -> list[int]:

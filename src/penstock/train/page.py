@@ -17,6 +17,7 @@ _STYLE = """
 .pr-card { padding: 14px 16px 12px; min-width: 0; }
 .pr-card h2 { margin: 0 0 8px; font-size: 15px; }
 .pr-card p { margin: 6px 0 0; color: var(--ps-soft); font-size: 12.5px; }
+.pr-basis { margin: 0 2px 14px; color: var(--ps-soft); font-size: 12.5px; }
 .pr-scroll { overflow-x: auto; }
 .pr-card table { width: 100%; border-collapse: collapse; font-size: 12.5px; font-variant-numeric: tabular-nums; }
 .pr-card th { color: var(--ps-soft); font-weight: 500; text-align: right; padding: 3px 0 5px 12px; vertical-align: bottom; }
@@ -46,8 +47,9 @@ def render(
     stages: list[list[str]],
     ranks: list[list[str]],
     speed: list[list[str]],
+    basis: str = "",
 ) -> str:
-    """The whole page as text."""
+    """The whole page as text; `basis` says what the planned times rest on, if not on measured costs."""
     section = timeline_section([("planned", planned), ("measured", measured)])
     head = (
         f'<header class="ps-top"><div><h1>{escape(data["title"])}</h1>'
@@ -62,6 +64,7 @@ def render(
         + _card("Speed", _table(speed), _checked(data))
         + "</div>"
         + section.html
+        + (f'<p class="pr-basis">{escape(basis)}</p>' if basis else "")
         + '<div class="pr-grid">'
         + _card("Idle time by cause", _table(_idle_rows(planned, measured)), "share of the makespan")
         + _card(
@@ -71,7 +74,11 @@ def render(
             "and gradients, with what operators need for a moment.",
         )
         + "</div>"
-        + _card("Stages", _table(stages, words=(2,)), "for one microbatch, as measured before training")
+        + _card(
+            "Stages",
+            _table(stages, words=(2,)),
+            f"for one microbatch, {'estimated' if basis else 'as measured'} before training",
+        )
     )
     return page(data["title"], body, style_text=section.style + _STYLE, script_text=section.script)
 

@@ -17,13 +17,16 @@ from penstock.errors import PenstockError
 from penstock.front import Choice, Pipeline
 from penstock.front.explain import rank_rows, stage_rows
 from penstock.plan import Placement, StageGraph, dumps, loads
-from penstock.simulate import Timeline, simulate
+from penstock.simulate import Costs, Timeline, simulate
 from penstock.simulate.timeline import Idle
 from penstock.train.check import Checked
 from penstock.train.page import render
 
 REPORT, PAGE = "report.json", "report.html"
 _FORMAT = 1
+_NOT_MEASURED = (
+    "Nothing was measured before training: the plan is drawn with estimated costs, scaled to the measured time."
+)
 
 
 def collect(
@@ -80,8 +83,10 @@ def rewrite(folder: str | Path) -> Path:
     """Make the page again from the figures."""
     data = read(folder)
     choice = Choice.loads(data["choice"])
-    measured = replace(_timeline_from_json(data["measured"]), costs=choice.costs)
-    planned = replace(simulate(measured.plan, choice.costs), unit="s")
+    measured = _timeline_from_json(data["measured"])
+    costs = choice.costs if choice.is_timed else _scaled(choice.costs, measured)
+    measured = replace(measured, costs=costs)
+    planned = replace(simulate(measured.plan, costs), unit="s")
     page = Path(folder) / PAGE
     page.write_text(
         render(
@@ -90,11 +95,29 @@ def rewrite(folder: str | Path) -> Path:
             measured=measured,
             stages=stage_rows(choice),
             ranks=_memory_rows(rank_rows(choice), data["memory"]),
-            speed=_speed_rows(data, planned, measured),
+            speed=_speed_rows(data, planned if choice.is_timed else None, measured),
+            basis="" if choice.is_timed else _NOT_MEASURED,
         ),
         encoding="utf-8",
     )
     return page
+
+
+def _scaled(costs: Costs, measured: Timeline) -> Costs:
+    """Costs in no unit of time, made seconds: the ranks together are as busy as they were measured to be."""
+    busy = sum(simulate(measured.plan, costs).busy)
+    factor = sum(measured.busy) / busy if busy else 0.0
+
+    def times(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(factor * value for value in values)
+
+    return replace(
+        costs,
+        forward=times(costs.forward),
+        backward_input=times(costs.backward_input),
+        backward_weight=times(costs.backward_weight),
+        backward=None if costs.backward is None else times(costs.backward),
+    )
 
 
 def _memory_rows(predicted: list[list[str]], measured: Sequence[int]) -> list[list[str]]:
@@ -107,7 +130,7 @@ def _memory_rows(predicted: list[list[str]], measured: Sequence[int]) -> list[li
     return made
 
 
-def _speed_rows(data: dict[str, Any], planned: Timeline, measured: Timeline) -> list[list[str]]:
+def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeline) -> list[list[str]]:
     from penstock.show.numbers import time_text
 
     rows, unit = data["rows"], data["unit"]
@@ -116,7 +139,8 @@ def _speed_rows(data: dict[str, Any], planned: Timeline, measured: Timeline) -> 
         return [what, time_text(seconds, "s"), f"{rows / seconds:,.0f}" if seconds > 0 else "-"]
 
     made = [["", "a step takes", f"{unit} a second"]]
-    made.append(row("predicted, without the optimizer", planned.makespan))
+    if planned is not None:
+        made.append(row("predicted, without the optimizer", planned.makespan))
     made.append(row("measured, without the optimizer", measured.makespan))
     if data["seconds"]:
         made.append(row("measured, training (median)", statistics.median(data["seconds"])))

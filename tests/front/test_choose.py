@@ -1,0 +1,108 @@
+"""Which schedule, and what it is said to rest on: no model, only costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.balance import LayerCost, Profile
+from penstock.comm import LocalTransport, LocalWorld
+from penstock.front.build import Built
+from penstock.front.choose import Choice, Machine, Wishes, choose
+from penstock.front.ends import Ends
+from penstock.front.explain import explanation
+from penstock.front.machine import measure_machine, without_calls
+
+SECONDS = {"unit": "s"}
+
+
+def layers(seconds: float, number: int = 8) -> tuple[LayerCost, ...]:
+    return tuple(LayerCost(f"layers.{i}", seconds, seconds, seconds, activation_to_input=1000) for i in range(number))
+
+
+def explained(choice: Choice) -> str:
+    return explanation(Built([], choice.plan, None, choice))
+
+
+def test_overhead_makes_many_small_stages_lose() -> None:
+    profile = Profile(layers(1e-4), metadata=SECONDS)
+    free = choose(profile, Wishes(2, 8))
+    assert free.num_stages == 4
+    costly = choose(profile, Wishes(2, 8, machine=Machine(overhead=1e-4, posting=5e-5)))
+    assert costly.num_stages == 2
+    before = {(tried.schedule, tried.stages_per_rank): tried.makespan for tried in free.tried}
+    for tried in costly.tried:
+        assert tried.makespan is not None
+        free_time = before[tried.schedule, tried.stages_per_rank]
+        assert free_time is not None
+        actions = 16 * tried.stages_per_rank  # forwards and backwards of a rank; a split backward is two
+        assert tried.makespan >= free_time + 1e-4 * actions
+
+
+def test_nothing_measured_is_added_to_costs_that_are_no_seconds() -> None:
+    """A latency of 0.1 seconds means nothing beside costs in floating-point operations."""
+    profile = Profile(layers(1e9))
+    measured = Machine(latency=0.1, bandwidth=1e6, overhead=0.1, posting=0.1)
+    choice = choose(profile, Wishes(2, 8, machine=measured))
+    assert choice.machine == Machine()
+    assert not choice.is_timed
+    assert choice.timeline.unit == ""
+    text = explained(choice)
+    assert "candidates at the costs of the given profile" in text
+    assert "the profile is not in seconds, messages count as free" in text
+    assert "measured costs" not in text
+    assert "ms" not in text
+    assert choose(replace(profile, metadata=SECONDS), Wishes(2, 8, machine=measured)).machine == measured
+
+
+def test_what_is_predicted_says_what_was_reckoned_with() -> None:
+    machine = Machine(latency=1e-5, bandwidth=2**30, overhead=2e-5, posting=3e-5)
+    text = explained(choose(Profile(layers(1e-3), metadata=SECONDS), Wishes(2, 8, machine=machine)))
+    assert "20 µs for an action, 30 µs to send or receive, 10 µs under way, 1.0 GiB a second" in text
+    assert "predicted: a step takes" in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "expected"),
+    [(1, 1, "1 stage on 1 rank (loop), 1 microbatch, "), (2, 3, "2 stages on 2 ranks (loop), 3 microbatches, ")],
+)
+def test_one_and_many(ranks: int, microbatches: int, expected: str) -> None:
+    choice = choose(Profile(layers(1.0), metadata=SECONDS), Wishes(ranks, microbatches, "1f1b"))
+    assert explained(choice).startswith(expected)
+
+
+def test_a_choice_survives_its_text() -> None:
+    machine = Machine(latency=1e-5, bandwidth=1e9, overhead=2e-5, posting=3e-5)
+    choice = choose(Profile(layers(1e-3), metadata=SECONDS), Wishes(3, 6, machine=machine))
+    again = Choice.loads(choice.dumps())
+    assert again == choice
+    assert again.timeline.makespan == choice.timeline.makespan
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_machine_is_measured_without_a_trace(ranks: int) -> None:
+    def run(transport: LocalTransport) -> Any:
+        before = torch.random.get_rng_state()
+        machine = measure_machine(Ends.of(transport, None, torch.device("cpu")))
+        assert torch.equal(torch.random.get_rng_state(), before)
+        return machine
+
+    with torch.no_grad():  # as around a Pipeline that is made for evaluation
+        first, *_ = LocalWorld(ranks).run(run)
+    assert 0 < first.overhead < 0.1
+    assert (0 < first.posting < 0.1) == (ranks > 1)
+    assert (first.bandwidth is not None) == (ranks > 1)
+
+
+def test_calls_around_a_layer_are_taken_off() -> None:
+    small, large = layers(1e-7, 1)[0], replace(layers(1.0, 1)[0], name="large")
+    profile = Profile((small, large), metadata={**SECONDS, "backward": [2e-7, 2.0]})
+    net = without_calls(profile, torch.device("cpu"))
+    small, large = net.layers
+    assert small.forward == pytest.approx(1e-8), "a tenth stays: nothing is free"
+    assert 0.9 < large.forward < 1.0
+    assert 1.9 < net.metadata["backward"][-1] < 2.0
+    assert small.activation_to_input == 1000
