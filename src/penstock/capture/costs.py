@@ -62,6 +62,11 @@ class CostCuts:
 
     def _agreed(self, flat: Flat, num_stages: int) -> Profile:
         places = cut_places(flat, num_stages)
+        if len(places) < num_stages - 1:
+            raise CaptureError(
+                f"{num_stages} stages were asked for, and the model has only {len(places)} places where it can be cut; "
+                f"ask for at most {len(places) + 1}"
+            )
         why_not = _why_not_measured(self.model, (self.args, self.kwargs))
         text = agreed(
             f"cut/{fingerprint(flat, num_stages)}",
