@@ -7,7 +7,7 @@ import hashlib
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from penstock.comm.line import Line, Switchboard
 from penstock.comm.store import Departure, DistributedStore
 from penstock.comm.transport import FailureRecord, Transport, Work
 from penstock.comm.watcher import Watcher
@@ -48,6 +49,7 @@ class DistributedTransport(Transport):
         self._channels = _channels(group, backend, self.device)
         self.timeout = _timeout(backend)
         self.store: DistributedStore = _store(group, self.device)
+        self._switchboard = Switchboard(self.rank, self.store) if self._gloo is not None else None
         self._watcher: Watcher | None = None
         self._broken: FailureRecord | None = None
         self._in_step = False
@@ -73,6 +75,21 @@ class DistributedTransport(Transport):
     def receiver(self, peer: int) -> Callable[[list[Tensor]], Work]:
         channel, number = self._channels(self._peer(peer), peer < self.rank)
         return partial(channel.recv, srcRank=number, tag=_TAG)
+
+    def introduce(self, peers: Iterable[int]) -> None:
+        if self._switchboard is not None:
+            self._switchboard.introduce(peers)
+
+    def connect(self, peers: Iterable[int]) -> None:
+        if self._switchboard is not None:
+            self._switchboard.connect(peers)
+
+    def disconnect(self) -> None:
+        if self._switchboard is not None:
+            self._switchboard.disconnect()
+
+    def line(self, peer: int) -> Line | None:
+        return None if self._switchboard is None else self._switchboard.lines.get(peer)
 
     def waiter(self) -> Callable[[Work], object]:
         if self.device.type == "cpu":
@@ -136,6 +153,8 @@ class DistributedTransport(Transport):
 
     def _watch(self) -> None:
         self._in_step = True
+        if self._switchboard is not None:
+            self._switchboard.begin(self.epoch)
         if self._watcher is None:
             self._watcher = Watcher(self, self.store.clone())
         self._watcher.begin(self.epoch)
@@ -153,6 +172,8 @@ class DistributedTransport(Transport):
         if self._gloo is None or self.num_ranks == 1:
             return
         self._broken = record
+        if self._switchboard is not None:
+            self._switchboard.close()
         peer = (self.rank + 1) % self.num_ranks
         with suppress(RuntimeError):
             self._gloo.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
@@ -162,6 +183,8 @@ class DistributedTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        if self._switchboard is not None:
+            self._switchboard.close()
         if self._watcher is not None:
             self._watcher.end()
             self._watcher.stop()

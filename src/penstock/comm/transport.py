@@ -15,15 +15,18 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PeerFailed, PenstockError, RanksDisagree
+
+if TYPE_CHECKING:
+    from penstock.comm.line import Line
 
 
 class Work(Protocol):
@@ -125,6 +128,22 @@ class Transport(ABC):
 
         ``what`` says what was waited for ("the input of 3F0"). The failure is posted, so that the others hear of it.
         """
+
+    def introduce(self, peers: Iterable[int]) -> None:  # noqa: B027  a transport without lines does nothing
+        """Get ready to ``connect``: called by a rank that has had messages from these peers."""
+
+    def connect(self, peers: Iterable[int]) -> None:  # noqa: B027
+        """Make small messages to these peers cheaper, where that is possible; ``line`` tells where it was.
+
+        Every rank calls it after the same step, which went well, and with every rank that calls it with this one.
+        """
+
+    def disconnect(self) -> None:  # noqa: B027
+        """Go back to where no peer was connected; every rank calls it after the same step."""
+
+    def line(self, peer: int) -> Line | None:
+        """A cheaper way to the peer, for messages of at most ``LIMIT`` bytes; their order is apart from that of others."""
+        return None
 
     def isend(self, tensor: Tensor, peer: int) -> Work:
         """Send, with every error explained; for code that does not count microseconds."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from penstock.comm.line import LIMIT, Line
 from penstock.comm.transport import Transport, Work
 from penstock.run.layout import DATA, HEADER_NUMBERS, POISON
 
@@ -29,8 +31,11 @@ class Channel:
     def __init__(self, transport: Transport, peer: int, wait: Wait, *, reap_after: int | None) -> None:
         self.peer = peer
         self.send = transport.sender(peer)
-        self.recv = transport.receiver(peer)
+        self.recv = self._recv = transport.receiver(peer)
+        self.post = self.post_on_backend
         self.wait = wait
+        self.transport = transport
+        self.line: Line | None = None  # the way of small messages in this step
         self.device = transport.device
         self.sent: deque[Work] = deque()  # sends on their way
         self.incoming: deque[Receiving] = deque()  # receives of a cold step that are not done yet
@@ -39,7 +44,22 @@ class Channel:
         self.reaped = 0  # messages of this cold step that were waited for
         self.lost = False  # the connection is gone: nothing more is sent or received, so that the rest can be drained
 
-    def post(self, tensor: Tensor) -> None:
+    def begin(self, *, cold: bool) -> None:
+        """Choose the way that the messages of a step go. Both ends know whether it is cold, so they choose alike."""
+        line = self.line = None if cold else self.transport.line(self.peer)
+        if line is None:
+            self.post, self.recv = self.post_on_backend, self._recv
+        else:
+            self.post, self.recv = partial(self.post_on_line, line), partial(self.expect_on_line, line)
+
+    def post_on_line(self, line: Line, tensor: Tensor) -> None:
+        line.send(tensor) if tensor.nbytes <= LIMIT else self.post_on_backend(tensor)
+
+    def expect_on_line(self, line: Line, buffers: list[Tensor]) -> Work:
+        buffer = buffers[0]
+        return line.expect(buffer) if buffer.nbytes <= LIMIT else self._recv(buffers)
+
+    def post_on_backend(self, tensor: Tensor) -> None:
         """Send a tensor; wait for an older send if many are on their way."""
         sent = self.sent
         if self.reap_after is not None and len(sent) >= self.reap_after:
@@ -106,6 +126,11 @@ class Channel:
         """Wait for all sends."""
         while self.sent:
             self.wait(self.sent.popleft())
+
+    def settle(self) -> None:
+        """After Ctrl-C broke off a wait: take what was waited for all the same."""
+        if self.line is not None:
+            self.line.settle()
 
     def clear(self) -> None:
         self.sent.clear()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from penstock.comm.line import Arrival, Line
 from penstock.comm.transport import FailureRecord, Transport
 from penstock.errors import PenstockError, RanksDisagree, RunError, TransportError
 from penstock.plan.actions import Action, AnyAction, Op
@@ -169,6 +170,8 @@ class Runner:
         if not isinstance(error, RuntimeError) or isinstance(error, PenstockError):
             return error
         owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        while isinstance(owners[-1], (Line, Arrival)):
+            owners.pop()
         if self.recorder is not None and owners[-1] is self.recorder:
             owners.pop()  # it waits in the channel's stead
         owner = owners[-1]
@@ -225,6 +228,9 @@ class Runner:
             for work in box.pending():
                 if channel is not None and not channel.lost:
                     self._try(channel, partial(channel.wait, work))
+        for each in program.channels.values():
+            if not each.lost:
+                self._try(each, each.settle)
 
     @staticmethod
     def _drain_collective(program: Program, action: Action) -> None:
@@ -267,6 +273,11 @@ class Runner:
         if left:
             error = RunError(f"left over at the end of the step: {', '.join(left[:8])}; the plan did not use them up")
             self.report(None, error)
+        if error is None and preamble.cold and not self.dynamic:
+            try:
+                self.transport.introduce(program.channels)
+            except PenstockError as caught:
+                error = caught
         outcome = Outcome()
         for run in program.runs.values():
             if run.stage.is_last:
@@ -280,9 +291,11 @@ class Runner:
         if found.fine:
             if preamble.cold and not self.dynamic:
                 program.save_layouts(preamble.signature)
+                self.transport.connect(program.channels)
             if found.interrupt is not None:
                 raise found.interrupt
             return outcome
+        self.transport.disconnect()  # what is on the lines may be of this step: the next cold one makes new ones
         program.saved.pop(preamble.signature, None)  # it may have failed because the shapes are others by now
         error = found.interrupt or error
         if error is not None and (certain or not isinstance(error, Exception)):
