@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -15,9 +16,9 @@ from penstock.capture import (
     PipeSplitWrapper,
     SplitPoint,
     TrivialLossWrapper,
-    annotate_split_points,
     pipe_split,
 )
+from penstock.capture import annotate_split_points as _annotate
 from penstock.capture import pipeline as _pipeline
 
 PP_SUBMOD_PREFIX = "submod_pp"
@@ -63,6 +64,11 @@ def pipeline(
     pipe = _pipeline(module, mb_args, mb_kwargs, split_spec, split_policy, **options)
     pipe.__class__ = _TuplePipe
     return pipe
+
+
+def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
+    """Mark submodules, by their names, before or after which to cut."""
+    _annotate(mod, spec)
 
 
 def get_submod_name(stage_idx: int) -> str:

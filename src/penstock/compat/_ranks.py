@@ -27,12 +27,12 @@ class _Writer:
 
 
 def get_warmup_ops(
-    rank: int,
-    n_local_stages: int,
-    microbatches_per_round: int,
+    rank: int,  # in the group
+    n_local_stages: int,  # on this rank
+    microbatches_per_round: int,  # that one stage takes before the next one of the rank
     pp_group_size: int,
-    n_microbatches: int,
-    multiply_factor: int = 2,
+    n_microbatches: int,  # of a step
+    multiply_factor: int = 2,  # forwards for each hop to the last rank
 ) -> int:
     """How many forwards a rank does before its first backward."""
     wanted = (n_local_stages - 1) * microbatches_per_round + multiply_factor * (pp_group_size - 1 - rank)

@@ -12,39 +12,32 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from penstock.compat.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    _Action,
-    _ComputationType,
-    _PipelineSchedule,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
+from penstock.compat.schedules import get_schedule_class
 from penstock.errors import PlanError
-from penstock.plan.vocabulary import plan_of
+from penstock.plan.vocabulary import ComputationType, NamedAction, plan_of
+from penstock.run import PipelineScheduleMulti, PipelineScheduleRuntime, PipelineScheduleSingle, Schedule
 from penstock.show import to_svg
 from penstock.simulate import Timeline, simulate
 
-Rows = list[list[_Action | None]]
+Rows = list[list[NamedAction | None]]
 
 
 class OpKey(NamedTuple):
     """A computation, whichever rank does it."""
 
     stage_index: int
-    computation_type: _ComputationType
+    computation_type: ComputationType
     microbatch_index: int
 
 
 def get_schedule_ops(
-    schedule: str | type[_PipelineSchedule],
-    pp_degree: int,
+    schedule: str | type[Schedule],
+    pp_degree: int,  # ranks
     num_microbatches: int,
-    num_stages_per_rank: int | None = None,
-    add_spacing: bool = False,
-    with_comms: bool = False,
-    defer_pp_recv: bool = False,
+    num_stages_per_rank: int | None = None,  # None: as few as the schedule takes
+    add_spacing: bool = False,  # idle slots too
+    with_comms: bool = False,  # messages too
+    defer_pp_recv: bool = False,  # and receives as late as they may be
 ) -> Rows:
     """The actions of each rank under a schedule, by its name or class; no stage and no process is needed."""
     if add_spacing and with_comms:
@@ -62,7 +55,7 @@ def get_schedule_ops(
     stages: Any = [_place(rank=0, num_ranks=pp_degree, num_stages=pp_degree * per_rank) for _ in range(per_rank)]
     order = make(stages if several else stages[0], num_microbatches).pipeline_order
     if with_comms:
-        runtime = _PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)
+        runtime = PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)
         runtime._prepare_schedule_with_comms(order)
         order = runtime.pipeline_order_with_comms
     rows = [list(order[rank]) for rank in range(pp_degree)]
@@ -88,7 +81,7 @@ def add_schedule_op_spacing(schedule: Rows) -> Rows:
     timeline = _timeline(schedule)
     spaced: Rows = []
     for rank, row in enumerate(schedule):
-        slots: list[_Action | None] = []
+        slots: list[NamedAction | None] = []
         actions = [action for action in row if action is not None]
         for action, start in zip(actions, timeline.starts[rank], strict=True):
             slots.extend([None] * (round(start) - len(slots)))

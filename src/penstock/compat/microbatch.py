@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from penstock.batch import CustomReducer as _CustomReducer
 from penstock.batch import Replicate as _Replicate
 from penstock.batch import (
@@ -11,10 +13,10 @@ from penstock.batch import (
     merge_chunks,
     microbatch_sizes,
     split_block_mask,
+    split_tensor,
     sum_reducer,
 )
 from penstock.batch import split_args_kwargs_into_chunks as _split
-from penstock.batch import split_tensor as _split_tensor
 from penstock.batch.masks import block_mask_batch
 
 DEFAULT_CHUNK_DIM = 0
@@ -43,6 +45,11 @@ def split_args_kwargs_into_chunks(
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Cut every tensor without a spec along dimension 0, whatever its size. A schedule's step asks where it cannot tell."""
     return _split(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec, strict=False)
+
+
+def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> list[Tensor]:
+    """Cut one tensor along the dimension that its spec names."""
+    return split_tensor(tensor, spec, num_chunks)
 
 
 def _split_block_mask(block_mask: Any, num_chunks: int) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist  # noqa: F401  programs patch what stands here
 
+from penstock import run
 from penstock.batch import TensorChunkSpec
 from penstock.compat._orders import add_reduce_grad as _add_reduce_grad
 from penstock.compat._orders import add_send_recv as _add_send_recv
@@ -19,28 +20,14 @@ from penstock.compat._ranks import get_warmup_ops as _get_warmup_ops
 from penstock.errors import UnknownNameError
 from penstock.plan.vocabulary import ComputationType as _ComputationType
 from penstock.plan.vocabulary import NamedAction as _Action
-from penstock.run import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleVHalf,
-    ScheduleVMin,
-    ScheduleVZB,
-    ScheduleZBH1,
-    ScheduleZBH2,
-    ScheduleZBVZeroBubble,
-)
+from penstock.plan.vocabulary import Order
+from penstock.run import PipelineScheduleMulti, PipelineScheduleSingle
 from penstock.run import PipelineScheduleRuntime as _PipelineScheduleRuntime
 from penstock.run import Schedule as _PipelineSchedule
 from penstock.run import ScheduleForwardOnly as _ScheduleForwardOnly
 from penstock.run.by_hand import CustomFunction as _CustomFunctionProtocol
 from penstock.run.by_hand import PipelineContext as _PipelineContext
-from penstock.run.legacy import validate_order as _validate_schedule
+from penstock.run.legacy import validate_order
 from penstock.run.p2p import batch_p2p as _batch_p2p
 from penstock.run.p2p import sorted_batch_p2p as _sorted_batch_p2p
 from penstock.run.p2p import wait_batch_p2p as _wait_batch_p2p
@@ -59,22 +46,20 @@ SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
 OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE_GRAD
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 
-_CLASSES: dict[str, Any] = {
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "GPipe": ScheduleGPipe,
-    "LoopedBFS": ScheduleLoopedBFS,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-    "PipelineScheduleSingle": PipelineScheduleSingle,
-    "PipelineScheduleMulti": PipelineScheduleMulti,
-    "ZBH1": ScheduleZBH1,
-    "ZBH2": ScheduleZBH2,
-    "VHalf": ScheduleVHalf,
-    "VMin": ScheduleVMin,
-    "VZB": ScheduleVZB,
-}
+ScheduleGPipe = run.ScheduleGPipe
+Schedule1F1B = run.Schedule1F1B
+ScheduleLoopedBFS = run.ScheduleLoopedBFS
+ScheduleInterleaved1F1B = run.ScheduleInterleaved1F1B
+ScheduleInterleavedZeroBubble = run.ScheduleInterleavedZeroBubble
+ScheduleZBVZeroBubble = run.ScheduleZBVZeroBubble
+ScheduleDualPipeV = run.ScheduleDualPipeV
+
+_ONE_STAGE: tuple[Any, ...] = (ScheduleGPipe, Schedule1F1B, run.ScheduleZBH1, run.ScheduleZBH2, PipelineScheduleSingle)
+_SEVERAL_STAGES: tuple[Any, ...] = (
+    *(ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble),
+    *(ScheduleDualPipeV, run.ScheduleVHalf, run.ScheduleVMin, run.ScheduleVZB, PipelineScheduleMulti),
+)
+_CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in (*_ONE_STAGE, *_SEVERAL_STAGES)}
 
 __all__ = [
     "PipelineScheduleMulti",
@@ -126,6 +111,11 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     if found is None:
         raise UnknownNameError(f"no schedule is called {schedule_name!r}; there are {', '.join(_CLASSES)}")
     return found
+
+
+def _validate_schedule(actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
+    """Prove an order complete and free of deadlocks; the rank of each stage."""
+    return validate_order(actions, pp_group_size, num_stages, num_microbatches)
 
 
 def _get_profiler_function_name(action: _Action) -> str:

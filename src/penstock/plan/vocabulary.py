@@ -27,16 +27,16 @@ class ComputationType(StrEnum):
     """The kinds of action; the value is how it is written."""
 
     FORWARD = "F"
+    FULL_BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
+    OVERLAP_F_B = "OVERLAP_F_B"
+    SEND_F = "SEND_F"
+    SEND_B = "SEND_B"
+    RECV_F = "RECV_F"
+    RECV_B = "RECV_B"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-    FULL_BACKWARD = "B"
-    OVERLAP_F_B = "OVERLAP_F_B"
     REDUCE_GRAD = "REDUCE_GRAD"
 
     @staticmethod

@@ -42,10 +42,10 @@ class Chunks(Exchange):
 
     def forward_one_chunk(
         self,
-        fwd_chunk_id: int,
+        fwd_chunk_id: int,  # the microbatch
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
+        save_forward_output: bool = True,  # in `output_chunks`, on the last stage
     ) -> Any:
         """The forward of a microbatch. `args` are the model's own, for the first stage; the others have received theirs."""
         received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)

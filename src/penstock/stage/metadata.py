@@ -39,7 +39,7 @@ class TensorMeta:
     """A tensor without its numbers; of a DTensor, its local part."""
 
     shape: torch.Size
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # of the tensor itself: what is sent is contiguous
     dtype: torch.dtype
     requires_grad: bool
 
@@ -73,11 +73,11 @@ class TensorMeta:
 class DTensorMeta(TensorMeta):
     """A DTensor without its numbers: its local part, and how it is spread over a mesh."""
 
-    global_shape: torch.Size
-    global_stride: tuple[int, ...]
-    placements: tuple[Any, ...]
-    mesh_dim_names: tuple[str, ...]
-    mesh_layout: Any
+    global_shape: torch.Size = torch.Size()  # noqa: RUF009  a tuple
+    global_stride: tuple[int, ...] = ()
+    placements: tuple[Any, ...] = ()
+    mesh_dim_names: tuple[str, ...] = ()
+    mesh_layout: Any = None
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> DTensorMeta:
@@ -207,13 +207,13 @@ def empty_like_meta(meta: TensorMeta, device: torch.device | str) -> Tensor:
     return torch.empty_strided(tuple(meta.shape), tuple(meta.stride), dtype=meta.dtype, device=device)
 
 
-def derive_grad_metas(metas: Metas) -> Metas:
+def derive_grad_metas(tensor_metas: Metas) -> Metas:
     """What the gradients of these tensors look like, as far as that can be told: not for DTensors."""
     return tuple(
         TensorMeta(m.shape, m.stride, m.dtype, False)
         if m is not None and not isinstance(m, DTensorMeta) and m.requires_grad
         else None
-        for m in metas
+        for m in tensor_metas
     )
 
 

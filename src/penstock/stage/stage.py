@@ -31,8 +31,8 @@ class PipelineStage(Inference, StageBase):
     def __init__(
         self,
         submodule: nn.Module,
-        stage_index: int,
-        num_stages: int,
+        stage_index: int,  # from 0
+        num_stages: int,  # of the whole pipeline
         device: torch.device | str,
         input_args: Any = None,
         output_args: Any = None,
