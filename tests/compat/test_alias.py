@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+import torch
 
 import penstock
 import penstock.compat
@@ -49,3 +50,30 @@ def test_classes_are_the_same_wherever_they_come_from() -> None:
 
     assert issubclass(penstock.ScheduleDualPipeV, schedules._PipelineScheduleRuntime)
     assert issubclass(penstock.ScheduleGPipe, schedules.PipelineScheduleSingle)
+
+
+def test_spacing_puts_every_action_after_what_it_needs() -> None:
+    from penstock.compat._schedule_visualizer import get_schedule_ops
+
+    first, second = get_schedule_ops("Interleaved1F1B", 2, 2, add_spacing=True)
+    assert [str(action) for action in second[:4]] == ["None", "1F0", "1F1", "3F0"]
+    assert [str(action) for action in second[4:8]] == ["3B0", "None", "3F1", "3B1"]  # a full backward takes two slots
+    assert first.index(*[a for a in first if str(a) == "2B0"]) == 6
+    assert [str(a) for a in first if a] == [str(a) for a in get_schedule_ops("Interleaved1F1B", 2, 2)[0]]
+
+
+def test_helpers_take_the_keywords_of_torch() -> None:
+    from penstock.compat import _IR, _utils, microbatch, schedules
+
+    order = {rank: [schedules._Action.from_str(f"{rank}{kind}0") for kind in "FB"] for rank in range(2)}
+    placed = schedules._validate_schedule(actions=order, pp_group_size=2, num_stages=2, num_microbatches=1)
+    assert placed == {0: 0, 1: 1}
+    chunks = microbatch._split_tensor(torch.arange(4), microbatch.TensorChunkSpec(0), num_chunks=2)
+    assert [chunk.tolist() for chunk in chunks] == [[0, 1], [2, 3]]
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    _IR.annotate_split_points(mod=model, spec={"1": _IR.SplitPoint.BEGINNING})
+    assert _IR.pipeline(model, (torch.ones(1, 2),)).num_stages == 2
+    meta = _utils._TensorMeta(torch.Size([2]), (1,), torch.float32, requires_grad=True)
+    assert _utils._derive_grad_metas(tensor_metas=(meta,))[0] is not None
+    spread = _utils._DTensorMeta(torch.Size([2]), (1,), torch.float32, requires_grad=True)
+    assert spread.placements == ()

@@ -17,7 +17,7 @@ from penstock.errors import PlanError
 from penstock.plan.vocabulary import ComputationType, NamedAction, plan_of
 from penstock.run import PipelineScheduleMulti, PipelineScheduleRuntime, PipelineScheduleSingle, Schedule
 from penstock.show import to_svg
-from penstock.simulate import Timeline, simulate
+from penstock.simulate import Costs, Timeline, simulate
 
 Rows = list[list[NamedAction | None]]
 
@@ -71,7 +71,8 @@ def _timeline(schedule: Rows) -> Timeline:
     leaves = [leaf for row in schedule for action in row if action is not None for leaf in action.leaves]
     stages = 1 + max(leaf.stage_index for leaf in leaves)
     microbatches = 1 + max(leaf.microbatch_index or 0 for leaf in leaves)
-    return simulate(plan_of(dict(enumerate(schedule)), num_microbatches=microbatches, num_stages=stages))
+    plan = plan_of(dict(enumerate(schedule)), num_microbatches=microbatches, num_stages=stages)
+    return simulate(plan, Costs.per_rank(num_stages=stages, stages_per_rank=1))  # a slot for each F, I and W of a stage
 
 
 def add_schedule_op_spacing(schedule: Rows) -> Rows:
