@@ -132,6 +132,17 @@ def test_closing_ends_a_wait(ends: tuple[Line, Line], closer: str) -> None:
         there.expect(torch.empty(1)).wait(timedelta(seconds=20))
 
 
+def test_a_forked_child_does_not_end_its_parents_line(ends: tuple[Line, Line]) -> None:
+    here, there = ends
+    child = os.fork()
+    if child == 0:
+        here.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    here.send(torch.ones(1))
+    there.expect(torch.empty(1)).wait(timedelta(seconds=5))
+
+
 def test_what_was_sent_before_closing_arrives(ends: tuple[Line, Line]) -> None:
     here, there = ends
     here.send(torch.ones(3))

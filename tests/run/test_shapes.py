@@ -120,24 +120,47 @@ def test_an_output_that_changes_by_itself(dynamic: bool) -> None:
         assert "dynamic=True" in text
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_layers_unfrozen_on_the_way(name: str) -> None:
-    """The first stage gets its gradients from the step after the one that notices."""
-    modules = make_modules(2)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
+def test_layers_of_the_first_rank_unfrozen_and_frozen_again(name: str) -> None:
+    """It knows before the step begins, so the step begins afresh; afterwards both ways are known."""
+    x, y = batch(4)
+    modules = make_modules(4 if name == "zbv" else 2)
     modules[0].requires_grad_(False)
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        for frozen in (True, False, True, False):
+            for stage in schedule._stages:
+                if stage.stage_index == 0:
+                    stage.submod.requires_grad_(not frozen)
+                stage.submod.zero_grad()
+            schedule.step(x, target=y)
+        assert schedule._runner is not None
+        if rank == 0:
+            assert len(schedule._runner.signatures[0]) == 2
+
+    on_ranks(name, 2, 2, rank, modules=modules)
+    assert close(grads_of(modules), loop_grads(modules, x, y, 2))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_layers_of_a_later_rank_unfrozen(name: str) -> None:
+    """The ranks before it are at work when it notices: the step fails, says what to do, and the next one is right."""
+    modules = make_modules(3)
+    modules[0].requires_grad_(False)
+    modules[1].requires_grad_(False)
     x, y = batch(4)
 
     def rank(schedule: Schedule, rank: int) -> None:
         schedule.step(x, target=y)
         schedule.step(x, target=y)
-        if rank == 0:
-            modules[0].requires_grad_(True)
-        with pytest.raises(RuntimeError, match="with gradient"):
+        if rank == 1:
+            modules[1].requires_grad_(True)
+        with pytest.raises(RuntimeError, match="frozen or unfrozen, call step again"):
             schedule.step(x, target=y)
         modules[rank].zero_grad()
         schedule.step(x, target=y)
 
-    on_ranks(name, 2, 2, rank, modules=modules)
+    on_ranks(name, 3, 2, rank, modules=modules)
     assert close(grads_of(modules), loop_grads(modules, x, y, 2))
 
 

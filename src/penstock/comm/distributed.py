@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import sys
 import time
 import weakref
@@ -54,6 +55,7 @@ class DistributedTransport(Transport):
         self._broken: FailureRecord | None = None
         self._in_step = False
         self._closed = False
+        self._owner = os.getpid()
         _OPEN.add(self)
 
     @classmethod
@@ -180,7 +182,7 @@ class DistributedTransport(Transport):
 
     def close(self) -> None:
         """Leave for good. A step that failed, or is not over, does not count as one that this rank has done."""
-        if self._closed:
+        if self._closed or os.getpid() != self._owner:  # a forked child does not leave in its parent's name
             return
         self._closed = True
         if self._switchboard is not None:

@@ -87,6 +87,7 @@ class Line:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._owner = os.getpid()
 
     # -- sending
 
@@ -193,6 +194,8 @@ class Line:
 
     def close(self) -> None:
         """End the line for both ranks, and every wait on it."""
+        if os.getpid() != self._owner:
+            return  # a forked child, of a DataLoader perhaps, only lets go of its copy
         self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -98,8 +98,8 @@ class Layout:
         nest = "" if spec == self.spec else f", in {spec} instead of {self.spec}"
         raise ShapeError(
             f"the output of stage {stage} for microbatch {microbatch} is ({now}), but the first step with inputs of these "
-            f"shapes gave ({then}){nest}. If it changes from step to step for other reasons than the shape of the first "
-            "stage's input, make the schedule with dynamic=True"
+            f"shapes gave ({then}){nest}. If layers were frozen or unfrozen, call step again: it starts afresh. If it changes "
+            "from step to step for other reasons than the shape of the first stage's input, make the schedule with dynamic=True"
         )
 
 

@@ -61,6 +61,7 @@ class Program:
         self.outboxes: dict[tuple[int, int], Outbox] = {}
         self.runs: dict[int, StageRun] = {}
         self.context = context  # makes what custom functions are given, of this program and `cold`
+        self.parameters = [p for stage in stages for p in stage.submod.parameters()] if setting.grad else []
         self.saved: dict[int, list[tuple[list[Any], list[Any]]]] = {}  # signature -> layouts
         self.codes = self.plan.codes[self.rank]
         self.actions = tuple(map(unpack, self.codes))
@@ -157,6 +158,10 @@ class Program:
     def begin(self, inputs: StepInputs) -> None:
         for run in self.runs.values():
             run.inputs = inputs
+
+    def frozen(self) -> tuple[bool, ...]:
+        """Which parameters of this rank need no gradient; what a stage gives may depend on it."""
+        return tuple([not parameter.requires_grad for parameter in self.parameters])
 
     def load_layouts(self, signature: int) -> None:
         """For a warm step."""

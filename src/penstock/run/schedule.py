@@ -447,7 +447,7 @@ class Schedule(LegacySchedule):
                     "rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)"
                 )
             inputs.weights = self._weights(inputs)
-        return inputs, _shapes(args, kwargs) if self._has_first else None
+        return inputs, (_shapes(args, kwargs), self._program(mode).frozen()) if self._has_first else None
 
     def _weights(self, inputs: StepInputs) -> list[float] | None:
         """The share of each microbatch in the batch; None: each loss counts as it is."""
