@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 WORDS, WIDTH, LENGTH = 31, 16, 6
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Block(nn.Module):
@@ -44,6 +45,23 @@ class Words(nn.Module):
         return self.head(x)
 
 
+class Chain(nn.Module):
+    """Modules one after another, which `split_modules` cuts without capturing; the head shares the embedding's weight."""
+
+    PARTS = ("embed", "layers.0", "layers.1", "layers.2", "layers.3", "layers.4", "head")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        made: Tensor = self.head(self.layers(self.embed(tokens)))
+        return made
+
+
 class WithLoss(Words):
     """Returns its own loss."""
 
@@ -56,7 +74,7 @@ def loss_fn(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
-def make(kind: type[Words] = Words, **options: Any) -> Words:
+def make(kind: type[Model] = Words, **options: Any) -> Model:  # type: ignore[assignment]  # the default is one
     torch.manual_seed(7)
     return kind(**options).double()
 
@@ -68,7 +86,7 @@ def batch(step: int = 0, rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def train_plainly(
-    model: Words, steps: int, *, microbatches: int = 4, clip: float | None = None
+    model: nn.Module, steps: int, *, microbatches: int = 4, clip: float | None = None
 ) -> list[tuple[float, float]]:
     """(loss, norm of the gradients) of each step, by a plain loop in one process."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

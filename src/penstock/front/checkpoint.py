@@ -4,7 +4,8 @@
     pipe.load("run/checkpoint", optimizer=optimizer)            # with any other number of ranks and stages
     model.load_state_dict(penstock.load("run/checkpoint").model)         # the plain model, in one process
 
-Without penstock: ``dcp.load({"model": model.state_dict()}, checkpoint_id="run/checkpoint")``.
+Without penstock: ``dcp.load({"model": model.state_dict()}, checkpoint_id="run/checkpoint")``, or torch's own tool, which
+makes one file of it: ``python -m torch.distributed.checkpoint.format_utils dcp_to_torch run/checkpoint model.pt``.
 
 A checkpoint is written beside its place and renamed into it. A crash in between leaves the one before: where it was, or,
 in the instant between two renames, under the same name with ".old", where `load` looks as well.
@@ -25,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from penstock.errors import RunError, StageError
+from penstock.front import moments
+from penstock.front.contents import Reader, add_names, tensor_entries
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors, unknown
 from penstock.front.spread import receive_from, send_to
@@ -61,41 +63,60 @@ def save(
     """Write a checkpoint; every rank of every replica calls it."""
     place = Path(folder).absolute()
     fresh = place.with_name(place.name + ".saving")
-    mine = {f"model.{name}": value.detach() for name, value in tensors.state.items() if name not in tensors.elsewhere}
-    state, values, groups = _optimizer_parts(optimizer, tensors)
-    mine |= state
+    notes = _as_json(extra or {})
+    model = {name: value.detach() for name, value in tensors.state.items() if name not in tensors.elsewhere}
+    state, values, groups = moments.parts(optimizer, tensors)
     facts = ends.gather("what a checkpoint holds", [tensors.aliases, values, groups])
-    if ends.is_first:
+
+    def begin() -> str:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-    _meet(ends, "a folder for the checkpoint")
-    _write(fresh, mine, ends)
-    if ends.is_first:
-        _write_facts(fresh, facts, extra or {})
+        return ""
+
+    def end() -> str:
+        _write_facts(fresh, facts, notes)
         _swap(fresh, place)
-    _meet(ends, "the end of a checkpoint")
+        return ""
+
+    ends.decide("a folder for the checkpoint", begin)
+    _write(fresh, model, state, ends)
+    ends.decide("the end of a checkpoint", end)
 
 
-def _meet(ends: Ends, what: str) -> None:
-    ends.decide(what, str)
+def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        made: dict[str, Any] = json.loads(json.dumps(dict(extra)))
+    except (TypeError, ValueError) as error:
+        raise RunError(
+            f"extra cannot be saved: {error}; expected numbers, texts, lists and dictionaries of them. What has tensors "
+            "belongs into the model or the optimizer"
+        ) from error
+    return made
 
 
-def _write(fresh: Path, mine: dict[str, Tensor], ends: Ends) -> None:
+def _write(fresh: Path, model: dict[str, Tensor], state: dict[str, dict[str, Tensor]], ends: Ends) -> None:
     from penstock.comm.distributed import DistributedTransport
 
     if isinstance(ends.transport, DistributedTransport):
         group = None if ends.mesh is not None else ends.group
-        state_dict_saver.save(
-            mine, storage_writer=FileSystemWriter(fresh, single_file_per_rank=True), process_group=group
-        )
+        writer = FileSystemWriter(fresh, single_file_per_rank=True)
+        state_dict_saver.save(_tree(model, state), storage_writer=writer, process_group=group)
         return
     if ends.rank > 0:
-        send_to(ends.transport, [0], mine)
+        send_to(ends.transport, [0], [model, state])
         return
     for rank in range(1, ends.transport.num_ranks):
-        mine |= receive_from(ends.transport, rank)
+        others, moments = receive_from(ends.transport, rank)
+        model |= others
+        state |= moments
     with _alone():
-        state_dict_saver.save(mine, storage_writer=FileSystemWriter(fresh), no_dist=True)
+        state_dict_saver.save(_tree(model, state), storage_writer=FileSystemWriter(fresh), no_dist=True)
+
+
+def _tree(model: dict[str, Tensor], state: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """As programs without penstock write and read it: torch makes "model.NAME" and "optimizer.state.NAME.KEY" of it."""
+    parts: dict[str, Any] = {"model": model} if model else {}
+    return {**parts, "optimizer": {"state": state}} if state else parts
 
 
 def _write_facts(fresh: Path, everyone: list[Any], extra: Mapping[str, Any]) -> None:
@@ -116,6 +137,7 @@ def _write_facts(fresh: Path, everyone: list[Any], extra: Mapping[str, Any]) -> 
         "param_groups": groups,
         "extra": dict(extra),
     }
+    add_names(fresh, {f"model.{name}": [f"model.{other}" for other in others] for name, others in aliases.items()})
     with (fresh / FACTS).open("w", encoding="utf-8") as file:
         json.dump(facts, file, indent=1)
         file.flush()
@@ -129,40 +151,6 @@ def _swap(fresh: Path, place: Path) -> None:
         place.rename(old)
     fresh.rename(place)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _optimizer_parts(
-    optimizer: Any, tensors: StageTensors
-) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:
-    """The optimizer's tensors by name, its plain values by name, and its groups."""
-    if optimizer is None:
-        return {}, {}, []
-    names = {id(p): name for name, p in tensors.parameters.items()}
-    copies = {id(p) for _, _, p in tensors.copies}
-    state: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    for parameter, entries in optimizer.state.items():
-        if id(parameter) in copies:
-            continue
-        name = names.get(id(parameter))
-        if name is None:
-            raise StageError(
-                "the optimizer holds a parameter that is not of this pipeline; make it from pipe.parameters()"
-            )
-        if name in tensors.elsewhere:
-            continue
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                state[f"optimizer.state.{name}.{key}"] = value.detach()
-            else:
-                values[f"{name}.{key}"] = value
-    groups = []
-    for group in optimizer.param_groups:
-        plain = {
-            k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names")
-        }
-        groups.append({"options": plain, "names": [names[id(p)] for p in group["params"] if id(p) in names]})
-    return state, values, groups
 
 
 # -- loading
@@ -191,7 +179,8 @@ def load(folder: str | Path) -> Checkpoint:
     """
     place = found(folder)
     facts = _facts(place)
-    state = {key: _like(entry) for key, entry in _entries(place).items()}
+    again = {f"model.{other}" for others in facts["aliases"].values() for other in others}
+    state = {key: moments.room(entry) for key, entry in tensor_entries(place).items() if key not in again}
     _read(place, state)
     model = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
     for name, others in facts["aliases"].items():
@@ -211,7 +200,7 @@ def load(folder: str | Path) -> Checkpoint:
 def load_into(folder: str | Path, tensors: StageTensors, *, optimizer: Any = None) -> dict[str, Any]:
     """Read what this rank needs into the stages' tensors and the optimizer; `extra` comes back."""
     place = found(folder)
-    facts, entries = _facts(place), _entries(place)
+    facts, entries = _facts(place), tensor_entries(place)
     state: dict[str, Tensor] = {}
     missing = []
     for name, value in tensors.state.items():
@@ -224,11 +213,11 @@ def load_into(folder: str | Path, tensors: StageTensors, *, optimizer: Any = Non
     if missing:
         have = [key.removeprefix("model.") for key in entries if key.startswith("model.")]
         raise unknown(missing, have, f"{place} lacks tensors of this model")
-    pending = _optimizer_targets(optimizer, tensors, entries)
+    pending = moments.targets(optimizer, tensors, entries)
     _read(place, {**state, **{key: value for key, _, _, value in pending}})
     tensors.level()
     if optimizer is not None:
-        _fill(optimizer, tensors, facts, pending)
+        moments.fill(optimizer, tensors, facts, pending)
     return dict(facts["extra"])
 
 
@@ -255,20 +244,11 @@ def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bo
         raise unknown(missing, state, "the state dict lacks tensors of this rank's stages")
 
 
-def _entries(place: Path) -> dict[str, TensorStorageMetadata]:
-    metadata = FileSystemReader(place).read_metadata().state_dict_metadata
-    return {key: entry for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _like(entry: TensorStorageMetadata) -> Tensor:
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-
 def _read(place: Path, state: dict[str, Tensor]) -> None:
-    """Each process reads what it needs; values are read with weights_only."""
+    """Each process reads what it needs; torch reads values with weights_only, and `Reader` the list of them."""
     if state:
         with _alone():
-            state_dict_loader.load(state, storage_reader=FileSystemReader(place), no_dist=True)
+            state_dict_loader.load(state, storage_reader=Reader(place), no_dist=True)
 
 
 @contextmanager
@@ -277,48 +257,3 @@ def _alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _optimizer_targets(
-    optimizer: Any, tensors: StageTensors, entries: Mapping[str, TensorStorageMetadata]
-) -> list[tuple[str, str, str, Tensor]]:
-    """(key in the file, parameter, entry, tensor to read into) for each tensor of the optimizer."""
-    if optimizer is None:
-        return []
-    found_here = []
-    for name, parameter in tensors.parameters.items():
-        for spelling in (name, *tensors.aliases.get(name, ())):
-            prefix = f"optimizer.state.{spelling}."
-            for key, entry in entries.items():
-                part = key.removeprefix(prefix)
-                if key.startswith(prefix) and "." not in part:
-                    same = tuple(entry.size) == tuple(parameter.shape)
-                    room = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype) if same else _like(entry)
-                    found_here.append((key, name, part, room))
-    return found_here
-
-
-def _fill(
-    optimizer: Any, tensors: StageTensors, facts: Mapping[str, Any], pending: list[tuple[str, str, str, Tensor]]
-) -> None:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for _, name, part, value in pending:
-        for parameter in (tensors.parameters[name], *(copy for one, _, copy in tensors.copies if one == name)):
-            if id(parameter) in held:
-                optimizer.state[parameter][part] = value.clone()
-    for key, value in facts["optimizer_values"].items():
-        name, _, part = key.rpartition(".")
-        own = tensors.parameters.get(name)
-        if own is not None and id(own) in held:
-            optimizer.state[own][part] = value
-    for group, saved in zip(optimizer.param_groups, facts["param_groups"], strict=False):
-        for key, value in saved["options"].items():
-            if key in group:
-                kept = group[key]
-                group[key] = (
-                    tuple(value)
-                    if isinstance(kept, tuple)
-                    else kept.fill_(value)
-                    if isinstance(kept, Tensor)
-                    else value
-                )

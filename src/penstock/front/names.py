@@ -71,14 +71,20 @@ def stage_tensors(
         module = inner(stage.submod)
         kept = module.state_dict(keep_vars=True)
         known = module.aliases if isinstance(module, StageModule) else {}
-        for own, tensor in {**dict(module.named_parameters(remove_duplicate=False)), **kept}.items():
+        held = {**dict(module.named_parameters(remove_duplicate=False)), **kept}
+        together: dict[int, list[str]] = {}  # a module may know one tensor by several names
+        for own, tensor in held.items():
+            together.setdefault(id(tensor), []).append(own)
+        for own, tensor in held.items():
             if not isinstance(tensor, Tensor):
                 continue
-            holders = tied.get((stage.stage_index, own), ())
+            names = together[id(tensor)]
+            holders = next((tied[stage.stage_index, n] for n in names if (stage.stage_index, n) in tied), ())
+            places = {*holders, *((stage.stage_index, n) for n in names)}
             spellings = (
-                {own, *known.get(own, ()), *(name for _, name in holders)}
-                if not prefixes
-                else {prefixes[index] + name for index, name in holders or ((stage.stage_index, own),)}
+                {prefixes[index] + n for index, n in places}
+                if prefixes
+                else {n for _, n in places}.union(*(known.get(n, ()) for n in names))
             )
             name = min(spellings)
             if len(spellings) > 1:
