@@ -190,20 +190,42 @@ class Numpy(nn.Module):
         return y * torch.from_numpy(y.detach().numpy().copy())
 
 
+class Far(nn.Module):
+    """What cannot be traced stands deep inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4), inner]), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 @pytest.mark.parametrize(
-    ("make", "line"),
+    ("make", "line", "change"),
     [
-        (Unrolled, "for _ in range(int(x.abs().max().item())):"),
-        (Numpy, "return y * torch.from_numpy(y.detach().numpy().copy())"),
+        (
+            Branch,
+            "return torch.tanh(self.layer(x)) if x.sum() > 0 else self.layer(x) * 2",
+            "torch.where(condition, a, b)",
+        ),
+        (Unrolled, "for _ in range(int(x.abs().max().item())):", "no .item(), int() or float() of a tensor"),
+        (Numpy, "return y * torch.from_numpy(y.detach().numpy().copy())", "stay in torch: no .numpy()"),
     ],
 )
-def test_a_failure_shows_the_line_and_both_ways_out(make: type[nn.Module], line: str) -> None:
+def test_a_failure_shows_the_line_and_both_ways_out(make: type[nn.Module], line: str, change: str) -> None:
     with pytest.raises(CaptureError) as caught:
-        pipeline(make(), (torch.randn(2, 4),), num_stages=2)
+        pipeline(Far(make()), (torch.randn(2, 4),), num_stages=2)
     text = str(caught.value)
-    assert f"torch.export cannot trace {make.__name__}" in text
+    assert "torch.export cannot trace Far" in text
+    assert f"in layers.1 ({make.__name__})" in text
     assert "test_cuts.py" in text
     assert line in text
-    assert "1. change that line" in text
+    assert "1. change that line: " in text
+    assert change in text
     assert "2. build the stages from the model's modules, without a trace: penstock.split_modules(" in text
+    assert '["embed", "layers.0", "layers.1", "head"]' in text
     assert caught.value.__cause__ is not None  # torch's own words, for who wants them

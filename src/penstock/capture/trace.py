@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import gc
 import io
-import linecache
 import logging
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +25,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
+from penstock.capture.failure import explained, place_of, reason
+from penstock.capture.functions import keep_functions, refuse_backward_hooks, watching_functions
 from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint, watching, watching_checkpoints
 from penstock.capture.skeleton import Skeleton, fake_leaves
@@ -35,7 +34,6 @@ from penstock.capture.tree import take_apart
 from penstock.errors import CaptureError
 
 _PREFIX = "model."
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
 Dims = tuple[Any, ...]  # for each leaf: None, or {dimension: Dim}
 
@@ -157,6 +155,7 @@ def trace(
     why = ""
     draws: AbstractContextManager[Any] = nullcontext()
     model = skeleton.module
+    refuse_backward_hooks(model)
     if training is not None and training != model.training:
         model.train(training)
     while True:
@@ -168,21 +167,27 @@ def trace(
             with (
                 watching(model, points) as called,
                 watching_checkpoints(),
+                watching_functions(),
                 _quiet(),
                 draws,
                 torch.enable_grad(),
             ):
                 program = torch.export.export(root, fakes, dynamic_shapes=(dims,) if any(dims) else None, strict=False)
+        except CaptureError as error:
+            raise CaptureError(f"{error}{place_of(model, error)}") from error
         except Exception as error:
             if isinstance(error, GuardOnDataDependentSymNode):
                 if isinstance(draws, nullcontext):
                     draws = CertainDraws()
                     continue
             elif fall_back and any(dims):
-                why, dims = _reason(error), tuple(None for _ in dims)
+                why, dims = reason(error), tuple(None for _ in dims)
                 continue
-            raise _explained(model, error) from error
+            raise explained(model, error) from error
         _check_called(model, points, called)
+        for inner in program.graph_module.modules():
+            if isinstance(inner, fx.GraphModule):
+                keep_functions(inner.graph)
         return _traced(program, holder, model.training, why)
 
 
@@ -224,27 +229,3 @@ def _check_called(model: nn.Module, points: Mapping[str, frozenset[SplitPoint]],
             f"{name!r} ({type(child).__name__}) is named in split_spec, and the model never calls it with these "
             f"arguments{hint}"
         )
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else text
-
-
-def _explained(model: nn.Module, error: Exception) -> CaptureError:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
-    where = ""
-    if own:
-        last = own[-1]
-        code = (last.line or linecache.getline(last.filename, last.lineno or 0)).strip()
-        where = f"\n  at {last.filename}:{last.lineno} in {last.name}\n      {code}"
-    return CaptureError(
-        f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {_reason(error)}{where}\n"
-        "Two ways out:\n"
-        "  1. change that line so that it does not depend on the values of tensors (torch.where for a branch, "
-        "torch.cond, a fixed size), and capture again;\n"
-        "  2. build the stages from the model's modules, without a trace: "
-        'penstock.split_modules(model, ["embed", "layers.0", ...], num_stages)'
-    )
