@@ -20,9 +20,10 @@ from penstock.run.classes import (
     ScheduleZBH2,
     ScheduleZBVZeroBubble,
 )
+from penstock.run.context import ActionContext
 from penstock.run.record import Recording
 from penstock.run.rng import microbatch_rng
-from penstock.run.schedule import ActionContext, Schedule
+from penstock.run.schedule import Schedule
 
 __all__ = [
     "ActionContext",

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from penstock import __version__
-from penstock.batch import Microbatches, merge_chunks, sizes_of, split_batch, split_target, weights
+from penstock.batch import merge_chunks, split_batch, split_target
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.local import LocalWorld
 from penstock.comm.transport import Transport
 from penstock.errors import DeadlockError, PlanError, RanksDisagree, RunError, StageError
 from penstock.lower import Ahead, Early, ReceivePolicy, add_reduce_grad, add_unshard_reshard, lower
 from penstock.parallel import adapt
-from penstock.plan import AnyAction, Op, Overlap, Placement, Plan, StageGraph, check, dumps, load
+from penstock.plan import Op, Overlap, Placement, Plan, StageGraph, check, dumps, load
 from penstock.plan.vocabulary import ComputationType
+from penstock.run.context import ActionContext, CustomFunction
+from penstock.run.inputs import shapes_of, shares
 from penstock.run.legacy import LegacySchedule
 from penstock.run.program import Program, Setting
 from penstock.run.record import Recorder, Recording
@@ -30,41 +32,10 @@ from penstock.run.runner import Runner
 from penstock.run.stage_run import StepInputs
 from penstock.run.ties import Ties, declared
 from penstock.schedules import get_schedule
-from penstock.stage.boundary import flatten
 from penstock.stage.loss import OwnLoss
 from penstock.stage.stage import PipelineStage, place_in
 
 TRAIN, FORWARD = 0, 1
-CustomFunction = Callable[[AnyAction, "ActionContext"], object]
-
-
-class ActionContext:
-    """What a user's function for a kind of action is given beside the action.
-
-    def overlapped(action, context):
-        context.run(action.first)
-        context.run(action.second)
-
-    schedule.register_custom_function(Overlap, overlapped)
-    """
-
-    def __init__(self, schedule: Schedule, program: Program, *, cold: bool) -> None:
-        self.schedule = schedule
-        self.cold = cold  # whether messages of this step describe themselves; see `penstock.run.layout`
-        self._program = program
-
-    def stage(self, index: int) -> PipelineStage:
-        """A stage of this rank."""
-        return self._program.stages[index]
-
-    @property
-    def inputs(self) -> StepInputs:
-        """The microbatches of this step: `args`, `kwargs`, `targets`."""
-        return next(iter(self._program.runs.values())).inputs
-
-    def run(self, action: AnyAction) -> None:
-        """Do an action as penstock does it; messages of the step included."""
-        self._program.default(action, cold=self.cold)()
 
 
 class Schedule(LegacySchedule):
@@ -446,18 +417,8 @@ class Schedule(LegacySchedule):
                 raise RunError(
                     "rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)"
                 )
-            inputs.weights = self._weights(inputs)
-        return inputs, (_shapes(args, kwargs), self._program(mode).frozen()) if self._has_first else None
-
-    def _weights(self, inputs: StepInputs) -> list[float] | None:
-        """The share of each microbatch in the batch; None: each loss counts as it is."""
-        if not self.scale_grads:
-            return None
-        given = (inputs.targets, inputs.args, inputs.kwargs)
-        sizes = next((found for each in given if each for found in [sizes_of(each)] if found is not None), None)
-        if sizes is None or len(set(sizes)) == 1 or not sum(sizes):
-            return [1 / self._n_microbatches] * self._n_microbatches
-        return [float(weight) for weight in weights(sizes)]
+            inputs.weights = shares(inputs, size) if self.scale_grads else None
+        return inputs, (shapes_of(args, kwargs), self._program(mode).frozen()) if self._has_first else None
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -491,30 +452,3 @@ def transport_of(group: Any, device: torch.device) -> Transport:
     if place_in(group)[1] == 1:
         return LocalWorld(1).transports[0]
     return DistributedTransport.of(group, device=device)
-
-
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What tells one shape of input from another."""
-    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
-        return args[0].shape, args[0].dtype, args[0].requires_grad
-    if any(isinstance(arg, Microbatches) for arg in args) or any(isinstance(v, Microbatches) for v in kwargs.values()):
-        values: Any = ([list(a) if isinstance(a, Microbatches) else a for a in args], dict(kwargs))
-    else:
-        values = (args, kwargs)
-    tensors, spec = flatten(_plain(values))
-    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors), spec
-
-
-def _plain(value: Any) -> Any:
-    """What cannot cross a boundary may still be an argument (a mask object, a cache): its type stands for it."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Microbatches):
-        return [_plain(item) for item in value]
-    try:
-        flatten(value)
-    except StageError:
-        return f"{type(value).__module__}.{type(value).__qualname__}"
-    return value

@@ -1,0 +1,48 @@
+"""What a step is given: what tells one shape of it from another, and how much each microbatch of it counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from penstock.batch import Microbatches, sizes_of, weights
+from penstock.errors import StageError
+from penstock.run.stage_run import StepInputs
+from penstock.stage.boundary import flatten
+
+
+def shares(inputs: StepInputs, size: int) -> list[float]:
+    """The share of each of the `size` microbatches in the batch."""
+    given = (inputs.targets, inputs.args, inputs.kwargs)
+    sizes = next((found for each in given if each for found in [sizes_of(each)] if found is not None), None)
+    if sizes is None or len(set(sizes)) == 1 or not sum(sizes):
+        return [1 / size] * size
+    return [float(weight) for weight in weights(sizes)]
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What tells one shape of input from another."""
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+        return args[0].shape, args[0].dtype, args[0].requires_grad
+    if any(isinstance(arg, Microbatches) for arg in args) or any(isinstance(v, Microbatches) for v in kwargs.values()):
+        values: Any = ([list(a) if isinstance(a, Microbatches) else a for a in args], dict(kwargs))
+    else:
+        values = (args, kwargs)
+    tensors, spec = flatten(_plain(values))
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors), spec
+
+
+def _plain(value: Any) -> Any:
+    """What cannot cross a boundary may still be an argument (a mask object, a cache): its type stands for it."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Microbatches):
+        return [_plain(item) for item in value]
+    try:
+        flatten(value)
+    except StageError:
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return value
