@@ -284,6 +284,7 @@ def disagree(how: str) -> tuple[str, str, float]:
             schedule.eval(x, target=y)
     start = time.monotonic()
     error = ""
+    torch.set_default_dtype(torch.float64 if how == "dtype" and odd else torch.float32)
     try:
         if how.startswith("mode") and odd:
             schedule.eval(x, target=y)
@@ -291,6 +292,8 @@ def disagree(how: str) -> tuple[str, str, float]:
             schedule.step(x, target=y)
     except PenstockError as caught:
         error = f"{type(caught).__name__}: {caught}"
+    finally:
+        torch.set_default_dtype(torch.float32)
     seconds = time.monotonic() - start
     after = ""
     try:
@@ -300,7 +303,7 @@ def disagree(how: str) -> tuple[str, str, float]:
     return error, after, seconds
 
 
-@pytest.mark.parametrize("how", ["schedule", "plan", "microbatches", "mode", "mode later"])
+@pytest.mark.parametrize("how", ["schedule", "plan", "microbatches", "dtype", "mode", "mode later"])
 def test_ranks_that_disagree_are_told_the_difference(gloo_pool: GlooPool, how: str) -> None:
     results = gloo_pool.run(2, disagree, how)
     for error, after, seconds in results:
@@ -308,6 +311,11 @@ def test_ranks_that_disagree_are_told_the_difference(gloo_pool: GlooPool, how: s
         assert after == ""
         if not how.startswith("mode"):
             assert error.startswith("RanksDisagree")
-        differences = {"schedule": ("1f1b", "gpipe"), "microbatches": ("4", "2"), "plan": ("rank  plan", "0", "1")}
+        differences = {
+            "schedule": ("1f1b", "gpipe"),
+            "microbatches": ("4", "2"),
+            "plan": ("rank  plan", "0", "1"),
+            "dtype": ("float32", "float64"),
+        }
         words = differences.get(how, ("training step", "evaluation"))
         assert all(word in error for word in words), error

@@ -251,6 +251,7 @@ class Schedule(LegacySchedule):
             "placement": str(self.plan.placement.ranks),
             "loss": "with loss" if self._loss_fn is not None else "without loss",
             "tied parameters": ", ".join(group.name for group in self._ties.known) if self._ties else "",
+            "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
             "penstock": __version__,
             "torch": torch.__version__,
         }
