@@ -136,9 +136,43 @@ def test_processes_that_a_program_starts_have_the_alias_too() -> None:
 
 def test_a_module_instead_of_a_file() -> None:
     command = [sys.executable, "-m", "penstock.compat", "-m", "json.tool", "--help"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "json" in done.stdout
-    done = subprocess.run(command[:3], env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command[:3], env=environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
     assert "usage" in done.stderr
+
+
+SWITCHING = """
+import sys, types, warnings
+import torch
+import torch.distributed.pipelining as theirs
+from torch.distributed.pipelining import PipelineStage as Theirs
+library = sys.modules["library"] = types.ModuleType("library")
+library.stage = Theirs
+from penstock import compat
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    compat.install()
+    compat.install()
+assert len(told) == 1 and "library" in str(told[0].message), told
+from torch.distributed.pipelining import PipelineStage as Ours
+import torch.distributed.pipelining.schedules as schedules
+import penstock
+assert Ours is penstock.PipelineStage and torch.distributed.pipelining is compat
+assert schedules.Schedule1F1B is penstock.Schedule1F1B
+compat.uninstall()
+compat.uninstall()
+import torch.distributed.pipelining.schedules as schedules
+from torch.distributed.pipelining import PipelineStage
+assert PipelineStage is Theirs and torch.distributed.pipelining is theirs
+assert schedules.__name__ == "torch.distributed.pipelining.schedules"
+"""
+
+
+def test_the_alias_is_put_on_and_taken_off_at_any_time() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SWITCHING], env=environment(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
