@@ -72,7 +72,10 @@ def test_helpers_take_the_keywords_of_torch() -> None:
     assert [chunk.tolist() for chunk in chunks] == [[0, 1], [2, 3]]
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     _IR.annotate_split_points(mod=model, spec={"1": _IR.SplitPoint.BEGINNING})
-    assert _IR.pipeline(model, (torch.ones(1, 2),)).num_stages == 2
+    pipe = _IR.pipeline(model, (torch.ones(1, 2),))
+    assert pipe.num_stages == 2
+    assert pipe.split_gm.submod_pp_1 is pipe.get_stage_module(1)
+    assert not pipe.has_loss_and_backward
     meta = _utils._TensorMeta(torch.Size([2]), (1,), torch.float32, requires_grad=True)
     assert _utils._derive_grad_metas(tensor_metas=(meta,))[0] is not None
     spread = _utils._DTensorMeta(torch.Size([2]), (1,), torch.float32, requires_grad=True)

@@ -47,6 +47,19 @@ class _TuplePipe(Pipe):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
 
+    @property
+    def has_loss_and_backward(self) -> bool:
+        """Whether the model returns its own loss."""
+        return self.info().has_loss
+
+    @property
+    def split_gm(self) -> nn.Module:
+        """The stages as torch's captured graph holds them: `submod_pp_0`, `submod_pp_1` and so on."""
+        whole = nn.Module()
+        for index, stage in enumerate(self.stages):
+            whole.add_module(get_submod_name(index), stage)
+        return whole
+
 
 def pipeline(
     module: nn.Module,
