@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.capture import load, materialise, pipeline
+from penstock.capture.load import has_no_data
 from penstock.errors import CaptureError
 from tests.capture import toys
 
@@ -36,11 +39,17 @@ def _fill(name: str, tensor: torch.Tensor) -> None:
     tensor.fill_(3.0)
 
 
-def test_stage_by_stage_from_a_state_dict() -> None:
+def _of_fakes() -> nn.Module:
+    with FakeTensorMode():
+        return Model()
+
+
+@pytest.mark.parametrize("make", [_on_meta, _of_fakes])
+def test_stage_by_stage_from_a_state_dict(make: Callable[[], nn.Module]) -> None:
     real, ids = Model(), torch.randint(0, 11, (5, 3))
     values = {k: v for k, v in real.state_dict().items() if k != "head.weight"} | {"extra": torch.zeros(1)}
-    pipe = pipeline(_on_meta(), (ids,))
-    assert all(p.is_meta for p in pipe.parameters())
+    pipe = pipeline(make(), (ids,))
+    assert all(map(has_no_data, pipe.parameters()))
     reports = [materialise(pipe.get_stage_module(k), values, fill=_fill) for k in range(3)]
     assert torch.equal(pipe(ids), real(ids))
     assert reports[2].loaded == ("head.weight",)  # found under its other name

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
+from penstock.balance import LayerCost, Profile
 from penstock.capture import (
     MultiUseParameterConfig,
     PipeSequential,
@@ -192,7 +195,8 @@ def test_split_points_by_name() -> None:
 
 def test_number_of_stages_and_policy() -> None:
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), torch.randn(2, 4)
-    pipe = pipeline(model, (x,), num_stages=3)
+    even = Profile(tuple(LayerCost(str(i), forward=1.0) for i in range(6)))
+    pipe = pipeline(model, (x,), num_stages=3, profile=even)
     assert [len(pipe.get_stage_module(k).state_dict()) for k in range(3)] == [4, 4, 4]
     assert torch.equal(pipe(x), model(x))
     with pytest.raises(CaptureError, match="9 stages were asked for, and the model has only 5 places"):
@@ -207,8 +211,44 @@ def test_number_of_stages_and_policy() -> None:
     pipe = pipeline(model, (x,), split_policy=before_the_fourth)
     assert [len(pipe.get_stage_module(k).state_dict()) for k in range(2)] == [6, 6]
     assert torch.equal(pipe(x), model(x))
+    named = pipeline(model, (x,), split_policy=lambda traced: ["linear_2"])
+    assert [len(named.get_stage_module(k).state_dict()) for k in range(2)] == [4, 8]
     chosen = pipeline(model, (x,), num_stages=2, choose_cuts=lambda flat, count: [count])
     assert [len(chosen.get_stage_module(k).state_dict()) for k in range(2)] == [4, 8]
+
+
+class Scores(NamedTuple):
+    """A named tuple inside other containers."""
+
+    best: torch.Tensor
+    rest: list[Any]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x, y: (x, {"y": y}, [None, 3]),
+        lambda x, y: Scores(x, [y, "text"]),
+        lambda x, y: OrderedDict(a=x, b=Scores(y, [])),
+        lambda x, y: BaseModelOutput(last_hidden_state=x, hidden_states=(y, x)),
+        lambda x, y: toys.Answer(x, {"deep": Scores(y, [x])}, nothing=toys.Answer(y, {})),
+        lambda x, y: None,
+    ],
+    ids=["tuple", "namedtuple", "ordered dict", "model output", "dataclass", "nothing"],
+)
+def test_what_comes_out_is_what_the_model_returns(wrap: Callable[..., Any]) -> None:
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            first = self.a(x)
+            pipe_split()
+            return wrap(self.b(first), first)
+
+    model, x = Wraps(), torch.randn(2, 4)
+    assert_same(pipeline(model, (x,))(x), model(x))
 
 
 def test_sequential() -> None:

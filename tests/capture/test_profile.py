@@ -9,6 +9,7 @@ import torch
 
 import penstock
 from penstock.balance import Profile, balance
+from penstock.capture.layer import Layer
 from penstock.errors import CaptureError
 from tests.front.models import Words, batch, loss_fn, make
 
@@ -46,6 +47,31 @@ def test_a_model_without_data_can_be_measured() -> None:
     profile = penstock.profile(model, (batch()[0],), repeats=1)
     assert sum(layer.parameter_bytes for layer in profile.layers) == sum(p.nbytes for p in model.parameters())
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_bar_shows_the_progress_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    penstock.profile(make(), (batch()[0],), repeats=1, progress=True)
+    assert "profiling" in capsys.readouterr().err
+    penstock.profile(make(), (batch()[0],), repeats=1)
+    assert capsys.readouterr().err == "", "no terminal, no bar"
+
+
+def test_times_are_medians_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run of a layer and a run that was disturbed do not count."""
+    calls: dict[int, int] = {}
+    split = Layer._split
+
+    def disturbed(layer: Layer) -> tuple[float, float, float]:
+        split(layer)
+        calls[id(layer.module)] = run = calls.get(id(layer.module), 0) + 1
+        return (100.0, 100.0, 100.0) if run in (1, 3) else (1.0 + run, 2.0, 3.0)
+
+    monkeypatch.setattr(Layer, "_split", disturbed)
+    monkeypatch.setattr(Layer, "_now", lambda layer: 0.0)  # or a busy machine takes too long for all three runs
+    profile = penstock.profile(make(), (batch()[0],), repeats=3)
+    assert {(layer.forward, layer.backward_input, layer.backward_weight) for layer in profile.layers} == {
+        (5.0, 2.0, 3.0)
+    }
 
 
 def test_no_repeats_are_refused() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.balance import Cuts, Profile, balance
 from penstock.capture.agree import agreed
@@ -26,6 +25,7 @@ from penstock.capture.cuts import cut_places, estimated
 from penstock.capture.flat import Flat, Mark
 from penstock.capture.info import PipeInfo
 from penstock.capture.layer import Setting
+from penstock.capture.load import has_no_data
 from penstock.capture.measure import kept_random_state, measure
 from penstock.capture.module import StageModule
 from penstock.capture.names import StateNames
@@ -122,13 +122,13 @@ def cuts_at(where: Places) -> Callable[[Flat, int], list[int]]:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model is; one without data will be on the CPU."""
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    return next((p.device for p in model.parameters() if not has_no_data(p)), torch.device("cpu"))
 
 
 def _why_not_measured(model: nn.Module, example: Any) -> str:
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     tensors = [*model.parameters(), *model.buffers(), *leaves]
-    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
+    if any(map(has_no_data, tensors)):
         return "it has no values"
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return "it holds tensors of a class of their own"

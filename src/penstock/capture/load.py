@@ -1,4 +1,4 @@
-"""Stages of a model that fits no host: traced on the meta device, given memory and values stage by stage.
+"""Stages of a model that fits no host: traced on the meta device or under fake tensors, given memory and values stage by stage.
 
     with torch.device("meta"):
         model = Llama(config)
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.capture.module import StageModule
 from penstock.errors import CaptureError
@@ -61,7 +62,7 @@ def materialise(
     without_value: dict[int, set[str]] = {}
     for stage in modules:
         for name, owner, leaf, value in _entries(stage):
-            if value.is_meta:
+            if has_no_data(value):
                 made = fresh.setdefault(id(value), _empty(value, device))
                 without_value.setdefault(id(made), set()).add(name)
                 if isinstance(made, nn.Parameter):
@@ -88,6 +89,11 @@ def materialise(
     return report
 
 
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """On the meta device, or made under fake tensors."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def load(stages: nn.Module | Iterable[nn.Module], source: Values) -> LoadReport:
     """Copy values by name from a state dict, a safetensors file, several, or a folder of them."""
     return _loaded(_stage_modules(stages), source, frozenset())
@@ -105,7 +111,7 @@ def _loaded(modules: Sequence[StageModule], source: Values, blank: frozenset[str
         for name, _, _, value in _entries(stage):
             found = next((n for n in (name, *stage.aliases.get(name, ())) if n in reader.names), None)
             if found is None:
-                if name not in transient or name in blank or value.is_meta:
+                if name not in transient or name in blank or has_no_data(value):
                     missing[name] = None
                 continue
             _copy(name, value, reader.get(found))
@@ -189,7 +195,7 @@ def _transient(stage: StageModule) -> set[str]:
 
 
 def _empty(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    made = torch.empty_like(value, device=device)
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
 
 

@@ -14,7 +14,7 @@ from penstock.balance import LayerCost, Profile
 from penstock.capture.cuts import numbered
 from penstock.capture.info import PipeInfo
 from penstock.capture.layer import Layer, Setting, Times, is_state, moved
-from penstock.capture.load import materialise
+from penstock.capture.load import has_no_data, materialise
 from penstock.capture.module import StageModule
 from penstock.capture.wires import Wire
 
@@ -142,7 +142,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 def _on_device(stage: StageModule, device: torch.device) -> StageModule:
     """A copy that may be run and differentiated; one without data gets some."""
     made = copy.deepcopy(stage)
-    if any(t.is_meta for t in (*made.parameters(), *made.buffers())):
+    if any(map(has_no_data, (*made.parameters(), *made.buffers()))):
         materialise(made, None, device=device, fill=_something)
     return made.to(device)
 

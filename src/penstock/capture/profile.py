@@ -118,7 +118,7 @@ def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on a terminal; nothing anywhere else."""
     from rich.console import Console
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_terminal=wanted or None)
     if not (console.is_terminal if wanted is None else wanted):
         with nullcontext():
             yield lambda name: None
