@@ -16,7 +16,7 @@ import pytest
 PROGRAMS = Path(__file__).parent / "programs"
 SOURCE = Path(__file__).parents[2] / "src"
 RANKS = 2
-SAME_NUMBERS = ["tutorial_manual", "tutorial_traced", "trainer", "overlap", "subclasses"]
+SAME_NUMBERS = ["tutorial_manual", "tutorial_traced", "trainer", "overlap", "subclasses", "drivers"]
 
 
 def environment(**extra: str) -> dict[str, str]:

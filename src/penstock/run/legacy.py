@@ -383,6 +383,29 @@ class LegacySchedule:
 
     _initialize_stage = _initialize_stages
 
+    @property
+    def _stages_forward_initialized(self) -> bool:
+        """Whether stages that are driven by hand know their shapes; a program that sets it to False has them learn again.
+        Other steps follow the shapes by themselves.
+        """
+        return self._initialized is not None
+
+    @_stages_forward_initialized.setter
+    def _stages_forward_initialized(self, known: bool) -> None:
+        if not known:
+            self._initialized = None
+
+    @property
+    def _stages_backward_initialized(self) -> bool:
+        return self._initialized is True
+
+    @_stages_backward_initialized.setter
+    def _stages_backward_initialized(self, known: bool) -> None:
+        if not known:
+            self._initialized = None
+
+    _stage_forward_initialized, _stage_backward_initialized = _stages_forward_initialized, _stages_backward_initialized
+
     def _leaves(self) -> list[NamedAction]:
         rows = (self._order_with_comms or self.pipeline_order).values()
         return [leaf for row in rows for action in row if action is not None for leaf in action.leaves]
@@ -411,6 +434,12 @@ class LegacySchedule:
         if stage._adapter is not None and stage._adapter.sharded:
             stage._adapter.reshard()
             self.unsharded_stages.discard(stage.stage_index)
+
+    def _assert_unsharded(self, stage: Any) -> None:
+        """A function that computes by itself asks here whether the parameters of its stage are gathered."""
+        index = stage.stage_index
+        if stage._adapter is not None and stage._adapter.sharded and index not in self.unsharded_stages:
+            raise AssertionError(f"stage {index} is sharded; expected {index}UNSHARD before its parameters are used")
 
     def _gather_again(self) -> None:
         """Parameters that the order leaves gathered are gathered when the step is over, as it says."""
