@@ -27,7 +27,7 @@ from penstock.run import Schedule as _PipelineSchedule
 from penstock.run import ScheduleForwardOnly as _ScheduleForwardOnly
 from penstock.run.by_hand import CustomFunction as _CustomFunctionProtocol
 from penstock.run.by_hand import PipelineContext as _PipelineContext
-from penstock.run.legacy import validate_order
+from penstock.run.orders import validate_order
 from penstock.run.p2p import batch_p2p as _batch_p2p
 from penstock.run.p2p import sorted_batch_p2p as _sorted_batch_p2p
 from penstock.run.p2p import wait_batch_p2p as _wait_batch_p2p

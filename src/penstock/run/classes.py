@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import StageError
-from penstock.run.legacy import defers
+from penstock.run.orders import defers
 from penstock.run.schedule import Schedule
 from penstock.stage.stage import PipelineStage
 

@@ -1,49 +1,25 @@
-"""The names by which programs written for torch.distributed.pipelining read and change a schedule.
+"""Steps by hand: whether a schedule's steps go through its stages' own methods, and such a step from its split to its end.
 
-    schedule.pipeline_order                     # {0: [0F0, 0F1, ...], 1: [...]}
-    schedule._prepare_schedule_with_comms(order)
-    schedule._load_csv("plan.csv", format="compute_comms")
-
-None of it is on the way of penstock's own steps. `HandDriven` steps read and write it.
+None of it is on the way of penstock's own steps. `HandDriven` does the actions.
 """
 
 from __future__ import annotations
 
-import csv
 import inspect
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.batch import (
-    Microbatches,
-    TensorChunkSpec,
-    batch_size_of,
-    merge_chunks,
-    sizes_of,
-    split_batch,
-    split_target,
-    weights,
-)
-from penstock.errors import IncompleteError, PlanError, RunError, SplitError
-from penstock.lower import JustInTime
-from penstock.lower.in_turn import defer_receives, messages_in_turn
-from penstock.lower.reduce import reduce_grad
-from penstock.lower.shards import unshard_reshard
-from penstock.plan import Plan, check
-from penstock.plan.vocabulary import ComputationType, NamedAction, Order, of_code, order_of, plan_of, to_code
+from penstock.batch import sizes_of, split_target, weights
+from penstock.errors import PlanError, RunError
+from penstock.plan.vocabulary import ComputationType, NamedAction
 from penstock.run.by_hand import HandDriven, PipelineContext, forward_part, stepping
-from penstock.schedules import get_schedule
-from penstock.simulate.lockstep import in_lockstep, with_bubbles
+from penstock.run.parts import Parts
 from penstock.stage.stage import PipelineStage, is_driven_by_hand
 
-Format = Literal["compute_only", "compute_comms"]
-OrderDict = dict[int, list[NamedAction | None]]
 CUSTOM_KINDS = frozenset(ComputationType) - {
     ComputationType.SEND_F,
     ComputationType.RECV_F,
@@ -52,40 +28,20 @@ CUSTOM_KINDS = frozenset(ComputationType) - {
 }
 
 
-class LegacySchedule:
-    """Mixed into `Schedule`."""
+class LegacySchedule(Parts):
+    """Mixed into `Schedule`: all that programs written for torch.distributed.pipelining find there."""
 
-    _stages: list[Any]
-    _n_microbatches: int
-    _num_stages: int
-    _loss_fn: Callable[..., Tensor] | None
     scale_grads: bool
-    rank: int
-    pp_group_size: int
-    _args_chunk_spec: Any
-    _kwargs_chunk_spec: Any
     _target_chunk_spec: Any
-    _output_merge_spec: Any
-    _receives: Any
-    _given_plan: Plan | None
-    recipe: ClassVar[str | None]
 
     def _init_legacy(self) -> None:
-        self._order: OrderDict = {}  # set or filled by a program; empty: the schedule's own
-        self._own_order: OrderDict | None = None  # the schedule's own, once somebody has asked
-        self._order_with_comms: OrderDict | None = None  # set by a program
-        self._mapping: dict[int, int] | None = None
-        self._defer_pp_recv = False
+        self._init_orders()
+        self._init_parts()
         self._backward_wanted: bool | None = None
         self._backward_requires_autograd = True
         self._by_hand: bool | None = None
-        self._leaves_unsharded = False
         self._hand_functions: dict[ComputationType, Callable[..., object]] = {}
-        self._initialized: bool | None = (
-            None  # for which kind of step the stages know their shapes: with backward or not
-        )
-        self._loss_weights: list[float] | None = None
-        self._internal_losses: list[Any] = []
+        self._initialized: bool | None = None  # the stages know their shapes: True with, False without backward
         self.backward_counter: Counter[int] = Counter()
         self.fwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
         self.bwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
@@ -93,151 +49,9 @@ class LegacySchedule:
         self.unsharded_stages: set[int] = set()
 
     def _forget_plan(self) -> None:
-        """The order has changed: what was derived from it is made again."""
-        self._plan: Plan | None = None
-        self._programs: dict[int, Any] = {}
+        super()._forget_plan()
         self._by_hand = None
         self._initialized = None
-
-    def make_plan(self) -> Plan:
-        raise NotImplementedError
-
-    # -- orders
-
-    @property
-    def pipeline_order(self) -> OrderDict:
-        """What each rank computes, in which order. May be set, or filled rank by rank, before the first step."""
-        if self._order or not self._has_own_plan():
-            return self._order
-        if self._own_order is None:
-            self._own_order = order_of(self.make_plan().codes)
-        return self._own_order
-
-    @pipeline_order.setter
-    def pipeline_order(self, order: OrderDict) -> None:
-        self._order = order
-        self._order_with_comms = None
-        self._forget_plan()
-
-    def _has_own_plan(self) -> bool:
-        return self.recipe is not None or self._given_plan is not None or self._overrides_order()
-
-    def _overrides_order(self) -> bool:
-        return type(self)._get_pipeline_order is not LegacySchedule._get_pipeline_order
-
-    def _get_pipeline_order(self) -> OrderDict | None:
-        """A subclass may give its order here."""
-        return self.pipeline_order or None
-
-    def _order_plan(self) -> Plan | None:
-        """The plan that a program has set; None: the schedule makes its own."""
-        size, stages = self._n_microbatches, self._num_stages
-        if self._order_with_comms is not None:
-            plan = plan_of(self._order_with_comms, num_microbatches=size, num_stages=stages)
-            self._leaves_unsharded = _leaves_unsharded(plan)
-            return plan
-        order = self._order or (self._get_pipeline_order() if self._overrides_order() else None)
-        return None if not order else plan_of(order, num_microbatches=size, num_stages=stages)
-
-    @property
-    def pipeline_order_with_comms(self) -> OrderDict:
-        """The same with messages and care of parameters. If it is set, it is run as it is."""
-        if self._order_with_comms is None:
-            return self._lowered_order()
-        return self._order_with_comms
-
-    @pipeline_order_with_comms.setter
-    def pipeline_order_with_comms(self, order: OrderDict | None) -> None:
-        self._order_with_comms = order
-        self._leaves_unsharded = False
-        self._forget_plan()
-
-    def _lowered_order(self) -> OrderDict:
-        order = self.pipeline_order
-        mapping = self.stage_index_to_group_rank
-        rows: dict[int, Sequence[int | None]] = {}
-        for rank, actions in order.items():
-            codes = unshard_reshard([to_code(action) for action in actions if action is not None])
-            rows[rank] = reduce_grad(codes, self._n_microbatches)
-        lowered = messages_in_turn(rows, mapping.__getitem__, self._num_stages)
-        if self._defer_pp_recv:
-            lowered = defer_receives(lowered, mapping.__getitem__)
-        return {rank: [of_code(code) for code in codes] for rank, codes in lowered.items()}
-
-    @property
-    def stage_index_to_group_rank(self) -> dict[int, int]:
-        """Which rank holds which stage."""
-        if self._mapping is None:
-            self._mapping = dict(enumerate(self._ranks_ahead()))
-        return self._mapping
-
-    @stage_index_to_group_rank.setter
-    def stage_index_to_group_rank(self, mapping: Mapping[int, int]) -> None:
-        self._mapping = dict(mapping)
-
-    def _ranks_ahead(self) -> Sequence[int]:
-        """Where the stages are, as far as it is known without a plan. A schedule made for other sizes says so here."""
-        if self._given_plan is not None:
-            return self._given_plan.placement.ranks
-        if self.recipe is None or self._num_stages % self.pp_group_size:
-            return [stage % self.pp_group_size for stage in range(self._num_stages)]
-        recipe = get_schedule(self.recipe)
-        per_rank = self._num_stages // self.pp_group_size
-        return recipe.place(recipe.sizes(self.pp_group_size, self._n_microbatches, per_rank)).ranks
-
-    def _tell_stages(self) -> None:
-        for stage in self._stages:
-            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-
-    def _validate_and_set_stage_mapping(self, actions: Order) -> None:
-        """Check an order and take the placement of the stages from it."""
-        self._mapping = validate_order(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
-        self._tell_stages()
-
-    def _prepare_schedule_with_comms(self, actions: OrderDict, format: Format = "compute_only") -> None:  # noqa: A002
-        """Run these actions: as they are, or, if they are computations only, with messages added."""
-        if format not in ("compute_only", "compute_comms"):
-            raise NotImplementedError(f"format={format!r}; expected 'compute_only' or 'compute_comms'")
-        for rank, row in actions.items():
-            for at, action in enumerate(row):
-                if format == "compute_only" and action is not None and not action.is_compute_op:
-                    raise PlanError(
-                        f"rank {rank}, position {at}: {action} is no computation; give compute_only orders without messages, "
-                        "or write format='compute_comms'"
-                    )
-                if format == "compute_comms" and action is None:
-                    raise IncompleteError(
-                        f"rank {rank}, position {at} is idle; a compute_comms order has no idle slots"
-                    )
-        self._validate_and_set_stage_mapping(actions)
-        if format == "compute_comms":
-            self.pipeline_order_with_comms = {rank: list(row) for rank, row in actions.items()}
-        else:
-            self.pipeline_order = actions
-
-    def _load_csv(self, filename: Any, format: Format = "compute_only") -> None:  # noqa: A002
-        """Run the order in a file: one row a rank, one action a cell, blank cells are idle."""
-        with Path(filename).open(newline="", encoding="utf-8") as file:
-            rows = {rank: [NamedAction.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))}
-        self._prepare_schedule_with_comms(rows, format)
-
-    def _dump_csv(self, filename: Any, format: Format = "compute_comms") -> None:  # noqa: A002
-        """Write the order to a file that `_load_csv` reads."""
-        if format not in ("compute_only", "compute_comms"):
-            raise NotImplementedError(f"format={format!r}; expected 'compute_only' or 'compute_comms'")
-        order = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
-        with Path(filename).open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([order[rank] for rank in sorted(order)])
-
-    def _simulate(self) -> OrderDict:
-        """The order with its messages, slot by slot."""
-        return in_lockstep(self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages)
-
-    def _add_bubbles_to_actions(self, num_stages_global: int) -> OrderDict:
-        """The order with None in the slots in which a rank waits."""
-        return with_bubbles(self.pipeline_order, num_stages_global)
-
-    # -- by hand
 
     @property
     def _has_backward(self) -> bool:
@@ -450,119 +264,6 @@ class LegacySchedule:
                         module.unshard()
         self.unsharded_stages.clear()
 
-    # -- the parts of a step
-
-    def _step_microbatches(
-        self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """One step over a batch that is cut already. A subclass that overrides it drives the stages itself."""
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        calls = Microbatches([(tuple(args), dict(kwargs)) for args, kwargs in zip(arg_mbs, kwarg_mbs, strict=True)])
-        empty = not any(args or kwargs for args, kwargs in calls)
-        return self.step(  # type: ignore[attr-defined]
-            *(() if empty else (calls,)),
-            target=None if target_mbs is None else Microbatches(target_mbs),
-            losses=losses,
-            return_outputs=return_outputs,
-            loss_kwargs=loss_kwargs,
-        )
-
-    def _split_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """The arguments of each microbatch."""
-        if not args and not kwargs:
-            return [()] * self._n_microbatches, [{}] * self._n_microbatches
-        return split_batch(
-            args,
-            kwargs,
-            self._n_microbatches,
-            args_spec=self._args_chunk_spec,
-            kwargs_spec=self._row_specs(args, kwargs),
-        )
-
-    def _row_specs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        """The specs for keyword arguments: a tensor with a row for each microbatch, and not for each sample, is told so."""
-        specs, size = self._kwargs_chunk_spec, self._n_microbatches
-        if not kwargs or size == 1 or not (specs is None or isinstance(specs, Mapping)):
-            return specs
-        rows = [
-            name
-            for name, value in kwargs.items()
-            if isinstance(value, Tensor) and value.dim() and value.size(0) == size and name not in (specs or {})
-        ]
-        if not rows or batch_size_of(args, kwargs, args_spec=self._args_chunk_spec, kwargs_spec=specs) in (None, size):
-            return specs
-        warnings.warn(
-            f"keyword argument {', '.join(rows)} of step() has {size} rows, one for each microbatch, which gets its own. To hand "
-            f"it to every microbatch whole, write kwargs_chunk_spec={{{rows[0]!r}: Replicate()}}",
-            stacklevel=4,
-        )
-        return {**(specs or {}), **dict.fromkeys(rows, TensorChunkSpec(0))}
-
-    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
-        return merge_chunks(output_chunks, self._output_merge_spec)
-
-    def _check_inputs(
-        self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[Any] | None = None,
-    ) -> tuple[list[Any], list[Any]]:
-        """Each list must be one, of one entry a microbatch."""
-        size = self._n_microbatches
-        for name, given in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
-            if given is not None and not isinstance(given, list):
-                raise TypeError(f"{name} must be a list, got {type(given).__name__}")
-            if given is not None and len(given) != size:
-                raise SplitError(f"{len(given)} {name} for {size} microbatches; Expecting {size} {name}")
-        if losses is not None and not isinstance(losses, list):
-            raise TypeError(f"losses must be a list, got {type(losses).__name__}")
-        return [()] * size if arg_mbs is None else arg_mbs, [{}] * size if kwarg_mbs is None else kwarg_mbs
-
-    def _compute_loss(self, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None = None) -> Tensor:
-        assert self._loss_fn is not None, "only asked for with a loss"
-        return self._loss_fn(output, target, **(loss_kwargs or {}))
-
-    def _maybe_compute_loss(
-        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """On the last stage, with a loss: compute and keep it."""
-        if stage.is_last and self._loss_fn is not None and target_mbs is not None:
-            missing = mb_index + 1 - len(self._internal_losses)
-            self._internal_losses.extend([None] * missing)
-            self._internal_losses[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
-
-    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
-        """On the last stage: what its backward starts from, the loss by its weight in the batch."""
-        if not stage.is_last or self._loss_fn is None:
-            return None
-        kept = self._internal_losses
-        loss: Tensor | None = kept[mb_index] if 0 <= mb_index < len(kept) else None
-        if loss is None:
-            there = [microbatch for microbatch, one in enumerate(kept) if one is not None]
-            raise RunError(
-                f"the loss of microbatch {mb_index} is not there; there are those of the microbatches {there}"
-            )
-        return loss if self._loss_weights is None else loss * self._loss_weights[mb_index]
-
-    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
-        """Give the losses of the step to the user's list."""
-        many = stages if isinstance(stages, (list, tuple)) else [stages]
-        if losses is not None and any(stage.is_last for stage in many):
-            kept = [loss for loss in self._internal_losses if loss is not None]
-            if kept and len(kept) != self._n_microbatches:
-                raise RunError(f"{len(kept)} losses of {self._n_microbatches} microbatches; expected one each")
-            losses[:] = [loss.detach().clone() for loss in kept]
-        self._internal_losses.clear()
-
     def register_hand_function(self, kind: ComputationType, function: Callable[..., object]) -> None:
         """Do actions of a kind with a function that drives the stages itself: ``function(action, context)``."""
         if kind not in CUSTOM_KINDS:
@@ -571,37 +272,3 @@ class LegacySchedule:
             )
         self._hand_functions[kind] = function
         self._by_hand = None
-
-
-def defers(defer_pp_recv: bool) -> dict[str, Any]:
-    """The receive policy that stands for torch's option."""
-    return {"receives": JustInTime()} if defer_pp_recv else {}
-
-
-def validate_order(order: Order, num_ranks: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
-    """Prove an order complete and free of deadlocks; the rank of each stage."""
-    if sorted(order) != list(range(num_ranks)):
-        raise IncompleteError(f"an order for the ranks {sorted(order)}; expected the ranks 0 to {num_ranks - 1}")
-    try:
-        plan = plan_of(order, num_microbatches=num_microbatches, num_stages=num_stages)
-        check(plan)
-    except AssertionError:
-        raise
-    except PlanError as error:
-        raise IncompleteError(str(error)) from error
-    if not plan.has_backward:
-        raise IncompleteError("an order without a backward; expected a B, or an I and a W, for every F")
-    return dict(enumerate(plan.placement.ranks))
-
-
-def _leaves_unsharded(plan: Plan) -> bool:
-    """Whether some stage is still gathered when the order ends."""
-    gathered: set[int] = set()
-    for row in plan.codes:
-        for code in row:
-            action = of_code(code)
-            if action.computation_type is ComputationType.UNSHARD:
-                gathered.add(action.stage_index)
-            elif action.computation_type is ComputationType.RESHARD:
-                gathered.discard(action.stage_index)
-    return bool(gathered)

@@ -1,0 +1,221 @@
+"""Orders: what each rank does, as programs written for torch.distributed.pipelining read it and set it.
+
+schedule.pipeline_order                     # {0: [0F0, 0F1, ...], 1: [...]}
+schedule._prepare_schedule_with_comms(order)
+schedule._load_csv("plan.csv", format="compute_comms")
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from penstock.errors import IncompleteError, PlanError
+from penstock.lower import JustInTime
+from penstock.lower.in_turn import defer_receives, messages_in_turn
+from penstock.lower.reduce import reduce_grad
+from penstock.lower.shards import unshard_reshard
+from penstock.plan import Plan, check
+from penstock.plan.vocabulary import ComputationType, NamedAction, Order, of_code, order_of, plan_of, to_code
+from penstock.schedules import get_schedule
+from penstock.simulate.lockstep import in_lockstep, with_bubbles
+
+Format = Literal["compute_only", "compute_comms"]
+OrderDict = dict[int, list[NamedAction | None]]
+
+
+class Orders:
+    """The order of a schedule: its own, or what a program has set."""
+
+    _stages: list[Any]
+    _n_microbatches: int
+    _num_stages: int
+    rank: int
+    pp_group_size: int
+    _given_plan: Plan | None
+    recipe: ClassVar[str | None]
+
+    def _init_orders(self) -> None:
+        self._order: OrderDict = {}  # set or filled by a program; empty: the schedule's own
+        self._own_order: OrderDict | None = None  # the schedule's own, once somebody has asked
+        self._order_with_comms: OrderDict | None = None  # set by a program
+        self._mapping: dict[int, int] | None = None
+        self._defer_pp_recv = False
+        self._leaves_unsharded = False
+
+    def _forget_plan(self) -> None:
+        """The order has changed: what was derived from it is made again."""
+        self._plan: Plan | None = None
+        self._programs: dict[int, Any] = {}
+
+    def make_plan(self) -> Plan:
+        raise NotImplementedError
+
+    @property
+    def pipeline_order(self) -> OrderDict:
+        """What each rank computes, in which order. May be set, or filled rank by rank, before the first step."""
+        if self._order or not self._has_own_plan():
+            return self._order
+        if self._own_order is None:
+            self._own_order = order_of(self.make_plan().codes)
+        return self._own_order
+
+    @pipeline_order.setter
+    def pipeline_order(self, order: OrderDict) -> None:
+        self._order = order
+        self._order_with_comms = None
+        self._forget_plan()
+
+    def _has_own_plan(self) -> bool:
+        return self.recipe is not None or self._given_plan is not None or self._overrides_order()
+
+    def _overrides_order(self) -> bool:
+        return type(self)._get_pipeline_order is not Orders._get_pipeline_order
+
+    def _get_pipeline_order(self) -> OrderDict | None:
+        """A subclass may give its order here."""
+        return self.pipeline_order or None
+
+    def _order_plan(self) -> Plan | None:
+        """The plan that a program has set; None: the schedule makes its own."""
+        size, stages = self._n_microbatches, self._num_stages
+        if self._order_with_comms is not None:
+            plan = plan_of(self._order_with_comms, num_microbatches=size, num_stages=stages)
+            self._leaves_unsharded = _leaves_unsharded(plan)
+            return plan
+        order = self._order or (self._get_pipeline_order() if self._overrides_order() else None)
+        return None if not order else plan_of(order, num_microbatches=size, num_stages=stages)
+
+    @property
+    def pipeline_order_with_comms(self) -> OrderDict:
+        """The same with messages and care of parameters. If it is set, it is run as it is."""
+        if self._order_with_comms is None:
+            return self._lowered_order()
+        return self._order_with_comms
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, order: OrderDict | None) -> None:
+        self._order_with_comms = order
+        self._leaves_unsharded = False
+        self._forget_plan()
+
+    def _lowered_order(self) -> OrderDict:
+        order = self.pipeline_order
+        mapping = self.stage_index_to_group_rank
+        rows: dict[int, Sequence[int | None]] = {}
+        for rank, actions in order.items():
+            codes = unshard_reshard([to_code(action) for action in actions if action is not None])
+            rows[rank] = reduce_grad(codes, self._n_microbatches)
+        lowered = messages_in_turn(rows, mapping.__getitem__, self._num_stages)
+        if self._defer_pp_recv:
+            lowered = defer_receives(lowered, mapping.__getitem__)
+        return {rank: [of_code(code) for code in codes] for rank, codes in lowered.items()}
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """Which rank holds which stage."""
+        if self._mapping is None:
+            self._mapping = dict(enumerate(self._ranks_ahead()))
+        return self._mapping
+
+    @stage_index_to_group_rank.setter
+    def stage_index_to_group_rank(self, mapping: Mapping[int, int]) -> None:
+        self._mapping = dict(mapping)
+
+    def _ranks_ahead(self) -> Sequence[int]:
+        """Where the stages are, as far as it is known without a plan. A schedule made for other sizes says so here."""
+        if self._given_plan is not None:
+            return self._given_plan.placement.ranks
+        if self.recipe is None or self._num_stages % self.pp_group_size:
+            return [stage % self.pp_group_size for stage in range(self._num_stages)]
+        recipe = get_schedule(self.recipe)
+        per_rank = self._num_stages // self.pp_group_size
+        return recipe.place(recipe.sizes(self.pp_group_size, self._n_microbatches, per_rank)).ranks
+
+    def _tell_stages(self) -> None:
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+
+    def _validate_and_set_stage_mapping(self, actions: Order) -> None:
+        """Check an order and take the placement of the stages from it."""
+        self._mapping = validate_order(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
+        self._tell_stages()
+
+    def _prepare_schedule_with_comms(self, actions: OrderDict, format: Format = "compute_only") -> None:  # noqa: A002
+        """Run these actions: as they are, or, if they are computations only, with messages added."""
+        if format not in ("compute_only", "compute_comms"):
+            raise NotImplementedError(f"format={format!r}; expected 'compute_only' or 'compute_comms'")
+        for rank, row in actions.items():
+            for at, action in enumerate(row):
+                if format == "compute_only" and action is not None and not action.is_compute_op:
+                    raise PlanError(
+                        f"rank {rank}, position {at}: {action} is no computation; give compute_only orders without messages, "
+                        "or write format='compute_comms'"
+                    )
+                if format == "compute_comms" and action is None:
+                    raise IncompleteError(
+                        f"rank {rank}, position {at} is idle; a compute_comms order has no idle slots"
+                    )
+        self._validate_and_set_stage_mapping(actions)
+        if format == "compute_comms":
+            self.pipeline_order_with_comms = {rank: list(row) for rank, row in actions.items()}
+        else:
+            self.pipeline_order = actions
+
+    def _load_csv(self, filename: Any, format: Format = "compute_only") -> None:  # noqa: A002
+        """Run the order in a file: one row a rank, one action a cell, blank cells are idle."""
+        with Path(filename).open(newline="", encoding="utf-8") as file:
+            rows = {rank: [NamedAction.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))}
+        self._prepare_schedule_with_comms(rows, format)
+
+    def _dump_csv(self, filename: Any, format: Format = "compute_comms") -> None:  # noqa: A002
+        """Write the order to a file that `_load_csv` reads."""
+        if format not in ("compute_only", "compute_comms"):
+            raise NotImplementedError(f"format={format!r}; expected 'compute_only' or 'compute_comms'")
+        order = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
+        with Path(filename).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([order[rank] for rank in sorted(order)])
+
+    def _simulate(self) -> OrderDict:
+        """The order with its messages, slot by slot."""
+        return in_lockstep(self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages)
+
+    def _add_bubbles_to_actions(self, num_stages_global: int) -> OrderDict:
+        """The order with None in the slots in which a rank waits."""
+        return with_bubbles(self.pipeline_order, num_stages_global)
+
+
+def defers(defer_pp_recv: bool) -> dict[str, Any]:
+    """The receive policy that stands for torch's option."""
+    return {"receives": JustInTime()} if defer_pp_recv else {}
+
+
+def validate_order(order: Order, num_ranks: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
+    """Prove an order complete and free of deadlocks; the rank of each stage."""
+    if sorted(order) != list(range(num_ranks)):
+        raise IncompleteError(f"an order for the ranks {sorted(order)}; expected the ranks 0 to {num_ranks - 1}")
+    try:
+        plan = plan_of(order, num_microbatches=num_microbatches, num_stages=num_stages)
+        check(plan)
+    except AssertionError:
+        raise
+    except PlanError as error:
+        raise IncompleteError(str(error)) from error
+    if not plan.has_backward:
+        raise IncompleteError("an order without a backward; expected a B, or an I and a W, for every F")
+    return dict(enumerate(plan.placement.ranks))
+
+
+def _leaves_unsharded(plan: Plan) -> bool:
+    """Whether some stage is still gathered when the order ends."""
+    gathered: set[int] = set()
+    for row in plan.codes:
+        for code in row:
+            action = of_code(code)
+            if action.computation_type is ComputationType.UNSHARD:
+                gathered.add(action.stage_index)
+            elif action.computation_type is ComputationType.RESHARD:
+                gathered.discard(action.stage_index)
+    return bool(gathered)
