@@ -25,6 +25,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "simulate": ("lower",),
     "show": ("simulate",),
     "balance": ("simulate",),
+    "search": ("simulate",),
     # the running half
     "batch": ("plan",),
     "comm": ("plan",),
@@ -37,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "train": ("front",),
 }
 ON_TOP = ("cli", "compat", "__main__")  # may import everything, imported by nobody
-TORCH_FREE = ("errors", "plan", "schedules", "lower", "simulate", "show", "balance")
+TORCH_FREE = ("errors", "plan", "schedules", "lower", "simulate", "show", "balance", "search")
 
 
 def below(package: str) -> set[str]:

@@ -41,7 +41,7 @@ def test_help_names_every_command() -> None:
     assert __version__ in ok("--version")
 
 
-@pytest.mark.parametrize("name", ["plan", "compare", "check", "show"])
+@pytest.mark.parametrize("name", ["plan", "compare", "search", "check", "show"])
 def test_every_command_helps_with_an_example(name: str) -> None:
     text = ok(name, "--help")
     assert text.startswith(f"Usage: penstock {name}")
@@ -51,7 +51,11 @@ def test_every_command_helps_with_an_example(name: str) -> None:
 
 def test_examples_in_the_help_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = [line.strip() for name in ("plan", "compare", "check", "show") for line in ok(name, "--help").splitlines()]
+    lines = [
+        line.strip()
+        for name in ("plan", "compare", "search", "check", "show")
+        for line in ok(name, "--help").splitlines()
+    ]
     found = [part for line in lines if line.startswith("penstock ") for part in line.split(" && ")]
     examples = [example for example in found if "--from" not in example]  # needs a training run; tests/train has one
     assert len(examples) >= 7
@@ -252,3 +256,19 @@ def test_neither_torch_nor_rich_is_loaded_for_help() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert done.stderr.split() == []
+
+
+def test_search_finds_a_plan_within_the_memory(tmp_path: Path) -> None:
+    file = tmp_path / "plan.csv"
+    sizes = ("--ranks", "3", "--microbatches", "6", "--memory", "5", "--tries", "10")
+    found = json.loads(ok("search", *sizes, "--json", "-o", str(file)))
+    assert max(found["peak_activations"]) <= 5
+    assert found["gap"] == pytest.approx(found["makespan"] / found["floor"] - 1)
+    ok("check", str(file))
+    assert "the best there is" in ok("search", "--ranks", "1", "--tries", "1")
+
+
+def test_search_says_what_memory_is_needed() -> None:
+    done = run("search", "--memory", "0.5")
+    assert done.exit_code == 1
+    assert "memory_limit=0.5 on rank 0" in done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from penstock.lower import Ahead, JustInTime, lower
 from penstock.plan import Plan, dumps, load
 from penstock.run import Schedule, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from penstock.schedules import get_schedule
+from penstock.search import search
+from penstock.simulate import Costs
 from penstock.stage.stage import PipelineStage
 from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, stages_for
 
@@ -130,6 +133,23 @@ def test_stages_in_the_wrong_place_on_one_rank_are_told_to_the_other() -> None:
     assert first.startswith("PlanError: rank 0 holds stages [0, 1]")
     assert second.startswith("RanksDisagree")
     assert "rank 0 holds stages [0, 1]" in second
+
+
+@pytest.mark.parametrize(("per_rank", "placement"), [(1, "loop"), (2, "loop"), (2, "v"), (3, "v")])
+def test_a_searched_plan_trains(per_rank: int, placement: Literal["loop", "v"]) -> None:
+    num_stages = 2 * per_rank
+    times = [1.0 + stage % 3 for stage in range(num_stages)]
+    costs = Costs.per_stage(times, times, times)
+    plan = search(2, 5, costs, memory_limit=2.0 * per_rank, placement=placement, tries=30).plan
+    modules = make_modules(num_stages)
+    x, y = batch(10)
+
+    def rank(transport: LocalTransport) -> None:
+        schedule = Schedule.from_plan(plan, stages_for(plan, transport, modules), loss_fn=nn.functional.mse_loss)
+        schedule.step(x, target=y)
+
+    LocalWorld(2, rendezvous=True).run(rank)
+    assert close(grads_of(modules), loop_grads(modules, x, y, 5))
 
 
 def test_a_plan_for_other_sizes_is_refused() -> None:

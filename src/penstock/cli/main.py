@@ -16,6 +16,7 @@ COMMANDS: Final = {
     "report": ("penstock.cli.report", "Make the report of a training run again."),
     "plan": ("penstock.cli.plan", "Make a plan of a schedule, time it and show it."),
     "compare": ("penstock.cli.compare", "Time all schedules side by side."),
+    "search": ("penstock.cli.search", "Search a schedule for given costs and a limit of memory."),
     "check": ("penstock.cli.check", "Prove that a plan file is right, or say what is wrong with it."),
     "show": ("penstock.cli.show", "Time a plan file and show it."),
 }
@@ -48,10 +49,11 @@ class _Commands(click.Group):
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="penstock")
 def main() -> None:
-    """Plan, prove, time and show pipeline-parallel training.
+    """Plan, prove, time and show pipeline-parallel training, and train.
 
     \b
     Examples:
+      penstock train --ranks 2 --steps 300
       penstock plan zbv --ranks 4 --microbatches 8
       penstock compare --ranks 8 --microbatches 24 --latency 0.1
       penstock plan 1f1b --lowered -o plan.csv && penstock check plan.csv

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from penstock.train.options import TrainOptions
 
 _AT_LEAST_ONE = click.IntRange(min=1)
 _FROM_ZERO = click.IntRange(min=0)
@@ -46,8 +50,8 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     """Train over pipelined processes: a small GPT on real text, or what MODULE:FUNCTION returns.
 
     The function returns (model, data, loss, optimizer): data is a function of the step or a list of (inputs, target),
-    optimizer a class or a function of the parameters. Ranks are started with torch's elastic launcher and started again
-    from the last checkpoint after a crash; under torchrun this command is one rank. Ctrl-C stops with a checkpoint.
+    optimizer a class or a function of the parameters. Ranks are started with torch's elastic launcher, and started again
+    from the last checkpoint if one is killed; under torchrun this command is one rank. Ctrl-C stops with a checkpoint.
 
     \b
     Examples:
@@ -61,12 +65,25 @@ def command(ctx: click.Context, /, **given: Any) -> None:
 
     options = TrainOptions(**given)
     if is_rank():
-        from penstock.train.loop import run_rank
-
-        run_rank(options)
+        _be_rank(options)
         return
+    options.check()
     try:
-        launch(options, sys.argv[sys.argv.index("train") + 1 :])
+        launch(options, sys.argv[sys.argv.index("train") + 1 :], say=lambda text: click.echo(text, err=True))
     except Interrupted as stopped:
         click.echo(f"{stopped}; nothing is left running", err=True)
         ctx.exit(130)
+
+
+def _be_rank(options: TrainOptions) -> None:
+    """One rank. If it ends only because another one is gone, that one may end first, and say why."""
+    from penstock.errors import PeerFailed, StepTimeout, TransportError
+    from penstock.train.launch import GRACE, LOST
+    from penstock.train.rank import run_rank
+
+    try:
+        run_rank(options)
+    except (PeerFailed, StepTimeout, TransportError) as error:
+        click.echo(f"Error: {error}", err=True)
+        time.sleep(GRACE)
+        sys.exit(LOST)

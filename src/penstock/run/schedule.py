@@ -418,8 +418,16 @@ class Schedule(LegacySchedule):
                 raise RunError(
                     "rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)"
                 )
-            inputs.weights = shares(inputs, size) if self.scale_grads else None
+            inputs.weights = self._weights(inputs)
         return inputs, (shapes_of(args, kwargs), self._program(mode).frozen()) if self._has_first else None
+
+    def _weights(self, inputs: StepInputs) -> list[float] | None:
+        """What the loss of each microbatch is multiplied by before its backward; None: nothing. May be overridden."""
+        return shares(inputs, self._n_microbatches) if self.scale_grads else None
+
+    def _weights(self, inputs: StepInputs) -> list[float] | None:
+        """What each microbatch's loss counts; None: as it is."""
+        return shares(inputs, self._n_microbatches) if self.scale_grads else None
 
     @contextmanager
     def record(self) -> Iterator[Recording]:

@@ -1,0 +1,110 @@
+"""`penstock search`: a schedule made to measure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import click
+
+from penstock.cli import options
+
+if TYPE_CHECKING:
+    from penstock.search import Searched
+    from penstock.simulate import Costs
+
+_STAGES_PER_RANK: Final = (1, 2, 4)  # what is tried when nothing is said
+
+
+@click.command()
+@options.sizes
+@options.costs
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=0),
+    metavar="N",
+    help="What a rank may hold, in units of its activations for one microbatch.  [default: no limit]",
+)
+@click.option(
+    "--placement", type=click.Choice(["loop", "v"]), help="How stages lie on ranks.  [default: both are tried]"
+)
+@click.option("--tries", type=click.IntRange(min=1), default=200, show_default=True, help="Schedules to make and time.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same schedule.")
+@options.as_json
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE.csv",
+    help="Write the plan, in the format that torch reads and writes too.",
+)
+@options.drawings
+def command(
+    *,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None,
+    memory: float | None,
+    placement: Literal["loop", "v"] | None,
+    tries: int,
+    seed: int,
+    as_json: bool,
+    output: Path | None,
+    **given: Any,
+) -> None:
+    """Search the fastest schedule for these costs, in which no rank holds more than --memory.
+
+    Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. Without
+    --stages-per-rank 1, 2 and 4 are tried. The result comes with a floor, which no schedule with as many stages can beat,
+    and the gap to it: at 0 % it is proved to be the best there is.
+
+    \b
+    Examples:
+      penstock search -p 8 -m 24 -v 4 --memory 16 --forward 18.5 --backward-input 18.1 --backward-weight 9.3
+      penstock search --memory 8 -o plan.csv --html plan.html
+    """
+    from penstock.cli.figures import print_timeline
+    from penstock.plan import dump
+    from penstock.show.numbers import percent, summary, time_text
+    from penstock.simulate import Costs
+
+    times = {name: given[name] for name in ("forward", "backward_input", "backward_weight", "latency")}
+    wishes = {"memory_limit": memory, "placement": placement, "tries": tries, "seed": seed}
+    each = [
+        _search(ranks, microbatches, Costs.per_rank(num_stages=ranks * v, stages_per_rank=v, **times), **wishes)
+        for v in ([stages_per_rank] if stages_per_rank else _STAGES_PER_RANK)
+    ]
+    found = min(each, key=lambda one: one.makespan)
+    timeline = found.timeline
+    if output is not None:
+        dump(found.plan, output)
+    options.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
+    if as_json:
+        figures = {**summary(timeline), "floor": found.floor, "gap": found.gap, "origin": found.origin}
+        click.echo(json.dumps(figures, indent=2))
+        return
+    print_timeline(timeline, as_json=False)
+    best = "the best there is" if found.gap < 1e-9 else f"at most {percent(found.gap)} from the best"
+    known = "" if found.origin == "search" else f"; it is the known schedule {found.origin}"
+    click.echo(f"floor     {time_text(found.floor)}: this one is {best}{known}")
+
+
+def _search(ranks: int, microbatches: int, costs: Costs, **wishes: Any) -> Searched:
+    """The search, with a progress bar where somebody can see it."""
+    from penstock.search import search
+
+    if not sys.stderr.isatty():
+        return search(ranks, microbatches, costs, **wishes)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("searching", total=None)
+
+        def progress(done: int, best: Searched) -> None:
+            text = f"{done} better ones, shortest {best.makespan:.6g}, gap {best.gap:.1%}"
+            bar.update(task, description=text)
+
+        return search(ranks, microbatches, costs, progress=progress, **wishes)

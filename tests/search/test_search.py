@@ -1,0 +1,162 @@
+"""Searched schedules: complete and in order, within their memory, no worse than any known one, and never below the floor."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PlanError
+from penstock.lower import lower
+from penstock.plan import Placement, check
+from penstock.plan.actions import Op
+from penstock.schedules import all_schedules
+from penstock.search import floor, search
+from penstock.search.job import Job
+from penstock.simulate import Costs, simulate
+
+TIMES = st.lists(st.floats(0.1, 10.0), min_size=24, max_size=24)
+
+
+def profiled(*, stages_per_rank: int, num_ranks: int = 8) -> Costs:
+    """The 6.2B model of the Zero Bubble paper (arXiv 2401.10241): hidden size 4,096, 32 heads, sequence 1,024."""
+    return Costs.per_rank(
+        num_stages=num_ranks * stages_per_rank,
+        stages_per_rank=stages_per_rank,
+        forward=29.718,
+        backward_input=29.444,
+        backward_weight=19.927,
+        latency=0.527,
+        held_to_weight=32 * 4096 / (34 * 4096 + 5 * 32 * 1024),
+    )
+
+
+@settings(max_examples=40)
+@given(
+    num_ranks=st.integers(1, 4),
+    per_rank=st.integers(1, 3),
+    num_microbatches=st.integers(1, 6),
+    times=TIMES,
+    latency=st.floats(0.0, 2.0),
+    room=st.floats(1.0, 8.0),
+    placement=st.sampled_from(["loop", "v", None]),
+)
+def test_any_costs_and_any_limit_that_holds_a_microbatch(
+    num_ranks: int,
+    per_rank: int,
+    num_microbatches: int,
+    times: list[float],
+    latency: float,
+    room: float,
+    placement: str | None,
+) -> None:
+    count = num_ranks * per_rank
+    held = tuple(times[:count])
+    costs = Costs(
+        tuple(times[:count]),
+        tuple(times[6 : 6 + count]),
+        tuple(times[12 : 12 + count]),
+        held_to_input=held,
+        held_to_weight=tuple(size / 2 for size in held),
+        latency=latency,
+    )
+    kinds = [Placement.loop(num_ranks, per_rank), Placement.v(num_ranks, per_rank)]
+    limit = room * max(sum(held[s] for s in kind.stages_of(r)) for kind in kinds for r in range(num_ranks))
+    found = search(num_ranks, num_microbatches, costs, memory_limit=limit, placement=placement, tries=8)  # type: ignore[arg-type]
+    check(found.plan)
+    check(lower(found.plan), sends="blocking")
+    assert max(simulate(found.plan, costs).peak_memory) <= limit * (1 + 1e-6)
+    assert found.gap > -1e-9
+    again = search(num_ranks, num_microbatches, costs, memory_limit=limit, placement=placement, tries=8)  # type: ignore[arg-type]
+    assert again.plan == found.plan
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 4])
+def test_no_known_schedule_is_better(stages_per_rank: int) -> None:
+    costs = profiled(stages_per_rank=stages_per_rank)
+    for limit in (8.0, 16.0):
+        found = search(8, 24, costs, memory_limit=limit, tries=10)
+        for recipe in all_schedules():
+            if recipe.stages_per_rank in (None, stages_per_rank):
+                known = simulate(recipe(8, 24, stages_per_rank=stages_per_rank), costs)
+                if known.plan.has_backward and max(known.peak_memory) <= limit:
+                    assert found.makespan <= known.makespan * (1 + 1e-9), recipe.name
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 4])
+def test_with_twice_the_memory_the_floor_is_reached(stages_per_rank: int) -> None:
+    """ANCHORS: bubbles of .1003, .0537 and .0285 are the floor for 1, 2 and 4 stages a rank."""
+    found = search(8, 24, profiled(stages_per_rank=stages_per_rank), memory_limit=16.0)
+    assert found.gap == pytest.approx(0.0, abs=1e-9)
+    bubble = {1: 0.1003, 2: 0.0537, 4: 0.0285}[stages_per_rank]
+    assert found.timeline.bubble_makespan == pytest.approx(bubble, abs=5e-5)
+
+
+def test_four_stages_a_rank_within_the_memory_of_1f1b() -> None:
+    """ANCHORS: the best known is interleaved zero bubble, .0482."""
+    found = search(8, 24, profiled(stages_per_rank=4), memory_limit=8.0, placement="loop", tries=300)
+    assert found.origin == "search"
+    assert found.timeline.bubble_makespan < 0.0475
+    assert max(found.timeline.peak_memory) <= 8.0 * (1 + 1e-9)
+
+
+def test_a_limit_for_each_rank() -> None:
+    costs = Costs.per_rank(num_stages=3)
+    limits = (1.0, 3.0, 2.0)
+    found = search(3, 6, costs, memory_limit=limits)
+    peaks = found.timeline.peak_memory
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    assert peaks[0] == 1.0
+
+
+def test_stages_that_are_placed_unevenly() -> None:
+    costs = Costs.per_stage([1.0] * 5, [1.0] * 5, [1.0] * 5)
+    found = search(2, 4, costs, placement=Placement.of([0, 1, 1, 1, 0]))
+    check(found.plan)
+    assert found.plan.placement.ranks == (0, 1, 1, 1, 0)
+
+
+def test_the_floor_of_one_rank_is_its_work() -> None:
+    job = Job.of(Placement.loop(1), 5, Costs.per_rank(num_stages=1), inf)
+    assert floor(job) == 15.0
+    assert search(1, 5, job.costs).gap == 0.0
+
+
+def test_every_backward_is_split_or_whole() -> None:
+    found = search(2, 4, Costs.per_rank(num_stages=4, stages_per_rank=2), memory_limit=2.0)
+    split = found.plan.has(Op.I)
+    assert split == found.plan.has(Op.W)
+    assert split != found.plan.has(Op.B)
+
+
+def test_progress_is_told() -> None:
+    seen: list[tuple[int, float]] = []
+    found = search(
+        4,
+        8,
+        profiled(stages_per_rank=1, num_ranks=4),
+        memory_limit=4.0,
+        tries=20,
+        progress=lambda n, best: seen.append((n, best.makespan)),
+    )
+    assert [number for number, _ in seen] == list(range(1, len(seen) + 1))
+    assert [time for _, time in seen] == sorted((time for _, time in seen), reverse=True)
+    assert seen[-1][1] == found.makespan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"memory_limit": 0.5}, "memory_limit=0.5 on rank 0, whose stages hold 1 for a single microbatch"),
+        ({"memory_limit": (1.0, 2.0)}, "memory_limit has 2 numbers for 4 ranks"),
+        ({"placement": "zigzag"}, "placement='zigzag'; expected 'loop', 'v' or a Placement"),
+        ({"placement": Placement.loop(2)}, "a placement of 2 stages on 2 ranks; expected 4"),
+    ],
+)
+def test_errors_teach(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words.replace("(", r"\(").replace("[", r"\[")):
+        search(4, 8, Costs.per_rank(num_stages=4), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="costs of 5 stages for 4 ranks"):
+        search(4, 8, Costs.per_rank(num_stages=5))
