@@ -425,10 +425,6 @@ class Schedule(LegacySchedule):
         """What the loss of each microbatch is multiplied by before its backward; None: nothing. May be overridden."""
         return shares(inputs, self._n_microbatches) if self.scale_grads else None
 
-    def _weights(self, inputs: StepInputs) -> list[float] | None:
-        """What each microbatch's loss counts; None: as it is."""
-        return shares(inputs, self._n_microbatches) if self.scale_grads else None
-
     @contextmanager
     def record(self) -> Iterator[Recording]:
         """Measure the steps inside; afterwards `recording.timeline` is that of the last one, of all ranks.
