@@ -64,6 +64,13 @@ _DRAWINGS: Final = (
 plan_file = click.argument(
     "file", type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path), metavar="FILE.csv"
 )
+output = click.option(
+    "--output",
+    "-o",
+    type=_OUTPUT,
+    metavar="FILE.csv",
+    help="Write the plan, in the format that torch reads and writes too.",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 
 

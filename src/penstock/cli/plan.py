@@ -16,13 +16,7 @@ from penstock.cli import options
 @options.costs
 @click.option("--lowered", is_flag=True, help="With sends and receives: all that a rank does, not only its computing.")
 @options.as_json
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE.csv",
-    help="Write the plan, in the format that torch reads and writes too.",
-)
+@options.output
 @options.drawings
 def command(
     name: str,

@@ -33,13 +33,7 @@ _STAGES_PER_RANK: Final = (1, 2, 4)  # what is tried when nothing is said
 @click.option("--tries", type=click.IntRange(min=1), default=200, show_default=True, help="Schedules to make and time.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same schedule.")
 @options.as_json
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE.csv",
-    help="Write the plan, in the format that torch reads and writes too.",
-)
+@options.output
 @options.drawings
 def command(
     *,
