@@ -38,12 +38,18 @@ class Captured:
     four: Pipe  # captured in training, without dropout: microbatches draw in another order than a loop does
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(entry, id=entry.name, marks=pytest.mark.xdist_group(entry.name)) for entry in MODELS],
-)
-def captured(request: pytest.FixtureRequest) -> Captured:
-    entry: Entry = request.param
+@pytest.mark.parametrize("entry", [pytest.param(entry, id=entry.name) for entry in MODELS])
+def test_stages_train_like_the_model(entry: Entry, subtests: pytest.Subtests) -> None:
+    """Captured once, cut into two and into four: what comes out and every gradient, one step with each schedule."""
+    captured = _captured(entry)
+    with subtests.test("two stages over two ranks"):
+        _two_stages_draw_and_train_like_the_model(captured)
+    for schedule in ("1f1b", "zbv"):
+        with subtests.test(f"four stages, {schedule}"):
+            _four_stages_train_like_the_model(captured, schedule)
+
+
+def _captured(entry: Entry) -> Captured:
     torch.manual_seed(0)
     model = entry.make().to(entry.dtype).train()
     example = _example(entry)
@@ -58,7 +64,7 @@ def captured(request: pytest.FixtureRequest) -> Captured:
     return Captured(entry, model, two, four)
 
 
-def test_two_stages_draw_and_train_like_the_model(captured: Captured) -> None:
+def _two_stages_draw_and_train_like_the_model(captured: Captured) -> None:
     """One microbatch over two ranks draws the random numbers of dropout in the order of the model: bit by bit the same."""
     torch.manual_seed(0)
     model = captured.entry.make().to(captured.entry.dtype).train()
@@ -76,8 +82,7 @@ def test_two_stages_draw_and_train_like_the_model(captured: Captured) -> None:
     _assert_close(grads, _grads(model))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_four_stages_train_like_the_model(captured: Captured, schedule: str) -> None:
+def _four_stages_train_like_the_model(captured: Captured, schedule: str) -> None:
     """1F1B over four ranks, ZBV over two with two stages each; the same outputs in the same class, the same gradients."""
     torch.manual_seed(2)
     parts = [_example(captured.entry) for _ in range(MICROBATCHES)]
