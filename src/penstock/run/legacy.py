@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.batch import sizes_of, split_target, weights
+from penstock.batch import split_target
 from penstock.errors import PlanError, RunError
 from penstock.plan.vocabulary import ComputationType, NamedAction
 from penstock.run.by_hand import HandDriven, PipelineContext, forward_part, stepping
 from penstock.run.parts import Parts
+from penstock.run.stage_run import StepInputs
 from penstock.stage.stage import PipelineStage, is_driven_by_hand
 
 CUSTOM_KINDS = frozenset(ComputationType) - {
@@ -113,7 +114,7 @@ class LegacySchedule(Parts):
         targets = None
         if target is not None:
             targets = split_target(target, self._n_microbatches, target_spec=self._target_chunk_spec)
-        self._loss_weights = self._hand_weights(targets, arg_mbs) if self.scale_grads else None
+        self._loss_weights = self._weights(StepInputs(arg_mbs, kwarg_mbs, targets))
         self._tell_stages()
         self._internal_losses.clear()
         try:
@@ -132,12 +133,8 @@ class LegacySchedule(Parts):
         outputs: list[Any] = next((stage.output_chunks for stage in self._stages if stage.is_last), [])
         return self._merge_outputs(outputs) if keep and outputs else None
 
-    def _hand_weights(self, targets: Any, arg_mbs: Any) -> list[float]:
-        """The share of each microbatch in the batch."""
-        sizes = sizes_of(targets) if targets is not None else sizes_of(arg_mbs)
-        if sizes is None or not sum(sizes):
-            return [1 / self._n_microbatches] * self._n_microbatches
-        return [float(weight) for weight in weights(sizes)]
+    def _weights(self, inputs: StepInputs) -> list[float] | None:
+        raise NotImplementedError
 
     def _forget_chunks(self) -> None:
         """What the last step gave must not be alive beside what this one gives."""
