@@ -6,6 +6,7 @@ than one loop does, and in double precision a wrong sum cannot hide behind round
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch import Tensor, nn
 
 from penstock.batch import merge_chunks
 from penstock.batch.tree import map_tensors
-from penstock.capture import Pipe, SplitPoint, pipeline
+from penstock.capture import Pipe, SplitPoint, pipeline, split_modules
 from penstock.capture.tree import take_apart
 from penstock.comm.local import LocalTransport, LocalWorld
+from penstock.errors import CaptureError
+from penstock.plan import Plan
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
+from penstock.stage.stage import PipelineStage
 from tests.capture.chain import assert_same
-from tests.models.models import MODELS, Entry
+from tests.models.models import BY_MODULES, MODELS, Entry, Listed
 
 MICROBATCHES = 4
 
@@ -96,6 +100,42 @@ def _four_stages_train_like_the_model(captured: Captured, schedule: str) -> None
     output, grads = _pipelined(captured, captured.four, schedule, batch, microbatches=MICROBATCHES)
     assert_same(output, merge_chunks([map_tensors(Tensor.detach, one) for one in expected]))
     _assert_close(grads, wanted)
+
+
+@pytest.mark.parametrize("entry", [pytest.param(entry, id=entry.name) for entry in BY_MODULES])
+def test_what_export_cannot_take_goes_through_its_modules(entry: Listed) -> None:
+    torch.manual_seed(0)
+    model = entry.make().double()
+    _without_dropout(model)
+    ids, labels = torch.randint(3, 60, (2, 8, 8))
+    with pytest.raises(CaptureError) as caught:
+        pipeline(model, (), {"input_ids": ids[:2]}, num_stages=2)
+    assert re.search(entry.reason, str(caught.value), re.DOTALL), str(caught.value)
+    assert f'penstock.split_modules(model, ["{entry.modules[0]}", ' in str(caught.value)
+
+    for one, other in zip(ids.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True):
+        (_entropy(model(one).logits, other) / MICROBATCHES).backward()
+    wanted = _grads(model)
+    with torch.no_grad():
+        expected = torch.cat([model(part).logits for part in ids.chunk(MICROBATCHES)])
+    for num_stages, schedule in ((2, "1f1b"), (4, "1f1b"), (4, "zbv")):
+        recipe = get_schedule(schedule)
+        plan = recipe(num_stages // (recipe.stages_per_rank or 1), MICROBATCHES)
+        modules = split_modules(model, entry.modules, num_stages, calls=entry.calls)
+        model.zero_grad()
+
+        def rank(transport: LocalTransport, plan: Plan = plan, modules: list[Any] = modules) -> Any:
+            own = plan.placement.stages_of(transport.rank)
+            stages = [PipelineStage(modules[k], k, len(modules), "cpu", group=transport) for k in own]
+            return Schedule.from_plan(plan, stages, loss_fn=_entropy).step(ids, target=labels)
+
+        outputs = LocalWorld(plan.num_ranks).run(rank)
+        assert torch.equal(outputs[plan.placement.rank_of(num_stages - 1)], expected)
+        _assert_close(_grads(model), wanted)
+
+
+def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])

@@ -66,11 +66,19 @@ def _change(error: BaseException) -> str:
 
 def _parts(model: nn.Module) -> str:
     """The names of the submodules from which stages could be made, as they would be written."""
-    names: list[str] = []
-    for name, child in model.named_children():
+    names = _names(model, "")
+    shown = [f'"{name}"' for name in names]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "...", shown[-1]])
+
+
+def _names(module: nn.Module, prefix: str) -> list[str]:
+    """Submodules as small as the entries of lists."""
+    found: list[str] = []
+    for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
-            names += [f"{name}.{inner}" for inner, _ in child.named_children()]
+            found += [f"{prefix}{name}.{inner}" for inner, _ in child.named_children()]
+        elif any(isinstance(inner, nn.ModuleList) for inner in child.modules()):
+            found += _names(child, f"{prefix}{name}.")
         else:
-            names.append(name)
-    shown = names if len(names) <= 8 else [*names[:3], "...", names[-1]]
-    return ", ".join("..." if name == "..." else f'"{name}"' for name in shown)
+            found.append(f"{prefix}{name}")
+    return found
