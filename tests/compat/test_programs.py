@@ -81,28 +81,21 @@ def close(found: Any, expected: Any, path: str = "") -> None:
         assert found == expected, path
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What the programs report, with either package. One pair of processes runs them all: importing torch is most of it."""
-    folders = {}
-    for package, alias in (("torch.distributed.pipelining", False), ("penstock.compat", True)):
-        folder = folders[package] = tmp_path_factory.mktemp(package)
-        with_ports = [word for pair in zip(SAME_NUMBERS, free_ports(len(SAME_NUMBERS)), strict=True) for word in pair]
-        finish(start("one_after_another.py", str(folder), *with_ports, alias=alias))
-    return folders
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.xdist_group("compat programs")
-@pytest.mark.parametrize("program", SAME_NUMBERS)
-def test_same_numbers_as_torch(program: str, runs: dict[str, Path]) -> None:
-    expected, found = (numbers(folder / program) for folder in runs.values())
-    for package, reports in zip(runs, (expected, found), strict=True):
-        assert {rank["package"] for rank in reports} == {package}
-    for mine, theirs in zip(found, expected, strict=True):
-        close(mine["numbers"], theirs["numbers"])
+def test_same_numbers_as_torch(tmp_path: Path) -> None:
+    """One pair of processes runs all programs, with either package: importing torch is most of the time."""
+    reports: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for package, alias in (("torch.distributed.pipelining", False), ("penstock.compat", True)):
+        (folder := tmp_path / package).mkdir()
+        with_ports = [word for pair in zip(SAME_NUMBERS, free_ports(len(SAME_NUMBERS)), strict=True) for word in pair]
+        finish(start("one_after_another.py", str(folder), *with_ports, alias=alias))
+        reports[package] = {program: numbers(folder / program) for program in SAME_NUMBERS}
+    for package, programs in reports.items():
+        assert {rank["package"] for ranks in programs.values() for rank in ranks} == {package}
+    expected, found = reports.values()
+    close(*({p: [rank["numbers"] for rank in ranks] for p, ranks in one.items()} for one in (found, expected)))
 
 
 @pytest.mark.processes
