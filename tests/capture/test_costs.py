@@ -135,13 +135,13 @@ def test_ranks_as_threads_get_the_same_cut() -> None:
 
 def cut_in_a_process(calls: int) -> list[Any]:
     """What this rank gets; it would not get the same costs twice, if it measured."""
-    agree._known.clear()
+    agree.forget()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     found = []
     for call in range(calls if dist.get_rank() == 0 else 1):
         if call:
-            agree._known.clear()
+            agree.forget()
         pipe = pipeline(model, (torch.randn(4, 16),), num_stages=2)
         found.append((pipe.info().cuts, pipe.info().cut_by))
     return found

@@ -57,6 +57,12 @@ def agreed(question: str, answer: Callable[[], str], *, kind: str = "") -> str:
     return store.get(place).decode() or own()
 
 
+def forget() -> None:
+    """Answer anew what was answered in this process before."""
+    with _lock:
+        _known.clear()
+
+
 def _store() -> Any:
     """Of the default process group; None without one that connects processes."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
