@@ -15,13 +15,14 @@ TRAIN ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RUNS := $(VENV)/.runs
 
 .PHONY: help train test lint types format bench docs browser clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-train: $(READY) ## train a small GPT with two pipelined processes, about two minutes; TRAIN="--steps 50" for options
+train: $(RUNS) ## train a small GPT with two pipelined processes, about two minutes; TRAIN="--steps 50" for options
 	$(BIN)/penstock train $(TRAIN)
 
 test: $(READY) browser ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
@@ -50,12 +51,16 @@ clean: ## remove what was made, except .venv
 	rm -rf build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# The environment. Torch comes first, and brings the setuptools that builds penstock: without build isolation nothing is
-# fetched twice, and every version is that of constraints.txt.
-$(READY): pyproject.toml constraints.txt
+# The environment: what training needs, and on top of it what the tests need. Torch comes first, and brings the setuptools
+# that builds penstock: without build isolation nothing is fetched twice, and every version is that of constraints.txt.
+$(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("penstock needs Python 3.11 or later: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(READY): $(RUNS)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
 	@touch $@
 

@@ -20,18 +20,18 @@ from penstock.train.page import loss_curve
 from tests.show.conftest import NASTY, browser, open_page  # noqa: F401 - fixtures
 
 
-def made_choice(ranks: int = 2) -> Choice:
+def made_choice(unit: str = "s") -> Choice:
     layers = tuple(
         LayerCost(
             f"layers.{i}", 1e-3, 1e-3, 1e-3, activation_to_input=40_000, parameter_bytes=80_000, output_bytes=9_000
         )
         for i in range(8)
     )
-    return choose(Profile(layers, metadata={"unit": "s"}), Wishes(ranks, 6, "1f1b"))
+    return choose(Profile(layers, metadata={"unit": unit}), Wishes(2, 6, "1f1b"))
 
 
-def made_data(title: str = "a run") -> dict[str, Any]:
-    choice = made_choice()
+def made_data(title: str = "a run", unit: str = "s") -> dict[str, Any]:
+    choice = made_choice(unit)
     measured = simulate(lower(choice.plan), replace(choice.costs, latency=1e-3))
     return {
         "format": 1,
@@ -70,6 +70,19 @@ def test_the_page_shows_everything_and_fetches_nothing(
     drawn = page.locator("canvas.ps-rows").first.bounding_box()
     assert drawn["width"] > 150
     assert drawn["height"] > 20
+
+
+def test_a_plan_that_rests_on_estimates_is_drawn_in_the_measured_time(tmp_path: Path) -> None:
+    """Without a profile a plan has no seconds; beside the measured timeline it is as long as the same work takes."""
+    data = made_data(unit="")
+    text = report.write(tmp_path, data).read_text()
+    assert "Nothing was measured before training" in text
+    assert "predicted, without the optimizer" not in text
+    assert "estimated before training" in text
+    measured = report._timeline_from_json(data["measured"])
+    scaled = report._scaled(made_choice("").costs, measured)
+    assert sum(simulate(measured.plan, scaled).busy) == pytest.approx(sum(measured.busy))
+    assert "Nothing was measured" not in report.write(tmp_path, made_data()).read_text()
 
 
 def test_held_counts_what_lives() -> None:

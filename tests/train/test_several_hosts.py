@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("train")]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("own")]
 
 
 @pytest.fixture
@@ -47,23 +47,10 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
 
 
 def test_a_run_over_two_hosts(hosts: list[tuple[str, str, str]], tmp_path: Path) -> None:
-    sizes = [
-        "--size",
-        "tiny",
-        "--steps",
-        "4",
-        "--batch",
-        "8",
-        "--microbatches",
-        "4",
-        "--no-measure",
-        "--schedule",
-        "1f1b",
-        "--sample",
-        "0",
-        "-o",
-        "run",
-    ]
+    sizes = (
+        *("--size", "tiny", "--steps", "4", "--batch", "8", "--microbatches", "4"),
+        *("--no-measure", "--schedule", "1f1b", "--sample", "0", "-o", "run"),
+    )
     running = []
     for number, (space, card, address) in enumerate(hosts):
         launcher = [

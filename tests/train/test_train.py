@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import penstock
+from penstock.cli.main import main
+from penstock.errors import PenstockError
 from penstock.front import Choice
 from penstock.front.build import Request, cut
 from penstock.train.check import Unpipelined
-from penstock.train.job import make_job
+from penstock.train.job import Job, data_as_function, make_job
 from penstock.train.options import TrainOptions
 from penstock.train.report import read
 
@@ -79,12 +85,29 @@ def alive(pid: int) -> bool:
         return False
 
 
+def once(
+    factory: pytest.TempPathFactory, name: str, make: Callable[[Path], dict[str, Any]]
+) -> tuple[Path, dict[str, Any]]:
+    """A folder that `make` fills, once for all workers of pytest-xdist, and what it said of it."""
+    shared = factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        shared = shared.parent
+    place, facts = shared / name, shared / name / "facts.json"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not facts.is_file():
+            place.mkdir()
+            facts.write_text(json.dumps(make(place)))
+    return place, json.loads(facts.read_text())
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run that nothing disturbed, with dropout."""
-    place = tmp_path_factory.mktemp("train")
-    output = run(place, *SIZES, *CHECKED, "-o", "run")
-    return place / "run", output
+    place, facts = once(
+        tmp_path_factory, "finished", lambda place: {"output": run(place, *SIZES, *CHECKED, "-o", "run")}
+    )
+    return place / "run", facts["output"]
 
 
 @pytest.mark.xdist_group("train")
@@ -113,7 +136,7 @@ def test_equals_the_unpipelined_run_step_by_step_with_dropout(finished: tuple[Pa
     choice = Choice.loads(read(folder)["choice"])
     args, _ = job.batch(0)
     request: Any = Request(job.model, args, {}, None, None, "1f1b", 4, None, None, None, False)
-    plain = Unpipelined(job, job.model, 4, whole=cut(request, choice), seed=options.seed)
+    plain = Unpipelined(job, job.model, range(4), whole=cut(request, choice), seed=options.seed)
     expected = [plain.step(step, job.batch(step)) for step in range(options.steps)]
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
     saved = penstock.load(folder / "checkpoint").model
@@ -121,37 +144,52 @@ def test_equals_the_unpipelined_run_step_by_step_with_dropout(finished: tuple[Pa
         torch.testing.assert_close(saved[name], value)
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[int]]:
+    """The same run, stopped by Ctrl-C in the middle: its folder, what it said, and its processes."""
+
+    def interrupt(place: Path) -> dict[str, Any]:
+        process = start(place, *SIZES, *CHECKED, "-o", "run", "--check-steps", "0")
+        wait_for(lambda: steps_done(place / "run") >= 7, process)
+        pids = json.loads((place / "run" / "ranks.json").read_text())
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 130, output
+        return {"output": output, "pids": pids}
+
+    place, facts = once(tmp_path_factory, "stopped", interrupt)
+    return place / "run", facts["output"], facts["pids"]
+
+
 @pytest.mark.xdist_group("train")
-def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on_as_if_nothing_happened(
-    finished: tuple[Path, str], tmp_path: Path
+def test_ctrl_c_stops_all_ranks_with_a_checkpoint(stopped: tuple[Path, str, list[int]]) -> None:
+    folder, output, pids = stopped
+    done = steps_done(folder)
+    assert f"stopped after step {done}; the run goes on with: penstock train --resume" in output
+    assert "stopped by SIGINT; nothing is left running" in output
+    assert not any(alive(pid) for pid in pids)
+    assert 7 <= done < 24
+    assert penstock.load(folder / "checkpoint").extra["step"] == done
+
+
+@pytest.mark.xdist_group("train")
+def test_resumed_and_then_killed_in_mid_step_it_ends_as_if_nothing_had_happened(
+    finished: tuple[Path, str], stopped: tuple[Path, str, list[int]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    process = start(tmp_path, *SIZES, *CHECKED, "-o", "run", "--check-steps", "0")
-    wait_for(lambda: steps_done(folder) >= 7, process)
-    pids = json.loads((folder / "ranks.json").read_text())
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "the run goes on with: penstock train --resume" in output
-    assert not any(alive(pid) for pid in pids)
-    stopped = steps_done(folder)
-    assert 7 <= stopped < 24
-    assert penstock.load(folder / "checkpoint").extra["step"] == stopped
-    output = run(tmp_path, *SIZES, *CHECKED, "-o", "run", "--resume")
-    assert f"resumed from step {stopped}" in output
-    assert losses(folder) == losses(finished[0])
-
-
-@pytest.mark.xdist_group("train")
-def test_a_killed_rank_is_started_again_from_the_last_checkpoint(finished: tuple[Path, str], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(tmp_path, *SIZES, *CHECKED, "-o", "run", "--check-steps", "0")
-    wait_for(lambda: steps_done(folder) >= 8, process)
+    shutil.copytree(stopped[0], folder)
+    (folder / "ranks.json").unlink()
+    done = steps_done(folder)
+    process = start(tmp_path, *SIZES, *CHECKED, "-o", "run", "--resume")
+    wait_for(lambda: (folder / "ranks.json").is_file() and steps_done(folder) >= max(done + 2, 11), process)
     first = json.loads((folder / "ranks.json").read_text())
     os.kill(first[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
-    assert "resumed from step 5" in output or "resumed from step 10" in output
+    assert "rank 1 was killed by SIGKILL: starting again from the last checkpoint (1 of 3)" in output
+    resumed, again = [int(number) for number in re.findall(r"resumed from step (\d+) ", output)]
+    assert resumed == done
+    assert again in (done, 10, 15, 20)
     assert losses(folder) == losses(finished[0])
     second = json.loads((folder / "ranks.json").read_text())
     assert not set(first) & set(second)
@@ -171,27 +209,77 @@ def build():
 """
 
 
-@pytest.mark.xdist_group("train")
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("own")
+def test_a_model_of_ones_own_and_resuming_with_other_ranks_and_schedule(tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text(JOB)
-    options = ("--steps", "6", "--microbatches", "2", "--ranks", "2", "--validate-every", "3", "-o", "run")
-    output = run(tmp_path, "my_module:build", *options)
+    options = ("--microbatches", "2", "--validate-every", "3", "-o", "run")
+    output = run(tmp_path, "my_module:build", *options, "--ranks", "2", "--steps", "6")
     assert "Sequential of" in output
-    assert "largest difference" in output
-    found = losses(tmp_path / "run")
-    assert found[-1] < found[0]
-    output = run(tmp_path, "--from", "run", command="compare")
+    assert "pipelined == unpipelined over 3 steps: largest difference 0.0" in output
+    output = run(
+        tmp_path, "my_module:build", *options, "--ranks", "1", "--steps", "8", "--schedule", "gpipe", "--resume"
+    )
+    assert "resumed from step 6" in output
+    assert "1 stage on 1 rank (loop), 2 microbatches, schedule gpipe: given" in output
+    scope: dict[str, Any] = {}
+    exec(JOB, scope)
+    model, data, loss_fn, optimizer, validation = scope["build"]()
+    job = Job(model, data_as_function(data), loss_fn, optimizer, validation=validation)
+    plain = Unpipelined(job, model, range(2))
+    expected = [plain.step(step, job.batch(step)) for step in range(8)]
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0]
+    output = run(tmp_path, "--from", "run", "--ranks", "2", command="compare")
     assert "1f1b" in output
     (tmp_path / "run" / "report.html").unlink()
     assert run(tmp_path, "run", command="report").strip() == str(Path("run") / "report.html")
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-@pytest.mark.xdist_group("train")
-def test_what_cannot_be_trained_is_said_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("def build():\n    return 1\n")
-    output = run(tmp_path, "broken:build", "--ranks", "1", "--max-restarts", "0", code=1)
-    assert "expected (model, data, loss, optimizer)" in output
-    assert "rank 0 ended with exit code 1" in output
-    output = run(tmp_path, ".", command="report", code=1)
-    assert "has no report.json" in output
+@pytest.mark.xdist_group("own")
+def test_an_exception_ends_the_run_at_once_and_is_shown(tmp_path: Path) -> None:
+    """It would come again: starting again is for ranks that were killed."""
+    (tmp_path / "broken.py").write_text("def build():\n    raise LookupError('no such data')\n")
+    output = run(tmp_path, "broken:build", "--ranks", "1", code=1)
+    assert output.count("LookupError: no such data") == 1
+    assert "starting again" not in output
+    assert "click" not in output, "the frames above the run are of no interest"
+    assert output.endswith("Error: rank 0 ended with exit code 1; its output is above.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--schedule", "1f1c"], "Did you mean '1f1b'?"),
+        (["--stages", "3"], "expected a multiple of 2"),
+        (["--size", "huge"], "no size is called 'huge'; there are: tiny, small"),
+        (["--microbatches", "32"], "expected at least a row for each"),
+        (["my_module"], "write module:function, for example my_module:build"),
+        (["--data", "nowhere.txt"], "does not exist"),
+        (["--steps", "-1"], "Invalid value for '--steps'"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_started(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.train.launch.launch", lambda *_, **__: pytest.fail("started"))
+    done = CliRunner().invoke(main, ["train", *arguments])
+    assert done.exit_code in (1, 2)
+    assert expected in done.output
+
+
+def test_what_a_build_function_may_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "returns.py").write_text("def one():\n    return 1\ndef given(options):\n    return options.seed\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("one", "given"):
+        with pytest.raises(PenstockError, match=r"returned int; expected \(model, data, loss, optimizer\)"):
+            make_job(TrainOptions(build=f"returns:{name}"))
+    with pytest.raises(PenstockError, match="cannot be found: No module named 'nowhere'"):
+        make_job(TrainOptions(build="nowhere:build"))
+
+
+def test_a_report_of_no_run_says_what_to_give(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "has no report.json: give the output folder" in done.output

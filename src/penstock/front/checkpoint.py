@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from penstock.errors import RunError, StageError
+from penstock.errors import RunError, StageError, TransportError
 from penstock.front import moments
 from penstock.front.contents import Reader, add_names, tensor_entries
 from penstock.front.ends import Ends
@@ -100,7 +101,13 @@ def _write(fresh: Path, model: dict[str, Tensor], state: dict[str, dict[str, Ten
     if isinstance(ends.transport, DistributedTransport):
         group = None if ends.mesh is not None else ends.group
         writer = FileSystemWriter(fresh, single_file_per_rank=True)
-        state_dict_saver.save(_tree(model, state), storage_writer=writer, process_group=group)
+        try:
+            state_dict_saver.save(_tree(model, state), storage_writer=writer, process_group=group)
+        except CheckpointException as error:
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
+            raise RunError(f"the checkpoint {fresh} cannot be written: {reasons}") from error
+        except RuntimeError as error:
+            raise TransportError(f"rank {ends.rank}, while all ranks write the checkpoint {fresh}: {error}") from error
         return
     if ends.rank > 0:
         send_to(ends.transport, [0], [model, state])

@@ -15,6 +15,8 @@ from penstock.batch import sizes_of, split_batch, split_target, weights
 from penstock.capture.pipe import Pipe
 from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
+from penstock.plan import Plan
+from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, STAGE, STAGE_SHIFT, Op, parts
 from penstock.run.rng import microbatch_rng
 from penstock.train.job import Batch, Job
 
@@ -36,28 +38,31 @@ class Checked:
 class Unpipelined:
     """The model in one process: a plain loop over the microbatches, one optimizer over all parameters.
 
-    A model that draws random numbers is run stage by stage, so that each stage draws what it draws in the pipeline.
+    `order` is that of the microbatches (see `backward_order`): sums of the same numbers in another order differ in the
+    last digits. A model that draws random numbers is run stage by stage, so that each stage draws what it draws in the pipeline.
     """
 
     def __init__(
-        self, job: Job, model: nn.Module, num_microbatches: int, *, whole: Pipe | None = None, seed: int = 0
+        self, job: Job, model: nn.Module, order: Sequence[int], *, whole: Pipe | None = None, seed: int = 0
     ) -> None:
         self.job, self.model, self.whole = job, model, whole
-        self.size, self.seed = num_microbatches, seed
+        self.order, self.seed = order, seed
         self.optimizer = job.optimizer(model.parameters())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, number: int, batch: Batch) -> float:
         """The loss of the whole batch."""
         args, target = batch
-        pieces, _ = split_batch(args, {}, self.size)
-        targets = split_target(target, self.size)
-        shares = [float(share) for share in weights(sizes_of(targets) or [1] * self.size)]
-        total = 0.0
-        for microbatch, (piece, wanted) in enumerate(zip(pieces, targets, strict=True)):
-            loss = self.loss(self.output(piece, number, microbatch), wanted)
+        size = len(self.order)
+        pieces, _ = split_batch(args, {}, size)
+        targets = split_target(target, size)
+        shares = [float(share) for share in weights(sizes_of(targets) or [1] * size)]
+        losses = [0.0] * size
+        for microbatch in self.order:
+            loss = self.loss(self.output(pieces[microbatch], number, microbatch), targets[microbatch])
             torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch]))
-            total += shares[microbatch] * loss.item()
+            losses[microbatch] = loss.item()
+        total = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         clip(self.model.parameters(), 1.0)
         set_rate(self.job, self.optimizer, self.rates, number)
         self.optimizer.step()
@@ -139,11 +144,27 @@ def check(pipe: Pipeline, job: Job, *, steps: int, seed: int) -> Checked:
     return Checked(steps, difference, seconds, "stage by stage" if is_random(job.model) else "the model itself")
 
 
+def backward_order(plan: Plan) -> list[int]:
+    """The order in which the microbatches' gradients add up, if it is the same in all stages; else 0, 1, 2, ...
+
+    >>> from penstock.schedules import get_schedule
+    >>> backward_order(get_schedule("1f1b")(2, 3)), backward_order(get_schedule("loopedbfs")(2, 3))
+    ([0, 1, 2], [2, 1, 0])
+    """
+    orders: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
+    for codes in plan.codes:
+        for code in codes:
+            for part in parts(code):
+                if part & OP in (Op.B, Op.W):
+                    orders[part >> STAGE_SHIFT & STAGE].append(part >> MICROBATCH_SHIFT & MICROBATCH)
+    first = orders[0]
+    return first if all(order == first for order in orders.values()) else list(range(plan.num_microbatches))
+
+
 def _reference(pipe: Pipeline, job: Job, seed: int) -> Unpipelined:
-    microbatches = pipe.plan.num_microbatches
     model = copy.deepcopy(job.model)
     whole = pipe.whole(model) if is_random(model) else None
-    return Unpipelined(job, model, microbatches, whole=whole, seed=seed)
+    return Unpipelined(job, model, backward_order(pipe.plan), whole=whole, seed=seed)
 
 
 def _pipelined(pipe: Pipeline, job: Job, batches: Sequence[Batch]) -> list[float]:

@@ -83,8 +83,6 @@ def _gpt(options: TrainOptions) -> Job:
 def _users(options: TrainOptions) -> Job:
     assert options.build is not None, "only for jobs of the user"
     module_name, _, function_name = options.build.partition(":")
-    if not function_name:
-        raise PenstockError(f"{options.build!r} names no function; write module:function, for example my_module:build")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

@@ -1,18 +1,27 @@
 """Start the ranks of a run through torch's elastic launcher, and start them again after a crash.
 
 Under torchrun (`torchrun --nproc-per-node 2 -m penstock train ...`) the ranks are there already, and nothing is launched.
+
+A crash is a rank that was killed, or that lost its connections. An exception in a rank's own program is none: it would come
+again, so the run ends with it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from penstock.errors import PenstockError
 from penstock.train.options import TrainOptions
+
+RESTARTS: Final = "PENSTOCK_RESTARTS"  # in the environment of the ranks: how often they were started again
+LOST: Final = 75  # the exit code of a rank that ends because another one is gone
+GRACE: Final = 5.0  # seconds that such a rank leaves to the other to end first, with the reason
 
 
 class Interrupted(Exception):
@@ -24,36 +33,74 @@ def is_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
-def launch(options: TrainOptions, arguments: Sequence[str]) -> None:
-    """Run `python -m penstock train ARGUMENTS` as so many ranks, until they end."""
+def restarts() -> int:
+    """How often this run was started again after a crash, as far as this process was told."""
+    return max(int(os.environ.get(name, "0")) for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[str], None]) -> None:
+    """Run `python -m penstock train ARGUMENTS` as so many ranks, until they end; `say` hears of every restart."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ["TORCHELASTIC_LOG_LEVEL"] = "ERROR"
+    os.environ["TORCHELASTIC_LOG_LEVEL"] = "CRITICAL"
+    for number in range(options.max_restarts + 1):
+        os.environ[RESTARTS] = str(number)
+        try:
+            _launch_once(options.ranks, arguments)
+        except SignalException as stopped:
+            raise Interrupted(f"stopped by {stopped.sigval.name}") from stopped
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            how = how_it_ended(failure.exitcode)
+            if number < options.max_restarts and is_crash(each.exitcode for each in failed.failures.values()):
+                say(
+                    f"rank {rank} {how}: starting again from the last checkpoint ({number + 1} of {options.max_restarts})"
+                )
+                continue
+            after = f" after {number} restart{'' if number == 1 else 's'}" if number else ""
+            kept = options.checkpoint.exists()
+            hint = f" With --resume the run goes on from the last checkpoint in {options.folder}" if kept else ""
+            raise PenstockError(f"rank {rank} {how}{after}; its output is above.{hint}") from failed
+        return
+
+
+def _launch_once(ranks: int, arguments: Sequence[str]) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=options.ranks,
+        nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=options.max_restarts,
+        max_restarts=0,
         monitor_interval=0.2,
         shutdown_timeout=60,
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", "penstock", "train", *arguments)
-    except SignalException as stopped:
-        raise Interrupted(f"stopped by {stopped.sigval.name}") from stopped
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        restarts = f" after {options.max_restarts} restarts" if options.max_restarts else ""
-        raise PenstockError(
-            f"rank {rank} ended with exit code {failure.exitcode}{restarts}; its output is above. With --resume the run goes on "
-            f"from the last checkpoint in {options.folder}"
-        ) from failed
+    elastic_launch(config, sys.executable)("-m", "penstock", "train", *arguments)
+
+
+def is_crash(exit_codes: Iterable[int]) -> bool:
+    """Whether starting again may help: some rank was killed, and not by the launcher, or all have lost one another.
+
+    >>> is_crash([-9, 1]), is_crash([75]), is_crash([1, 75]), is_crash([1, -15])
+    (True, True, False, False)
+    """
+    codes = list(exit_codes)
+    return any(code < 0 and code != -signal.SIGTERM for code in codes) or all(code == LOST for code in codes)
+
+
+def how_it_ended(exit_code: int) -> str:
+    """
+    >>> how_it_ended(-9), how_it_ended(1), how_it_ended(75)
+    ('was killed by SIGKILL', 'ended with exit code 1', 'lost the other ranks')
+    """
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return "lost the other ranks" if exit_code == LOST else f"ended with exit code {exit_code}"

@@ -1,19 +1,12 @@
-"""One rank of a training run: connect, pipeline, check, train, and leave a checkpoint and a report behind."""
+"""A training run as seen from one rank: pipeline, check, train, and leave a checkpoint and a report behind."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from penstock.balance import Profile
 from penstock.errors import PenstockError
@@ -22,73 +15,18 @@ from penstock.front.checkpoint import found
 from penstock.train import report
 from penstock.train.check import Checked, check, set_rate
 from penstock.train.generate import generate
-from penstock.train.job import Job, make_job
+from penstock.train.job import Job
 from penstock.train.measure import measure_memory, measure_step
-from penstock.train.meet import connect
 from penstock.train.options import TrainOptions
 from penstock.train.screen import Screen
 
 CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
 
 
-def run_rank(options: TrainOptions) -> bool:
-    """Train as one rank; whether it went to its end."""
-    with _connected(options), _stop_requests() as stop:
-        job = make_job(options)
-        screen = Screen(enabled=int(os.environ.get("RANK", "0")) == 0)
-        return Run(replace(options, resume=options.resume or _started_again()), job, screen, stop).train()
-
-
-def _started_again() -> bool:
-    """Whether this life of the run follows a crash. Torch counts for each host; all ranks must see it alike."""
-    count = torch.tensor([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))])
-    if dist.is_initialized():
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-    return count.item() > 0
-
-
 class Stop:
     """Whether somebody asked this rank to stop."""
 
     asked = False
-
-
-@contextmanager
-def _connected(options: TrainOptions) -> Iterator[None]:
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or options.threads or 1)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield
-        return
-    connect("gloo")
-    ended_well = False
-    try:
-        yield
-        ended_well = True
-    finally:
-        from penstock.comm.distributed import close_all
-
-        close_all()
-        if ended_well:
-            dist.destroy_process_group()
-
-
-@contextmanager
-def _stop_requests() -> Iterator[Stop]:
-    """Ctrl-C and SIGTERM ask for the end after the present step; the second time they mean it at once."""
-    stop = Stop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def ask(number: int, _: Any) -> None:
-        if stop.asked:
-            raise KeyboardInterrupt
-        stop.asked = True
-
-    before = {number: signal.signal(number, ask) for number in signals}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Run:

@@ -6,6 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from penstock.errors import PenstockError, PlanError, SplitError
+from penstock.schedules import get_schedule
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -40,6 +43,23 @@ class TrainOptions:
     @property
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint"
+
+    def check(self) -> None:
+        """Say what cannot be before any process is started; what depends on the model is found later."""
+        if self.schedule != "auto":
+            get_schedule(self.schedule)
+        if self.stages is not None and self.stages % self.ranks:
+            raise PlanError(f"--stages {self.stages} over --ranks {self.ranks}; expected a multiple of {self.ranks}")
+        if self.build is not None and ":" not in self.build:
+            raise PenstockError(f"{self.build!r} names no function; write module:function, for example my_module:build")
+        if self.build is None:
+            from penstock.train.gpt import size_of
+
+            size_of(self.size)
+            if self.batch < self.microbatches:
+                raise SplitError(
+                    f"--batch {self.batch} rows for --microbatches {self.microbatches}; expected at least a row for each"
+                )
 
     def dumps(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -5,6 +5,7 @@ A batch depends on the seed and the step alone, so every rank makes the same, an
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,11 +31,16 @@ class Text:
 
     def batch(self, step: int, *, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
         """Tokens and, for each, the one that follows."""
-        return _windows(self.train, torch.Generator().manual_seed((seed << 32) + step), rows, length)
+        return _windows(self.train, torch.Generator().manual_seed(_key(seed, step)), rows, length)
 
     def validation_batches(self, count: int, *, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(12345)
         return [_windows(self.validation, generator, rows, length) for _ in range(count)]
+
+
+def _key(seed: int, step: int) -> int:
+    """A number for both; torch's generator on the CPU looks at 32 bits of it, so they must be mixed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step}".encode(), digest_size=4).digest(), "little")
 
 
 def _windows(data: Tensor, generator: torch.Generator, rows: int, length: int) -> tuple[Tensor, Tensor]:

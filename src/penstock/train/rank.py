@@ -1,0 +1,85 @@
+"""One rank of a training run: connect, listen to Ctrl-C, run, and leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.train.job import make_job
+from penstock.train.launch import restarts
+from penstock.train.loop import Run, Stop
+from penstock.train.meet import connect
+from penstock.train.options import TrainOptions
+from penstock.train.screen import Screen
+
+
+def run_rank(options: TrainOptions) -> bool:
+    """Train as one rank; whether it went to its end."""
+    with _connected(options), _stop_requests() as stop:
+        sys.excepthook = partial(_show_from_here, sys.excepthook)
+        job = make_job(options)
+        screen = Screen(enabled=int(os.environ.get("RANK", "0")) == 0)
+        return Run(replace(options, resume=options.resume or _started_again()), job, screen, stop).train()
+
+
+def _show_from_here(show: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Show an exception without the frames above `run_rank`: how a command came to call it is of no interest."""
+    found = trace
+    while found is not None and found.tb_frame.f_code is not run_rank.__code__:
+        found = found.tb_next
+    show(kind, error.with_traceback(found or trace), found or trace)
+
+
+def _started_again() -> bool:
+    """Whether this life of the run follows a crash. Torch counts for each host; all ranks must see it alike."""
+    count = torch.tensor([restarts()])
+    if dist.is_initialized():
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+    return count.item() > 0
+
+
+@contextmanager
+def _connected(options: TrainOptions) -> Iterator[None]:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or options.threads or 1)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    connect("gloo")
+    ended_well = False
+    try:
+        yield
+        ended_well = True
+    finally:
+        from penstock.comm.distributed import close_all
+
+        close_all()
+        if ended_well:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _stop_requests() -> Iterator[Stop]:
+    """Ctrl-C and SIGTERM ask for the end after the present step; the second time they mean it at once."""
+    stop = Stop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def ask(number: int, _: Any) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = {number: signal.signal(number, ask) for number in signals}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
