@@ -12,6 +12,7 @@ PenstockError
 ├── CaptureError              a model cannot be captured or cut; also a RuntimeError
 ├── BalanceError              no cut of the layers fits; also a ValueError
 ├── StageError                a stage was built or used wrongly; also a RuntimeError
+│   ├── PlaceError            a stage outside its pipeline; also a ValueError
 │   └── ShapeError            tensors that are not what the neighbour expects
 └── RunError                  a step went wrong; also a RuntimeError
     ├── PeerFailed            another rank raised: rank, stage, action, microbatch, cause
@@ -70,6 +71,10 @@ class BalanceError(PenstockError, ValueError):
 
 class StageError(PenstockError, RuntimeError):
     """A stage was built or used wrongly."""
+
+
+class PlaceError(StageError, ValueError):
+    """A stage has an index that its pipeline does not have."""
 
 
 class ShapeError(StageError):

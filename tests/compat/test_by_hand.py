@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.comm import LocalWorld, Transport
 from penstock.compat import pipe_split, pipeline
-from penstock.compat._utils import PipeliningMetadataError
+from penstock.compat._utils import PipeliningMetadataError, _StageMeta, _TensorMeta
 from penstock.compat.schedules import (
     BACKWARD_WEIGHT,
     FORWARD,
@@ -32,7 +32,7 @@ from penstock.compat.schedules import (
     _PipelineScheduleRuntime,
     _wait_batch_p2p,
 )
-from penstock.compat.stage import PipelineStage, _PipelineStageBase
+from penstock.compat.stage import PipelineStage, _PipelineStageBase, _RecvInfo
 
 WIDTH, MICROBATCHES = 4, 4
 
@@ -387,6 +387,39 @@ def test_mock_stages_are_enough_for_an_order() -> None:
     assert max(map(len, schedule._simulate().values())) > 20
     with pytest.raises(ValueError, match="stages a rank"):
         penstock.ScheduleZBVZeroBubble([Mock(2, 6)] * 3, 4)
+
+
+class Bare(_PipelineStageBase):
+    """A stage that says itself what it receives: rows of the same width everywhere."""
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
+    ) -> Any:
+        rows = torch.zeros(2, WIDTH, dtype=torch.float64, requires_grad=True)
+        meta = (_TensorMeta.from_tensor(rows),)
+        self.chunks, self._stage_meta = num_microbatches, _StageMeta(inputs=meta, outputs=meta)
+        for microbatch in range(num_microbatches):
+            come = () if self.is_first else (_RecvInfo("x", self.stage_index - 1, None, meta[0]),)
+            self.args_recv_info[microbatch] = come
+        self.act_send_info[0] = [None if self.is_last else self.stage_index + 1]
+
+    def _prepare_backward_infra(self, num_microbatches: int, **_: Any) -> Any:
+        for microbatch in range(num_microbatches):
+            self.grad_recv_info[microbatch] = self._create_grad_recv_info(self.act_send_info)
+
+
+def test_a_stage_straight_from_the_base() -> None:
+    modules = layers(2)
+    x, y = batch()
+
+    def rank(transport: Transport) -> None:
+        stage = Bare(modules[transport.rank], transport.rank, 2, torch.device("cpu"), transport)
+        Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.MSELoss()).step(x, target=y)
+
+    LocalWorld(2).run(rank)
+    same_gradients(modules, plain(2))
+    with pytest.raises(ValueError, match="stage_index=2"):
+        Bare(modules[0], 2, 2, "cpu")
 
 
 def test_microbatches_that_are_cut_already() -> None:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from penstock.errors import StageError
-from penstock.stage.base import HOOKS, StageBase
+from penstock.stage.base import HOOKS, StageBase, place_in
 from penstock.stage.infer import Inference
 from penstock.stage.routes import Routes
+
+__all__ = ["PipelineStage", "is_driven_by_hand", "place_in"]
 
 
 class PipelineStage(Inference, StageBase):
@@ -42,24 +42,12 @@ class PipelineStage(Inference, StageBase):
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: Callable[..., Any] | None = None,
     ) -> None:
-        if not isinstance(submodule, nn.Module):
-            raise StageError(f"a stage needs an nn.Module, got {type(submodule).__name__}")
-        if not 0 <= stage_index < num_stages:
-            raise StageError(f"stage_index={stage_index} with num_stages={num_stages}; expected 0 to {num_stages - 1}")
-        self.submod = submodule
-        self.stage_index = stage_index
-        self.num_stages = num_stages
-        self.device = torch.device(device)
-        self.group = group
-        self.dw_builder = dw_builder
+        super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
         self.get_mesh = get_mesh
         self.input_args = input_args
         self.output_args = output_args
         self.input_grads = input_grads
         self.output_grads = output_grads
-        self.group_rank, self.group_size = place_in(group)
-        if self.group_size > num_stages:
-            raise StageError(f"{self.group_size} ranks for {num_stages} stages; expected at least one stage a rank")
 
     def __repr__(self) -> str:
         return f"PipelineStage({self.stage_index} of {self.num_stages}, {type(self.submod).__name__}, rank {self.group_rank})"
@@ -71,12 +59,3 @@ def is_driven_by_hand(stage: Any) -> bool:
         return True
     kind = type(stage)
     return kind is not PipelineStage and any(getattr(kind, hook) is not getattr(PipelineStage, hook) for hook in HOOKS)
-
-
-def place_in(group: Any) -> tuple[int, int]:
-    """This rank and the number of ranks: of a process group, of a transport, of the default group, or one rank alone."""
-    if group is not None and hasattr(group, "num_ranks"):
-        return group.rank, group.num_ranks
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
