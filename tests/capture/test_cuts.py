@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -229,3 +230,13 @@ def test_a_failure_shows_the_line_and_both_ways_out(make: type[nn.Module], line:
     assert "2. build the stages from the model's modules, without a trace: penstock.split_modules(" in text
     assert '["embed", "layers.0", "layers.1", "head"]' in text
     assert caught.value.__cause__ is not None  # torch's own words, for who wants them
+
+
+def test_what_can_be_said_before_tracing_is_said() -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(CaptureError, match=r"0\.weight has no shape yet: .* run the model once"):
+        pipeline(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), (x,), num_stages=2)
+    held = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    held.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=r"Sequential cannot be deep-copied .*split_modules"):
+        pipeline(held, (x,), num_stages=2)

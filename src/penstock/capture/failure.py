@@ -21,10 +21,11 @@ def reason(error: BaseException) -> str:
 
 
 def explained(model: nn.Module, error: Exception) -> CaptureError:
+    where = place_of(model, error)
     return CaptureError(
-        f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {reason(error)}{place_of(model, error)}\n"
+        f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {reason(error)}{where}\n"
         "Two ways out:\n"
-        f"  1. change that line: {_change(error)}, and capture again;\n"
+        f"  1. change {'that line' if where else 'the model'}: {_change(error)}, and capture again;\n"
         "  2. build the stages from the model's modules, without a trace: "
         f"penstock.split_modules(model, [{_parts(model)}], num_stages)"
     )

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import CaptureError
 
@@ -30,6 +31,11 @@ class Skeleton:
 
     @staticmethod
     def of(model: nn.Module, leaves: list[Any]) -> Skeleton:
+        lazy = [name for name, value in model.named_parameters() if is_lazy(value)]
+        if lazy:
+            raise CaptureError(
+                f"{lazy[0]} has no shape yet: its module is a lazy one; run the model once with the example before the capture"
+            )
         device = _main_device(model, leaves)
         memo: dict[int, Any] = {}
         fake = fake_mode()
