@@ -154,7 +154,7 @@ def test_functions_for_kinds_of_action() -> None:
             {r: [_Action.from_str(c) for c in row.split(",")] for r, row in enumerate(rows)}
         )
         schedule.register_custom_function(FORWARD, forward)
-        schedule.register_custom_function(BACKWARD_WEIGHT, weights)
+        schedule.register_custom_function(computation_type=BACKWARD_WEIGHT, custom_function=weights)
         with pytest.raises(ValueError, match="SEND_F"):
             schedule.register_custom_function(SEND_F, forward)
         losses: list[Tensor] = []

@@ -262,18 +262,18 @@ class Schedule(LegacySchedule):
         return TRAIN if self._has_backward and self.plan.has_backward else FORWARD
 
     def register_custom_function(
-        self, kind: Op | type[Overlap] | ComputationType, function: Callable[..., object]
+        self, computation_type: Op | type[Overlap] | ComputationType, custom_function: Callable[..., object]
     ) -> None:
         """Do actions of a kind with a function of your own: ``function(action, context)``. Before the first step.
 
         A kind in torch's words (`ComputationType`) gets torch's kind of function, which drives the stages itself.
         """
-        if isinstance(kind, ComputationType):
-            self.register_hand_function(kind, function)
+        if isinstance(computation_type, ComputationType):
+            self.register_hand_function(computation_type, custom_function)
             return
         if self._programs:
             raise RunError("register_custom_function after the first step; the plan is bound by then. Call it before")
-        self._custom[kind] = function
+        self._custom[computation_type] = custom_function
 
     # -- steps
 
