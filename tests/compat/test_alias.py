@@ -80,3 +80,14 @@ def test_helpers_take_the_keywords_of_torch() -> None:
     assert _utils._derive_grad_metas(tensor_metas=(meta,))[0] is not None
     spread = _utils._DTensorMeta(torch.Size([2]), (1,), torch.float32, requires_grad=True)
     assert spread.placements == ()
+
+
+def test_names_are_found_where_torch_imports_them_too() -> None:
+    from penstock.compat import _IR, _backward, _utils, microbatch, schedules, stage
+
+    assert stage.flatten_args is _utils.flatten_args  # type: ignore[attr-defined]
+    assert stage.stage_backward is _backward.stage_backward  # type: ignore[attr-defined]
+    assert schedules.merge_chunks is microbatch.merge_chunks  # type: ignore[attr-defined]
+    assert _IR._PipelineStage is stage._PipelineStage  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no attribute 'unheard_of'"):
+        _ = stage.unheard_of  # type: ignore[attr-defined]

@@ -20,9 +20,11 @@ from penstock.capture import (
 )
 from penstock.capture import annotate_split_points as _annotate
 from penstock.capture import pipeline as _pipeline
+from penstock.compat._siblings import found_in
 
 PP_SUBMOD_PREFIX = "submod_pp"
 MultiUseParamSpec = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
+__getattr__ = found_in(__name__, "_utils", "_backward", "_unflatten", "stage")
 
 __all__ = [
     "LossWrapper",

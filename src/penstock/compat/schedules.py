@@ -17,6 +17,7 @@ from penstock.compat._orders import format_pipeline_order as _format_pipeline_or
 from penstock.compat._orders import merge_bw as _merge_bw
 from penstock.compat._ranks import get_1f1b_rank_ops as _get_1f1b_rank_ops
 from penstock.compat._ranks import get_warmup_ops as _get_warmup_ops
+from penstock.compat._siblings import found_in
 from penstock.errors import UnknownNameError
 from penstock.plan.vocabulary import ComputationType as _ComputationType
 from penstock.plan.vocabulary import NamedAction as _Action
@@ -45,6 +46,7 @@ SEND_F, RECV_F = _ComputationType.SEND_F, _ComputationType.RECV_F
 SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
 OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE_GRAD
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
+__getattr__ = found_in(__name__, "_utils", "microbatch", "stage")
 
 ScheduleGPipe = run.ScheduleGPipe
 Schedule1F1B = run.Schedule1F1B

@@ -6,6 +6,7 @@ import torch.distributed as dist  # noqa: F401  programs patch what stands here
 
 from penstock.capture import build_stage
 from penstock.capture.build import CapturedStage as _PipelineStage
+from penstock.compat._siblings import found_in
 from penstock.stage.base import StageBase as _PipelineStageBase
 from penstock.stage.exchange import RecvInfo as _RecvInfo
 from penstock.stage.exchange import RootArg as _RootArgPlaceholder
@@ -14,6 +15,7 @@ from penstock.stage.metadata import empty_like_meta as _make_tensor_from_meta
 from penstock.stage.stage import PipelineStage
 
 InputInfo = _RecvInfo | _RootArgPlaceholder
+__getattr__ = found_in(__name__, "_utils", "_backward", "_debug")
 
 __all__ = [
     "InputInfo",
