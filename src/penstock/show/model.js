@@ -179,7 +179,7 @@ function tickText(value, step, unit, scale) {
 function memoryText(value) {
   if (Math.abs(value) < 10000) return plain(value);
   const [size, name] = BYTES.find(([least]) => Math.abs(value) >= least);
-  return `${plain(value / size)} ${name}`;
+  return `${Number((value / size).toPrecision(4))} ${name}`;
 }
 
 // 1, 2 or 5 times a power of ten, so that about `ticks` of it cover the extent.

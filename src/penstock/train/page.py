@@ -66,7 +66,7 @@ def render(
         + section.html
         + (f'<p class="pr-basis">{escape(basis)}</p>' if basis else "")
         + '<div class="pr-grid">'
-        + _card("Idle time by cause", _table(_idle_rows(planned, measured)), "share of the makespan")
+        + _card("Idle time by cause", _table(_idle_rows(planned, measured), words=(1,)), "share of the makespan")
         + _card(
             "Memory of each rank",
             _table(ranks),
@@ -111,9 +111,10 @@ def _checked(data: dict[str, Any]) -> str:
     checked = data["checked"]
     if checked is None:
         return "not compared with the unpipelined model"
+    apart = f"{checked['difference']:.3g}" if checked["difference"] else "0.0"
     return (
         f"Before training, {checked['steps']} steps were compared with the unpipelined model ({escape(checked['against'])}): "
-        f"largest difference {checked['difference'] or 0.0:.3g}."
+        f"largest difference {apart}."
     )
 
 

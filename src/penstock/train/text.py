@@ -6,6 +6,7 @@ A batch depends on the seed and the step alone, so every rank makes the same, an
 from __future__ import annotations
 
 import hashlib
+import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +67,9 @@ def read_text(path: str | None = None, *, length: int = 128) -> Text:
         validation, train = train[cut:] + validation, train[:cut]
     if len(train) < least:
         raise PenstockError(f"{root} holds {total} bytes of text; training needs at least {2 * least}")
-    return Text(_tensor(train), _tensor(validation), f"{root} ({len(files)} files)")
+    source = f"the sources of Python {platform.python_version()}" if path is None else str(root)
+    number = "1 file" if len(files) == 1 else f"{len(files)} files"
+    return Text(_tensor(train), _tensor(validation), f"{source} ({number})")
 
 
 def _tensor(data: bytearray) -> Tensor:
