@@ -15,6 +15,8 @@ from penstock.front.choose import Choice, Machine, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
 from penstock.front.machine import measure_machine, without_calls
+from penstock.plan import Placement
+from penstock.schedules import get_schedule
 
 SECONDS = {"unit": "s"}
 
@@ -40,6 +42,34 @@ def test_overhead_makes_many_small_stages_lose() -> None:
         assert free_time is not None
         actions = 16 * tried.stages_per_rank  # forwards and backwards of a rank; a split backward is two
         assert tried.makespan >= free_time + 1e-4 * actions
+
+
+def test_a_memory_limit_drops_what_does_not_fit() -> None:
+    held = tuple(
+        replace(layer, activation_to_input=1_000_000, activation_to_weight=1_000_000) for layer in layers(1e-3)
+    )
+    profile = Profile(held, metadata=SECONDS)
+    free = choose(profile, Wishes(4, 16))
+    most = max(tried.memory for tried in free.tried)
+    fastest = next(tried for tried in free.tried if tried.makespan is not None)
+    limit = fastest.memory - 1
+    tight = choose(profile, Wishes(4, 16, memory_limit=limit))
+    assert max(tight.timeline.peak_memory) <= limit < most
+    assert tight.timeline.makespan >= free.timeline.makespan
+    assert any(tried.makespan is None and "may hold" in tried.why for tried in tight.tried)
+
+
+def test_schedule_placement_stages_and_plan_can_each_be_given() -> None:
+    profile = Profile(layers(1e-3), metadata=SECONDS)
+    assert choose(profile, Wishes(2, 8, placement="v")).plan.placement.kind == "v"
+    loop = Placement.loop(2, 2)
+    assert choose(profile, Wishes(2, 8, placement=loop)).plan.placement == loop
+    assert choose(profile, Wishes(2, 8, num_stages=8)).num_stages == 8
+    assert choose(profile, Wishes(2, 8, "zbv")).plan.name == "zbv"
+    plan = get_schedule("gpipe")(2, 8)
+    own = choose(profile, Wishes(2, 8, plan=plan))
+    assert own.plan is plan
+    assert own.why == "given"
 
 
 def test_nothing_measured_is_added_to_costs_that_are_no_seconds() -> None:

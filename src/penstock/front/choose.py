@@ -243,7 +243,10 @@ def _placed(plan: Plan, wishes: Wishes) -> bool:
         return True
     if isinstance(wishes.placement, Placement):
         return plan.placement == wishes.placement
-    return plan.placement.kind == wishes.placement or plan.num_stages == plan.num_ranks
+    same_anyway = (
+        wishes.schedule != "auto" and plan.num_stages == plan.num_ranks
+    )  # one stage a rank: loop and v are one
+    return plan.placement.kind == wishes.placement or same_anyway
 
 
 def _try(plan: Plan, profile: Profile, wishes: Wishes, found: _Found) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import Final
 
 from penstock.errors import PenstockError
@@ -43,7 +44,7 @@ def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[st
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _hush()
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -67,6 +68,14 @@ def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[st
             hint = f" With --resume the run goes on from the last checkpoint in {options.folder}" if kept else ""
             raise PenstockError(f"rank {rank} {how}{after}; its output is above.{hint}") from failed
         return
+
+
+def _hush() -> None:
+    """What the launcher's loggers would say is said better here. Each has a level of its own, from when it was made."""
+    import_module("torch.distributed.launcher.api")  # makes the last of them
+    for name in ["torch.distributed.elastic", *logging.root.manager.loggerDict]:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _launch_once(ranks: int, arguments: Sequence[str]) -> None:

@@ -68,8 +68,8 @@ def read_text(path: str | None = None, *, length: int = 128) -> Text:
     if len(train) < least:
         raise PenstockError(f"{root} holds {total} bytes of text; training needs at least {2 * least}")
     source = f"the sources of Python {platform.python_version()}" if path is None else str(root)
-    number = "1 file" if len(files) == 1 else f"{len(files)} files"
-    return Text(_tensor(train), _tensor(validation), f"{source} ({number})")
+    counted = "1 file" if len(files) == 1 else f"{len(files)} files"
+    return Text(_tensor(train), _tensor(validation), f"{source} ({counted})")
 
 
 def _tensor(data: bytearray) -> Tensor:
