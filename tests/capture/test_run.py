@@ -45,3 +45,26 @@ def test_skips_and_the_models_own_loss(schedule: type) -> None:
     for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
         (reference(a, b) / MICROBATCHES).backward()
     assert_same_grads(model, reference)
+
+
+def test_microbatches_that_take_different_branches() -> None:
+    """Seven rows are cut into four and three, and the model does something else with three."""
+
+    class Branch(toys.Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * 2 if x.shape[0] > 3 else x.cos())
+
+    torch.manual_seed(0)
+    model, x = Branch(2, dropout=0), torch.randn(7, 4)
+    reference = copy.deepcopy(model)
+    pipe = pipeline(model, (x[:4],))
+
+    def work(transport: Any) -> Any:
+        stage = pipe.build_stage(transport.rank, "cpu", transport)
+        return Schedule1F1B(stage, 2, loss_fn=lambda y, _: y.square().mean()).step(x, target=x)
+
+    output = LocalWorld(2).run(work)[1]
+    parts = [reference(part) for part in x.tensor_split(2)]
+    assert torch.equal(output, torch.cat(parts))
+    sum(part.square().mean() * len(part) / 7 for part in parts).backward()
+    assert_same_grads(model, reference)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -182,8 +183,48 @@ def test_other_sizes() -> None:
         pipeline(model, (x,), dynamic_shapes={})(x[:2])
 
 
-def test_sizes_that_a_branch_depends_on() -> None:
-    class Branch(nn.Module):
+class Branch(nn.Module):
+    """Does with its rows what their number says."""
+
+    def __init__(self, branch: Callable[[torch.Tensor, int], torch.Tensor], *, reduced: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.branch, self.reduced = branch, reduced
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        x = self.a(x)
+        x = x.mean(0) if self.reduced else x
+        pipe_split()
+        return self.b(self.branch(x, rows))
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda x, rows: x * 2 if rows == 1 else x,
+        lambda x, rows: x * 2 if rows > 3 else x * 3,
+        lambda x, rows: x * 2 if rows % 2 == 0 else x.sin(),
+        lambda x, rows: x + x[: rows // 2].sum(0) if rows // 2 > 1 else x,
+        lambda x, rows: x * 2 if rows > 5 else x * 3 if rows > 2 else x * 4,
+    ],
+    ids=["one", "more than", "even", "half", "two branches"],
+)
+def test_sizes_that_a_branch_depends_on(branch: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Each is traced with the branch that it takes: what was right for six rows is not taken for three."""
+    model, x = Branch(branch), torch.randn(9, 4)
+    pipe = _pipe(model, x[:6])
+    for mode in (True, False):
+        pipe.train(mode), model.train(mode)
+        for size in (6, 4, 3, 1, 9, 2, 5, 6):
+            assert torch.equal(pipe(x[:size]), model(x[:size])), size
+    assert torch.equal(_saved_and_loaded(pipe)(x[:3]), model(x[:3]))
+    with pytest.raises(ShapeError, match=r"no such graph: it was saved without"):
+        _saved_and_loaded(_pipe(Branch(lambda x, rows: x if rows > 3 else x * 2), x[:6]))(x[:3])
+
+
+def test_a_mode_that_fixes_a_size() -> None:
+    class Strict(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -191,12 +232,22 @@ def test_sizes_that_a_branch_depends_on() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.a(x)
             pipe_split()
-            return self.b(x * 2 if x.shape[0] == 1 else x)
+            return self.b(x * 2 if not self.training and x.shape[0] == 6 else x)
 
-    model, x = Branch(), torch.randn(4, 4)
-    pipe = _pipe(model, x)
-    for size in (4, 3, 1):
-        assert torch.equal(pipe(x[:size]), model(x[:size]))
+    model, x = Strict(), torch.randn(9, 4)
+    pipe = _pipe(model, x[:6])
+    for mode in (True, False):
+        pipe.train(mode), model.train(mode)
+        for size in (6, 4, 9):
+            assert torch.equal(pipe(x[:size]), model(x[:size])), (mode, size)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_stage_that_does_other_work_for_a_size_that_it_does_not_see(rows: int) -> None:
+    pipe = _pipe(Branch(lambda x, rows: x * 2 if rows > 3 else x * 3, reduced=True), torch.randn(6, 4))
+    pipe(torch.randn(5, 4))
+    with pytest.raises(CaptureError, match=rf"with dimension 0 of x being {rows} stage 1 does other work"):
+        pipe(torch.randn(rows, 4))
 
 
 def test_dynamic_shapes() -> None:

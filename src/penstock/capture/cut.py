@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from penstock.capture.flat import REGION, SIZE
+from penstock.capture.guards import Guard
 from penstock.capture.names import StateNames
 from penstock.capture.ops import aten, body_module, is_size
 from penstock.capture.place import EVERYWHERE, Placed
@@ -36,6 +37,7 @@ class Piece:
     constants: dict[str, torch.Tensor]
     recipe: Any = None  # of the last stage: puts the model's output together
     fixed: tuple[tuple[int, Any], ...] = ()  # of the last stage: leaves of the output that are always the same
+    guards: tuple[Guard, ...] = ()  # what must be true of the sizes, of the whole model
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,23 @@ import torch
 from torch import nn
 
 from penstock.capture.cut import Piece
+from penstock.capture.guards import Guard
 from penstock.capture.program import Program
 from penstock.capture.tree import put_together
 from penstock.capture.wires import Wire, check_sizes
 from penstock.errors import CaptureError, ShapeError
 
-Key = tuple[bool | None, frozenset[str]]  # the mode (None: mixed, as captured), and the changing sizes that are 1
+Fixed = frozenset[
+    tuple[str, int]
+]  # changing sizes for which the model is traced on its own: 1, or what a branch asks for
+Key = tuple[bool | None, Fixed]  # the mode (None: mixed, as captured), and these sizes
 
 
 _OTHER_NAME = "_the_models_"  # before the name of a submodule that an attribute of ours would hide
 
 
 class Source(Protocol):
-    """Whoever can trace the model again, in another mode or for a size of 1."""
+    """Whoever can trace the model again, in another mode or for other sizes."""
 
     def piece(self, stage: int, key: Key) -> Piece: ...
 
@@ -67,9 +71,8 @@ class StageModule(nn.Module):
         self.inputs = piece.inputs
         self.outputs = piece.outputs
         self.why_static = ""
-        self.partners: dict[
-            str, frozenset[str]
-        ] = {}  # of a changing size: those that are 1 when it is, unless seen otherwise
+        # Of each changing size of the arguments: those that are what it is, unless seen otherwise.
+        self.partners: dict[str, frozenset[str]] = {}
         self.model_names: frozenset[str] = frozenset()  # every name of the whole model
         self.aliases: dict[str, tuple[str, ...]] = {}  # other names of the same tensor, for loading
         self._key = key
@@ -77,6 +80,8 @@ class StageModule(nn.Module):
         self._programs: dict[Key, Program] = {}
         self._functions: dict[Key, Callable[..., Any]] = {}
         self._results: dict[Key, Result] = {}
+        self._guards: dict[Key, tuple[Guard, ...]] = {}
+        self._keys: dict[tuple[Any, ...], Key] = {}  # which graph is for which sizes
         self._why_not: dict[Key, str] = {}
         self.register_buffer("_anchor", torch.empty(0, device=device), persistent=False)
         self._device = device
@@ -141,21 +146,34 @@ class StageModule(nn.Module):
         return self._functions[self._key_of(values)](self, *values)  # type: ignore[no-any-return]
 
     def _key_of(self, values: Sequence[Any]) -> Key:
-        """Which graph is for these inputs: that of the present mode, or one of its own where a changing size is 1."""
-        key = self._key
-        if not torch.compiler.is_compiling():
-            sizes: dict[str, int] = {}
-            check_sizes(self.inputs, values, why_static=self.why_static, symbols=sizes)
-            if 1 in sizes.values():
-                key = (key[0], self._ones(sizes))
-                self._ensure(key)
-        return key
+        """Which graph is for these inputs: that of the present mode, or one of its own for sizes that need it."""
+        if torch.compiler.is_compiling():
+            return self._key
+        sizes: dict[str, int] = {}
+        check_sizes(self.inputs, values, why_static=self.why_static, symbols=sizes)
+        seen = (self._key, *sizes.values())
+        if seen not in self._keys:
+            self._keys[seen] = self._key_for(sizes)
+        return self._keys[seen]
 
-    def _ones(self, sizes: Mapping[str, int]) -> frozenset[str]:
-        """The changing sizes that are 1 in this call, also in arguments that only other stages read."""
-        seen = {name for name, size in sizes.items() if size == 1}
-        partners = {other for name in seen for other in self.partners.get(name, ())}
-        return frozenset(seen | (partners - set(sizes)))
+    def _key_for(self, sizes: Mapping[str, int]) -> Key:
+        """Export takes a size of 1 for a constant, and every branch on a size once: such sizes are traced on their own."""
+        own = {name: size for name, size in sizes.items() if name in self.partners}
+        wanted = {name for name, size in own.items() if size == 1}
+        fixed: Fixed = frozenset()
+        while True:
+            for name in wanted:
+                others = self.partners[name] - sizes.keys()  # in arguments that only other stages read
+                fixed |= {(n, own[name]) for n in (name, *others)}
+            key = (self._key[0], fixed) if fixed else self._key
+            self._ensure(key)
+            broken = [guard for guard in self._guards[key] if not guard.holds(sizes)]
+            wanted = {name for guard in broken for name in guard.names & own.keys()} - {name for name, _ in fixed}
+            if not broken:
+                return key
+            if not wanted:
+                now = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+                raise ShapeError(f"the model was captured for sizes with {broken[0].text}; this call has {now}")
 
     def build_output(self, values: Sequence[Any]) -> Any:
         """What the model returns, out of the outputs of the last stage."""
@@ -163,7 +181,7 @@ class StageModule(nn.Module):
 
     def train(self, mode: bool = True) -> StageModule:
         """Switch to the graph of that mode, tracing it first if need be."""
-        key = (mode, frozenset[str]())
+        key: Key = (mode, frozenset())
         self._ensure(key)
         super().train(mode)
         self._key = key
@@ -211,8 +229,8 @@ class StageModule(nn.Module):
             why = self._why_not.get(key, "it was saved without")
             if key[1]:
                 raise ShapeError(
-                    f"{_where(self.inputs, key[1])} is 1, for which the model is traced on its own, and this stage has no such "
-                    f"graph: {why}. Run it once with that size before saving it"
+                    f"{_where(self.inputs, key[1])}, for which the model is traced on its own, and this stage has no such graph: "
+                    f"{why}. Run it once with that size before saving it"
                 )
             raise CaptureError(
                 f"stage {self.stage_index} has no graph for {'training' if key[0] else 'evaluation'}: {why}"
@@ -227,6 +245,7 @@ class StageModule(nn.Module):
                 "which it does not hold; capture the model once in each mode instead"
             )
         self.add_constants(piece.constants)
+        self._guards[key] = piece.guards
         if self.is_last:
             self._results[key] = Result(piece.recipe, piece.fixed)
         program = Program(piece.graph, piece.bodies).moved(self._device, self._anchor.device)
@@ -244,7 +263,7 @@ class StageModule(nn.Module):
         return name in self.__dict__ or hasattr(type(self), name)
 
     def _adopt(self, key: Key, program: Program) -> None:
-        mode = f"{key[0]}_{'_'.join(sorted(key[1]))}"
+        mode = f"{key[0]}_{'_'.join(f'{name}_{size}' for name, size in sorted(key[1]))}"
         names = {name: f"_{mode}{name}" for name in program.bodies}
         for node in program.graph.nodes:
             if node.op == "get_attr" and self._clashes(str(node.target).partition(".")[0]):
@@ -295,10 +314,14 @@ class StageModule(nn.Module):
         return made
 
 
-def _where(wires: Sequence[Wire], sizes: frozenset[str]) -> str:
+def _where(wires: Sequence[Wire], fixed: Fixed) -> str:
     """The dimensions that have these sizes."""
+    known = dict(fixed)
     return " and ".join(
-        f"dimension {dim} of {wire.name}" for wire in wires for dim, size in enumerate(wire.shape) if size in sizes
+        f"dimension {dim} of {wire.name} is {known[str(size)]}"
+        for wire in wires
+        for dim, size in enumerate(wire.shape)
+        if size in known
     )
 
 

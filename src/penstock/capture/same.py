@@ -15,24 +15,31 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from penstock.capture.ops import is_size
-from penstock.capture.place import Placed
+from penstock.capture.place import EVERYWHERE, Placed
 from penstock.capture.trace import FromConstant, FromInput, Origin
 
 Shapes = Sequence[Sequence[int]]  # of the model's arguments, leaf by leaf
 
 
-def same_work(old: Placed, new: Placed, shapes: Shapes) -> bool:
-    """The same operators on the same values, in the same order and stages, when the arguments have these shapes."""
+def same_work(old: Placed, new: Placed, shapes: Shapes, *, stage: int | None = None) -> bool:
+    """The same operators on the same values, in the same order and stages, when the arguments have these shapes.
+
+    With `stage`, as far as that stage is concerned.
+    """
     one, other = old.flat.traced, new.flat.traced
     known = _same_origins(one.origins, other.origins)
     if known is None or one.recipe != other.recipe:
         return False
-    pairing = _Pairing(_numbers(old, shapes), _numbers(new, shapes), known)
-    ours, theirs = ([node for node in placed.flat.nodes if not is_size(node)] for placed in (old, new))
+    pairing = _Pairing(_numbers(old, shapes), _numbers(new, shapes), known, alone=stage is not None)
+    ours, theirs = (
+        [node for node in p.flat.nodes if not is_size(node) and (stage is None or p.stage[node] in (stage, EVERYWHERE))]
+        for p in (old, new)
+    )
+    last = stage is None or stage == old.num_stages - 1
     return (
         len(ours) == len(theirs)
         and all(old.stage[a] == new.stage[b] and pairing.same_call(a, b) for a, b in zip(ours, theirs, strict=True))
-        and pairing.same(one.outputs, other.outputs)
+        and (not last or pairing.same(one.outputs, other.outputs))
     )
 
 
@@ -43,6 +50,7 @@ class _Pairing:
     old_numbers: Mapping[Any, int]  # what each changing size of the old graph is
     new_numbers: Mapping[Any, int]
     known: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    alone: bool = False  # a stage by itself: what it gets from others are the same values, each under one name
 
     def same_call(self, one: fx.Node, other: fx.Node) -> bool:
         self.known[one] = other
@@ -59,6 +67,8 @@ class _Pairing:
 
     def _same_leaf(self, one: Any, other: Any) -> bool:
         if isinstance(one, fx.Node) and not is_size(one):
+            if self.alone and isinstance(other, fx.Node):
+                self.known.setdefault(one, other)
             return self.known.get(one) is other
         mine, theirs = _value(one, self.old_numbers), _value(other, self.new_numbers)
         return type(mine) is type(theirs) and bool(mine == theirs)

@@ -1,14 +1,15 @@
 """Tracing and cutting a model, as often as needed: now in its mode, later in the other one.
 
 source = Source.of(model, args, kwargs, ...)
-source.piece(0, (False, frozenset()))        # stage 0 in evaluation, traced when first asked for
+source.piece(0, (False, frozenset()))               # stage 0 in evaluation, traced when first asked for
+source.piece(0, (True, frozenset({("s28", 1)})))     # in training, for a batch of one row
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import fx
 
 from penstock.capture.cut import Cut, Cutter, Piece, module_path
 from penstock.capture.flat import Flat, Mark, flatten
+from penstock.capture.guards import where_shapes_differ
 from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint
-from penstock.capture.module import Key, same_wires
+from penstock.capture.module import Fixed, Key, same_wires
 from penstock.capture.names import StateNames
 from penstock.capture.place import place
 from penstock.capture.same import same_work
@@ -83,26 +85,32 @@ class Source:
         return self
 
     def _cut(self, key: Key, choose_cuts: ChooseCuts | None = None) -> Cut:
-        mode, ones = key
+        mode, fixed = key
         dims = self.dims if not self.gave_up else tuple(None for _ in self.dims)
         traced = trace(
             self.skeleton,
             self.table,
-            leaves=self._leaves(ones),
+            leaves=self._leaves(fixed),
             training=mode,
-            dims=self._without(dims, ones),
+            dims=self._without(dims, fixed),
             points=self.points,
-            fall_back=self.fall_back,
+            fall_back=self.fall_back and choose_cuts is not None,  # later traces must leave open what the first one did
         )
         wanted = policy_positions(self.policy, traced.root) if self.policy is not None else ()
         flat = flatten(traced, wanted)
-        if not self.cuts:
+        inputs = [node for node, origin in traced.origins.items() if isinstance(origin, FromInput)]
+        shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
+        if choose_cuts is not None:
             self.gave_up = bool(traced.why_static)
             self.why_static = traced.why_static or self.why_static
-            inputs = [node for node, origin in traced.origins.items() if isinstance(origin, FromInput)]
-            self.shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
+            self.shapes = shapes
         placed = place(flat, self._marks(flat, choose_cuts))
-        return Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit, carry=self.carry).cut()
+        cutter = Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit, carry=self.carry)
+        known = dict(fixed)
+        open_shapes = [[known.get(str(size), size) for size in shape] for shape in self.shapes]
+        guards = (*traced.guards, *where_shapes_differ(open_shapes, shapes))
+        cut = cutter.cut()
+        return replace(cut, pieces=tuple(replace(piece, guards=guards) for piece in cut.pieces))
 
     def _marks(self, flat: Flat, choose_cuts: ChooseCuts | None) -> Sequence[Mark]:
         if self.num_stages is None:
@@ -120,64 +128,81 @@ class Source:
         return [Mark(index[mark], f"operator {index[mark]} ({mark[1]} in {mark[0]})") for mark in self.chosen]
 
     def partners(self) -> dict[str, frozenset[str]]:
-        """The sizes that stand in the same dimension of another argument and are equal in the example: of one batch."""
+        """Of each changing size: those in the same dimension of other arguments that equal it in the example, as of a batch."""
         places: dict[tuple[int, int], set[str]] = {}
         for leaf, shape in zip(self.leaves, self.shapes, strict=True):
             for dim, (size, name) in enumerate(zip(leaf.shape, shape, strict=True)):
                 if isinstance(name, str):
                     places.setdefault((dim, size), set()).add(name)
-        return {name: frozenset(names - {name}) for names in places.values() for name in names if len(names) > 1}
+        found: dict[str, frozenset[str]] = {}
+        for names in places.values():
+            for name in names:
+                found[name] = found.get(name, frozenset()) | (names - {name})
+        return found
 
-    def _leaves(self, ones: frozenset[str]) -> list[torch.Tensor]:
-        if not ones:
+    def _leaves(self, fixed: Fixed) -> list[torch.Tensor]:
+        if not fixed:
             return self.leaves
+        known = dict(fixed)
         made = []
         for leaf, shape in zip(self.leaves, self.shapes, strict=True):
-            sizes = [1 if s in ones else now for s, now in zip(shape, leaf.shape, strict=True)]
+            sizes = [known.get(str(name), now) for name, now in zip(shape, leaf.shape, strict=True)]
             made.append(torch.empty(sizes, dtype=leaf.dtype, device="meta"))
         return made
 
-    def _without(self, dims: Dims, ones: frozenset[str]) -> Dims:
-        if not ones:
+    def _without(self, dims: Dims, fixed: Fixed) -> Dims:
+        if not fixed:
             return dims
+        known = dict(fixed)
         kept = []
         for spec, shape in zip(dims, self.shapes, strict=True):
-            left = {d: v for d, v in spec.items() if shape[d] not in ones} if spec else None
+            left = {d: v for d, v in spec.items() if shape[d] not in known} if spec else None
             kept.append(left or None)
         return tuple(kept)
 
     def _checked(self, cut: Cut, key: Key) -> Cut:
         """The other graph must send the same things, for the stages may not know of each other's mode and sizes."""
-        mode, ones = key
+        mode, fixed = key
         base = self.cuts.get((mode, frozenset()), self.cuts[self.key])
         when = f"in {'train' if mode else 'eval'} mode"
         instead = "capture the model once in each mode instead"
-        if ones:
-            when = f"with {' and '.join(self._dimensions(ones))} being 1"
+        if fixed:
+            when = f"with {' and '.join(self._dimensions(fixed))}"
             instead = "avoid that size, or capture the model with an example of that size instead"
         if len(cut.pieces) != len(base.pieces):
             raise CaptureError(
                 f"{when} the model falls into {len(cut.pieces)} stages, not {len(base.pieces)}; {instead}"
             )
+        shapes = [leaf.shape for leaf in self._leaves(fixed)]
         for k, (old, new) in enumerate(zip(base.pieces, cut.pieces, strict=True)):
             last = new is cut.pieces[-1]
-            if same_wires(old.inputs, new.inputs) and (last or same_wires(old.outputs, new.outputs)):
-                continue
-            if ones and same_work(base.placed, cut.placed, [leaf.shape for leaf in self._leaves(ones)]):
-                return base
-            raise CaptureError(
-                f"{when} stage {k} takes ({_listed(new.inputs)}) and gives ({_listed(new.outputs)}); it was captured "
-                f"with ({_listed(old.inputs)}) and ({_listed(old.outputs)}); {instead}"
-            )
+            if not same_wires(old.inputs, new.inputs) or not (last or same_wires(old.outputs, new.outputs)):
+                if fixed and same_work(base.placed, cut.placed, shapes):
+                    return replace(base, pieces=tuple(replace(p, guards=new.guards) for p in base.pieces))
+                raise CaptureError(
+                    f"{when} stage {k} takes ({_listed(new.inputs)}) and gives ({_listed(new.outputs)}); it was captured "
+                    f"with ({_listed(old.inputs)}) and ({_listed(old.outputs)}); {instead}"
+                )
+            if self._unseen(k, fixed) and not same_work(base.placed, cut.placed, shapes, stage=k):
+                raise CaptureError(
+                    f"{when} stage {k} does other work, and sees that size in none of its inputs; {instead}"
+                )
         return cut
 
-    def _dimensions(self, sizes: frozenset[str]) -> list[str]:
+    def _unseen(self, stage: int, fixed: Fixed) -> bool:
+        """Whether a stage cannot know of some of these sizes, neither by its own inputs nor as those of one batch."""
+        seen = {size for wire in self.cuts[self.key].pieces[stage].inputs for size in wire.shape}
+        partners = self.partners()
+        return any(not seen & {name, *partners[name]} for name, _ in fixed)
+
+    def _dimensions(self, fixed: Fixed) -> list[str]:
         """Where these sizes stand, as a user would say it."""
+        known = dict(fixed)
         return [
-            f"dimension {dim} of {name}"
+            f"dimension {dim} of {name} being {known[str(size)]}"
             for name, shape in zip(self.table.names, self.shapes, strict=True)
             for dim, size in enumerate(shape)
-            if size in sizes
+            if size in known
         ]
 
 

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.capture.failure import explained, place_of, reason
 from penstock.capture.functions import keep_functions, refuse_backward_hooks, watching_functions
+from penstock.capture.guards import Guard, guards_of
 from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint, watching, watching_checkpoints
 from penstock.capture.skeleton import Skeleton, fake_leaves
@@ -75,6 +76,7 @@ class Traced:
     recipe: Any  # puts the output leaves back into what the model returns
     training: bool
     why_static: str  # why the batch dimension could not be kept dynamic, or ""
+    guards: tuple[Guard, ...]  # what must be true of the sizes
 
 
 class _Holder:
@@ -215,7 +217,7 @@ def _traced(program: torch.export.ExportedProgram, holder: _Holder, training: bo
     output = graph.output_node()
     for spec, value in zip(program.graph_signature.output_specs, output.args[0], strict=True):
         outputs.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
-    return Traced(graph, program.graph_module, origins, outputs, holder.recipe, training, why)
+    return Traced(graph, program.graph_module, origins, outputs, holder.recipe, training, why, guards_of(program))
 
 
 def _check_called(model: nn.Module, points: Mapping[str, frozenset[SplitPoint]], called: set[str]) -> None:
