@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "run": ("stage", "comm", "parallel", "batch", "simulate"),
     "capture": ("stage", "batch", "balance"),
     # the front door
-    "front": ("run", "capture", "show"),
+    "front": ("run", "capture", "show", "search"),
     "train": ("front",),
 }
 ON_TOP = ("cli", "compat", "__main__")  # may import everything, imported by nobody

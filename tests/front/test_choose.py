@@ -136,3 +136,39 @@ def test_calls_around_a_layer_are_taken_off() -> None:
     assert 0.9 < large.forward < 1.0
     assert 1.9 < net.metadata["backward"][-1] < 2.0
     assert small.activation_to_input == 1000
+
+
+def uneven(number: int = 12) -> Profile:
+    """Layers that differ, so that no schedule for equal stages fits them."""
+    costs = [1e-3 * (1 + i % 3) for i in range(number)]
+    found = tuple(
+        LayerCost(f"layers.{i}", t, 1.2 * t, 0.7 * t, activation_to_input=1000, activation_to_weight=600)
+        for i, t in enumerate(costs)
+    )
+    return Profile(found, metadata=SECONDS)
+
+
+def test_a_searched_schedule_beats_the_known_ones_within_their_memory() -> None:
+    profile = uneven()
+    known = choose(profile, Wishes(3, 8))
+    found = choose(profile, Wishes(3, 8, schedule="search"))
+    assert found.plan.name == "searched"
+    assert found.boundaries == known.boundaries
+    assert found.timeline.makespan < known.timeline.makespan
+    assert all(a <= b + 1e-6 for a, b in zip(found.timeline.peak_memory, known.timeline.peak_memory, strict=True))
+    assert f"faster than {known.plan.name}" in found.why
+    assert found.tried[0].schedule == "searched"
+    assert Choice.loads(found.dumps()) == found
+
+
+def test_a_search_keeps_to_the_memory_limit() -> None:
+    limit = 9_000
+    found = choose(uneven(), Wishes(4, 8, schedule="search", memory_limit=limit))
+    for rank, peak in enumerate(found.timeline.peak_memory):
+        assert peak + found.state_bytes(found.plan.placement.stages_of(rank)) <= limit
+
+
+def test_a_search_that_finds_nothing_better_says_so() -> None:
+    found = choose(uneven(), Wishes(1, 4, schedule="search"))
+    assert found.plan.name != "searched"
+    assert found.why.endswith("a search found none that is faster")

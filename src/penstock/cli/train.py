@@ -19,7 +19,7 @@ _FROM_ZERO = click.IntRange(min=0)
 @click.argument("build", required=False, metavar="[MODULE:FUNCTION]")
 @click.option("--ranks", "-p", type=_AT_LEAST_ONE, default=2, show_default=True, help="Processes on this machine.")
 @click.option(
-    "--schedule", "-s", default="auto", show_default=True, help="A schedule, or auto: the fastest by simulation."
+    "--schedule", "-s", default="auto", show_default=True, help="A name; auto: the fastest; search: made to measure."
 )
 @click.option("--microbatches", "-m", type=_AT_LEAST_ONE, default=8, show_default=True, help="Microbatches of a batch.")
 @click.option("--stages", type=_AT_LEAST_ONE, help="Stages over all ranks.  [default: what suits the schedule]")

@@ -114,7 +114,7 @@ def _decide(request: Request, ends: Ends, machine: Machine) -> Choice:
 def _schedule_name(schedule: str | Plan | Recipe) -> str:
     match schedule:
         case str():
-            return schedule if schedule == "auto" else get_schedule(schedule).name
+            return schedule if schedule in ("auto", "search") else get_schedule(schedule).name
         case Recipe():
             return schedule.name
         case Plan():

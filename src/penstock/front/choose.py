@@ -21,6 +21,7 @@ from penstock.errors import BalanceError, PlanError
 from penstock.lower import lower
 from penstock.plan import Placement, Plan, dumps, loads
 from penstock.schedules import Recipe, all_schedules, get_schedule
+from penstock.search import search
 from penstock.simulate import Costs, Timeline, simulate
 
 # Candidates this near to the fastest count as equally fast: then fewer stages are taken, which send fewer messages, and
@@ -152,6 +153,8 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
     """Simulate every candidate with the costs of the profile, and take the fastest that fits."""
     if not is_timed(profile):
         wishes = replace(wishes, machine=Machine())
+    if wishes.schedule == "search" and wishes.plan is None:
+        return _searched(choose(profile, replace(wishes, schedule="auto")), wishes)
     found = _Found()
     for plan in _plans(profile, wishes):
         _try(plan, profile, wishes, found)
@@ -170,6 +173,36 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
         wishes.optimizer_bytes,
         why=_why(best, len(found.choices), fastest, given=given, profile=profile),
     )
+
+
+def _searched(known: Choice, wishes: Wishes) -> Choice:
+    """For the stages of the best known schedule, one made to measure, if that is faster.
+
+    It may hold what the limit leaves beside parameters and optimizer; without a limit, what the known one holds.
+    """
+    placement, limit = known.plan.placement, wishes.memory_limit
+    ranks = range(wishes.num_ranks)
+    if limit is None:
+        room: list[float] = list(known.timeline.peak_memory)
+    else:
+        limits = list(limit) if isinstance(limit, Sequence) else [limit for _ in ranks]
+        room = [limits[rank] - known.state_bytes(placement.stages_of(rank)) for rank in ranks]
+    found = search(wishes.num_ranks, wishes.num_microbatches, known.costs, memory_limit=room, placement=placement)
+    choice = replace(known, plan=replace(found.plan, name="searched"))
+    ratio = choice.timeline.makespan / known.timeline.makespan
+    bound = (
+        f"at most {found.gap:.1%} from the best for these stages" if found.gap > 1e-9 else "the best for these stages"
+    )
+    if found.origin != "search" or ratio >= 1.0:
+        return replace(known, why=f"{known.why}; a search found none that is faster")
+    memory = max(
+        round(peak) + choice.state_bytes(placement.stages_of(rank))
+        for rank, peak in enumerate(choice.timeline.peak_memory)
+    )
+    timeline = choice.timeline
+    tried = Tried("searched", -(-choice.num_stages // len(ranks)), timeline.makespan, timeline.bubble_makespan, memory)
+    why = f"searched: {1 - ratio:.1%} faster than {known.plan.name}, {bound} {_at_costs(known.profile)}"
+    return replace(choice, tried=(tried, *known.tried), why=why)
 
 
 def _reasons(refused: Sequence[Tried]) -> str:

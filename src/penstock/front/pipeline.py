@@ -57,7 +57,8 @@ class Pipeline:
     `example`, `example_kwargs`   what `step` will be called with: a batch; sizes count, values hardly. `example_target`
                                   beside it lets the profile include the loss.
     `loss_fn`        ``loss_fn(output, target)``; a model that returns its own loss (`labels=`) needs none.
-    `schedule`       "auto": the fastest by simulation with measured costs; or a name, a recipe, a plan.
+    `schedule`       "auto": the fastest by simulation with measured costs; "search": one made for these costs, if that is
+                     faster; or a name, a recipe, a plan.
     `microbatches`   into how many a batch is cut.
     `stages`         a number of stages (`num_stages` says the same), or the `PipelineStage`s of this rank, made by hand.
     `placement`      "loop", "v" or a `Placement`; `memory_limit`: bytes of a rank.

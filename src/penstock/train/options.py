@@ -46,7 +46,7 @@ class TrainOptions:
 
     def check(self) -> None:
         """Say what cannot be before any process is started; what depends on the model is found later."""
-        if self.schedule != "auto":
+        if self.schedule not in ("auto", "search"):
             get_schedule(self.schedule)
         if self.stages is not None and self.stages % self.ranks:
             raise PlanError(f"--stages {self.stages} over --ranks {self.ranks}; expected a multiple of {self.ranks}")
