@@ -13,7 +13,7 @@ them, as a plain loop over the microbatches does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,12 +23,9 @@ from penstock.capture.cut import Piece
 from penstock.capture.guards import Guard
 from penstock.capture.program import Program
 from penstock.capture.tree import put_together
-from penstock.capture.wires import Wire, check_sizes
+from penstock.capture.wires import Fixed, Wire, check_sizes, where
 from penstock.errors import CaptureError, ShapeError
 
-Fixed = frozenset[
-    tuple[str, int]
-]  # changing sizes for which the model is traced on its own: 1, or what a branch asks for
 Key = tuple[bool | None, Fixed]  # the mode (None: mixed, as captured), and these sizes
 
 
@@ -229,7 +226,7 @@ class StageModule(nn.Module):
             why = self._why_not.get(key, "it was saved without")
             if key[1]:
                 raise ShapeError(
-                    f"{_where(self.inputs, key[1])}, for which the model is traced on its own, and this stage has no such graph: "
+                    f"{where(self.inputs, key[1])}, for which the model is traced on its own, and this stage has no such graph: "
                     f"{why}. Run it once with that size before saving it"
                 )
             raise CaptureError(
@@ -312,22 +309,3 @@ class StageModule(nn.Module):
         for key, program in made._programs.items():
             made._adopt(key, program)
         return made
-
-
-def _where(wires: Sequence[Wire], fixed: Fixed) -> str:
-    """The dimensions that have these sizes."""
-    known = dict(fixed)
-    return " and ".join(
-        f"dimension {dim} of {wire.name} is {known[str(size)]}"
-        for wire in wires
-        for dim, size in enumerate(wire.shape)
-        if size in known
-    )
-
-
-def same_wires(old: Sequence[Wire], new: Sequence[Wire]) -> bool:
-    """Whether two captures of a model send the same things in the same order."""
-    plain = [replace(w, name="", shape=(), contiguous=True) for w in old]
-    return plain == [replace(w, name="", shape=(), contiguous=True) for w in new] and [len(w.shape) for w in old] == [
-        len(w.shape) for w in new
-    ]

@@ -20,13 +20,13 @@ from penstock.capture.flat import Flat, Mark, flatten
 from penstock.capture.guards import where_shapes_differ
 from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint
-from penstock.capture.module import Fixed, Key, same_wires
+from penstock.capture.module import Key
 from penstock.capture.names import StateNames
 from penstock.capture.place import place
 from penstock.capture.same import same_work
 from penstock.capture.skeleton import Skeleton
 from penstock.capture.trace import Dims, FromInput, trace
-from penstock.capture.wires import Wire, size_of
+from penstock.capture.wires import Fixed, Wire, same_wires, size_of
 from penstock.errors import CaptureError
 
 ChooseCuts = Callable[[Flat, int], Sequence[int]]

@@ -7,7 +7,7 @@ stage.outputs    # values that later stages use, or the leaves of the model's ou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import fx
 from penstock.errors import ShapeError
 
 Size = int | str  # a fixed size, or the name of a size that may change from call to call
+# Changing sizes for which the model is traced on its own: 1, or what a branch asks for.
+Fixed = frozenset[tuple[str, int]]
 
 
 @dataclass(frozen=True)
@@ -91,3 +93,22 @@ def _fixed(wire: Wire, dim: int, expected: int, now: int, why_static: str) -> st
         f"fixed{reason}. Capture with dynamic_shapes={{{wire.name!r}: {{{dim}: torch.export.Dim.AUTO}}}}, or with "
         "this size"
     )
+
+
+def where(wires: Sequence[Wire], fixed: Fixed) -> str:
+    """The dimensions that have these sizes."""
+    known = dict(fixed)
+    return " and ".join(
+        f"dimension {dim} of {wire.name} is {known[str(size)]}"
+        for wire in wires
+        for dim, size in enumerate(wire.shape)
+        if size in known
+    )
+
+
+def same_wires(old: Sequence[Wire], new: Sequence[Wire]) -> bool:
+    """Whether two captures of a model send the same things in the same order."""
+    plain = [replace(w, name="", shape=(), contiguous=True) for w in old]
+    return plain == [replace(w, name="", shape=(), contiguous=True) for w in new] and [len(w.shape) for w in old] == [
+        len(w.shape) for w in new
+    ]
