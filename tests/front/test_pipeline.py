@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,6 +281,27 @@ def test_a_model_on_the_meta_device_gets_its_values_stage_by_stage() -> None:
     model = make()
     tokens, labels = batch()
     assert LocalWorld(2).run(run) == pytest.approx([loss_fn(model(tokens), labels).item()] * 2)
+
+
+def test_a_function_may_give_a_meta_model_its_values() -> None:
+    values = make().state_dict()
+    asked: set[str] = set()
+
+    def init(name: str, tensor: torch.Tensor) -> None:
+        asked.add(name)
+        tensor.copy_(values[name])
+
+    with torch.device("meta"):
+        model = Words().double()
+    pipe = pipeline(None, model, schedule="1f1b", init=init)
+    assert asked == set(values)
+    torch.testing.assert_close(pipe.state_dict(), values)
+
+
+def test_a_mesh_without_a_pipeline_dimension_is_refused() -> None:
+    mesh = SimpleNamespace(mesh_dim_names=("dp", "tp"))
+    with pytest.raises(StageError, match=r"mesh_dim_names=\(\"dp\", \"pp\"\)"):
+        pipeline(None, make(), mesh=mesh)
 
 
 def test_a_meta_model_without_values_says_so() -> None:

@@ -35,12 +35,12 @@ CHECKED = ("--dropout", "0.1", "--no-measure", "--schedule", "1f1b", "--validate
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 
-def start(folder: Path, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
         environment.pop(name, None)
     return subprocess.Popen(
-        [sys.executable, "-m", "penstock", command, *arguments],
+        [sys.executable, "-m", "penstock", "train", *arguments],
         env=environment,
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -50,8 +50,8 @@ def start(folder: Path, *arguments: str, command: str = "train") -> subprocess.P
     )
 
 
-def run(folder: Path, *arguments: str, command: str = "train", code: int = 0) -> str:
-    process = start(folder, *arguments, command=command)
+def run(folder: Path, *arguments: str, code: int = 0) -> str:
+    process = start(folder, *arguments)
     try:
         output, _ = process.communicate(timeout=200)
     finally:
@@ -229,10 +229,12 @@ def test_a_model_of_ones_own_and_resuming_with_other_ranks_and_schedule(tmp_path
     expected = [plain.step(step, job.batch(step)) for step in range(8)]
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0]
-    output = run(tmp_path, "--from", "run", "--ranks", "2", command="compare")
-    assert "1f1b" in output
+    folder = str(tmp_path / "run")
+    compared = CliRunner().invoke(main, ["compare", "--from", folder, "--ranks", "2"])
+    assert compared.exit_code == 0, compared.output
+    assert re.search(r"1f1b +1 +[0-9.]+ [mµ]?s", compared.output), compared.output
     (tmp_path / "run" / "report.html").unlink()
-    assert run(tmp_path, "run", command="report").strip() == str(Path("run") / "report.html")
+    assert CliRunner().invoke(main, ["report", folder]).output.strip() == f"{folder}/report.html"
     assert (tmp_path / "run" / "report.html").is_file()
 
 
