@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from penstock.front import Choice
 from penstock.front.build import Request, cut
 from penstock.train.check import Unpipelined
 from penstock.train.job import Job, data_as_function, make_job
-from penstock.train.options import TrainOptions
+from penstock.train.options import OPTIONS, TrainOptions
 from penstock.train.report import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,6 +280,16 @@ def test_what_a_build_function_may_return(tmp_path: Path, monkeypatch: pytest.Mo
             make_job(TrainOptions(build=f"returns:{name}"))
     with pytest.raises(PenstockError, match="cannot be found: No module named 'nowhere'"):
         make_job(TrainOptions(build="nowhere:build"))
+
+
+def test_a_resumed_run_has_the_options_that_it_had(tmp_path: Path) -> None:
+    first = TrainOptions(build="a:b", schedule="zbv", microbatches=4, steps=7, output=str(tmp_path))
+    (tmp_path / OPTIONS).write_text(first.dumps())
+    now = TrainOptions(resume=True, output=str(tmp_path), steps=9, schedule="1f1b")
+    assert now.resumed(["resume", "output", "steps"]) == replace(first, resume=True, steps=9)
+    assert now.resumed(["resume", "output", "schedule"]) == replace(first, resume=True, schedule="1f1b")
+    fresh = TrainOptions(output=str(tmp_path))
+    assert fresh.resumed(["output"]) is fresh, "only --resume looks at what was there"
 
 
 def test_a_report_of_no_run_says_what_to_give(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ _FROM_ZERO = click.IntRange(min=0)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of parameters, batches and dropout.")
 @click.option("--data", type=click.Path(exists=True), help="A file or folder of text.  [default: Python's own sources]")
 @click.option("--output", "-o", default="runs/train", show_default=True, help="Folder for checkpoint, log and report.")
-@click.option("--resume", is_flag=True, help="Go on from the checkpoint in the output folder.")
+@click.option(
+    "--resume", is_flag=True, help="Go on from the checkpoint in the output folder, with the options of that run."
+)
 @click.option("--checkpoint-every", type=_FROM_ZERO, default=50, show_default=True, help="Steps; 0: only at the end.")
 @click.option("--validate-every", type=_FROM_ZERO, default=40, show_default=True, help="Steps; 0: never.")
 @click.option(
@@ -63,7 +65,9 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     from penstock.train.launch import Interrupted, is_rank, launch
     from penstock.train.options import TrainOptions
 
-    options = TrainOptions(**given)
+    default = click.core.ParameterSource.DEFAULT
+    said = [name for name in given if ctx.get_parameter_source(name) is not default]
+    options = TrainOptions(**given).resumed(said)
     if is_rank():
         _be_rank(options)
         return

@@ -17,7 +17,7 @@ from penstock.train.check import Checked, check, set_rate
 from penstock.train.generate import generate
 from penstock.train.job import Job
 from penstock.train.measure import measure_memory, measure_step
-from penstock.train.options import TrainOptions
+from penstock.train.options import OPTIONS, TrainOptions
 from penstock.train.screen import Screen
 
 CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
@@ -68,14 +68,15 @@ class Run:
         return pipe
 
     def _kept_choice(self) -> dict[str, Any]:
-        """A run that goes on is cut as it was, as long as the sizes are the same: the same random numbers, the same run."""
+        """A run that goes on is cut as it was, as long as the same is asked for: the same random numbers, the same run."""
         options = self.options
         file = options.folder / CHOICE
         if not options.resume or not file.is_file():
             return {}
         kept = json.loads(file.read_text(encoding="utf-8"))
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        if (kept["ranks"], kept["microbatches"]) != (size, options.microbatches):
+        now = {"ranks": size, "microbatches": options.microbatches, "asked": [options.schedule, options.stages]}
+        if any(kept.get(name) != value for name, value in now.items()):
             return {}
         return {
             "schedule": kept["schedule"],
@@ -86,7 +87,7 @@ class Run:
     def _keep_choice(self, pipe: Pipeline) -> None:
         folder = self.options.folder
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "options.json").write_text(self.options.dumps(), encoding="utf-8")
+        (folder / OPTIONS).write_text(self.options.dumps(), encoding="utf-8")
         if pipe.choice is not None:
             pipe.choice.profile.save(folder / PROFILE)
         facts = {
@@ -94,6 +95,7 @@ class Run:
             "stages": pipe.plan.num_stages,
             "ranks": pipe.num_ranks,
             "microbatches": pipe.plan.num_microbatches,
+            "asked": [self.options.schedule, self.options.stages],
         }
         (folder / CHOICE).write_text(json.dumps(facts), encoding="utf-8")
 

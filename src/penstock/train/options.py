@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError, PlanError, SplitError
 from penstock.schedules import get_schedule
+
+OPTIONS = "options.json"  # in the output folder
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,11 @@ class TrainOptions:
     @classmethod
     def loads(cls, text: str) -> TrainOptions:
         return cls(**json.loads(text))
+
+    def resumed(self, given: Collection[str]) -> TrainOptions:
+        """With `resume`: the options that the run in the folder had, but for those that are `given` now."""
+        file = self.folder / OPTIONS
+        if not self.resume or not file.is_file():
+            return self
+        before = self.loads(file.read_text(encoding="utf-8"))
+        return replace(before, **{name: getattr(self, name) for name in {"resume", "output", *given}})
