@@ -16,6 +16,7 @@ from penstock.search.job import Job
 from penstock.search.listing import Listing, Urgency
 from penstock.simulate import Costs, Timeline, simulate
 
+_ROUNDING = 1e-9
 _AFRESH = 0.25  # how often the search starts anew instead of refining
 _SPREADS = (0.2, 0.7, 2.0)  # of changes to the best urgency, in microbatches or places
 _PATIENCES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -40,8 +41,9 @@ class Searched:
 
     @property
     def gap(self) -> float:
-        """How much longer it takes than the floor, as a share of it: 0 is proved to be the best."""
-        return self.makespan / self.floor - 1 if self.floor else 0.0
+        """How much longer it takes than the floor, as a share of it: 0 is proved to be the best, but for rounding."""
+        longer = self.makespan / self.floor - 1 if self.floor else 0.0
+        return longer if abs(longer) > _ROUNDING else 0.0
 
 
 def search(
@@ -77,7 +79,7 @@ def search(
                 best = found
             if progress is not None:
                 progress(done, best)
-            if found.gap < 1e-9:
+            if not found.gap:
                 break
     assert best is not None, "the list scheduler always comes to an end"
     check(best.plan)
