@@ -124,6 +124,12 @@ def test_a_wait_is_bounded_and_ends_the_line_for_both(ends: tuple[Line, Line]) -
         here.send(torch.ones(1))
 
 
+def test_a_wait_without_a_bound_of_its_own_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "_LONGEST", timedelta(seconds=0.05))
+    with pair() as (_, there), pytest.raises(RuntimeError, match="Timed out"):
+        there.expect(torch.empty(1)).wait()
+
+
 @pytest.mark.parametrize("closer", ["peer", "own thread"])
 def test_closing_ends_a_wait(ends: tuple[Line, Line], closer: str) -> None:
     here, there = ends

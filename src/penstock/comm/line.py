@@ -44,6 +44,7 @@ _HELLO = struct.Struct("<32sII")  # secret, rank, how often this pair has connec
 _TIMEVAL = struct.Struct("ll")
 _WHOLE_NUMBER = 0xFFFFFFFF
 _BUFFER = 1 << 22  # bytes that may be on their way; the system gives less if it must
+_LONGEST = timedelta(minutes=30)  # that a wait may take which brings no bound of its own, as in a process group
 _PATIENCE = 30.0  # seconds that a rank may take from the end of one step to connecting
 
 
@@ -77,7 +78,7 @@ class Line:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self._send = sock.sendmsg
         self._receive = sock.recvmsg_into
-        self.timeout: timedelta | None = None
+        self.set_timeout(_LONGEST)
         self.step = 0  # goes with every message, so that none is ever taken for one of another step
         self._sent = 0
         self._received = 0
@@ -178,7 +179,7 @@ class Line:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a single wait may take."""
-        self.timeout = timeout
+        self.timeout: timedelta = timeout
         seconds = max(timeout.total_seconds(), 1e-3)  # zero would mean no bound
         packed = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
         with suppress(OSError):  # a line that has ended says so at the next message
