@@ -27,10 +27,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "balance": ("simulate",),
     "search": ("simulate",),
     # the running half
-    "batch": ("plan",),
-    "comm": ("plan",),
-    "parallel": ("plan",),
-    "stage": ("plan",),
+    "dtypes": ("errors",),
+    "batch": ("plan", "dtypes"),
+    "comm": ("plan", "dtypes"),
+    "parallel": ("plan", "dtypes"),
+    "stage": ("plan", "dtypes"),
     "run": ("stage", "comm", "parallel", "batch", "simulate"),
     "capture": ("stage", "batch", "balance"),
     # the front door

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import StageError
-
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def encode_constant(value: Any, path: str) -> tuple[str, Any]:
@@ -21,7 +20,7 @@ def encode_constant(value: Any, path: str) -> tuple[str, Any]:
         case float() | complex() if type(value) in (float, complex):
             return type(value).__name__, repr(value)
         case torch.dtype():
-            return "dtype", str(value).removeprefix("torch.")
+            return "dtype", dtype_name(value)
         case torch.device():
             return "device", str(value)
         case slice():
@@ -44,7 +43,7 @@ def decode_constant(constant: Any) -> Any:
         case ("complex", str(text)):
             return complex(text)
         case ("dtype", str(name)):
-            return _DTYPES[name]
+            return dtype_named(name)
         case ("device", str(name)):
             return torch.device(name)
         case ("slice", (start, stop, step)):
