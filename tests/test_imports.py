@@ -114,7 +114,7 @@ def breaches(package: str, found: list[tuple[int, str]]) -> list[str]:
 
 def test_every_package_has_a_layer() -> None:
     unknown = set(packages()) - set(LAYERS) - set(ON_TOP)
-    assert not unknown, f"{sorted(unknown)}: give each a place in LAYERS, see docs/design.md"
+    assert not unknown, f"{sorted(unknown)}: give each a place in LAYERS, see docs/concepts/design.md"
 
 
 @pytest.mark.parametrize("package", packages())

@@ -29,7 +29,7 @@ import pytest
 from penstock.schedules import registry
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 COMMAND = re.compile(r"\$ (.*?)(?:\s+# exits with (\d+))?$")
@@ -153,5 +153,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    listed = {path for path, _ in LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}
-    assert {page.name for page in PAGES if page.parent.name == "docs"} - {"index.md"} <= listed
+    docs = ROOT / "docs"
+    listed = {path for path, _ in LINK.findall((docs / "index.md").read_text(encoding="utf-8"))}
+    assert {str(page.relative_to(docs)) for page in PAGES if page.is_relative_to(docs)} - {"index.md"} <= listed
