@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.lower.lower import lower, lower_rank
 from penstock.lower.merge import merge_backward
 from penstock.lower.messages import Ahead, Early, JustInTime, ReceivePolicy, add_messages
+from penstock.lower.one_order import add_messages_in_one_order
 from penstock.lower.reduce import add_reduce_grad
 from penstock.lower.shards import add_unshard_reshard
 
@@ -14,6 +15,7 @@ __all__ = [
     "JustInTime",
     "ReceivePolicy",
     "add_messages",
+    "add_messages_in_one_order",
     "add_reduce_grad",
     "add_unshard_reshard",
     "lower",

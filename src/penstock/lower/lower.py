@@ -7,9 +7,11 @@ from functools import lru_cache
 
 from penstock.lower.merge import free_stages, merge, merge_backward
 from penstock.lower.messages import Early, MessageLowering, ReceivePolicy, add_messages
+from penstock.lower.one_order import add_messages_in_one_order
 from penstock.lower.reduce import add_reduce_grad, reduce_grad
 from penstock.lower.shards import add_unshard_reshard, unshard_reshard
 from penstock.plan import Plan, Rules, StageGraph
+from penstock.plan.queues import Layout
 from penstock.schedules import Recipe
 
 
@@ -20,17 +22,20 @@ def lower(
     shards: bool = False,
     max_unsharded: int = 3,
     reduce: bool = False,
+    queues: Layout = "direction",
 ) -> Plan:
     """From what is computed to all that is done: messages, care of parameters; I and W merged where it delays nobody.
 
-    `shards` is for stages whose parameters are sharded (FSDP2), `reduce` for stages with data-parallel replicas.
+    `shards` is for stages whose parameters are sharded (FSDP2), `reduce` for stages with data-parallel replicas. `queues`
+    says which messages share a queue of the transport (`penstock.plan.queues`); `receives` is a choice only where each
+    direction has its own.
     """
     plan = merge_backward(plan, everywhere=False)
     if shards:
         plan = add_unshard_reshard(plan, max_unsharded)
     if reduce:
         plan = add_reduce_grad(plan)
-    return add_messages(plan, receives)
+    return add_messages(plan, receives) if queues == "direction" else add_messages_in_one_order(plan)
 
 
 def lower_rank(

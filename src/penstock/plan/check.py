@@ -8,7 +8,8 @@ the plan cannot deadlock, because ranks meet only through messages and each list
 - a message is complete only when it is posted on both sides (rendezvous; nothing is buffered).
 
 A rank that posts a send goes on, as the runtime does. ``sends="blocking"`` proves more: that the plan runs even if a
-rank stays in each send until its receive is posted at the other end.
+rank stays in each send until its receive is posted at the other end. ``queues`` says which messages share a queue, and
+thereby wait for one another; see `penstock.plan.queues`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from typing import Literal
 from penstock.plan.execution import Execution
 from penstock.plan.ledger import Ledger
 from penstock.plan.plan import Plan
+from penstock.plan.queues import Layout, QueueRun
 
 
-def check(plan: Plan, *, sends: Literal["asynchronous", "blocking"] = "asynchronous") -> None:
+def check(
+    plan: Plan,
+    *,
+    sends: Literal["asynchronous", "blocking"] = "asynchronous",
+    queues: Layout = "direction",
+    batches: bool = False,
+) -> None:
     """Raise a PlanError that shows the counterexample, or return.
 
     >>> from penstock.plan import Plan
@@ -32,3 +40,5 @@ def check(plan: Plan, *, sends: Literal["asynchronous", "blocking"] = "asynchron
     ledger = Ledger(plan)
     ledger.read()
     Execution(plan, ledger.columns, blocking=sends == "blocking").run()
+    if queues != "direction" or batches:
+        QueueRun(plan, queues, blocking=sends == "blocking", batches=batches).run()
