@@ -20,7 +20,7 @@ import torch.distributed.pipelining as theirs
 from torch import Tensor, nn
 
 from penstock import capture as ours
-from penstock.capture import agree
+from penstock.capture.cost_cuts import forget
 
 CUTS = ("layers.3", "layers.6", "layers.9")
 
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
 
 def _measured(ids: Tensor) -> Callable[[nn.Module], object]:
     def capture(model: nn.Module) -> object:
-        agree.forget()  # what was measured in the turn before
+        forget()  # what was measured in the turn before
         return ours.pipeline(model, (ids,), num_stages=4)
 
     return capture

@@ -29,7 +29,7 @@ _HOME = {
         "penstock.stage.stage": "PipelineStage",
         "penstock.capture": (
             "pipeline Pipe PipeInfo PipeSequential SplitPoint pipe_split annotate_split_points PipeSplitWrapper LossWrapper "
-            "TrivialLossWrapper MultiUseParameterConfig build_stage split_modules tie materialise"
+            "TrivialLossWrapper MultiUseParameterConfig build_stage split_modules tie materialise profile"
         ),
         "penstock.run": (
             "Schedule PipelineScheduleSingle PipelineScheduleMulti ScheduleForwardOnly ScheduleGPipe Schedule1F1B "
@@ -37,7 +37,6 @@ _HOME = {
             "ScheduleDualPipeV ScheduleZBH1 ScheduleZBH2 ScheduleVHalf ScheduleVMin ScheduleVZB ActionContext "
             "microbatch_rng"
         ),
-        "penstock.capture.profile": "profile",
         "penstock.balance": "Profile",
         "penstock.front": "Pipeline Result Checkpoint load",
     }.items()

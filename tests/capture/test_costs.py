@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
 from penstock.balance import LayerCost, Profile
-from penstock.capture import Pipe, agree, pipeline
+from penstock.capture import Pipe, pipeline
+from penstock.capture.cost_cuts import forget
 from penstock.comm.local import LocalWorld
 from penstock.errors import CaptureError
 from tests.capture import toys
@@ -49,8 +50,8 @@ class Sleepy(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agree, "_known", {})
+def _nothing_known() -> None:
+    forget()
 
 
 def _held(pipe: Pipe) -> list[list[int]]:
@@ -135,13 +136,13 @@ def test_ranks_as_threads_get_the_same_cut() -> None:
 
 def cut_in_a_process(calls: int) -> list[Any]:
     """What this rank gets; it would not get the same costs twice, if it measured."""
-    agree.forget()
+    forget()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     found = []
     for call in range(calls if dist.get_rank() == 0 else 1):
         if call:
-            agree.forget()
+            forget()
         pipe = pipeline(model, (torch.randn(4, 16),), num_stages=2)
         found.append((pipe.info().cuts, pipe.info().cut_by))
     return found

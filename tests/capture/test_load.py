@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.capture import load, materialise, pipeline
-from penstock.capture.load import has_no_data
+from penstock.capture.load_state import has_no_data
 from penstock.errors import CaptureError
 from tests.capture import toys
 

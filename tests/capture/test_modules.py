@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.capture import find_ties, split_modules, tie
-from penstock.capture.modules import even_cuts
+from penstock.capture.by_modules import even_cuts
 from penstock.errors import CaptureError
 
 

@@ -9,7 +9,7 @@ import torch
 
 import penstock
 from penstock.balance import Profile, balance
-from penstock.capture.layer import Layer
+from penstock.capture.layer_costs import Layer
 from penstock.errors import CaptureError
 from tests.front.models import Words, batch, loss_fn, make
 

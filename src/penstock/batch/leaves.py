@@ -18,7 +18,7 @@ from penstock.batch.tree import Path, has_tensor
 from penstock.errors import SplitError
 
 
-class Leaf(NamedTuple):
+class BatchLeaf(NamedTuple):
     """A value that is no container, and what the user says about it."""
 
     value: Any
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
     size: int
     dim: int
-    source: Leaf | None
+    source: BatchLeaf | None
 
     def __str__(self) -> str:
         if self.source is None:
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
         return f"the batch size {self.size} (dimension {self.dim} of {self.source.path}, {kind})"
 
 
-def find_batch(leaves: list[Leaf]) -> Batch | None:
+def find_batch(leaves: list[BatchLeaf]) -> Batch | None:
     """The first tensor that is to be cut, or else the first block mask, shows the batch size."""
     masks = []
     for leaf in leaves:
@@ -55,7 +55,9 @@ def find_batch(leaves: list[Leaf]) -> Batch | None:
     return masks[0] if masks else None
 
 
-def cut_leaves(leaves: list[Leaf], num_microbatches: int, batch_size: int | None, strict: bool) -> list[Sequence[Any]]:
+def cut_leaves(
+    leaves: list[BatchLeaf], num_microbatches: int, batch_size: int | None, strict: bool
+) -> list[Sequence[Any]]:
     """What each leaf is in each microbatch."""
     if num_microbatches < 1:
         raise SplitError(f"num_microbatches is {num_microbatches}; expected 1 or more")
@@ -71,7 +73,7 @@ def cut_leaves(leaves: list[Leaf], num_microbatches: int, batch_size: int | None
     return [_split_leaf(leaf, num_microbatches, batch, strict) for leaf in leaves]
 
 
-def _split_leaf(leaf: Leaf, num_microbatches: int, batch: Batch | None, strict: bool) -> Sequence[Any]:
+def _split_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None, strict: bool) -> Sequence[Any]:
     value = leaf.value
     if isinstance(value, Microbatches):
         check_count(value, num_microbatches, leaf.path)
@@ -92,7 +94,7 @@ def _split_leaf(leaf: Leaf, num_microbatches: int, batch: Batch | None, strict: 
     return [value] * num_microbatches
 
 
-def _split_tensor_leaf(leaf: Leaf, num_microbatches: int, batch: Batch | None, strict: bool) -> Sequence[Any]:
+def _split_tensor_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None, strict: bool) -> Sequence[Any]:
     tensor: Tensor = leaf.value
     if leaf.spec is None:
         if batch is None or tensor.dim() == 0 or (strict and tensor.size(0) != batch.size):
@@ -124,7 +126,7 @@ def _split_tensor_leaf(leaf: Leaf, num_microbatches: int, batch: Batch | None, s
     return cut
 
 
-def _split_mask_leaf(leaf: Leaf, num_microbatches: int, batch: Batch | None) -> Sequence[Any]:
+def _split_mask_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None) -> Sequence[Any]:
     if leaf.spec is not None and leaf.spec.split_dim != 0:
         raise SplitError(f"{leaf.path} is a BlockMask, which is cut along dimension 0 only; the spec is {leaf.spec}")
     size = block_mask_batch(leaf.value)
@@ -138,7 +140,7 @@ def _split_mask_leaf(leaf: Leaf, num_microbatches: int, batch: Batch | None) -> 
     return split_block_mask(leaf.value, microbatch_sizes(size, num_microbatches))
 
 
-def _checked_dim(leaf: Leaf) -> int:
+def _checked_dim(leaf: BatchLeaf) -> int:
     try:
         return normal_dim(leaf.value, leaf.spec.split_dim)
     except SplitError as error:
@@ -151,7 +153,7 @@ def check_count(ready: Microbatches, num_microbatches: int, path: Path) -> None:
         raise SplitError(f"{path} has {len(ready)} ready microbatches; expected {num_microbatches}")
 
 
-def _ambiguous(leaf: Leaf, batch: Batch | None) -> SplitError:
+def _ambiguous(leaf: BatchLeaf, batch: Batch | None) -> SplitError:
     shape = tuple(leaf.value.shape)
     if batch is None:
         reason = "no tensor shows a batch size"
@@ -168,7 +170,7 @@ def _ambiguous(leaf: Leaf, batch: Batch | None) -> SplitError:
     return SplitError(text)
 
 
-def _check_opaque(leaf: Leaf) -> None:
+def _check_opaque(leaf: BatchLeaf) -> None:
     """Refuse what would be handed on whole though there are rows in it: arrays, and objects that hide tensors."""
     value = leaf.value
     if type(value).__module__ == "numpy" and getattr(value, "shape", None):

@@ -1,20 +1,36 @@
-"""A model into stages: export, marks, cut, parameters."""
+"""A model into stages, in one line: trace, place, cut, stage, pipe, cost.
+
+    trace    arguments (what the model is called with), skeleton (a copy without data), marks and functions (what the
+             trace must notice), export (the model as one graph), failure (why a model cannot be traced)
+    place    flat (the graph as a list with marks), place (which stage computes which node)
+    cut      wires (what travels), cutter (one graph for each stage), stage_graph (a graph that can be run and saved),
+             retrace and same_work (the same again in the other mode, or for other sizes)
+    stage    stage_module (a stage as a module), stage_state (which parameters it holds), load_state (their values)
+    pipe     pipe_info (what everybody may know), captured_stage (a stage for a schedule), pipe, capture_model (the
+             function `pipeline`), by_modules (stages without a trace)
+    cost     cut_places (where a model can be cut), layer_costs (what the parts cost), cost_cuts (the best cuts),
+             profiling (the function `profile`)
+
+A file uses those before it, and nobody outside needs more than this door.
+"""
 
 from __future__ import annotations
 
-from penstock.capture.build import build_stage
-from penstock.capture.info import PipeInfo, Shared
-from penstock.capture.load import LoadReport, load, materialise
-from penstock.capture.loss import LossWrapper, TrivialLossWrapper
+from penstock.capture.by_modules import ListStage, PipeSequential, Tie, find_ties, split_modules, tie
+from penstock.capture.capture_model import pipeline
+from penstock.capture.captured_stage import CapturedStage, build_stage
+from penstock.capture.cost_cuts import cuts_at
+from penstock.capture.layer_costs import layer_names
+from penstock.capture.load_state import LoadReport, load, materialise
 from penstock.capture.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, pipe_split
-from penstock.capture.module import StageModule
-from penstock.capture.modules import ListStage, PipeSequential, split_modules
-from penstock.capture.pipe import MultiUseParameterConfig, Pipe
-from penstock.capture.pipeline import pipeline
-from penstock.capture.ties import Tie, find_ties, tie
+from penstock.capture.pipe import LossWrapper, MultiUseParameterConfig, Pipe, TrivialLossWrapper
+from penstock.capture.pipe_info import PipeInfo, Shared
+from penstock.capture.profiling import capture_layers, profile, profile_layers
+from penstock.capture.stage_module import StageModule
 from penstock.capture.wires import Wire
 
 __all__ = [
+    "CapturedStage",
     "ListStage",
     "LoadReport",
     "LossWrapper",
@@ -31,11 +47,16 @@ __all__ = [
     "Wire",
     "annotate_split_points",
     "build_stage",
+    "capture_layers",
+    "cuts_at",
     "find_ties",
+    "layer_names",
     "load",
     "materialise",
     "pipe_split",
     "pipeline",
+    "profile",
+    "profile_layers",
     "split_modules",
     "tie",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch._functorch import utils as functorch_utils
 from torch.autograd import Function
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import checkpoint
 
 from penstock.capture.marks import CHECKPOINT_BEGIN, CHECKPOINT_END, mark
 from penstock.errors import CaptureError
@@ -158,3 +159,18 @@ def keep_functions(graph: fx.Graph) -> None:
         if node.target is _operator:
             number, tensors = node.args
             node.target, node.args = _calls[str(number)], tuple(tensors)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if beta == 1 and alpha == 1:
+        return torch.addmm(bias, x, weight)
+    return torch.addmm(bias, x, weight, beta=beta, alpha=alpha)
+
+
+def checkpointed(body: Callable[..., Any], *args: Any) -> Any:
+    """Run a part of a stage without keeping what its backward needs; the backward computes it again."""
+    return checkpoint(body, *args, use_reentrant=False)

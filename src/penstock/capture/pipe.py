@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.build import build_stage
-from penstock.capture.info import PipeInfo
-from penstock.capture.module import StageModule
+from penstock.capture.captured_stage import build_stage
+from penstock.capture.pipe_info import PipeInfo
+from penstock.capture.stage_module import StageModule
 from penstock.errors import CaptureError
 
 
@@ -47,7 +47,7 @@ class Pipe(nn.Module):
         **options: Any,
     ) -> Pipe:
         """Capture a model with marks in its code, or with a policy that sets them."""
-        from penstock.capture.pipeline import capture
+        from penstock.capture.capture_model import capture
 
         return cls(*capture(mod, example_args, mb_kwargs=example_kwargs, split_policy=split_policy, **options))
 
@@ -154,3 +154,33 @@ class Pipe(nn.Module):
         if self._info.cuts is not None:
             lines += [f"cut by {self._info.cut_by}:", str(self._info.cuts)]
         return "\n".join(lines)
+
+
+class LossWrapper(nn.Module):
+    """A model and its loss; a subclass says in ``forward`` how they go together.
+
+    ``loss_spec`` says which part of what ``forward`` returns is the loss: True for all of it, or the same structure
+    with True at its place.
+    """
+
+    loss_spec: Any = None
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} must say how the model and its loss go together: define forward, "
+            "or use TrivialLossWrapper for loss_fn(module(x), targets)"
+        )
+
+
+class TrivialLossWrapper(LossWrapper):
+    """``loss_fn(module(x), targets)``."""
+
+    loss_spec = True
+
+    def forward(self, x: Any, targets: Any) -> torch.Tensor:
+        return self.loss_fn(self.module(x), targets)

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from penstock.capture.flat import Flat, Mark
-from penstock.capture.ops import aten, body_module, is_pure, is_size, shares_memory, written
-from penstock.capture.trace import FromConstant, FromInput, FromState
+from penstock.capture.export import FromConstant, FromInput, FromState
+from penstock.capture.flat import Flat, Mark, aten, body_module, is_pure, is_size, shares_memory, written
 from penstock.errors import CaptureError
 
 EVERYWHERE = -1

@@ -6,18 +6,21 @@ stage.outputs    # values that later stages use, or the leaves of the model's ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._sympy.printers import PythonPrinter
 
 from penstock.errors import ShapeError
 
 Size = int | str  # a fixed size, or the name of a size that may change from call to call
 # Changing sizes for which the model is traced on its own: 1, or what a branch asks for.
 Fixed = frozenset[tuple[str, int]]
+Key = tuple[bool | None, Fixed]  # which graph of a stage: for this mode (None: mixed, as captured) and these sizes
 
 
 @dataclass(frozen=True)
@@ -111,4 +114,40 @@ def same_wires(old: Sequence[Wire], new: Sequence[Wire]) -> bool:
     plain = [replace(w, name="", shape=(), contiguous=True) for w in old]
     return plain == [replace(w, name="", shape=(), contiguous=True) for w in new] and [len(w.shape) for w in old] == [
         len(w.shape) for w in new
+    ]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One condition, as Python text, and the sizes that it speaks of."""
+
+    text: str
+    names: frozenset[str]
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it is true; a stage that does not see all of these sizes leaves it to others."""
+        return not self.names <= sizes.keys() or bool(eval(self.text, {"math": math}, dict(sizes)))
+
+
+def guards_of(program: torch.export.ExportedProgram) -> tuple[Guard, ...]:
+    """What torch.export noted."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    modes = (value.fake_mode for value in values if isinstance(value, torch._subclasses.FakeTensor))
+    mode = next(modes, None)
+    if mode is None or mode.shape_env is None:
+        return ()
+    printer = PythonPrinter()
+    return tuple(
+        Guard(printer.doprint(guard.expr), frozenset(map(str, guard.expr.free_symbols)))
+        for guard in mode.shape_env.guards
+    )
+
+
+def where_shapes_differ(known: Sequence[Sequence[int | str]], here: Sequence[Sequence[int | str]]) -> list[Guard]:
+    """Sizes that may change by the first trace of a model, and are fixed or tied to another by a later one."""
+    pairs = {(old, new) for one, other in zip(known, here, strict=True) for old, new in zip(one, other, strict=True)}
+    return [
+        Guard(f"{old} == {new}", frozenset({old, new} if isinstance(new, str) else {old}))
+        for old, new in sorted(pairs, key=str)
+        if isinstance(old, str) and old != new
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist  # noqa: F401  programs patch what stands here
 
+from penstock.capture import CapturedStage as _PipelineStage
 from penstock.capture import build_stage
-from penstock.capture.build import CapturedStage as _PipelineStage
 from penstock.compat._siblings import found_in
 from penstock.stage.base import StageBase as _PipelineStageBase
 from penstock.stage.exchange import RecvInfo as _RecvInfo

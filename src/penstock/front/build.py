@@ -12,11 +12,7 @@ from torch import nn
 
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
-from penstock.capture.info import PipeInfo
-from penstock.capture.load import materialise
-from penstock.capture.pipe import Pipe
-from penstock.capture.pipeline import pipeline
-from penstock.capture.profile import capture_layers, cuts_at, layer_names, profile_layers
+from penstock.capture import Pipe, PipeInfo, capture_layers, cuts_at, layer_names, materialise, pipeline, profile_layers
 from penstock.errors import CaptureError, PlanError, StageError
 from penstock.front.choose import Choice, Machine, Wishes, choose
 from penstock.front.ends import Ends

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.balance import Profile
-from penstock.capture.pipeline import pipeline
-from penstock.capture.profile import profile_layers
+from penstock.capture import pipeline, profile_layers
 from penstock.front.choose import Machine
 from penstock.front.ends import Ends
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, Op

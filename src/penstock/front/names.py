@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.capture.module import StageModule
+from penstock.capture import StageModule
 from penstock.errors import StageError
 from penstock.front.ends import Ends
 from penstock.stage.stage import PipelineStage

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
-from penstock.capture.pipe import Pipe
+from penstock.capture import Pipe
 from penstock.comm.transport import Transport
 from penstock.errors import RunError, StageError
 from penstock.front import checkpoint, norm

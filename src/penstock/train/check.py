@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch import sizes_of, split_batch, split_target, weights
-from penstock.capture.pipe import Pipe
+from penstock.capture import Pipe
 from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
 from penstock.plan import Plan

@@ -11,20 +11,18 @@ import torch
 from torch import fx, nn
 
 from penstock.balance import Cuts, Profile, balance
-from penstock.capture.costs import CostCuts, Layers, basis_of
-from penstock.capture.cut import Cut, Cutter
-from penstock.capture.dims import batch_dims, given_dims, why_static
+from penstock.capture.arguments import InputTable, batch_dims, given_dims, why_static
+from penstock.capture.cost_cuts import CostCuts, Layers, basis_of
+from penstock.capture.cutter import Cut, Cutter
 from penstock.capture.flat import Flat, Mark
-from penstock.capture.info import PipeInfo, find_loss
-from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint, remembered, submodule
-from penstock.capture.module import StageModule
-from penstock.capture.names import StateNames
 from penstock.capture.pipe import MultiUseParameterConfig, Pipe
+from penstock.capture.pipe_info import PipeInfo, find_loss
 from penstock.capture.place import place
+from penstock.capture.retrace import ChooseCuts, Retracer
 from penstock.capture.skeleton import Skeleton
-from penstock.capture.source import ChooseCuts, Source
-from penstock.capture.state import assign, find_shared, give
+from penstock.capture.stage_module import StageModule
+from penstock.capture.stage_state import StateNames, assign, find_shared, give
 from penstock.capture.tree import leaf_paths
 from penstock.errors import CaptureError
 
@@ -107,7 +105,7 @@ def capture(
         by_name = balance(known, num_stages)  # costs of modules by their names: marks stand before these
         split_spec, num_stages = dict.fromkeys(by_name.names, SplitPoint.BEGINNING), None
     table, leaves = InputTable.of(module.forward, mb_args, mb_kwargs or {})
-    source = Source(
+    source = Retracer(
         skeleton=Skeleton.of(module, leaves),
         table=table,
         leaves=[_without_data(leaf, name) for leaf, name in zip(leaves, table.names, strict=True)],
@@ -136,7 +134,7 @@ def capture(
 
 
 def _assembled(
-    source: Source, cut: Cut, module: nn.Module, *, loss_spec: Any, again: Source | None = None
+    source: Retracer, cut: Cut, module: nn.Module, *, loss_spec: Any, again: Retracer | None = None
 ) -> tuple[list[StageModule], PipeInfo]:
     """The stages of a cut, with the tensors of the model in them; `again` traces the model in other modes and sizes."""
     count, last = len(cut.pieces), cut.pieces[-1]

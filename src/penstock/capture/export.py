@@ -25,18 +25,16 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
+from penstock.capture.arguments import Dims, InputTable
 from penstock.capture.failure import explained, place_of, reason
 from penstock.capture.functions import keep_functions, refuse_backward_hooks, watching_functions
-from penstock.capture.guards import Guard, guards_of
-from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint, watching, watching_checkpoints
 from penstock.capture.skeleton import Skeleton, fake_leaves
 from penstock.capture.tree import take_apart
+from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
 
 _PREFIX = "model."
-
-Dims = tuple[Any, ...]  # for each leaf: None, or {dimension: Dim}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.capture.module import StageModule
+from penstock.capture.stage_module import StageModule
 from penstock.errors import CaptureError
 
 Values = Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path]
@@ -101,7 +101,7 @@ def load(stages: nn.Module | Iterable[nn.Module], source: Values) -> LoadReport:
 
 def _loaded(modules: Sequence[StageModule], source: Values, blank: frozenset[str]) -> LoadReport:
     """`blank`: names that have no value yet, so that they count as missing even if checkpoints leave them out."""
-    reader = _Reader(source)
+    reader = _TensorReader(source)
     loaded: dict[str, None] = {}
     missing: dict[str, None] = {}
     known: set[str] = set()
@@ -120,7 +120,7 @@ def _loaded(modules: Sequence[StageModule], source: Values, blank: frozenset[str
     return LoadReport(tuple(loaded), tuple(missing), unexpected)
 
 
-class _Reader:
+class _TensorReader:
     """Tensors by name, each read when asked for."""
 
     def __init__(self, source: Values) -> None:

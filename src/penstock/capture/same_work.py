@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from penstock.capture.ops import is_size
+from penstock.capture.export import FromConstant, FromInput, Origin
+from penstock.capture.flat import is_size
 from penstock.capture.place import EVERYWHERE, Placed
-from penstock.capture.trace import FromConstant, FromInput, Origin
 
 Shapes = Sequence[Sequence[int]]  # of the model's arguments, leaf by leaf
 

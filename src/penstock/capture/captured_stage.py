@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from penstock.capture.info import PipeInfo
-from penstock.capture.module import StageModule
-from penstock.capture.routes import StageRoutes
+from penstock.capture.pipe_info import PipeInfo, StageRoutes
+from penstock.capture.stage_module import StageModule
 from penstock.errors import CaptureError
 from penstock.stage.exchange import RecvInfo
 from penstock.stage.metadata import Metas

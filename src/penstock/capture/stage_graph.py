@@ -1,6 +1,6 @@
 """A graph that can be run, printed, saved and moved to another device.
 
-    program = Program(graph, bodies={})
+    program = StageGraph(graph, bodies={})
     program.function("self")(module, x)         # runs with the attributes of `module`
     pickle.loads(pickle.dumps(program))         # equal
 
@@ -10,6 +10,7 @@ Nothing of torch's tracing (fake tensors, symbolic sizes) is kept.
 from __future__ import annotations
 
 import linecache
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from penstock.capture import calls
-from penstock.capture.ops import aten
+from penstock.capture.flat import REGION, SIZE, aten
+from penstock.capture.functions import addmm, linear
 
-_LATE: dict[Any, Any] = {aten.linear.default: calls.linear, aten.addmm.default: calls.addmm}
+_LATE: dict[Any, Any] = {aten.linear.default: linear, aten.addmm.default: addmm}
 
 
 @dataclass(frozen=True)
@@ -38,26 +39,26 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Program:
+class StageGraph:
     """A graph and the bodies of its regions, by the attribute names that the graph uses for them."""
 
     graph: fx.Graph
-    bodies: dict[str, Program] = field(default_factory=dict)
+    bodies: dict[str, StageGraph] = field(default_factory=dict)
 
     @staticmethod
-    def of(module: fx.GraphModule) -> Program:
+    def of(module: fx.GraphModule) -> StageGraph:
         """The program of the body of a region, without what tracing left on it."""
         graph = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
         bodies = {}
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                bodies[str(node.target)] = Program.of(getattr(module, str(node.target)))
+                bodies[str(node.target)] = StageGraph.of(getattr(module, str(node.target)))
             values[node] = graph.node_copy(node, lambda n: values[n])
             values[node].meta = {}
             values[node].type = None
             values[node].target = late(node.target)
-        return Program(graph, bodies)
+        return StageGraph(graph, bodies)
 
     def module(self) -> fx.GraphModule:
         """For use as the body of a region."""
@@ -75,7 +76,7 @@ class Program:
         exec(compile(code.src, name, "exec"), space)
         return space["forward"]  # type: ignore[no-any-return]
 
-    def renamed(self, names: dict[str, str]) -> Program:
+    def renamed(self, names: dict[str, str]) -> StageGraph:
         """The same program, with other attribute names for its bodies."""
         if not names:
             return self
@@ -85,7 +86,7 @@ class Program:
             values[node] = graph.node_copy(node, lambda n: values[n])
             if node.op == "get_attr":
                 values[node].target = names.get(str(node.target), node.target)
-        return Program(graph, {names.get(name, name): body for name, body in self.bodies.items()})
+        return StageGraph(graph, {names.get(name, name): body for name, body in self.bodies.items()})
 
     def devices(self) -> set[torch.device]:
         """The devices that the graph names."""
@@ -96,7 +97,7 @@ class Program:
             found |= body.devices()
         return found
 
-    def moved(self, old: torch.device, new: torch.device) -> Program:
+    def moved(self, old: torch.device, new: torch.device) -> StageGraph:
         """The same program, with another device wherever it names `old`."""
         if old not in self.devices():
             return self
@@ -107,7 +108,7 @@ class Program:
             made.args = _replace(made.args, old, new)
             made.kwargs = _replace(made.kwargs, old, new)
             values[node] = made
-        return Program(graph, {name: body.moved(old, new) for name, body in self.bodies.items()})
+        return StageGraph(graph, {name: body.moved(old, new) for name, body in self.bodies.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         nodes = [
@@ -126,7 +127,7 @@ class Program:
         object.__setattr__(self, "graph", graph)
         object.__setattr__(self, "bodies", state["bodies"])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageGraph:
         return self
 
 
@@ -174,3 +175,64 @@ def _literals(value: Any) -> Iterator[Any]:
             yield from _literals(item)
     else:
         yield value
+
+
+def wrap_regions(graph: fx.Graph, bodies: dict[str, StageGraph]) -> None:
+    """Close the regions of a stage's graph; the new bodies are added to `bodies`."""
+    run: list[fx.Node] = []
+    number: Any = None
+    for node in list(graph.nodes):
+        if run and REGION not in node.meta and (node.op == "get_attr" or SIZE in node.meta):
+            if not any(arg in run for arg in node.all_input_nodes):
+                run[0].prepend(node)
+                continue
+        tag = node.meta.get(REGION, ())
+        here = tag[0][0] if tag else None
+        if run and here != number:
+            _wrap(graph, run, bodies)
+            run = []
+        if here is not None:
+            run.append(node)
+        number = here
+
+
+def _wrap(graph: fx.Graph, run: list[fx.Node], bodies: dict[str, StageGraph]) -> None:
+    _, target, leading = run[0].meta[REGION][0]
+    members = set(run)
+    inner = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    inner_bodies: dict[str, StageGraph] = {}
+    outside = list(
+        dict.fromkeys(a for node in run for a in node.all_input_nodes if a not in members and not _body(a, bodies))
+    )
+    for arg in outside:
+        values[arg] = inner.placeholder(arg.name)
+    for node in run:
+        for arg in node.all_input_nodes:
+            if _body(arg, bodies) and arg not in values:
+                inner_bodies[str(arg.target)] = bodies[str(arg.target)]
+                values[arg] = inner.create_node("get_attr", str(arg.target))
+        made = inner.node_copy(node, lambda n: values[n])
+        made.meta = {"path": node.meta.get("path", "")}
+        rest = node.meta[REGION][1:]
+        if rest:
+            made.meta[REGION] = rest
+        values[node] = made
+    results = [node for node in run if any(user not in members for user in node.users)]
+    inner.output(tuple(values[node] for node in results))
+    wrap_regions(inner, inner_bodies)
+    name = f"_region_{len(bodies)}"
+    bodies[name] = StageGraph(inner, inner_bodies)
+    with graph.inserting_before(run[0]):
+        body = graph.create_node("get_attr", name)
+        call = graph.call_function(target, (*leading, body, *outside))
+        for i, node in enumerate(results):
+            part = graph.call_function(operator.getitem, (call, i))
+            part.meta["path"] = node.meta.get("path", "")
+            node.replace_all_uses_with(part, lambda user: user not in members)
+    for node in reversed(run):
+        graph.erase_node(node)
+
+
+def _body(node: fx.Node, bodies: dict[str, StageGraph]) -> bool:
+    return node.op == "get_attr" and str(node.target) in bodies

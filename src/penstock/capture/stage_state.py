@@ -7,13 +7,18 @@ names.name_for("wte.weight", "lm_head")          # "lm_head.weight": the name wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx, nn
 
-from penstock.capture.trace import FromState, Origin
+from penstock.capture.export import FromState, Origin
+from penstock.capture.pipe_info import Shared
+
+if TYPE_CHECKING:
+    from penstock.capture.stage_module import StageModule
 
 
 @dataclass(frozen=True)
@@ -66,3 +71,57 @@ def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     found |= dict(model.named_buffers(remove_duplicate=False))
     return found
+
+
+def assign(names: StateNames, used: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The names that each stage holds, in the order of the model."""
+    held = [set(stage) for stage in used]
+    home: dict[str, int] = {}
+    for k, stage in enumerate(used):
+        for name in stage:
+            home.setdefault(name, k)
+    used_tensors = {names.first[name]: k for name, k in reversed(home.items())}
+    for name in names.first:
+        if name in home:
+            continue
+        known = used_tensors.get(names.first[name])
+        held[_nearest(name, home) if known is None else known].add(name)
+    return [[name for name in names.first if name in stage] for stage in held]
+
+
+def _nearest(name: str, home: dict[str, int]) -> int:
+    """The stage of the used name that shares the longest path with `name`; the first stage if there is none."""
+    path = name.split(".")[:-1]
+    while path:
+        prefix = ".".join(path) + "."
+        stages = [k for other, k in home.items() if other.startswith(prefix)]
+        if stages:
+            return min(stages)
+        path.pop()
+    return 0
+
+
+def find_shared(names: StateNames, held: Sequence[Sequence[str]]) -> dict[str, Shared]:
+    """Parameters and buffers that several stages hold."""
+    holders: dict[str, dict[int, str]] = {}
+    for k, stage in enumerate(held):
+        for name in stage:
+            holders.setdefault(names.first[name], {}).setdefault(k, name)
+    return {
+        leader: Shared(min(found), found[min(found)], tuple(sorted(found.items())), leader in names.parameters)
+        for leader, found in holders.items()
+        if len(found) > 1
+    }
+
+
+def give(stages: Sequence[StageModule], model: nn.Module, *, names: StateNames, held: Sequence[Sequence[str]]) -> None:
+    """Put the user's own tensors into the stages: nothing is copied, what is shared stays one object."""
+    state: dict[str, torch.Tensor] = named_state(model)
+    everything = frozenset(names.first)
+    for stage, own in zip(stages, held, strict=True):
+        stage.model_names = everything
+        for name in own:
+            stage.add_state(name, state[name], persistent=name not in names.transient)
+            others = tuple(n for n in names.groups[names.first[name]] if n != name)
+            if others:
+                stage.aliases[name] = others

@@ -14,32 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from penstock.capture.cut import Piece
-from penstock.capture.guards import Guard
-from penstock.capture.program import Program
+from penstock.capture.cutter import StagePiece
+from penstock.capture.stage_graph import StageGraph
 from penstock.capture.tree import put_together
-from penstock.capture.wires import Fixed, Wire, check_sizes, where
+from penstock.capture.wires import Fixed, Guard, Key, Wire, check_sizes, where
 from penstock.errors import CaptureError, ShapeError
 
-Key = tuple[bool | None, Fixed]  # the mode (None: mixed, as captured), and these sizes
+if TYPE_CHECKING:
+    from penstock.capture.retrace import Retracer
 
 
 _OTHER_NAME = "_the_models_"  # before the name of a submodule that an attribute of ours would hide
 
 
-class Source(Protocol):
-    """Whoever can trace the model again, in another mode or for other sizes."""
-
-    def piece(self, stage: int, key: Key) -> Piece: ...
-
-
 @dataclass(frozen=True)
-class Result:
+class OutputRecipe:
     """How the last stage puts the model's output together."""
 
     recipe: Any
@@ -60,7 +54,7 @@ class StageModule(nn.Module):
     _anchor: torch.Tensor  # has no elements; goes wherever the module goes
 
     def __init__(
-        self, index: int, num_stages: int, *, piece: Piece, key: Key, source: Source | None, device: torch.device
+        self, index: int, num_stages: int, *, piece: StagePiece, key: Key, source: Retracer | None, device: torch.device
     ) -> None:
         super().__init__()
         self.stage_index = index
@@ -74,9 +68,9 @@ class StageModule(nn.Module):
         self.aliases: dict[str, tuple[str, ...]] = {}  # other names of the same tensor, for loading
         self._key = key
         self._source = source
-        self._programs: dict[Key, Program] = {}
+        self._programs: dict[Key, StageGraph] = {}
         self._functions: dict[Key, Callable[..., Any]] = {}
-        self._results: dict[Key, Result] = {}
+        self._results: dict[Key, OutputRecipe] = {}
         self._guards: dict[Key, tuple[Guard, ...]] = {}
         self._keys: dict[tuple[Any, ...], Key] = {}  # which graph is for which sizes
         self._why_not: dict[Key, str] = {}
@@ -234,7 +228,7 @@ class StageModule(nn.Module):
             )
         self._learn(key, self._source.piece(self.stage_index, key))
 
-    def _learn(self, key: Key, piece: Piece) -> None:
+    def _learn(self, key: Key, piece: StagePiece) -> None:
         missing = [name for name in piece.states if self._programs and not self._holds(name)]
         if missing:
             raise CaptureError(
@@ -244,8 +238,8 @@ class StageModule(nn.Module):
         self.add_constants(piece.constants)
         self._guards[key] = piece.guards
         if self.is_last:
-            self._results[key] = Result(piece.recipe, piece.fixed)
-        program = Program(piece.graph, piece.bodies).moved(self._device, self._anchor.device)
+            self._results[key] = OutputRecipe(piece.recipe, piece.fixed)
+        program = StageGraph(piece.graph, piece.bodies).moved(self._device, self._anchor.device)
         self._adopt(key, program)
 
     def _holds(self, name: str) -> bool:
@@ -259,7 +253,7 @@ class StageModule(nn.Module):
         """Whether a submodule of the user's model would be hidden by an attribute of ours."""
         return name in self.__dict__ or hasattr(type(self), name)
 
-    def _adopt(self, key: Key, program: Program) -> None:
+    def _adopt(self, key: Key, program: StageGraph) -> None:
         mode = f"{key[0]}_{'_'.join(f'{name}_{size}' for name, size in sorted(key[1]))}"
         names = {name: f"_{mode}{name}" for name in program.bodies}
         for node in program.graph.nodes:

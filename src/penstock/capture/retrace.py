@@ -1,8 +1,7 @@
 """Tracing and cutting a model, as often as needed: now in its mode, later in the other one.
 
-source = Source.of(model, args, kwargs, ...)
-source.piece(0, (False, frozenset()))               # stage 0 in evaluation, traced when first asked for
-source.piece(0, (True, frozenset({("s28", 1)})))     # in training, for a batch of one row
+retracer.piece(0, (False, frozenset()))               # stage 0 in evaluation, traced when first asked for
+retracer.piece(0, (True, frozenset({("s28", 1)})))     # in training, for a batch of one row
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from penstock.capture.cut import Cut, Cutter, Piece, module_path
+from penstock.capture.arguments import Dims, InputTable
+from penstock.capture.cutter import Cut, Cutter, StagePiece, module_path
+from penstock.capture.export import FromInput, trace
 from penstock.capture.flat import Flat, Mark, flatten
-from penstock.capture.guards import where_shapes_differ
-from penstock.capture.inputs import InputTable
 from penstock.capture.marks import SplitPoint
-from penstock.capture.module import Key
-from penstock.capture.names import StateNames
 from penstock.capture.place import place
-from penstock.capture.same import same_work
+from penstock.capture.same_work import same_work
 from penstock.capture.skeleton import Skeleton
-from penstock.capture.trace import Dims, FromInput, trace
-from penstock.capture.wires import Fixed, Wire, same_wires, size_of
+from penstock.capture.stage_state import StateNames
+from penstock.capture.wires import Fixed, Key, Wire, same_wires, size_of, where_shapes_differ
 from penstock.errors import CaptureError
 
 ChooseCuts = Callable[[Flat, int], Sequence[int]]
@@ -47,7 +44,7 @@ def landmarks(flat: Flat) -> list[Landmark]:
 
 
 @dataclass
-class Source:
+class Retracer:
     """All that is needed to trace the model again; holds none of its data."""
 
     skeleton: Skeleton
@@ -76,12 +73,12 @@ class Source:
         self.cuts[self.key] = cut
         return cut
 
-    def piece(self, stage: int, key: Key) -> Piece:
+    def piece(self, stage: int, key: Key) -> StagePiece:
         if key not in self.cuts:
             self.cuts[key] = self._checked(self._cut(key), key)
         return self.cuts[key].pieces[stage]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Retracer:
         return self
 
     def _cut(self, key: Key, choose_cuts: ChooseCuts | None = None) -> Cut:

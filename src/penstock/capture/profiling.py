@@ -19,16 +19,13 @@ import torch
 from torch import Tensor
 
 from penstock.balance import Profile
-from penstock.capture.costs import cuts_at, device_of
-from penstock.capture.cuts import cut_places
+from penstock.capture.capture_model import pipeline
+from penstock.capture.cost_cuts import device_of
+from penstock.capture.cut_places import cut_places
 from penstock.capture.flat import Flat
-from penstock.capture.layer import Setting
-from penstock.capture.measure import kept_random_state, layer_names, measure
+from penstock.capture.layer_costs import LayerSetting, kept_random_state, measure
 from penstock.capture.pipe import Pipe
-from penstock.capture.pipeline import pipeline
 from penstock.errors import CaptureError
-
-__all__ = ["capture_layers", "cuts_at", "layer_names", "profile", "profile_layers"]
 
 
 def profile(
@@ -86,7 +83,7 @@ def profile_layers(
     progress: bool | None = None,
 ) -> Profile:
     """Measure the stages of a captured model, each as one layer. `where` they were cut is kept beside the costs."""
-    setting = Setting(args, dict(kwargs), loss_fn, target, repeats, device)
+    setting = LayerSetting(args, dict(kwargs), loss_fn, target, repeats, device)
     stages = [layers.get_stage_module(k) for k in range(layers.num_stages)]
     metadata = {"places": None if where is None else [list(place) for place in where]}
     with kept_random_state(device), _bar(progress, layers.num_stages) as advance:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from penstock.batch.leaves import Leaf, check_count, cut_leaves, find_batch
+from penstock.batch.leaves import BatchLeaf, check_count, cut_leaves, find_batch
 from penstock.batch.masks import is_block_mask
 from penstock.batch.sizes import microbatch_sizes
 from penstock.batch.specs import Microbatches, TensorChunkSpec, is_call, is_leaf_spec, is_replicate
@@ -98,7 +98,7 @@ def split_target(
     if type(target) is Tensor and target_spec is None and batch_size is None:
         if target.dim() and target.size(0) >= num_microbatches > 0:
             return split_sizes(target, microbatch_sizes(target.size(0), num_microbatches), 0)
-    leaves: list[Leaf] = []
+    leaves: list[BatchLeaf] = []
     outline = _outline(target, target_spec, TARGET, leaves)
     pieces = cut_leaves(leaves, num_microbatches, batch_size, True)
     return list(_fill(outline, pieces, num_microbatches))
@@ -113,7 +113,7 @@ def batch_size_of(
     >>> batch_size_of((torch.zeros(8, 3),))
     8
     """
-    leaves: list[Leaf] = []
+    leaves: list[BatchLeaf] = []
     _outline(args, args_spec, ARGS, leaves)
     _outline(dict(kwargs or {}), kwargs_spec, KWARGS, leaves)
     found = find_batch(leaves)
@@ -156,7 +156,7 @@ def _split_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatc
         check_count(args[0], num_microbatches, ARGS)
         calls = args[0].calls()
         return [call[0] for call in calls], [call[1] for call in calls]
-    leaves: list[Leaf] = []
+    leaves: list[BatchLeaf] = []
     args_outline = _outline(tuple(args), rule.args_spec, ARGS, leaves)
     kwargs_outline = _outline(dict(kwargs), rule.kwargs_spec, KWARGS, leaves)
     pieces = cut_leaves(leaves, num_microbatches, rule.batch_size, rule.strict)
@@ -166,13 +166,13 @@ def _split_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatc
     )
 
 
-def _outline(value: Any, spec: Any, path: Path, leaves: list[Leaf], inherited: bool = False) -> int | _Branch:
+def _outline(value: Any, spec: Any, path: Path, leaves: list[BatchLeaf], inherited: bool = False) -> int | _Branch:
     """The shape of a value, with its leaves collected in order."""
     node = open_node(value)
     if node is None:
         if spec is not None and not (isinstance(spec, TensorChunkSpec) or is_replicate(spec)):
             raise SplitError(f"the spec for {path} is {spec!r}; expected TensorChunkSpec(dim), Replicate() or None")
-        leaves.append(Leaf(value, spec, path, inherited))
+        leaves.append(BatchLeaf(value, spec, path, inherited))
         return len(leaves) - 1
     first = len(leaves)
     inherited = inherited or is_leaf_spec(spec)

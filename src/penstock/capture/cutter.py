@@ -13,24 +13,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from penstock.capture.flat import REGION, SIZE
-from penstock.capture.guards import Guard
-from penstock.capture.names import StateNames
-from penstock.capture.ops import aten, body_module, is_size
+from penstock.capture.export import FromConstant, FromInput, FromState
+from penstock.capture.flat import REGION, SIZE, aten, body_module, is_size
 from penstock.capture.place import EVERYWHERE, Placed
-from penstock.capture.program import Program, late
-from penstock.capture.regions import wrap_regions
-from penstock.capture.trace import FromConstant, FromInput, FromState
-from penstock.capture.wires import Wire, wire_of
+from penstock.capture.stage_graph import StageGraph, late, wrap_regions
+from penstock.capture.stage_state import StateNames
+from penstock.capture.wires import Guard, Wire, wire_of
 from penstock.errors import CaptureError
 
 
 @dataclass(frozen=True)
-class Piece:
+class StagePiece:
     """One stage: its graph and what goes in and out."""
 
     graph: fx.Graph
-    bodies: dict[str, Program]  # regions, by attribute name
+    bodies: dict[str, StageGraph]  # regions, by attribute name
     inputs: tuple[Wire, ...]
     outputs: tuple[Wire, ...]  # of the last stage: the leaves of the model's output
     states: tuple[str, ...]  # parameters and buffers that it uses, by the names that it uses
@@ -44,7 +41,7 @@ class Piece:
 class Cut:
     """The whole model, cut."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StagePiece, ...]
     placed: Placed
 
 
@@ -206,7 +203,7 @@ class Cutter:
         """On which a value comes to a stage."""
         return self.carried[node] if k > 0 and node in self.carried else self.wires[node]
 
-    def _piece(self, k: int) -> Piece:
+    def _piece(self, k: int) -> StagePiece:
         needs = self.needs[k]
         given = sorted(needs.arguments | needs.values, key=lambda n: (n not in needs.arguments, self.order[n]))
         builder = _Builder(self, k, given)
@@ -221,7 +218,7 @@ class Cutter:
         builder.graph.output(tuple(builder.value(n) for n in leaves))
         wrap_regions(builder.graph, builder.bodies)
         inputs = tuple(self._wire(n, k) for n in given)
-        return Piece(builder.graph, builder.bodies, inputs, outputs, tuple(builder.states), builder.constants)
+        return StagePiece(builder.graph, builder.bodies, inputs, outputs, tuple(builder.states), builder.constants)
 
 
 class _Builder:
@@ -231,7 +228,7 @@ class _Builder:
         self.cutter = cutter
         self.k = k
         self.graph = fx.Graph()
-        self.bodies: dict[str, Program] = {}
+        self.bodies: dict[str, StageGraph] = {}
         self.states: dict[str, None] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.values: dict[fx.Node, fx.Node] = {}
@@ -246,7 +243,7 @@ class _Builder:
         body = body_module(node, self.cutter.flat.traced.root)
         if body is not None:
             name = f"_region_{len(self.bodies)}"
-            self.bodies[name] = Program.of(body)
+            self.bodies[name] = StageGraph.of(body)
             self.values[node] = self._attribute(name)
             return
         args = fx.map_arg(node.args, lambda n: self.value(n, user=node))

@@ -17,11 +17,10 @@ import torch
 from torch import fx
 
 from penstock.balance import LayerCost, Profile
-from penstock.capture.cut import module_path
-from penstock.capture.flat import Flat
-from penstock.capture.names import StateNames
-from penstock.capture.ops import is_size
-from penstock.capture.trace import FromState
+from penstock.capture.cutter import module_path
+from penstock.capture.export import FromState
+from penstock.capture.flat import Flat, is_size
+from penstock.capture.stage_state import StateNames
 
 
 def cut_places(flat: Flat, num_stages: int) -> list[int]:

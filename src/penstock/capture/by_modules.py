@@ -8,7 +8,8 @@ For models that cannot be exported. Each submodule gets what the one before it r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,6 @@ from torch import nn
 
 from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.marks import pipe_split, submodule
-from penstock.capture.ties import Tie, find_ties
 from penstock.errors import CaptureError
 
 Call = Callable[..., Any]  # (submodule, *what the one before returned) -> what the next one gets
@@ -120,3 +120,33 @@ def _by_name(calls: Mapping[str, Call], names: Sequence[str]) -> dict[str, Call]
             raise CaptureError(f"calls names {pattern!r}, which is none of the submodules {list(names)}")
         found |= dict.fromkeys(hits, call)
     return found
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One logical parameter: the first holder owns it, all are kept equal and their gradients are summed."""
+
+    holders: tuple[tuple[int, str], ...]  # (stage, name in that stage)
+
+    @property
+    def owner(self) -> tuple[int, str]:
+        return self.holders[0]
+
+
+def tie(holders: Iterable[tuple[int, str]]) -> Tie:
+    """Say that parameters of several stages are one: ``tie([(0, "embed.weight"), (3, "head.weight")])``."""
+    found = tuple(sorted((int(stage), str(name)) for stage, name in holders))
+    if len({stage for stage, _ in found}) < 2:
+        raise CaptureError(
+            f"tie takes parameters of at least two stages, got {list(found)}; write [(0, 'a.weight'), (3, 'b.weight')]"
+        )
+    return Tie(found)
+
+
+def find_ties(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Parameters that several stages of one process hold as one object."""
+    holders: dict[int, list[tuple[int, str]]] = {}
+    for k, stage in enumerate(stages):
+        for name, value in stage.named_parameters():
+            holders.setdefault(id(value), []).append((k, name))
+    return tuple(Tie(tuple(found)) for found in holders.values() if len(found) > 1)

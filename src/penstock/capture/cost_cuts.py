@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.balance import Cuts, Profile, balance
-from penstock.capture.agree import agreed
-from penstock.capture.cuts import cut_places, estimated
+from penstock.capture.cut_places import cut_places, estimated
 from penstock.capture.flat import Flat, Mark
-from penstock.capture.info import PipeInfo
-from penstock.capture.layer import Setting
-from penstock.capture.load import has_no_data
-from penstock.capture.measure import kept_random_state, measure
-from penstock.capture.module import StageModule
-from penstock.capture.names import StateNames
+from penstock.capture.layer_costs import LayerSetting, kept_random_state, measure
+from penstock.capture.load_state import has_no_data
+from penstock.capture.pipe_info import PipeInfo
+from penstock.capture.stage_module import StageModule
+from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError
 
 REPEATS = 5
@@ -90,7 +91,7 @@ class CostCuts:
         stages, info = self.make_layers(flat.copied(), [Mark(place, f"operator {place}") for place in places])
         device = device_of(self.model)
         args, kwargs = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, (self.args, dict(self.kwargs)))
-        setting = Setting(args, kwargs, None, None, REPEATS, device, ENOUGH)
+        setting = LayerSetting(args, kwargs, None, None, REPEATS, device, ENOUGH)
         with kept_random_state(device):
             return measure(stages, info, setting=setting, advance=lambda _: None, metadata={"places": where})
 
@@ -151,3 +152,56 @@ def fingerprint(flat: Flat, num_stages: int) -> str:
 
 def _hint(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+PATIENCE = timedelta(minutes=10)  # for the rank that answers
+
+_known: dict[str, str] = {}
+_lock = threading.Lock()
+
+
+def agreed(question: str, answer: Callable[[], str], *, kind: str = "") -> str:
+    """The answer of the rank that asked first. In this process, an answer is given again to questions of its kind."""
+
+    def own() -> str:
+        with _lock:
+            key = f"{kind}/{question}"
+            if key not in _known:
+                _known[key] = answer()
+            return _known[key]
+
+    store = _store()
+    if store is None:
+        return own()
+    # The n-th time that a rank asks it gets the answer to the n-th question of all others.
+    place = f"penstock/{question}/{store.add(f'penstock/{question}/asked by {dist.get_rank()}', 1)}"
+    if store.add(f"{place}/answering", 1) == 1:
+        text = ""
+        try:
+            text = own()
+        finally:
+            store.set(place, text)
+        return text
+    try:
+        store.wait([place], PATIENCE)
+    except dist.DistError as error:
+        raise CaptureError(
+            f"another rank measures the model for all, and has not told the result for {PATIENCE}; say where to cut "
+            "(split_spec=), or give the same profile= on every rank"
+        ) from error
+    return store.get(place).decode() or own()
+
+
+def forget() -> None:
+    """Answer anew what was answered in this process before."""
+    with _lock:
+        _known.clear()
+
+
+def _store() -> Any:
+    """Of the default process group; None without one that connects processes."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if "fake" in dist.get_backend():
+        return None
+    return dist.distributed_c10d._get_default_store()
