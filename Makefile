@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 
-.PHONY: help train test lint types format bench docs browser clean
+.PHONY: help train test lint types format bench coverage docs dist browser clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,17 @@ format: $(READY) ## let ruff sort and format
 bench: $(READY) ## every program in benchmarks/, one after another
 	@for program in $(sort $(wildcard benchmarks/*.py)); do echo "== $$program"; $(BIN)/python $$program; done
 
+coverage: $(READY) browser ## the tests again, with the share of lines and branches that they run; ends in build/coverage/
+	@rm -rf build/coverage; mkdir -p build/coverage
+	@status=0; OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || status=$$?; \
+	$(BIN)/coverage combine -q; $(BIN)/coverage html -q; $(BIN)/coverage report --format=total; \
+	$(BIN)/coverage report --skip-covered | tail -n 40; exit $$status
+
+dist: $(READY) ## a wheel and a source distribution, in dist/
+	@rm -rf dist build/lib build/bdist.*
+	$(BIN)/python -m build -q --no-isolation
+	@ls -l dist
+
 docs: $(READY) ## the pages and pictures in docs/ that the code makes
 	@for program in $(sort $(wildcard docs/*.py)); do echo "== $$program"; $(BIN)/python $$program; done
 
@@ -60,8 +71,9 @@ $(RUNS): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
-$(READY): $(RUNS)
+$(READY): $(RUNS) tests/package/oldest.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest -r tests/package/oldest.txt
 	@touch $@
 
 # Debian's chromium, for the tests that open a page, where it may be installed.
