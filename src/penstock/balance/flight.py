@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.plan import Action, Op, Plan
-from penstock.plan.actions import OP, OVERLAP, split_overlap, unpack
+from penstock.plan.actions import parts, unpack
 
 
 def in_flight(plan: Plan) -> list[tuple[int, int]]:
@@ -19,7 +19,7 @@ def in_flight(plan: Plan) -> list[tuple[int, int]]:
     most = [[0, 0] for _ in range(plan.num_stages)]
     for codes in plan.codes:
         for code in codes:
-            for part in split_overlap(code) if code & OP == OVERLAP else (code,):
+            for part in parts(code):
                 action = unpack(part)
                 assert isinstance(action, Action), "a part of a pair is no pair"
                 now = held[action.stage]

@@ -19,7 +19,8 @@ from penstock.balance import Profile
 from penstock.capture import pipeline, profile_layers
 from penstock.front.choose import Machine
 from penstock.front.ends import Ends
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, Op
+from penstock.plan import Op
+from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
 from penstock.simulate import Timeline
@@ -50,7 +51,7 @@ def measure_machine(ends: Ends) -> Machine:
         for codes, starts, stops in zip(timeline.plan.codes, timeline.starts, timeline.ends, strict=True):
             for code, start, stop in zip(codes, starts, stops, strict=True):
                 spans[code & OP].append(stop - start)
-    posts = [span for op, found in spans.items() if op not in (Op.F, Op.B) for span in found]
+    posts = [span for op, found in spans.items() if Op(op).is_message for span in found]
     return Machine(
         latency=min(_median(_latencies(timeline)) for timeline in timelines),  # what disturbs it only adds to it
         bandwidth=ends.measure_bandwidth(),

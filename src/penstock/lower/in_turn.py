@@ -12,7 +12,9 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.errors import OrderError
-from penstock.plan.actions import MICROBATCH_FIELD, OP, STAGE, STAGE_SHIFT, Op, key_of, partner_of, parts, peer_of, text
+from penstock.plan import Placement, Rules, StageGraph
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, peer_of, stage_of, text, with_op
+from penstock.plan.ops import INPUT_GRADIENTS, RECEIVES, SENDS, Op
 
 RankOf = Callable[[int], int]
 
@@ -28,14 +30,14 @@ def messages_in_turn(
     >>> print(*(" ".join(map(text, lowered[rank])) for rank in lowered), sep="; ")
     0F0 0SEND_F0 0RECV_B0 0B0; 1RECV_F0 1F0 1B0 1SEND_B0
     """
-    return _Turns(codes, rank_of, num_stages).run()
+    return _Turns(codes, _rules(rank_of, num_stages)).run()
 
 
 class _Turns:
     """Rounds of turns. A rank that waits is woken by what it waits for, in this round if its turn is still to come."""
 
-    def __init__(self, codes: Mapping[int, Sequence[int | None]], rank_of: RankOf, num_stages: int) -> None:
-        self.codes, self.rank_of, self.last = codes, rank_of, num_stages - 1
+    def __init__(self, codes: Mapping[int, Sequence[int | None]], rules: Rules) -> None:
+        self.codes, self.rules = codes, rules
         self.lists: dict[int, list[int]] = {rank: [] for rank in codes}
         self.at = dict.fromkeys(codes, 0)
         self.there: dict[int, set[int]] = {rank: set() for rank in codes}  # what has arrived or was computed, as needs
@@ -60,10 +62,10 @@ class _Turns:
         code = self.codes[rank][self.at[rank]]
         actions = () if code is None else parts(code)
         for part in actions:
-            need = self.need(part)
-            if need is not None and need not in self.there[rank]:
-                self.waiting[rank] = need
-                return
+            for need in self.rules.arrivals(part & KEY):
+                if need | part & MICROBATCH_FIELD not in self.there[rank]:
+                    self.waiting[rank] = need | part & MICROBATCH_FIELD
+                    return
         self.at[rank] += 1
         if self.at[rank] < len(self.codes[rank]):
             heapq.heappush(self.later, rank)
@@ -72,52 +74,51 @@ class _Turns:
         for part in actions:
             self.done(rank, part)
 
-    def need(self, code: int) -> int | None:
-        """The message that brings this action's input, whether it comes from another rank or is at hand."""
-        op, stage = code & OP, code >> STAGE_SHIFT & STAGE
-        if op == Op.F and stage > 0:
-            return key_of(Op.RECV_F, stage) | code & MICROBATCH_FIELD
-        if op in (Op.I, Op.B) and stage < self.last:
-            return key_of(Op.RECV_B, stage) | code & MICROBATCH_FIELD
-        return None
-
     def done(self, rank: int, code: int) -> None:
-        """Send what the action gives, or leave it at hand for the next stage."""
-        op, stage = code & OP, code >> STAGE_SHIFT & STAGE
-        if op == Op.F and stage < self.last:
-            send = key_of(Op.SEND_F, stage) | code & MICROBATCH_FIELD
-        elif op in (Op.I, Op.B) and stage > 0:
-            send = key_of(Op.SEND_B, stage) | code & MICROBATCH_FIELD
-        else:
-            return
-        receive = partner_of(send)
-        there = self.rank_of(receive >> STAGE_SHIFT & STAGE)
-        if there != rank:
+        """Leave what the action gives at hand for stages of this rank, and send it to the others."""
+        self.arrived(rank, rank, with_op(code, Op.I) if code & OP in INPUT_GRADIENTS else code)
+        for key in self.rules.sends(code & KEY):
+            send = key | code & MICROBATCH_FIELD
+            receive = partner_of(send)
+            there = self.rules.placement.rank_of(stage_of(receive))
             self.lists[rank].append(send)
             self.lists[there].append(receive)
-        self.there[there].add(receive)
-        if self.waiting.get(there) == receive:
+            self.arrived(there, rank, receive)
+
+    def arrived(self, there: int, sender: int, what: int) -> None:
+        self.there[there].add(what)
+        if self.waiting.get(there) == what:
             del self.waiting[there]
-            heapq.heappush(self.now if there > rank else self.later, there)
+            heapq.heappush(self.now if there > sender else self.later, there)
 
 
 def defer_receives(codes: Mapping[int, Sequence[int]], rank_of: RankOf) -> dict[int, list[int]]:
     """Move each receive down to the action that uses it; the lower of two ranks still receives before it sends."""
-    return {rank: _deferred(rank, row, rank_of) for rank, row in codes.items()}
+    highest = max(
+        (max(stage_of(part), peer_of(part)) for row in codes.values() for c in row for part in parts(c)), default=0
+    )
+    rules = _rules(rank_of, highest + 1)
+    return {rank: _deferred(rank, row, rules) for rank, row in codes.items()}
 
 
-def _deferred(rank: int, row: Sequence[int], rank_of: RankOf) -> list[int]:
+def _rules(rank_of: RankOf, num_stages: int) -> Rules:
+    placement = Placement.of([rank_of(stage) for stage in range(num_stages)])
+    return Rules(StageGraph.chain(num_stages), placement, lowered=True)
+
+
+def _deferred(rank: int, row: Sequence[int], rules: Rules) -> list[int]:
+    rank_of = rules.placement.rank_of
     held: dict[int, None] = {}  # in order
     lowered: list[int] = []
     for code in row:
-        op = code & OP
-        if op in (Op.RECV_F, Op.RECV_B):
+        if code & OP in RECEIVES:
             held[code] = None
             continue
-        if op in (Op.SEND_F, Op.SEND_B) and rank < (peer := rank_of(peer_of(code))):
+        if code & OP in SENDS and rank < (peer := rank_of(peer_of(code))):
             due = [receive for receive in held if rank_of(peer_of(receive)) == peer]
         else:
-            due = [receive for part in parts(code) if (receive := _input_of(part)) in held]
+            needs = (need | part & MICROBATCH_FIELD for part in parts(code) for need in rules.arrivals(part & KEY))
+            due = [need for need in needs if need in held]
         for receive in due:
             del held[receive]
         lowered += (*due, code)
@@ -125,13 +126,3 @@ def _deferred(rank: int, row: Sequence[int], rank_of: RankOf) -> list[int]:
         unused = text(next(iter(held)))
         raise OrderError(f"rank {rank} receives {unused} and never uses it; expected a forward or backward for it")
     return lowered
-
-
-def _input_of(code: int) -> int:
-    """The receive that a compute action would use; -1 for what uses none."""
-    op, stage = code & OP, code >> STAGE_SHIFT & STAGE
-    if op == Op.F:
-        return key_of(Op.RECV_F, stage) | code & MICROBATCH_FIELD if stage else -1
-    if op in (Op.I, Op.B):
-        return key_of(Op.RECV_B, stage) | code & MICROBATCH_FIELD
-    return -1

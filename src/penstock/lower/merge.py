@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from penstock.plan import Plan, Rules
-from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, Op, key_of
+from penstock.plan.actions import OP, key_of, stage_of, with_op
+from penstock.plan.ops import Op
 
 
 def merge_backward(plan: Plan, *, everywhere: bool = True) -> Plan:
@@ -38,8 +39,8 @@ def merge(codes: Sequence[int], stages: AbstractSet[int]) -> Sequence[int]:
         return codes
     merged: list[int] = []
     for code in codes:
-        if code & OP == Op.W and merged and merged[-1] == code ^ Op.W ^ Op.I and code >> STAGE_SHIFT & STAGE in stages:
-            merged[-1] = code ^ Op.W ^ Op.B
+        if code & OP == Op.W and merged and merged[-1] == with_op(code, Op.I) and stage_of(code) in stages:
+            merged[-1] = with_op(code, Op.B)
         else:
             merged.append(code)
     return merged

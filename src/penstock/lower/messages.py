@@ -27,7 +27,8 @@ from itertools import accumulate, chain
 
 from penstock.errors import IncompleteError, PlanError
 from penstock.plan import Plan, Rules
-from penstock.plan.actions import KEY, OP, STAGE, STAGE_SHIFT, Op, key_of, partner_of, peer_of, text
+from penstock.plan.actions import KEY, OP, key_of, partner_of, peer_of, stage_of, text
+from penstock.plan.ops import RECEIVES, Op
 from penstock.plan.places import ABSENT, column, either, flatten, places
 
 
@@ -190,7 +191,7 @@ class _Traffic:
         uses: dict[int, list[int]] = {}
         for key, slots in self.slots.items():
             for need in self.rules.needs(key):
-                if need & OP in (Op.RECV_F, Op.RECV_B):
+                if need & OP in RECEIVES:
                     uses[need] = [*map(min, uses[need], slots)] if need in uses else slots
         return uses
 
@@ -200,7 +201,7 @@ class _Traffic:
         for key in self.slots:
             for send in self.rules.sends(key):
                 receive = partner_of(send)
-                there = self.rules.placement.rank_of(receive >> STAGE_SHIFT & STAGE)
+                there = self.rules.placement.rank_of(stage_of(receive))
                 contributors = [self.slots[need] for need in self.rules.needs(send)]
                 left.setdefault(there, {})[receive] = (
                     [*map(max, *contributors)] if contributors[1:] else contributors[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.plan import Plan
-from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, Op, key_of, parts
+from penstock.plan.actions import OP, key_of, parts, stage_of
+from penstock.plan.ops import WEIGHT_GRADIENTS, Op
 
 
 def add_reduce_grad(plan: Plan) -> Plan:
@@ -20,8 +21,8 @@ def reduce_grad(codes: Sequence[int], num_microbatches: int) -> list[int]:
     for code in codes:
         lowered.append(code)
         for part in parts(code):
-            if part & OP in (Op.W, Op.B):
-                stage = part >> STAGE_SHIFT & STAGE
+            if part & OP in WEIGHT_GRADIENTS:
+                stage = stage_of(part)
                 left[stage] = left.get(stage, num_microbatches) - 1
                 if left[stage] == 0:
                     lowered.append(key_of(Op.REDUCE_GRAD, stage))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from penstock.errors import PlanError
 from penstock.plan import Plan
-from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, Op, key_of, parts
+from penstock.plan.actions import OP, key_of, parts, stage_of
+from penstock.plan.ops import COMPUTES, Op
 
 
 def add_unshard_reshard(plan: Plan, max_unsharded: int = 3) -> Plan:
@@ -27,7 +28,7 @@ def unshard_reshard(codes: Sequence[int], max_unsharded: int = 3) -> list[int]:
     active: set[int] = set()
     lowered: list[int] = []
     for slot, code in enumerate(codes):
-        if code & OP > Op.B and len(parts(code)) == 1:
+        if code & OP not in COMPUTES:
             lowered.append(code)
             continue
         wanted = _next_stages(slot, uses, cursor, max_unsharded)
@@ -48,8 +49,8 @@ def _uses(codes: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     uses: dict[int, list[tuple[int, int]]] = {}
     for slot, code in enumerate(codes):
         for place, part in enumerate(parts(code)):
-            if part & OP <= Op.B:
-                uses.setdefault(part >> STAGE_SHIFT & STAGE, []).append((slot, place))
+            if part & OP in COMPUTES:
+                uses.setdefault(stage_of(part), []).append((slot, place))
     return uses
 
 

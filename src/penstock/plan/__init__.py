@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.plan.actions import Action, AnyAction, Op, Overlap, pack, parse, unpack
+from penstock.plan.actions import Action, AnyAction, Overlap, pack, parse, unpack
 from penstock.plan.check import check
 from penstock.plan.graph import StageGraph
+from penstock.plan.ops import Op
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
 from penstock.plan.rules import Rules

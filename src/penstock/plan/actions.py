@@ -11,12 +11,12 @@
 An action is a small value. Plans of a million actions hold them *packed*, as one int each, and unpack them when
 somebody looks. The fields of a packed action, from the lowest bit::
 
-    op         4 bits     an Op; 15 stands for an overlapped pair
+    op         5 bits     an Op; OVERLAP stands for an overlapped pair
     stage     20 bits
     microbatch 24 bits    0 where the op has none
     peer      21 bits     0, or 1 + the stage at the other end of a message that skips stages
 
-A packed overlapped pair is 15 in the lowest bits, then its two actions, 48 bits each. What is left of an action
+A packed overlapped pair is OVERLAP in the lowest bits, then its two actions, 49 bits each. What is left of an action
 without its microbatch (`code & KEY`) is its *key*: the rules of precedence are stated over keys, because everything
 that an action needs belongs to its own microbatch.
 """
@@ -24,50 +24,22 @@ that an action needs belongs to its own microbatch.
 from __future__ import annotations
 
 import re
-from enum import IntEnum
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from penstock.errors import ParseError
+from penstock.plan.ops import COUNTED, INPUT_GRADIENTS, OPS, OVERLAP, ROWS, Op
 
-STAGE_SHIFT: Final = 4
-MICROBATCH_SHIFT: Final = 24
-PEER_SHIFT: Final = 48
-OP: Final = 0xF
+STAGE_SHIFT: Final = 5
+MICROBATCH_SHIFT: Final = STAGE_SHIFT + 20
+PEER_SHIFT: Final = MICROBATCH_SHIFT + 24
+OP: Final = (1 << STAGE_SHIFT) - 1
 STAGE: Final = 0xFFFFF
 MICROBATCH: Final = 0xFFFFFF
 MICROBATCH_FIELD: Final = MICROBATCH << MICROBATCH_SHIFT
 KEY: Final = ~MICROBATCH_FIELD
 MAX_STAGE: Final = STAGE
 MAX_MICROBATCH: Final = MICROBATCH
-OVERLAP: Final = 15
-
-
-class Op(IntEnum):
-    """The kinds of action. F, I, W and B compute; the next four are messages; the last three tend to parameters."""
-
-    F = 0  # forward
-    I = 1  # noqa: E741  backward, gradients of the inputs only; the letter is the vocabulary of the field
-    W = 2  # backward, gradients of the weights only
-    B = 3  # full backward, both in one
-    SEND_F = 4  # an activation leaves for a later stage
-    RECV_F = 5  # an activation comes from an earlier stage
-    SEND_B = 6  # a gradient leaves for an earlier stage
-    RECV_B = 7  # a gradient comes from a later stage
-    UNSHARD = 8  # gather the parameters of a sharded stage
-    RESHARD = 9  # drop the gathered parameters
-    REDUCE_GRAD = 10  # reduce the gradients over the data-parallel replicas
-
-    @property
-    def is_compute(self) -> bool:
-        return self <= Op.B
-
-    @property
-    def is_message(self) -> bool:
-        return Op.SEND_F <= self <= Op.RECV_B
-
-    @property
-    def has_microbatch(self) -> bool:
-        return self <= Op.RECV_B
 
 
 class Action(NamedTuple):
@@ -91,7 +63,7 @@ class Action(NamedTuple):
         if self.microbatch is not None:
             text += str(self.microbatch)
         if self.peer is not None:
-            text += (">" if self.op in (Op.SEND_F, Op.SEND_B) else "<") + str(self.peer)
+            text += (">" if self.op.row.sends else "<") + str(self.peer)
         return text
 
 
@@ -125,39 +97,51 @@ def key_of(op: Op, stage: int, peer: int | None = None) -> int:
     return key
 
 
+def with_op(code: int, op: int) -> int:
+    """The packed action (or key) of another op on the same stage and microbatch."""
+    return code & ~OP | op
+
+
+def stage_of(code: int) -> int:
+    """The stage of a packed action."""
+    return code >> STAGE_SHIFT & STAGE
+
+
 def neighbour(op: Op, stage: int) -> int:
     """The stage at the other end of a message that skips nothing."""
-    return stage + 1 if op in (Op.SEND_F, Op.RECV_B) else stage - 1
+    return stage + op.row.peer
 
 
 def peer_of(code: int) -> int:
     """The stage at the other end of a packed message."""
     peer = code >> PEER_SHIFT
-    if peer:
-        return peer - 1
-    return (code >> STAGE_SHIFT & STAGE) + (1 if code & OP in (Op.SEND_F, Op.RECV_B) else -1)
+    return peer - 1 if peer else (code >> STAGE_SHIFT & STAGE) + ROWS[code & OP].peer
 
 
 # From a message between neighbours to its other half: SEND_F(s) <-> RECV_F(s + 1), SEND_B(s) <-> RECV_B(s - 1).
-_ACROSS: Final = {
-    int(Op.SEND_F): 1 + (1 << STAGE_SHIFT),
-    int(Op.RECV_F): -1 - (1 << STAGE_SHIFT),
-    int(Op.SEND_B): 1 - (1 << STAGE_SHIFT),
-    int(Op.RECV_B): -1 + (1 << STAGE_SHIFT),
-}
+_ACROSS: Final = tuple(
+    0 if row.partner is None else row.partner - op + row.peer * (1 << STAGE_SHIFT) for op, row in enumerate(ROWS)
+)
 
 
 def partner_of(code: int) -> int:
     """The other half of a packed message: its receive for a send, its send for a receive."""
     if not code >> PEER_SHIFT:
         return code + _ACROSS[code & OP]
-    return key_of(Op(code & OP ^ 1), peer_of(code), code >> STAGE_SHIFT & STAGE) | code & MICROBATCH_FIELD
+    partner = ROWS[code & OP].partner
+    assert partner is not None, f"{text(code)} is no message"
+    return key_of(partner, peer_of(code), stage_of(code)) | code & MICROBATCH_FIELD
 
 
 def pack(action: AnyAction) -> int:
     if isinstance(action, Overlap):
-        return OVERLAP | pack(action.first) << 4 | pack(action.second) << (4 + PEER_SHIFT)
+        return overlap(pack(action.first), pack(action.second))
     return key_of(action.op, action.stage, action.peer) | (action.microbatch or 0) << MICROBATCH_SHIFT
+
+
+def is_packed(code: int) -> bool:
+    """Whether a number is a packed action at all."""
+    return code >= 0 and all(part & OP in OPS for part in parts(code))
 
 
 def unpack(code: int) -> AnyAction:
@@ -180,7 +164,7 @@ def _unpack_single(code: int) -> Action:
 
 def split_overlap(code: int) -> tuple[int, int]:
     """The two packed actions of a packed overlapped pair."""
-    return code >> 4 & (1 << PEER_SHIFT) - 1, code >> (4 + PEER_SHIFT)
+    return code >> STAGE_SHIFT & (1 << PEER_SHIFT) - 1, code >> (STAGE_SHIFT + PEER_SHIFT)
 
 
 def parts(code: int) -> tuple[int, ...]:
@@ -190,32 +174,40 @@ def parts(code: int) -> tuple[int, ...]:
 
 def overlap(first: int, second: int) -> int:
     """An overlapped pair of two packed actions."""
-    return OVERLAP | first << 4 | second << (4 + PEER_SHIFT)
+    return OVERLAP | first << STAGE_SHIFT | second << (STAGE_SHIFT + PEER_SHIFT)
+
+
+def is_pair(kinds: Collection[int]) -> bool:
+    """Whether ops may overlap: a forward and a backward, of the inputs at least."""
+    return Op.F in kinds and not INPUT_GRADIENTS.isdisjoint(kinds)
+
+
+_F, _I, _W, _B = map(int, (Op.F, Op.I, Op.W, Op.B))
 
 
 def forward(stage: int, microbatch: int) -> int:
     """A packed F."""
-    return stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+    return _F | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
 
 
 def backward_input(stage: int, microbatch: int) -> int:
     """A packed I."""
-    return 1 | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+    return _I | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
 
 
 def backward_weight(stage: int, microbatch: int) -> int:
     """A packed W."""
-    return 2 | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+    return _W | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
 
 
 def backward(stage: int, microbatch: int) -> int:
     """A packed B."""
-    return 3 | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+    return _B | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
 
 
 def text(code: int) -> str:
     """The text of a packed action: ``text(pack(a)) == str(a)``."""
-    if code >> PEER_SHIFT or code & OP > Op.RECV_B:
+    if code >> PEER_SHIFT or code & OP not in COUNTED:
         return str(unpack(code))
     return f"{code >> STAGE_SHIFT & STAGE}{_OPS[code & OP].name}{code >> MICROBATCH_SHIFT & MICROBATCH}"
 
@@ -229,8 +221,7 @@ def parse(string: str) -> AnyAction:
     stripped = string.strip()
     if pair := _PAIR.fullmatch(stripped):
         first, second = _parse_single(pair[1].strip()), _parse_single(pair[2].strip())
-        kinds = {first.op, second.op}
-        if Op.F not in kinds or not kinds & {Op.B, Op.I}:
+        if not is_pair((first.op, second.op)):
             raise ParseError(f"{string!r} overlaps {first.op.name} with {second.op.name}; expected an F and a B (or I)")
         return Overlap(first, second)
     return _parse_single(stripped)
@@ -249,7 +240,7 @@ def _parse_single(string: str) -> Action:
         )
     if op.has_microbatch != bool(microbatch):
         raise ParseError(f"{string!r}: {op.name} takes {'a' if op.has_microbatch else 'no'} microbatch; {expected}")
-    if arrow and (not op.is_message or (arrow == ">") != (op in (Op.SEND_F, Op.SEND_B))):
+    if arrow and (not op.is_message or (arrow == ">") != op.row.sends):
         raise ParseError(f"{string!r}: only a send may name where it goes (>), only a receive whence it comes (<)")
     if _above(stage, MAX_STAGE) or _above(microbatch, MAX_MICROBATCH) or _above(peer, MAX_STAGE):
         limits = f"stages go up to {MAX_STAGE}, microbatches up to {MAX_MICROBATCH}"

@@ -7,7 +7,8 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from penstock.errors import DeadlockError
-from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, Op, key_of, partner_of, text
+from penstock.plan.actions import OP, key_of, partner_of, stage_of, text
+from penstock.plan.ops import RECEIVES, SENDS, Op
 from penstock.plan.plan import Plan
 
 
@@ -38,16 +39,16 @@ class Execution:
         for stage in self.plan.placement.stages_of(rank):
             for key in (key_of(Op.F, stage), key_of(Op.I, stage)):
                 for need in self.plan.rules.needs(key) if key in self.columns else ():
-                    source = partner_of(need) if need & OP in (Op.RECV_F, Op.RECV_B) else need
-                    there = rank_of(source >> STAGE_SHIFT & STAGE)
+                    source = partner_of(need) if need & OP in RECEIVES else need
+                    there = rank_of(stage_of(source))
                     if there != rank:
                         yield zip(self.columns[key], repeat(there), self.columns[source])
         if blocking:
             for key, column in self.columns.items():
-                if key & OP in (Op.SEND_F, Op.SEND_B) and rank_of(key >> STAGE_SHIFT & STAGE) == rank:
+                if key & OP in SENDS and rank_of(stage_of(key)) == rank:
                     other = partner_of(key)
                     posted = (at + 1 for at in column)  # the send itself is there for others to see
-                    yield zip(posted, repeat(rank_of(other >> STAGE_SHIFT & STAGE)), self.columns[other])
+                    yield zip(posted, repeat(rank_of(stage_of(other))), self.columns[other])
 
     def run(self) -> None:
         ready = list(range(self.plan.num_ranks))
@@ -93,7 +94,7 @@ class Execution:
         for rank in cycle:
             at, source, needed = stuck[rank]
             awaited = codes[source][needed]
-            if awaited & OP in (Op.RECV_F, Op.RECV_B):  # it stays in a send, which counts as passed
+            if awaited & OP in RECEIVES:  # it stays in a send, which counts as passed
                 at -= 1
             stopped = f"{text(codes[rank][at])} (position {at + 1})"
             lines.append(f"{rank:>6}  {stopped:<24}{text(awaited)} on rank {source}")

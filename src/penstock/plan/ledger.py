@@ -7,19 +7,8 @@ from collections.abc import Iterable, Sequence
 from operator import le, lt
 
 from penstock.errors import DeadlockError, IncompleteError, OrderError
-from penstock.plan.actions import (
-    KEY,
-    OP,
-    OVERLAP,
-    STAGE,
-    STAGE_SHIFT,
-    Op,
-    key_of,
-    partner_of,
-    parts,
-    peer_of,
-    text,
-)
+from penstock.plan.actions import KEY, OP, is_pair, key_of, partner_of, parts, peer_of, stage_of, text, with_op
+from penstock.plan.ops import CARES, MESSAGES, OPS, OVERLAP, RECEIVES, ROWS, SENDS, TRAINING, Op
 from penstock.plan.places import ABSENT, column, either, flatten, places
 from penstock.plan.plan import Plan
 from penstock.plan.tending import check_tending
@@ -39,10 +28,10 @@ class Ledger:
     def read(self) -> None:
         """Raise the first thing that is wrong with the lists, apart from how they meet."""
         for rank, codes in enumerate(self.plan.codes):
-            if any(Op.REDUCE_GRAD < key & OP < OVERLAP for key in self.plan.keys[rank]):
+            if any(key & OP not in OPS and key & OP != OVERLAP for key in self.plan.keys[rank]):
                 raise IncompleteError(f"rank {rank} holds numbers that are no packed actions")
             _RankLedger(self.plan, rank, codes, self.columns).read()
-            if any(Op.RECV_B < key & OP < OVERLAP for key in self.plan.keys[rank]):
+            if any(key & OP in CARES for key in self.plan.keys[rank]):
                 self.reduced |= check_tending(self.plan, rank)
         for stage in range(self.plan.num_stages):
             if self.reduced and stage not in self.reduced:
@@ -57,13 +46,13 @@ class Ledger:
         rank_of = self.plan.placement.rank_of
         channels: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by ordered pair of ranks: the receives
         for key in self.columns:
-            if key & OP > Op.B:
+            if key & OP in MESSAGES:
                 other = partner_of(key)
-                here, there = rank_of(key >> STAGE_SHIFT & STAGE), rank_of(other >> STAGE_SHIFT & STAGE)
+                here, there = rank_of(stage_of(key)), rank_of(stage_of(other))
                 if other not in self.columns:
-                    does, lacks = ("sends", "never posts") if _is_send(key) else ("posts", "never sends")
+                    does, lacks = ("sends", "never posts") if key & OP in SENDS else ("posts", "never sends")
                     raise IncompleteError(f"rank {here} {does} {text(key)}, but rank {there} {lacks} {text(other)}")
-                if not _is_send(key):
+                if key & OP in RECEIVES:
                     channels[there, here].append(key)
         for (sender, receiver), keys in channels.items():
             sent = [at for key in keys for at in self.columns[partner_of(key)]]
@@ -95,7 +84,7 @@ class _RankLedger:
         for key in keys:
             self.belongs(key)
         self.once()
-        messages = [key for key in keys if key & OP > Op.B]
+        messages = [key for key in keys if key & OP in MESSAGES]
         computes = [key_of(op, stage) for stage in self.plan.placement.stages_of(self.rank) for op in self.halves()]
         self.count(messages)
         self.order(computes, messages)
@@ -111,33 +100,31 @@ class _RankLedger:
 
     def pairs(self) -> None:
         for code in self.codes:
-            if code & OP == OVERLAP:
-                kinds = {Op(part & OP) for part in parts(code) if part & OP <= Op.REDUCE_GRAD}
-                if Op.F not in kinds or not kinds & {Op.I, Op.B}:
-                    raise OrderError(f"rank {self.rank}: {text(code)}; expected an F overlapped with a B (or I)")
+            if code & OP == OVERLAP and not is_pair([part & OP for part in parts(code)]):
+                raise OrderError(f"rank {self.rank}: {text(code)}; expected an F overlapped with a B (or I)")
 
     def belongs(self, key: int) -> None:
         """Is there such a stage, on this rank, and such a message?"""
-        plan, stage = self.plan, key >> STAGE_SHIFT & STAGE
+        plan, stage = self.plan, stage_of(key)
         if stage >= plan.num_stages:
             raise IncompleteError(f"{self.first(key)} is out of range; expected stages 0 to {plan.num_stages - 1}")
         home = plan.placement.rank_of(stage)
         if home != self.rank:
             raise IncompleteError(f"{self.first(key)} is on the wrong rank; stage {stage} sits on rank {home}")
-        if key & OP > Op.B:
-            self.message_belongs(key, Op(key & OP), stage)
+        if key & OP in MESSAGES:
+            self.message_belongs(key, stage)
 
-    def message_belongs(self, key: int, op: Op, stage: int) -> None:
+    def message_belongs(self, key: int, stage: int) -> None:
         plan, peer = self.plan, peer_of(key)
         if not 0 <= peer < plan.num_stages:
             raise IncompleteError(f"{self.first(key)} goes to or comes from stage {peer}, which does not exist")
-        producer, consumer = (stage, peer) if op in (Op.SEND_F, Op.RECV_B) else (peer, stage)
+        producer, consumer = (stage, peer) if ROWS[key & OP].peer > 0 else (peer, stage)
         there = plan.placement.rank_of(peer)
         if there == self.rank:
             raise IncompleteError(f"{self.first(key)} is a message within a rank; expected none: it is handed over")
         if consumer not in plan.graph.consumers(producer):
             raise IncompleteError(f"{self.first(key)} carries what nobody needs; {producer} does not feed {consumer}")
-        if op in (Op.SEND_B, Op.RECV_B) and not plan.has_backward:
+        if key & OP in TRAINING and not plan.has_backward:
             raise IncompleteError(f"{self.first(key)} carries a gradient in a plan without backwards")
         carrier = plan.rules.carrier(producer, plan.placement.rank_of(consumer))
         if carrier != consumer:
@@ -179,14 +166,14 @@ class _RankLedger:
             return
         for code, a, b in zip(column(key, len(half)), half, whole, strict=True):
             if a != ABSENT and b != ABSENT:
-                full = text(code & ~OP | Op.B)
+                full = text(with_op(code, Op.B))
                 raise IncompleteError(f"{self.at(code)} does again what {full} does; expected I and W, or B")
 
     def full(self, key: int, column_of: list[int]) -> list[int]:
         if ABSENT not in column_of:
             return column_of
         code = column(key, len(column_of))[column_of.index(ABSENT)]
-        name = text(code) + (f" (or {text(code & ~OP | Op.B)})" if key & OP in (Op.I, Op.W) else "")
+        name = text(code) + (f" (or {text(with_op(code, Op.B))})" if key & OP in (Op.I, Op.W) else "")
         raise IncompleteError(
             f"rank {self.rank} lacks {name}; expected each microbatch once through every stage, forward"
             + (" and backward" if self.plan.has_backward else "")
@@ -196,12 +183,12 @@ class _RankLedger:
         """Does what an action needs on its own rank stand before it? Of all that does not, the first is raised."""
         late: list[tuple[int, int]] = []  # the action, and what it needs
         for key in (*computes, *messages):
-            if key & OP in (Op.RECV_F, Op.RECV_B):
+            if key & OP in RECEIVES:
                 continue
             column_of = self.columns[key]
             before = le if key & OP == Op.W else lt  # a B is at once the I and the W that needs it
             for need in self.plan.rules.needs(key):
-                if self.plan.placement.rank_of(need >> STAGE_SHIFT & STAGE) != self.rank:
+                if self.plan.placement.rank_of(stage_of(need)) != self.rank:
                     continue
                 needed = self.columns.get(need)
                 if needed is None:
@@ -216,7 +203,3 @@ class _RankLedger:
             if position == needed_at:
                 raise OrderError(f"{where} overlaps two actions that need each other")
             raise OrderError(f"{where} stands before {text(self.codes[needed_at])}, which it needs")
-
-
-def _is_send(key: int) -> bool:
-    return key & OP in (Op.SEND_F, Op.SEND_B)

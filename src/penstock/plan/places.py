@@ -1,6 +1,7 @@
 """Where actions stand in the list of a rank, for all microbatches at once.
 
->>> from penstock.plan.actions import Op, forward, key_of
+>>> from penstock.plan.actions import forward, key_of
+>>> from penstock.plan.ops import Op
 >>> positions = {forward(0, 0): 0, forward(0, 1): 1, forward(0, 2): 2}
 >>> places(positions, key_of(Op.F, 0), 4)
 [0, 1, 2, -1]
@@ -15,20 +16,21 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Final
 
-from penstock.plan.actions import MICROBATCH_SHIFT, OP, Op, parts
+from penstock.plan.actions import MICROBATCH_SHIFT, OP, parts
+from penstock.plan.ops import COUNTED
 
 ABSENT: Final = -1
 STEP: Final = 1 << MICROBATCH_SHIFT  # from a packed action to that of the next microbatch
 
 
 def flatten(codes: Sequence[int], keys: Iterable[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """The compute actions and messages of a list, overlapped pairs taken apart, and the position of each.
+    """The actions of a list that belong to a microbatch, overlapped pairs taken apart, and the position of each.
 
     `keys` are the keys in the list: mostly they tell that there is nothing to take apart or to leave out.
     """
-    if all(key & OP <= Op.RECV_B for key in keys):
+    if all(key & OP in COUNTED for key in keys):
         return codes, range(len(codes))
-    flat = [(part, position) for position, code in enumerate(codes) for part in parts(code) if part & OP <= Op.RECV_B]
+    flat = [(part, position) for position, code in enumerate(codes) for part in parts(code) if part & OP in COUNTED]
     return [part for part, _ in flat], [position for _, position in flat]
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.errors import PlanError
-from penstock.plan.actions import KEY, OP, OVERLAP, AnyAction, Op, split_overlap, text, unpack
+from penstock.plan.actions import KEY, OP, AnyAction, parts, text, unpack
 from penstock.plan.graph import StageGraph
+from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, TRAINING, Op
 from penstock.plan.placement import Placement
 from penstock.plan.rules import Rules
 
-_FORWARD_OPS = frozenset({Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD})
+_BACKWARDS = COMPUTES & TRAINING | {OVERLAP}
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Plan:
     @property
     def is_lowered(self) -> bool:
         """Whether the plan holds its messages; a compute-only plan does not."""
-        return not self._ops.isdisjoint((Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B))
+        return not self._ops.isdisjoint(MESSAGES)
 
     def has(self, op: Op) -> bool:
         """Whether some rank has an action of this kind, not counting those in overlapped pairs."""
@@ -99,7 +100,7 @@ class Plan:
 
     @property
     def has_backward(self) -> bool:
-        return not self._ops.isdisjoint((Op.I, Op.W, Op.B, OVERLAP))
+        return not self._ops.isdisjoint(_BACKWARDS)
 
     @cached_property
     def rules(self) -> Rules:
@@ -124,12 +125,6 @@ class Plan:
 
     def forward_only(self) -> Plan:
         """The plan of an evaluation: every forward in its place, and nothing of the backward."""
-        return self.with_codes(map(_forward_only, self.codes))
-
-
-def _forward_only(codes: Iterable[int]) -> Iterator[int]:
-    for code in codes:
-        if code & OP == OVERLAP:
-            yield from (part for part in split_overlap(code) if part & OP == Op.F)
-        elif code & OP in _FORWARD_OPS:
-            yield code
+        return self.with_codes(
+            [part for code in codes for part in parts(code) if part & OP not in TRAINING] for codes in self.codes
+        )

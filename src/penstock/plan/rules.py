@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, Action, Op, key_of, partner_of, peer_of, unpack
+from penstock.plan.actions import OP, Action, key_of, partner_of, peer_of, stage_of, unpack
 from penstock.plan.graph import StageGraph
+from penstock.plan.ops import INPUT_GRADIENTS, Op
 from penstock.plan.placement import Placement
 
 
@@ -54,20 +55,19 @@ class Rules:
         return found
 
     def _find(self, key: int) -> Iterator[int]:
-        op, stage = Op(key & OP), key >> STAGE_SHIFT & STAGE
+        op, stage = Op(key & OP), stage_of(key)
         match op:
             case Op.F:
-                yield from self._inputs(stage)
+                yield from self.arrivals(key)
             case Op.I | Op.B:
                 yield key_of(Op.F, stage)
-                yield from self._gradients(stage)
+                yield from self.arrivals(key)
             case Op.W:
                 yield key_of(Op.I, stage)
             case Op.SEND_F:
                 yield key_of(Op.F, stage)
             case Op.SEND_B:
-                producer = peer_of(key)
-                rank = self.placement.rank_of(stage)
+                producer, rank = peer_of(key), self.placement.rank_of(stage)
                 for consumer in self.graph.consumers(producer):
                     if self.placement.rank_of(consumer) == rank:
                         yield key_of(Op.I, consumer)
@@ -78,24 +78,31 @@ class Rules:
             case _:
                 assert_never(op)
 
-    def _inputs(self, stage: int) -> Iterator[int]:
-        rank = self.placement.rank_of(stage)
-        for producer in self.graph.producers(stage):
-            if not self.lowered or self.placement.rank_of(producer) == rank:
-                yield key_of(Op.F, producer)
-            else:
-                yield key_of(Op.RECV_F, self.carrier(producer, rank), producer)
+    def arrivals(self, key: int) -> Iterator[int]:
+        """The keys of what brings a compute action its values from other stages: inputs for F, gradients for I and B.
 
-    def _gradients(self, stage: int) -> Iterator[int]:
+        >>> from penstock.plan.actions import text
+        >>> rules = Rules(StageGraph.chain(4), Placement.loop(2, 2), lowered=False)
+        >>> [text(key) for key in rules.arrivals(key_of(Op.I, 2))]
+        ['3I0']
+        """
+        stage = stage_of(key)
         rank = self.placement.rank_of(stage)
-        asked = set()
-        for consumer in self.graph.consumers(stage):
-            there = self.placement.rank_of(consumer)
-            if not self.lowered or there == rank:
-                yield key_of(Op.I, consumer)
-            elif there not in asked:
-                asked.add(there)
-                yield key_of(Op.RECV_B, stage, self.carrier(stage, there))
+        if key & OP == Op.F:
+            for producer in self.graph.producers(stage):
+                if not self.lowered or self.placement.rank_of(producer) == rank:
+                    yield key_of(Op.F, producer)
+                else:
+                    yield key_of(Op.RECV_F, self.carrier(producer, rank), producer)
+        elif key & OP in INPUT_GRADIENTS:
+            asked = set()
+            for consumer in self.graph.consumers(stage):
+                there = self.placement.rank_of(consumer)
+                if not self.lowered or there == rank:
+                    yield key_of(Op.I, consumer)
+                elif there not in asked:
+                    asked.add(there)
+                    yield key_of(Op.RECV_B, stage, self.carrier(stage, there))
 
     def sends(self, key: int) -> tuple[int, ...]:
         """The keys of the sends that this compute action (F, I or B) contributes to.
@@ -103,12 +110,12 @@ class Rules:
         A send goes out when all that it `needs` is there: one action, but for the gradient of a value that several
         stages of this rank use.
         """
-        op, stage = Op(key & OP), key >> STAGE_SHIFT & STAGE
+        stage = stage_of(key)
         rank = self.placement.rank_of(stage)
-        if op is Op.F:
+        if key & OP == Op.F:
             ranks = {self.placement.rank_of(c): None for c in self.graph.consumers(stage)}
             return tuple(key_of(Op.SEND_F, stage, self.carrier(stage, r)) for r in ranks if r != rank)
-        if op in (Op.I, Op.B):
+        if key & OP in INPUT_GRADIENTS:
             return tuple(
                 key_of(Op.SEND_B, self.carrier(producer, rank), producer)
                 for producer in self.graph.producers(stage)

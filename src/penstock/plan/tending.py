@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from penstock.errors import IncompleteError, OrderError
-from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, Op, parts, text
+from penstock.plan.actions import OP, parts, stage_of, text
+from penstock.plan.ops import CARES, COMPUTES, TRAINING, WEIGHT_GRADIENTS, Op
 from penstock.plan.plan import Plan
 
 
 def check_tending(plan: Plan, rank: int) -> set[int]:
     """Go through the list of one rank; the stages whose gradients are reduced."""
     codes = plan.codes[rank]
-    tended = Tending(plan, rank, {code >> STAGE_SHIFT & STAGE for code in codes if code & OP == Op.UNSHARD})
+    tended = Tending(plan, rank, {stage_of(code) for code in codes if code & OP == Op.UNSHARD})
     for position, code in enumerate(codes):
         for part in parts(code):
-            op, stage = part & OP, part >> STAGE_SHIFT & STAGE
+            op, stage = part & OP, stage_of(part)
             where = f"rank {rank}, position {position + 1}: {text(part)}"
-            if op <= Op.B:
-                tended.use(stage, Op(op), where)
-            elif op > Op.RECV_B:
+            if op in COMPUTES:
+                tended.use(stage, op, where)
+            elif op in CARES:
                 tended.tend(stage, Op(op), where)
     if tended.gathered:
         left = min(tended.gathered)
@@ -35,30 +36,32 @@ class Tending:
         self.backwards = dict.fromkeys(self.stages, plan.num_microbatches)  # weight gradients that are still to come
         self.reduced: set[int] = set()
 
-    def use(self, stage: int, op: Op, where: str) -> None:
+    def use(self, stage: int, op: int, where: str) -> None:
         if stage in self.sharded and stage not in self.gathered:
             raise OrderError(f"{where} uses stage {stage} while it is sharded")
-        if op is not Op.F and stage in self.reduced:
+        if op in TRAINING and stage in self.reduced:
             raise OrderError(f"{where} comes after {stage}REDUCE_GRAD; its gradient would not be reduced")
-        if op in (Op.W, Op.B):
+        if op in WEIGHT_GRADIENTS:
             self.backwards[stage] -= 1
 
     def tend(self, stage: int, op: Op, where: str) -> None:
         if stage not in self.stages:
             raise IncompleteError(f"{where} is on the wrong rank; here are the stages {self.stages}")
-        if op is Op.UNSHARD:
-            if stage in self.gathered:
-                raise OrderError(f"{where} comes while stage {stage} is unsharded already")
-            self.gathered.add(stage)
-        elif op is Op.RESHARD:
-            if stage not in self.gathered:
-                raise OrderError(f"{where} comes while stage {stage} is not unsharded")
-            self.gathered.remove(stage)
-        else:
-            if stage in self.reduced:
-                raise IncompleteError(f"{where} stands twice; expected it once, after the last backward")
-            if self.backwards[stage]:
-                raise OrderError(
-                    f"{where} stands before the last backward of its stage; {self.backwards[stage]} follow"
-                )
-            self.reduced.add(stage)
+        match op:
+            case Op.UNSHARD:
+                if stage in self.gathered:
+                    raise OrderError(f"{where} comes while stage {stage} is unsharded already")
+                self.gathered.add(stage)
+            case Op.RESHARD:
+                if stage not in self.gathered:
+                    raise OrderError(f"{where} comes while stage {stage} is not unsharded")
+                self.gathered.remove(stage)
+            case Op.REDUCE_GRAD:
+                if stage in self.reduced:
+                    raise IncompleteError(f"{where} stands twice; expected it once, after the last backward")
+                if self.backwards[stage]:
+                    left = self.backwards[stage]
+                    raise OrderError(f"{where} stands before the last backward of its stage; {left} follow")
+                self.reduced.add(stage)
+            case _:
+                raise IncompleteError(f"{where}: no rule says where it may stand; see penstock.plan.tending")

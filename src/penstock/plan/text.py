@@ -18,22 +18,24 @@ from penstock.plan.actions import (
     MICROBATCH,
     MICROBATCH_SHIFT,
     OP,
-    OVERLAP,
     PEER_SHIFT,
     STAGE,
     STAGE_SHIFT,
     AnyAction,
-    Op,
+    is_packed,
     pack,
     parse,
     parts,
     peer_of,
+    stage_of,
     text,
 )
 from penstock.plan.graph import StageGraph
+from penstock.plan.ops import COMPUTES, COUNTED, MESSAGES, TRAINING
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
 
+_ACTIVATIONS = MESSAGES - TRAINING
 _Cell = AnyAction | str | int | None
 
 
@@ -137,13 +139,13 @@ class _Reader:
         if key is not None and 0 < len(digits) < 8:
             return key | int(digits) << MICROBATCH_SHIFT
         code = pack(parse(cell))
-        if code & OP <= Op.RECV_B and text(code) == cell and not code >> PEER_SHIFT:
+        if code & OP in COUNTED and text(code) == cell and not code >> PEER_SHIFT:
             self.keys[head] = code & KEY
         return code
 
     def note(self, code: int, row: int, column: int) -> None:
         op, stage, microbatch = code & OP, code >> STAGE_SHIFT & STAGE, code >> MICROBATCH_SHIFT & MICROBATCH
-        if self.num_stages is not None and max(stage, peer_of(code) if Op(op).is_message else 0) >= self.num_stages:
+        if self.num_stages is not None and max(stage, peer_of(code)) >= self.num_stages:
             raise ParseError(
                 f"{self.where(row, column)}: {text(code)} is out of range; expected stages 0 to {self.num_stages - 1}"
             )
@@ -152,7 +154,7 @@ class _Reader:
                 f"{self.where(row, column)}: {text(code)} is out of range; "
                 f"expected microbatches 0 to {self.num_microbatches - 1}"
             )
-        if op <= Op.RECV_B:
+        if op in COUNTED:
             if code in self.seen:
                 raise ParseError(
                     f"{self.where(row, column)}: {text(code)} stands twice, first in {self.where(*self.seen[code])}; "
@@ -165,7 +167,7 @@ class _Reader:
             raise ParseError(
                 f"{self.where(row, column)}: {text(code)} is on rank {row - 1}; expected it on rank {home}"
             )
-        if op <= Op.B:
+        if op in COMPUTES:
             rank, first_row, first_column = self.home.setdefault(stage, (row - 1, row, column))
             if rank != row - 1:
                 raise ParseError(
@@ -198,7 +200,7 @@ class _Reader:
     def messages_within(self, num_stages: int) -> None:
         """A message must be between stages that compute, which is known only when everything is read."""
         for code, (row, column) in self.seen.items():
-            stages = sorted((code >> STAGE_SHIFT & STAGE, peer_of(code) if code & OP > Op.B else 0))
+            stages = sorted((stage_of(code), peer_of(code)))
             if stages[0] < 0 or stages[1] >= num_stages:
                 raise ParseError(
                     f"{self.where(row, column)}: {text(code)} is a message between the stages {stages[0]} and "
@@ -211,14 +213,14 @@ class _Reader:
         skips = set()
         for row in codes:
             for code in row:
-                if code & OP != OVERLAP and code & OP in (Op.SEND_F, Op.RECV_F):
-                    stage, peer = code >> STAGE_SHIFT & STAGE, peer_of(code)
-                    if max(stage, peer) < num_stages and min(stage, peer) >= 0:
-                        skips.add((min(stage, peer), max(stage, peer)))
+                if code & OP in _ACTIVATIONS:
+                    low, high = sorted((stage_of(code), peer_of(code)))
+                    if low >= 0 and high < num_stages:
+                        skips.add((low, high))
         return StageGraph.chain(num_stages, skips)
 
 
 def _packed(code: int) -> int:
-    if code < 0 or any(part & OP > Op.REDUCE_GRAD for part in parts(code)):
+    if not is_packed(code):
         raise ParseError(f"{code} is no packed action; see penstock.plan.actions")
     return code

@@ -4,7 +4,7 @@
 2SEND_B1
 >>> NamedAction(2, ComputationType.SEND_B, 1) == NamedAction.from_str("2SEND_B1")
 True
->>> to_code(of_code(0x100013)) == 0x100013
+>>> to_code(of_code(0x2000023)) == 0x2000023
 True
 
 penstock itself speaks of `Action` and `Overlap`. An *order* is a dictionary from rank to a list of these named actions,
@@ -18,7 +18,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from penstock.errors import ParseError, PlanError
-from penstock.plan.actions import Action, AnyAction, Op, Overlap, pack, parse, unpack
+from penstock.plan.actions import Action, AnyAction, Overlap, pack, parse, unpack
+from penstock.plan.ops import Op
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
 
@@ -57,7 +58,9 @@ COMPUTES = frozenset(
         ComputationType.OVERLAP_F_B,
     }
 )
-_OPS: dict[ComputationType, Op] = {ComputationType(op.name): op for op in Op}
+_OPS: dict[ComputationType, Op] = {
+    kind: Op[kind.value] for kind in ComputationType if kind is not ComputationType.OVERLAP_F_B
+}
 _KINDS = {op: kind for kind, op in _OPS.items()}
 
 
@@ -100,6 +103,10 @@ def of_action(action: AnyAction) -> NamedAction:
     if isinstance(action, Overlap):
         pair = of_action(action.first), of_action(action.second)
         return NamedAction(-1, ComputationType.OVERLAP_F_B, None, pair)
+    if action.op not in _KINDS:
+        raise PlanError(
+            f"{action}: torch has no word for {action.op.row.word}; expected one of {', '.join(_KINDS.values())}"
+        )
     return NamedAction(action.stage, _KINDS[action.op], action.microbatch)
 
 

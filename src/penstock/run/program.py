@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 from penstock.comm.transport import Transport
-from penstock.plan import Plan
-from penstock.plan.actions import Action, AnyAction, Op, Overlap, peer_of, unpack
+from penstock.errors import RunError
+from penstock.plan import Action, AnyAction, Op, Overlap, Plan, unpack
+from penstock.plan.actions import peer_of
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
 from penstock.run.layout import settle
@@ -146,7 +147,13 @@ class Program:
         if isinstance(action, Overlap):
             first, second = (self.bind(part, cold=cold) for part in (action.first, action.second))
             return partial(in_series, first, second)
-        return HANDLERS[action.op](self, action, cold)
+        handler = HANDLERS.get(action.op)
+        if handler is None:
+            raise RunError(
+                f"{action}: nothing here runs {action.op.name} ({action.op.row.word}); expected a plan without it, or a "
+                f"function of your own: schedule.register_custom_function(penstock.Op.{action.op.name}, ...)"
+            )
+        return handler(self, action, cold)
 
     def _then_reap(self, call: Call, points: list[tuple[int, int]]) -> None:
         call()

@@ -7,10 +7,8 @@ message from another knows what the other had used before it sent that: everythi
 from __future__ import annotations
 
 from penstock.plan import Plan
-from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, OVERLAP, Op, partner_of, parts, peer_of
-
-_SENDS = (Op.SEND_F, Op.SEND_B)
-_RECEIVES = (Op.RECV_F, Op.RECV_B)
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, peer_of
+from penstock.plan.ops import COMPUTES, RECEIVES, SENDS
 
 
 def reap_points(plan: Plan, rank: int) -> dict[int, list[tuple[int, int]]]:
@@ -18,7 +16,7 @@ def reap_points(plan: Plan, rank: int) -> dict[int, list[tuple[int, int]]]:
     rank_of = plan.placement.rank_of
     order: dict[int, dict[int, int]] = {}  # by peer: our sends to it, and how many they are with those before
     for code in plan.codes[rank]:
-        if code & OP in _SENDS:
+        if code & OP in SENDS:
             sent = order.setdefault(rank_of(peer_of(code)), {})
             sent[code] = len(sent) + 1
     told: dict[int, int] = {}  # by our receive: how many of our sends its sender had used before
@@ -41,7 +39,7 @@ def _told(plan: Plan, peer: int, rank: int, sent: dict[int, int]) -> dict[int, i
     used = 0
     found: dict[int, int] = {}
     for code in plan.codes[peer]:
-        if code & OP in _SENDS and rank_of(peer_of(code)) == rank:
+        if code & OP in SENDS and rank_of(peer_of(code)) == rank:
             found[partner_of(code)] = used
         for receive in _needed(plan, code):
             used = max(used, sent.get(partner_of(receive), 0))
@@ -50,11 +48,11 @@ def _told(plan: Plan, peer: int, rank: int, sent: dict[int, int]) -> dict[int, i
 
 def _needed(plan: Plan, code: int) -> list[int]:
     """The receives that a compute action needs."""
-    if code & OP > Op.B and code & OP != OVERLAP:
+    if code & OP not in COMPUTES:
         return []
     return [
         need | part & MICROBATCH_FIELD
         for part in parts(code)
         for need in plan.rules.needs(part & KEY)
-        if need & OP in _RECEIVES
+        if need & OP in RECEIVES
     ]

@@ -14,7 +14,7 @@ import torch
 from penstock.comm.line import Arrival, Line
 from penstock.comm.transport import FailureRecord, Transport
 from penstock.errors import PenstockError, RanksDisagree, RunError, TransportError
-from penstock.plan.actions import Action, AnyAction, Op
+from penstock.plan import Action, AnyAction, Op
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.program import Call, Program, parts_of
@@ -249,7 +249,7 @@ class Runner:
         channel, microbatch = box.channel, action.microbatch
         if channel is None or channel.lost or microbatch is None:
             return
-        drain = box.drain_send if action.op in (Op.SEND_F, Op.SEND_B) else box.drain_receive
+        drain = box.drain_send if action.op.row.sends else box.drain_receive
         self._try(channel, lambda: drain(microbatch, cold=cold))
 
     @staticmethod

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Final
 
-from penstock.plan.actions import MICROBATCH_SHIFT, OP, OVERLAP, split_overlap
+from penstock.plan.actions import MICROBATCH_SHIFT, OP, split_overlap
+from penstock.plan.ops import OVERLAP
 
 STEP: Final = 1 << MICROBATCH_SHIFT
 

@@ -8,7 +8,8 @@ from functools import cached_property
 from math import inf
 
 from penstock.errors import PlanError
-from penstock.plan import Placement
+from penstock.plan import Op, Placement, Rules, StageGraph
+from penstock.plan.actions import key_of, stage_of
 from penstock.simulate import Costs
 
 
@@ -69,6 +70,22 @@ class Job:
             size = 0.0 if sizes is None or costs.bandwidth is None else sizes[stage] / costs.bandwidth
             times.append(0.0 if ranks[stage] == ranks[stage + 1] else costs.latency + size)
         return (*times, 0.0)
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """By stage: the stages whose forward its own forward needs, and how long their values are under way."""
+        return self._arrivals(Op.F)
+
+    @cached_property
+    def gradients(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """By stage: the stages whose input gradient its own needs, and how long their values are under way."""
+        return self._arrivals(Op.I)
+
+    def _arrivals(self, op: Op) -> tuple[tuple[tuple[int, float], ...], ...]:
+        stages = range(self.placement.num_stages)
+        rules = Rules(StageGraph.chain(len(stages)), self.placement, lowered=False)
+        sources = [[stage_of(key) for key in rules.arrivals(key_of(op, stage))] for stage in stages]
+        return tuple(tuple((s, self.crossing[min(s, stage)]) for s in found) for stage, found in enumerate(sources))
 
     @cached_property
     def place(self) -> tuple[int, ...]:

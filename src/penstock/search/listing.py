@@ -11,14 +11,13 @@ import random
 from dataclasses import dataclass
 from math import inf
 
-from penstock.plan import Plan
+from penstock.plan import Op, Plan
 from penstock.plan.actions import (
     MICROBATCH,
     MICROBATCH_SHIFT,
     OP,
     STAGE,
     STAGE_SHIFT,
-    Op,
     backward_input,
     backward_weight,
     forward,
@@ -147,18 +146,19 @@ class Listing:
         return best, soon
 
     def _forward_ready(self, stage: int) -> float:
-        if stage == 0:
-            return 0.0
-        return self.forward_end[stage - 1][self.done[0][stage]] + self.job.crossing[stage - 1]
+        ready, number = 0.0, self.done[0][stage]
+        for source, crossing in self.job.inputs[stage]:
+            ready = max(ready, self.forward_end[source][number] + crossing)
+        return ready
 
     def _input_ready(self, stage: int) -> float:
         number = self.done[1][stage]
         if number >= self.done[0][stage]:
             return inf
-        here = self.forward_end[stage][number]
-        if stage + 1 == len(self.forward_key):
-            return here
-        return max(here, self.backward_end[stage + 1][number] + self.job.crossing[stage])
+        ready = self.forward_end[stage][number]
+        for source, crossing in self.job.gradients[stage]:
+            ready = max(ready, self.backward_end[source][number] + crossing)
+        return ready
 
     def _owed(self, rank: int) -> int:
         """The stage whose weight gradient is owed longest; -1: none is."""
@@ -172,25 +172,25 @@ class Listing:
         job, number = self.job, self.done[kind][stage]
         self.done[kind][stage] += 1
         to_input, to_weight = job.costs.held_to_input[stage], job.costs.held_to_weight[stage]
-        wakes = -1
+        wakes: tuple[tuple[int, float], ...] = ()
         if kind == 0:
             end = self.forward_end[stage][number] = now + job.forward[stage]
             self.held[rank] += to_input
             self.codes[rank].append(forward(stage, number))
-            wakes = stage + 1
+            wakes = job.gradients[stage]
         elif kind == 1:
             end = self.backward_end[stage][number] = now + job.backward_input[stage]
             self.held[rank] += to_weight - to_input
             self.codes[rank].append(backward_input(stage, number))
-            wakes = stage - 1
+            wakes = job.inputs[stage]
         else:
             end = now + job.backward_weight[stage]
             self.held[rank] -= to_weight
             self.codes[rank].append(backward_weight(stage, number))
         self.clock[rank] = end
         heapq.heappush(self.queue, (end, rank))
-        if 0 <= wakes < len(self.forward_key):
-            other = job.placement.ranks[wakes]
+        for woken, _ in wakes:
+            other = job.placement.ranks[woken]
             if other in self.asleep:
                 self.asleep.discard(other)
                 heapq.heappush(self.queue, (max(self.clock[other], now), other))

@@ -1,4 +1,4 @@
-"""Colours: one for each kind of action, a shade of it for each stage on its rank. The only place that names them."""
+"""Colours: that of the op (see `penstock.plan.ops`), in a shade for each stage of a rank, and what can be read on it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,8 @@ from typing import Final, NamedTuple
 
 from penstock.plan import Op, Plan
 
-_BASE: Final = {
-    Op.F: "#2f6fdb",
-    Op.I: "#f2a33a",
-    Op.W: "#8a4fd6",
-    Op.B: "#0d8a68",
-    Op.UNSHARD: "#8593a8",
-    Op.RESHARD: "#a9b4c4",
-    Op.REDUCE_GRAD: "#64748b",
-}
-_MESSAGE: Final = "#94a3b8"
 _DARK, _LIGHT = "#101827", "#ffffff"
 _PALEST: Final = 0.58  # how far the last of several stages on a rank goes towards white
-
-WORDS: Final = {
-    Op.F: "forward",
-    Op.I: "backward to inputs",
-    Op.W: "backward to weights",
-    Op.B: "backward",
-    Op.SEND_F: "send activation",
-    Op.RECV_F: "receive activation",
-    Op.SEND_B: "send gradient",
-    Op.RECV_B: "receive gradient",
-    Op.UNSHARD: "gather parameters",
-    Op.RESHARD: "drop gathered parameters",
-    Op.REDUCE_GRAD: "reduce gradients",
-}
 
 
 class Paint(NamedTuple):
@@ -51,7 +27,7 @@ def paint(op: Op, shade: int = 0, shades: int = 1) -> Paint:
     >>> paint(Op.F, 1, 2).ink
     '#101827'
     """
-    red, green, blue = _rgb(_BASE.get(op, _MESSAGE))
+    red, green, blue = _rgb(op.row.colour)
     towards_white = _PALEST * shade / (shades - 1) if shades > 1 else 0.0
     mixed = tuple(round(part + (255 - part) * towards_white) for part in (red, green, blue))
     return Paint("#{:02x}{:02x}{:02x}".format(*mixed), _ink(mixed))

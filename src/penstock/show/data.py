@@ -11,8 +11,9 @@ from math import floor, log10
 from typing import Any
 
 from penstock.plan import Op, Plan
-from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, PEER_SHIFT, STAGE, STAGE_SHIFT, parts
-from penstock.show.colours import WORDS, paint, rank_colour, shades
+from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, PEER_SHIFT, parts, stage_of, with_op
+from penstock.plan.ops import ROWS
+from penstock.show.colours import paint, rank_colour, shades
 from penstock.show.rows import boxes, extent
 from penstock.simulate import Timeline
 
@@ -74,26 +75,29 @@ class _Keys:
 
         Each B brings the I that others may need with it; `whole` of that I is the key of the B that stands for it.
         """
-        for key in list(self.numbers):
-            if key & OP == Op.B:
-                self.number(key & ~OP | Op.I)
+        whole = {
+            with_op(key, halves[0]): number for key, number in self.numbers.items() if (halves := ROWS[key & OP].halves)
+        }
+        for half in whole:
+            self.number(half)
         shade = shades(self.plan)
         made = []
         for key in self.numbers:
-            op, stage = Op(key & OP), key >> STAGE_SHIFT & STAGE
+            op, stage = Op(key & OP), stage_of(key)
             colour = paint(op, *shade[stage])
             peer = key >> PEER_SHIFT
-            whole = self.numbers.get(key & ~OP | Op.B, _NONE) if op is Op.I else _NONE
             made.append(
                 {
                     "op": op.name,
-                    "word": WORDS[op],
+                    "word": op.row.word,
+                    "letter": op.row.letter,
                     "stage": stage,
                     "peer": peer - 1 if peer else _NONE,
                     "counted": op.has_microbatch,
+                    "sends": op.row.sends,
                     "fill": colour.fill,
                     "ink": colour.ink,
-                    "whole": whole,
+                    "whole": whole.get(key, _NONE),
                 }
             )
         return made

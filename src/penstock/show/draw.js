@@ -197,7 +197,7 @@ function drawBox(pen, model, geometry, box) {
   const actions = model.actions(box);
   const height = area.height / actions.length;
   actions.forEach(([key, microbatch], number) => {
-    const { fill, ink, counted, op } = model.data.keys[key];
+    const { fill, ink, counted, letter } = model.data.keys[key];
     const y = area.y + number * height;
     pen.fillStyle = fill;
     if (wide > 9 && actions.length === 1) {
@@ -212,7 +212,7 @@ function drawBox(pen, model, geometry, box) {
     pen.textAlign = "center";
     pen.textBaseline = "middle";
     const whole = model.text(key, microbatch);
-    const brief = counted ? String(microbatch) : op[0];
+    const brief = counted ? String(microbatch) : letter;
     const text = (wide > 64 || geometry.roomy) && pen.measureText(whole).width + 6 <= wide ? whole : brief;
     if (text === whole || pen.measureText(brief).width + 3 <= wide) pen.fillText(text, (left + right) / 2, y + height / 2 + 0.5);
   });

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.plan import Op, Plan
-from penstock.show.colours import WORDS, paint
+from penstock.plan import Plan
+from penstock.show.colours import paint
 from penstock.show.data import timeline_data
 from penstock.show.numbers import CAUSES, memory_text, peak, percent, sizes, time_text
 from penstock.show.svg import ops_of
@@ -122,7 +122,7 @@ def _bar(timelines: Sequence[Timeline]) -> str:
     """What the colours mean, and the tools."""
     used = {op for timeline in timelines for op in ops_of(timeline.plan)}
     colours = "".join(
-        f'<span><i style="background:{paint(op).fill}"></i>{op.name} {WORDS[op]}</span>' for op in _in_order(used)
+        f'<span><i style="background:{paint(op).fill}"></i>{op.name} {op.row.word}</span>' for op in sorted(used)
     )
     if any(timeline.plan.num_stages > timeline.plan.num_ranks for timeline in timelines):
         colours += "<span>paler: later stages of the rank</span>"
@@ -138,10 +138,6 @@ def _bar(timelines: Sequence[Timeline]) -> str:
         f'<div class="ps-tools">{messages}<span class="ps-hint">wheel zooms, drag pans, click pins</span>{tools}</div>'
         "</div>"
     )
-
-
-def _in_order(used: set[Op]) -> list[Op]:
-    return [op for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD) if op in used]
 
 
 def _block(name: str, timeline: Timeline) -> str:

@@ -38,7 +38,7 @@ class Model {
     data.needs.forEach((needs, key) => needs.forEach((need) => this.feeds[need].push(key)));
     const lengths = this.end.map((end, i) => end - this.start[i]).filter((length) => length > 0).sort();
     this.typical = lengths.length ? lengths[lengths.length >> 3] : 0; // shorter than nearly all
-    this.palette = [...new Set(data.keys.filter(({ whole }) => whole < 0).map(({ fill }) => fill))];
+    this.palette = [...new Set(data.keys.map(({ fill }) => fill))];
     this.colour = data.keys.map(({ fill }) => this.palette.indexOf(fill));
     this.halves = new Map(); // the key of a B -> the key of the I that it holds
     data.keys.forEach((key, number) => key.whole >= 0 && this.halves.set(key.whole, number));
@@ -55,8 +55,8 @@ class Model {
   }
 
   text(key, microbatch) {
-    const { stage, op, counted, peer } = this.data.keys[key];
-    const arrow = peer < 0 ? "" : (op.startsWith("SEND") ? ">" : "<") + peer;
+    const { stage, op, counted, sends, peer } = this.data.keys[key];
+    const arrow = peer < 0 ? "" : (sends ? ">" : "<") + peer;
     return `${stage}${op}${counted ? microbatch : ""}${arrow}`;
   }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.plan.actions import OP, Op
+from penstock.plan.actions import OP
+from penstock.plan.ops import MESSAGES
 from penstock.simulate import Timeline
 
 
@@ -20,7 +21,7 @@ class Box(NamedTuple):
 def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
     """The actions of one rank that occupy it, in their order."""
     for code, start, end in zip(timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
-        if not Op.SEND_F <= code & OP <= Op.RECV_B:
+        if code & OP not in MESSAGES:
             yield Box(code, start, end)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from penstock.plan.actions import OP, OVERLAP, Op
+from penstock.plan.actions import OP
+from penstock.plan.ops import COMPUTES
 from penstock.show.rows import Box, boxes, extent
 from penstock.simulate import Timeline
 
@@ -63,7 +64,7 @@ _Spans = list[Box]
 def _from_start(timeline: Timeline, rank: int, begin: float) -> Iterator[Box]:
     """The boxes of one rank, counted from `begin`. The care of parameters has no column when it takes no time."""
     for code, start, end in boxes(timeline, rank):
-        if end > start or code & OP <= Op.B or code & OP == OVERLAP:
+        if end > start or code & OP in COMPUTES:
             yield Box(code, start - begin, end - begin)
 
 

@@ -11,7 +11,8 @@ from typing import Final
 
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import OP, parts
-from penstock.show.colours import WORDS, Paint, paint, shades
+from penstock.plan.ops import MESSAGES
+from penstock.show.colours import Paint, paint, shades
 from penstock.show.numbers import peak, percent, sizes, time_text
 from penstock.show.rows import Extent, extent
 from penstock.simulate import Span, Timeline, simulate
@@ -143,7 +144,7 @@ class _Drawing:
     def label(self, action: Action, colour: Paint, *, box: tuple[float, float, float, float]) -> str:
         x, y, width, height = box
         size = min(11.5, height - 1)
-        brief = action.op.name[0] if action.microbatch is None else str(action.microbatch)
+        brief = action.op.row.letter if action.microbatch is None else str(action.microbatch)
         words = str(action) if self.whole_words else brief
         if _room(words, size) > width + 1:
             return ""
@@ -169,7 +170,7 @@ class _Drawing:
     @cached_property
     def legend_entries(self) -> list[tuple[float, float, str, str]]:
         """Place, fill and words of each entry; a new line when the next does not fit."""
-        wanted = [(paint(op).fill, f"{op.name} {WORDS[op]}") for op in ops_of(self.timeline.plan)]
+        wanted = [(paint(op).fill, f"{op.name} {op.row.word}") for op in ops_of(self.timeline.plan)]
         wanted.append(("url(#idle)", "idle"))
         if self.timeline.plan.num_stages > self.timeline.plan.num_ranks:
             wanted.append(("", "paler: later stages of the rank"))
@@ -187,7 +188,7 @@ class _Drawing:
 def ops_of(plan: Plan) -> list[Op]:
     """The kinds of action, messages aside, that a plan holds, in the order of a legend."""
     used = {part & OP for codes in plan.codes for code in codes for part in parts(code)}
-    return [op for op in (Op.F, Op.B, Op.I, Op.W, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD) if op in used]
+    return [Op(number) for number in sorted(used - MESSAGES)]
 
 
 def nice_step(extent: float, ticks: float) -> float:
@@ -220,4 +221,4 @@ def describe(action: AnyAction) -> str:
     if isinstance(action, Overlap):
         return f"{describe(action.first)}; overlapped with {describe(action.second)}"
     microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
-    return f"{action}: {WORDS[action.op]}, stage {action.stage}{microbatch}"
+    return f"{action}: {action.op.row.word}, stage {action.stage}{microbatch}"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.plan import Op, Plan
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, OVERLAP, STAGE, STAGE_SHIFT, parts, text
-from penstock.show.colours import WORDS, Paint, paint, shades
+from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage_of, text
+from penstock.plan.ops import OVERLAP
+from penstock.show.colours import Paint, paint, shades
 from penstock.show.numbers import time_text
 from penstock.show.slots import Grid, Slot, cut
 from penstock.simulate import Timeline, simulate
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_LETTERS: Final = {Op.UNSHARD: "U", Op.RESHARD: "R", Op.REDUCE_GRAD: "G"}
 _DIM: Final = Paint("", "dim")
 
 
@@ -119,9 +119,9 @@ class _Layout:
     def label(self, code: int) -> str:
         if code & OP == OVERLAP:
             return ("  " if self.coloured else "+").join(self.label(part) for part in parts(code))
-        op, stage, microbatch = Op(code & OP), code >> STAGE_SHIFT & STAGE, code >> MICROBATCH_SHIFT & MICROBATCH
+        op, stage, microbatch = Op(code & OP), stage_of(code), code >> MICROBATCH_SHIFT & MICROBATCH
         if not op.has_microbatch:
-            return f"{_LETTERS[op]}{stage}"
+            return f"{op.row.letter}{stage}"
         if self.coloured:
             return str(microbatch)
         return f"{op.name}{microbatch}" if self.single else text(code)
@@ -180,15 +180,15 @@ class _Layout:
             at = until
 
     def paint(self, code: int) -> Paint:
-        return paint(Op(code & OP), *self.shades[code >> STAGE_SHIFT & STAGE])
+        return paint(Op(code & OP), *self.shades[stage_of(code)])
 
     def legend(self) -> Iterator[Piece]:
         used = {part & OP for row in self.grid.rows for slot in row for part in parts(slot.code)}
         for number, op in enumerate(op for op in Op if op in used):
             yield Piece("  " if self.coloured and number else "" if self.coloured or not number else ", ")
-            letter = _LETTERS.get(op, op.name)
+            letter = op.row.letter or op.name
             yield Piece(f" {letter} " if self.coloured else letter, paint(op) if self.coloured else None)
-            yield Piece(f" {WORDS[op]}")
+            yield Piece(f" {op.row.word}")
         close = "is" if self.grid.exact else "is about"
         yield Piece(f"; one column {close} {time_text(self.grid.unit, self.timeline.unit)}")
 
@@ -205,7 +205,7 @@ def _listed(plan: Plan, width: int) -> Iterator[list[Piece]]:
                 line, used = [Piece(" " * gutter), Piece(_FINE.edge, _DIM)], gutter + 1
             first = parts(code)[0]
             op = Op(first & OP)
-            painted = _DIM if op.is_message else paint(op, *shade[first >> STAGE_SHIFT & STAGE])
+            painted = _DIM if op.is_message else paint(op, *shade[stage_of(first)])
             line += [Piece(word, painted), Piece(" ")]
             used += len(word) + 1
         yield line

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan
-from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts
-from penstock.show.colours import WORDS
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
+from penstock.plan.ops import COMPUTES, RECEIVES, doing
 from penstock.show.rows import extent
 from penstock.simulate import Message, Timeline, simulate
 
@@ -79,7 +79,7 @@ class _Trace:
         return {
             "ph": "X",
             "name": str(action),
-            "cat": "overlap" if isinstance(action, Overlap) else WORDS[action.op],
+            "cat": "overlap" if isinstance(action, Overlap) else action.op.row.word,
             "pid": rank,
             "tid": thread,
             "ts": begin,
@@ -114,7 +114,7 @@ class _Trace:
             code: start
             for codes, starts in zip(self.timeline.plan.codes, self.timeline.starts, strict=True)
             for code, start in zip(codes, starts, strict=True)
-            if code & OP in (Op.RECV_F, Op.RECV_B)
+            if code & OP in RECEIVES
         }
 
     def lane(self, rank: int, kind: int, begin: float, end: float) -> tuple[int, Iterable[Event]]:
@@ -139,11 +139,12 @@ class _Trace:
             for part in parts(code)
         }
         for part, (rank, start, _) in where.items():
-            if part & OP > Op.B:
+            if part & OP not in COMPUTES:
                 continue
             for need in plan.rules.needs(part & KEY):
                 microbatch = part & MICROBATCH_FIELD
-                source = where.get(need | microbatch) or where.get(_as_full(need) | microbatch)
+                doers = (where.get(with_op(need, op) | microbatch) for op in doing(Op(need & OP)))
+                source = next(filter(None, doers), None)
                 if source is None or source[0] == rank:
                     continue
                 number += 1
@@ -153,13 +154,8 @@ class _Trace:
                 yield _arrow("f", number, name, pid=rank, tid=_COMPUTE, ts=self.at(start))
 
 
-def _as_full(key: int) -> int:
-    """The key of B for a key of I, which may be there as part of it."""
-    return key & ~OP | Op.B if key & OP == Op.I else key
-
-
 def _flow(message: Message) -> str:
-    return "activation" if isinstance(message.send, Action) and message.send.op is Op.SEND_F else "gradient"
+    return "gradient" if isinstance(message.send, Action) and message.send.op.row.training else "activation"
 
 
 def _arrow(phase: str, number: int, name: str, *, pid: int, tid: int, ts: float) -> Event:

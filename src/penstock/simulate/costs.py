@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from math import inf
 
 from penstock.errors import PlanError
-from penstock.plan import Plan
+from penstock.plan import Op, Plan
+from penstock.plan.ops import NOTHING
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,20 @@ class Costs:
     @property
     def num_stages(self) -> int:
         return len(self.forward)
+
+    def time(self, op: Op, stage: int) -> float:
+        """How long an action of this kind takes on this stage, without the overhead of a compute action."""
+        cost = getattr(self, op.row.cost)
+        if cost is None:
+            return sum(self.time(half, stage) for half in op.row.halves)
+        return float(cost[stage] if isinstance(cost, tuple) else cost)
+
+    def sizes(self, what: str | None) -> tuple[float, ...] | None:
+        """By stage: what is held under a name from the table of ops; None for None, which changes nothing."""
+        if what is None:
+            return None
+        sizes: tuple[float, ...] = (0.0,) * self.num_stages if what == NOTHING else getattr(self, what)
+        return sizes
 
     @classmethod
     def per_rank(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.plan import Plan, Rules
-from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, Op, partner_of, parts
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts
+from penstock.plan.ops import COMPUTES, MESSAGES, RECEIVES, SENDS
 from penstock.simulate.timeline import Idle
 
 
@@ -27,7 +28,7 @@ def idle_of(plan: Plan, starts: Sequence[Sequence[float]], ends: Sequence[Sequen
         code: start
         for codes, began in zip(plan.codes, starts, strict=True)
         for code, start in zip(codes, began, strict=True)
-        if code & OP in (Op.SEND_F, Op.SEND_B)
+        if code & OP in SENDS
     }
     busy = [list(_busy(plan.codes[rank], starts[rank], ends[rank])) for rank in range(plan.num_ranks)]
     first = min((spans[0][1] for spans in busy if spans), default=0.0)
@@ -54,7 +55,7 @@ def _idle(
 def _busy(codes: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> Iterator[tuple[int, float, float]]:
     """What occupies a rank, in its order."""
     for code, start, end in zip(codes, starts, ends, strict=True):
-        if not Op.SEND_F <= code & OP <= Op.RECV_B and (code & OP <= Op.B or end > start):
+        if code & OP in COMPUTES or (end > start and code & OP not in MESSAGES):
             yield code, start, end
 
 
@@ -65,7 +66,7 @@ def _sent(code: int, rules: Rules, sent: dict[int, float]) -> float:
             sent[partner_of(need | part & MICROBATCH_FIELD)]
             for part in parts(code)
             for need in rules.needs(part & KEY)
-            if need & OP in (Op.RECV_F, Op.RECV_B)
+            if need & OP in RECEIVES
         ),
         default=float("-inf"),
     )

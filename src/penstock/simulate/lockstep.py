@@ -9,11 +9,12 @@ penstock's own clock is `simulate`, which knows costs.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from penstock.errors import DeadlockError
-from penstock.plan.actions import MICROBATCH_FIELD, OP, STAGE, STAGE_SHIFT, Op, key_of, parts
-from penstock.plan.vocabulary import ComputationType as Kind
+from penstock.plan import Placement, Rules, StageGraph
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
+from penstock.plan.ops import ROWS
 from penstock.plan.vocabulary import NamedAction, Order, to_code
 
 
@@ -24,7 +25,8 @@ def in_lockstep(
 
     A rank that waits gets a second chance in the same slot, after all others. penstock's own clock is `penstock.simulate`.
     """
-    lockstep = _Lockstep(pipeline_order, stage_to_rank, num_stages - 1)
+    placement = Placement.of([stage_to_rank(stage) for stage in range(num_stages)])
+    lockstep = _Lockstep(pipeline_order, Rules(StageGraph.chain(num_stages), placement, lowered=True))
     while lockstep.left:
         lockstep.slot()
     return lockstep.slots
@@ -33,8 +35,8 @@ def in_lockstep(
 class _Lockstep:
     """The ranks, one slot after another. A rank that waits is woken by what it waits for."""
 
-    def __init__(self, order: Order, rank_of: Callable[[int], int], last: int) -> None:
-        self.rank_of, self.last = rank_of, last
+    def __init__(self, order: Order, rules: Rules) -> None:
+        self.rules = rules
         self.rows = {rank: [action for action in order[rank] if action is not None] for rank in sorted(order)}
         self.at = dict.fromkeys(self.rows, 0)
         self.slots: dict[int, list[NamedAction | None]] = {rank: [] for rank in self.rows}
@@ -68,7 +70,7 @@ class _Lockstep:
         self.slots[rank].extend([None] * (self.time - len(self.slots[rank])))
         self.slots[rank].append(action)
         self.ready.remove(rank)
-        codes = parts(to_code(action))
+        codes = [*_doing(action)]
         self.done.update(codes)
         self.at[rank] += 1
         woken = [self.waited.pop(code) for code in codes if code in self.waited]
@@ -80,37 +82,12 @@ class _Lockstep:
 
     def look(self, rank: int) -> bool:
         """Whether a rank can do its next action; if not, it waits for what brings the input."""
-        for code in parts(to_code(self.rows[rank][self.at[rank]])):
-            needs = [
-                key_of(op, stage) | code & MICROBATCH_FIELD
-                for op, stage in self.alternatives(code & OP, code >> STAGE_SHIFT & STAGE)
-            ]
-            if needs and self.done.isdisjoint(needs):
-                self.waited.update(dict.fromkeys(needs, rank))
+        for need in _needs(self.rules, self.rows[rank][self.at[rank]]):
+            if need not in self.done:
+                self.waited[need] = rank
                 return False
         self.ready.add(rank)
         return True
-
-    def alternatives(self, op: int, stage: int) -> list[tuple[Op, int]]:
-        """What brings an action its input: any one of these. Neighbours on one rank hand over."""
-        near = self.rank_of(stage)
-        match op:
-            case Op.F if stage > 0:
-                handed = [(Op.F, stage - 1)] if self.rank_of(stage - 1) == near else []
-                return [(Op.RECV_F, stage), *handed]
-            case Op.I | Op.B if stage < self.last:
-                handed = [(Op.I, stage + 1), (Op.B, stage + 1)] if self.rank_of(stage + 1) == near else []
-                return [(Op.RECV_B, stage), *handed]
-            case Op.SEND_F:
-                return [(Op.F, stage)]
-            case Op.SEND_B:
-                return [(Op.I, stage), (Op.B, stage)]
-            case Op.RECV_F:
-                return [(Op.SEND_F, stage - 1)]
-            case Op.RECV_B:
-                return [(Op.SEND_B, stage + 1)]
-            case _:
-                return []
 
 
 def with_bubbles(order: Order, num_stages: int) -> dict[int, list[NamedAction | None]]:
@@ -118,15 +95,16 @@ def with_bubbles(order: Order, num_stages: int) -> dict[int, list[NamedAction | 
     rows = {rank: list(order[rank]) for rank in sorted(order)}
     at = dict.fromkeys(rows, 0)
     slots: dict[int, list[NamedAction | None]] = {rank: [] for rank in rows}
-    done: set[NamedAction] = set()
+    done: set[int] = set()
+    rules = Rules(StageGraph.chain(num_stages), Placement.loop(1, num_stages), lowered=False)
     while busy := [rank for rank in rows if at[rank] < len(rows[rank])]:
-        finished: list[NamedAction] = []
+        finished: list[int] = []
         moved = False
         for rank in busy:
             action = rows[rank][at[rank]]
-            if action is None or all(_follows(leaf, done, num_stages - 1) for leaf in action.leaves):
+            if action is None or done.issuperset(_needs(rules, action)):
                 slots[rank].append(action)
-                finished += () if action is None else action.leaves
+                finished += () if action is None else _doing(action)
                 at[rank] += 1
                 moved = True
             else:
@@ -138,17 +116,13 @@ def with_bubbles(order: Order, num_stages: int) -> dict[int, list[NamedAction | 
     return slots
 
 
-def _follows(action: NamedAction, done: set[NamedAction], last: int) -> bool:
-    stage, microbatch = action.stage_index, action.microbatch_index
-    match action.computation_type:
-        case Kind.FORWARD:
-            needs = [NamedAction(stage - 1, Kind.FORWARD, microbatch)] if stage else []
-        case Kind.BACKWARD_INPUT | Kind.FULL_BACKWARD if stage == last:
-            needs = [NamedAction(stage, Kind.FORWARD, microbatch)]
-        case Kind.BACKWARD_INPUT | Kind.FULL_BACKWARD:
-            needs = [NamedAction(stage + 1, kind, microbatch) for kind in (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)]
-        case Kind.BACKWARD_WEIGHT:
-            needs = [NamedAction(stage, Kind.BACKWARD_INPUT, microbatch)]
-        case _:
-            needs = []
-    return not needs or not done.isdisjoint(needs)
+def _doing(action: NamedAction) -> Iterator[int]:
+    """The packed actions that are done with this one: those of a pair, and the halves of a whole."""
+    for code in parts(to_code(action)):
+        yield code
+        yield from (with_op(code, half) for half in ROWS[code & OP].halves)
+
+
+def _needs(rules: Rules, action: NamedAction) -> list[int]:
+    """The packed actions that must be done before this one."""
+    return [need | code & MICROBATCH_FIELD for code in parts(to_code(action)) for need in rules.needs(code & KEY)]

@@ -13,20 +13,20 @@ from penstock.plan.actions import (
     MICROBATCH_FIELD,
     MICROBATCH_SHIFT,
     OP,
-    OVERLAP,
-    STAGE,
-    STAGE_SHIFT,
-    Op,
     key_of,
     partner_of,
     split_overlap,
+    stage_of,
     text,
 )
+from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, RECEIVES, ROWS, SENDS, Op
 from penstock.simulate.costs import Costs
 from penstock.simulate.idle import idle_of
 from penstock.simulate.timeline import Idle, Timeline
 
 _NEVER = -1.0
+_SINGLE = COMPUTES - {OVERLAP}
+_HALVES = tuple(tuple(half - op for half in row.halves) for op, row in enumerate(ROWS))  # from a whole to its halves
 # What an action needs: when it is there (by microbatch), its key, the latency to add, when it was computed or sent.
 _Need = tuple[list[float], int, float, list[float]]
 
@@ -108,7 +108,7 @@ class _Run:
         if self.plan.is_lowered:
             for ends, codes in zip(self.ends, self.plan.codes, strict=True):
                 for at, code in enumerate(codes):
-                    if 3 < code & 15 < 8:
+                    if code & OP in MESSAGES:
                         ends[at] = self.links[code & KEY].done[code >> MICROBATCH_SHIFT & MICROBATCH]
         return tuple(self.ends)
 
@@ -116,13 +116,13 @@ class _Run:
         found = self.needs.get(key)
         if found is None:
             rank_of = self.plan.placement.rank_of
-            here = rank_of(key >> STAGE_SHIFT & STAGE)
+            here = rank_of(stage_of(key))
             found = []
             for need in self.plan.rules.needs(key):
-                if need & OP in (Op.RECV_F, Op.RECV_B):
+                if need & OP in RECEIVES:
                     found.append((self.done[need], need, 0.0, self.posted[partner_of(need)]))
                 else:
-                    away = rank_of(need >> STAGE_SHIFT & STAGE) != here
+                    away = rank_of(stage_of(need)) != here
                     found.append((self.done[need], need, self.costs.latency if away else 0.0, self.done[need]))
             self.needs[key] = found
         return found
@@ -132,15 +132,18 @@ class _Run:
         codes, now = self.plan.codes[rank], self.clock[rank]
         starts, ends, needs, done, waiting = self.starts[rank], self.ends[rank], self.needs, self.done, self.waiting
         duration, ready, posting = self.duration, self.ready, self.costs.posting
+        messages, single, halves = MESSAGES, _SINGLE, _HALVES
         for at in range(self.cursor[rank], len(codes)):
             code = codes[at]
-            op = code & 15
-            if 3 < op < 8 and self.message(code, now + posting):
+            op = code & OP
+            if op in messages:
+                if not self.message(code, now + posting):
+                    break
                 starts.append(now)
                 now += posting
                 ends.append(now)
                 continue
-            if op > 3:
+            if op not in single:
                 after = self.special(rank, code, now)
                 if after < 0.0:
                     break
@@ -168,9 +171,8 @@ class _Run:
                 done[key][microbatch] = now
                 if code in waiting:
                     ready += waiting.pop(code)
-                if op == 3:  # a full backward is both halves
-                    self.complete(code ^ 2, now)
-                    self.complete(code ^ 1, now)
+                for half in halves[op]:  # a full backward is both
+                    self.complete(code + half, now)
                 continue
             break
         else:
@@ -198,12 +200,9 @@ class _Run:
             gaps[2] += computed - now
 
     def special(self, rank: int, code: int, now: float) -> float:
-        """An overlapped pair, or care of parameters: the time after it, or `_NEVER` if it (or a send) cannot start."""
-        op = code & OP
+        """An overlapped pair, or care of parameters: the time after it, or `_NEVER` if it cannot start."""
         starts, ends = self.starts[rank], self.ends[rank]
-        if op <= 7:
-            return _NEVER
-        if op != OVERLAP:
+        if code & OP != OVERLAP:
             starts.append(now)
             ends.append(now + self.duration[code])
             return ends[-1]
@@ -225,9 +224,8 @@ class _Run:
         ends.append(begin + (first + second if fused is None else fused + self.costs.overhead))
         for part, end in zip(both, (begin + first if fused is None else ends[-1], ends[-1]), strict=True):
             self.complete(part, end)
-            if part & OP == Op.B:
-                self.complete(part ^ 2, end)
-                self.complete(part ^ 1, end)
+            for half in _HALVES[part & OP]:
+                self.complete(part + half, end)
         return ends[-1]
 
     def message(self, code: int, now: float) -> bool:
@@ -249,10 +247,10 @@ class _Run:
 
     def link(self, key: int) -> _Link:
         """All that is known of a message before it is sent, by the key of either half."""
-        other, is_send = partner_of(key), not key & 1
+        other, is_send = partner_of(key), key & OP in SENDS
         send, recv = (key, other) if is_send else (other, key)
         rank_of = self.plan.placement.rank_of
-        stages = send >> STAGE_SHIFT & STAGE, recv >> STAGE_SHIFT & STAGE
+        stages = stage_of(send), stage_of(recv)
         transfer = 0.0
         if self.costs.bandwidth is not None and self.costs.output_bytes is not None:
             transfer = self.costs.output_bytes[min(stages)] / self.costs.bandwidth
@@ -269,14 +267,10 @@ class _Run:
 
 
 def _durations(plan: Plan, costs: Costs) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for stage in range(plan.num_stages):
-        both = costs.backward_input[stage] + costs.backward_weight[stage]
-        found[key_of(Op.F, stage)] = costs.forward[stage] + costs.overhead
-        found[key_of(Op.I, stage)] = costs.backward_input[stage] + costs.overhead
-        found[key_of(Op.W, stage)] = costs.backward_weight[stage] + costs.overhead
-        found[key_of(Op.B, stage)] = (both if costs.backward is None else costs.backward[stage]) + costs.overhead
-        found[key_of(Op.UNSHARD, stage)] = costs.unshard
-        found[key_of(Op.RESHARD, stage)] = costs.reshard
-        found[key_of(Op.REDUCE_GRAD, stage)] = costs.reduce_grad
-    return found
+    """By key: how long an action occupies its rank."""
+    return {
+        key_of(op, stage): costs.time(op, stage) + (costs.overhead if op.is_compute else 0.0)
+        for op in Op
+        if not op.is_message
+        for stage in range(plan.num_stages)
+    }

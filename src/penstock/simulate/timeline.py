@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.plan import Plan
-from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, AnyAction, Op, partner_of, parts, unpack
+from penstock.plan.actions import OP, AnyAction, partner_of, parts, stage_of, unpack
+from penstock.plan.ops import COMPUTES, MESSAGES, NOTHING, RECEIVES, ROWS, SENDS
 from penstock.simulate.costs import Costs
 
 Curve = Sequence[tuple[float, float]]  # (time, what is held from then on)
@@ -80,11 +81,11 @@ class Timeline:
             code: (rank, start, end)
             for rank, codes in enumerate(self.plan.codes)
             for code, start, end in zip(codes, self.starts[rank], self.ends[rank], strict=True)
-            if code & OP in (Op.RECV_F, Op.RECV_B)
+            if code & OP in RECEIVES
         }
         for rank, codes in enumerate(self.plan.codes):
             for code, start in zip(codes, self.starts[rank], strict=True):
-                if code & OP in (Op.SEND_F, Op.SEND_B):
+                if code & OP in SENDS:
                     other = partner_of(code)
                     receiver, _, arrived = recvs[other]
                     yield Message(rank, receiver, unpack(code), unpack(other), start, arrived)
@@ -96,7 +97,7 @@ class Timeline:
         for codes, starts, ends in zip(self.plan.codes, self.starts, self.ends, strict=True):
             first, last, busy = float("inf"), float("-inf"), 0.0
             for code, start, end in zip(codes, starts, ends, strict=True):
-                if code & OP <= Op.B or (end > start and code & OP > Op.RECV_B):
+                if code & OP in COMPUTES or (end > start and code & OP not in MESSAGES):
                     first, last, busy = min(first, start), max(last, end), busy + end - start
             found.append((first, last, busy) if busy or last >= first else (0.0, 0.0, 0.0))
         return tuple(found)
@@ -141,21 +142,20 @@ class Timeline:
         return tuple(self._curve(rank, self.costs) for rank in range(self.plan.num_ranks)) if self.costs else ()
 
     def _curve(self, rank: int, costs: Costs) -> Curve:
-        to_input, to_weight, kept = costs.held_to_input, costs.held_to_weight, self.plan.has_backward
+        sizes = [(costs.sizes(row.takes), costs.sizes(row.leaves)) for row in ROWS]
+        kept, none = self.plan.has_backward, costs.sizes(NOTHING)
         changes: list[tuple[float, float]] = []
+        level: dict[int, float] = {}  # what a stage holds for a microbatch now, by its action without the op
         for code, start, end in zip(self.plan.codes[rank], self.starts[rank], self.ends[rank], strict=True):
             for part in parts(code):
-                op, stage = part & OP, part >> STAGE_SHIFT & STAGE
-                if op == Op.F:
-                    changes.append((start, to_input[stage]))
-                    if not kept:
-                        changes.append((end, -to_input[stage]))
-                elif op == Op.I:
-                    changes.append((end, to_weight[stage] - to_input[stage]))
-                elif op == Op.W:
-                    changes.append((end, -to_weight[stage]))
-                elif op == Op.B:
-                    changes.append((end, -to_input[stage]))
+                takes, leaves = sizes[part & OP]
+                if takes is not None and not kept:
+                    leaves = none
+                for time, size in ((start, takes), (end, leaves)):
+                    if size is not None:
+                        now, of = size[stage_of(part)], part & ~OP
+                        changes.append((time, now - level.get(of, 0.0)))
+                        level[of] = now
         held, curve = 0.0, [(self.start, 0.0)]
         for time, change in sorted(changes):  # at one time, releases come before what is taken
             held += change

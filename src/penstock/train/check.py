@@ -16,7 +16,8 @@ from penstock.capture import Pipe
 from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
 from penstock.plan import Plan
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, STAGE, STAGE_SHIFT, Op, parts
+from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage_of
+from penstock.plan.ops import WEIGHT_GRADIENTS
 from penstock.run.rng import microbatch_rng
 from penstock.train.job import Batch, Job
 
@@ -155,8 +156,8 @@ def backward_order(plan: Plan) -> list[int]:
     for codes in plan.codes:
         for code in codes:
             for part in parts(code):
-                if part & OP in (Op.B, Op.W):
-                    orders[part >> STAGE_SHIFT & STAGE].append(part >> MICROBATCH_SHIFT & MICROBATCH)
+                if part & OP in WEIGHT_GRADIENTS:
+                    orders[stage_of(part)].append(part >> MICROBATCH_SHIFT & MICROBATCH)
     first = orders[0]
     return first if all(order == first for order in orders.values()) else list(range(plan.num_microbatches))
 
