@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import IncompleteError, PlanError
 from penstock.lower import Ahead, Early, JustInTime, ReceivePolicy, add_messages, lower
-from penstock.plan import Action, Op, Placement, Plan, StageGraph, check, dumps, loads, parse
+from penstock.plan import Action, Placement, Plan, StageGraph, check, dumps, loads, parse
 from penstock.plan.actions import OP, partner_of, text
+from penstock.plan.ops import COMPUTES, MESSAGES, RECEIVES, SENDS
 from penstock.schedules import get_schedule
 from penstock.simulate import Costs, simulate
 from tests.plans import POLICIES, plans
@@ -59,7 +60,7 @@ def test_every_policy_is_proved(plan: Plan, policy: ReceivePolicy) -> None:
     check(lowered)
     assert plan.codes is before  # pure
     assert not plan.is_lowered
-    computes = [[code for code in codes if not Op.SEND_F <= code & OP <= Op.RECV_B] for codes in lowered.codes]
+    computes = [[code for code in codes if code & OP not in MESSAGES] for codes in lowered.codes]
     assert computes == [[*codes] for codes in plan.codes]  # nothing but messages is added
     assert loads(dumps(lowered), graph=plan.graph, name=plan.name) == lowered
     simulate(lowered)
@@ -74,8 +75,8 @@ def test_early_holds_with_blocking_sends(plan: Plan) -> None:
 @given(plans(max_ranks=4, max_microbatches=6))
 def test_each_message_has_both_ends_once(plan: Plan) -> None:
     lowered = add_messages(plan)
-    sends = Counter(code for codes in lowered.codes for code in codes if code & OP in (Op.SEND_F, Op.SEND_B))
-    receives = Counter(code for codes in lowered.codes for code in codes if code & OP in (Op.RECV_F, Op.RECV_B))
+    sends = Counter(code for codes in lowered.codes for code in codes if code & OP in SENDS)
+    receives = Counter(code for codes in lowered.codes for code in codes if code & OP in RECEIVES)
     assert Counter(map(partner_of, sends)) == receives
     assert set(sends.values()) <= {1}
 
@@ -99,12 +100,12 @@ def open_receives(plan: Plan) -> int:
     most = 0
     for rank in range(plan.num_ranks):
         posted: Counter[int] = Counter()
-        users = {need: 0 for code in plan.codes[rank] if code & OP <= Op.B for need in needs(plan, code)}
+        users = {need: 0 for code in plan.codes[rank] if code & OP in COMPUTES for need in needs(plan, code)}
         for code in plan.codes[rank]:
-            if code & OP in (Op.RECV_F, Op.RECV_B):
+            if code & OP in RECEIVES:
                 posted[code & OP] += 1
                 most = max(most, *posted.values())
-            elif code & OP <= Op.B:
+            elif code & OP in COMPUTES:
                 for need in needs(plan, code):
                     if not users[need]:
                         posted[need & OP] -= 1
@@ -115,7 +116,7 @@ def open_receives(plan: Plan) -> int:
 def needs(plan: Plan, code: int) -> list[int]:
     action = parse(text(code))
     assert isinstance(action, Action)
-    return [need.code for need in plan.rules.requires(action) if need.op in (Op.RECV_F, Op.RECV_B)]
+    return [need.code for need in plan.rules.requires(action) if need.op in RECEIVES]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-h2"])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.lower import lower
-from penstock.plan import Plan, check
-from penstock.plan.actions import OP, Op
+from penstock.plan import Op, Plan, check
+from penstock.plan.actions import OP
 from penstock.simulate import simulate
 from tests.plans import POLICIES, plans
 

@@ -19,13 +19,12 @@ SPELLINGS = {
         "InterleavedZeroBubble",
         "ScheduleInterleavedZeroBubble",
     ],
-    "zbv": ["zbv", "ZB-V", "ZBVZeroBubble", "ScheduleZBVZeroBubble"],
+    "zbv": ["zbv", "ZB-V", "ZBVZeroBubble", "ScheduleZBVZeroBubble", "v-zb", "VZB", "v_zb"],
     "dualpipev": ["dualpipev", "DualPipeV", "dual_pipe_v", "ScheduleDualPipeV"],
     "zb-h1": ["zb-h1", "ZBH1", "zb_h1"],
     "zb-h2": ["zb-h2", "ZBH2", "ScheduleZBH2"],
     "v-half": ["v-half", "VHalf", "V_HALF"],
     "v-min": ["v-min", "VMin", "vmin"],
-    "v-zb": ["v-zb", "VZB", "v_zb"],
 }
 
 

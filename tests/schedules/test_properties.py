@@ -140,5 +140,5 @@ def test_the_sizes_are_checked() -> None:
 
 
 def test_v_shaped_schedules_come_back_to_the_first_rank() -> None:
-    for name in ("zbv", "dualpipev", "v-half", "v-min", "v-zb"):
+    for name in ("zbv", "dualpipev", "v-half", "v-min"):
         assert RECIPES[name](3, 4).placement == Placement.v(3)

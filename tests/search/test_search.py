@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.lower import lower
-from penstock.plan import Placement, check
-from penstock.plan.actions import Op
+from penstock.plan import Op, Placement, check
 from penstock.schedules import all_schedules
 from penstock.search import floor, search
 from penstock.search.job import Job

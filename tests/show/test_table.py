@@ -14,7 +14,7 @@ from rich.console import Console
 
 from penstock.lower import lower
 from penstock.plan import Op, Plan
-from penstock.plan.actions import OP, parts
+from penstock.plan.actions import OP, parts, stage_of
 from penstock.schedules import all_schedules, get_schedule
 from penstock.show import coloured_table, listing, show_table, summary, summary_text, to_table
 from penstock.show.colours import paint, shades
@@ -141,9 +141,7 @@ def test_colours_tell_the_kind_and_shades_the_stage() -> None:
     text = coloured_table(plan, width=200)
     used = {str(span.style).rpartition(" on ")[2] for span in text.spans if " on " in str(span.style)}
     shade = shades(plan)
-    wanted = {
-        paint(Op(code & OP), *shade[code >> 4 & 0xFFFFF]).fill for row in plan.codes for c in row for code in parts(c)
-    }
+    wanted = {paint(Op(code & OP), *shade[stage_of(code)]).fill for row in plan.codes for c in row for code in parts(c)}
     assert wanted <= used
     assert len({paint(op, k, 2) for op in (Op.F, Op.I, Op.W, Op.B) for k in (0, 1)}) == 8
     rows = [line.split("│")[1].split() for line in text.plain.splitlines() if line.startswith("rank")]

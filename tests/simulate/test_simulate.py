@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from penstock.errors import DeadlockError, PlanError
 from penstock.lower import JustInTime, ReceivePolicy, lower
 from penstock.plan import Plan
-from penstock.plan.actions import OP, Op, text
+from penstock.plan.actions import OP, text
+from penstock.plan.ops import MESSAGES
 from penstock.schedules import get_schedule
 from penstock.simulate import Costs, Timeline, simulate
 from tests.plans import POLICIES, plans
@@ -190,7 +191,7 @@ def test_order_and_needs_are_kept(plan: Plan, policy: ReceivePolicy, latency: fl
             assert start >= free
             assert end >= start
             when[code] = (start, end)
-            if not Op.SEND_F <= code & OP <= Op.RECV_B:
+            if code & OP not in MESSAGES:
                 free = end
     for message in timeline.messages():
         receive = message.recv.code

@@ -59,9 +59,10 @@ ScheduleDualPipeV = run.ScheduleDualPipeV
 _ONE_STAGE: tuple[Any, ...] = (ScheduleGPipe, Schedule1F1B, run.ScheduleZBH1, run.ScheduleZBH2, PipelineScheduleSingle)
 _SEVERAL_STAGES: tuple[Any, ...] = (
     *(ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble),
-    *(ScheduleDualPipeV, run.ScheduleVHalf, run.ScheduleVMin, run.ScheduleVZB, PipelineScheduleMulti),
+    *(ScheduleDualPipeV, run.ScheduleVHalf, run.ScheduleVMin, PipelineScheduleMulti),
 )
 _CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in (*_ONE_STAGE, *_SEVERAL_STAGES)}
+_CLASSES["VZB"] = run.ScheduleVZB
 
 __all__ = [
     "PipelineScheduleMulti",

@@ -17,9 +17,8 @@ from collections.abc import Iterator
 
 from penstock.errors import IncompleteError, PlanError
 from penstock.plan import Plan, Rules
-from penstock.plan.actions import KEY, OP, STAGE, STAGE_SHIFT, Op, partner_of, parts, text
-
-_UNITS = {Op.F: 1, Op.I: 1, Op.W: 1, Op.B: 2}
+from penstock.plan.actions import KEY, OP, partner_of, parts, stage_of, text, with_op
+from penstock.plan.ops import COMPUTES, INPUT_GRADIENTS, ROWS, Op
 
 
 def add_messages_in_one_order(plan: Plan) -> Plan:
@@ -80,18 +79,16 @@ class _Clock:
 
     @staticmethod
     def units(code: int) -> int:
-        return sum(_UNITS.get(Op(part & OP), 0) for part in parts(code))
+        return sum(len(ROWS[part & OP].halves) or 1 for part in parts(code) if part & OP in COMPUTES)
 
     @staticmethod
     def name(code: int) -> int:
-        return code & ~OP | Op.I if code & OP == Op.B else code
+        return with_op(code, Op.I) if code & OP in INPUT_GRADIENTS else code
 
     def needs(self, code: int) -> Iterator[int]:
-        """The packed actions that an action needs, those in its own slot left out."""
-        if code & OP in (Op.F, Op.I, Op.B):
-            for need in self.plan.rules.needs(code & KEY):
-                if need >> STAGE_SHIFT & STAGE != code >> STAGE_SHIFT & STAGE:
-                    yield need | code & ~KEY
+        """The packed actions of other stages that an action needs."""
+        for need in self.plan.rules.arrivals(code & KEY):
+            yield need | code & ~KEY
 
     def messages(self) -> list[list[tuple[int, int, int, int]]]:
         """By rank: its messages with their time, and a number that decides between those of one time on both ends."""
@@ -99,15 +96,13 @@ class _Clock:
         rank_of = self.plan.placement.rank_of
         done: dict[int, int] = {}
         for code, end in self.ends.items():
-            if code & OP in (Op.F, Op.I):
-                for send in rules.sends(code & KEY):
-                    packed = send | code & ~KEY
-                    ends = [self.ends[need | code & ~KEY] for need in rules.needs(send)]
-                    done[packed] = max(end, *ends)
-        sends = sorted((when, rank_of(send >> STAGE_SHIFT & STAGE), send) for send, when in done.items())
+            for send in rules.sends(code & KEY):
+                ends = [self.ends[need | code & ~KEY] for need in rules.needs(send)]
+                done[send | code & ~KEY] = max(end, *ends)
+        sends = sorted((when, rank_of(stage_of(send)), send) for send, when in done.items())
         found: list[list[tuple[int, int, int, int]]] = [[] for _ in self.plan.codes]
         for number, (when, rank, send) in enumerate(sends):
             receive = partner_of(send)
             found[rank].append((when, 0, number, send))
-            found[rank_of(receive >> STAGE_SHIFT & STAGE)].append((when, 0, number, receive))
+            found[rank_of(stage_of(receive))].append((when, 0, number, receive))
         return found

@@ -21,12 +21,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from penstock.errors import DeadlockError
-from penstock.plan.actions import KEY, OP, STAGE, STAGE_SHIFT, Op, key_of, partner_of, parts, peer_of, text
+from penstock.plan.actions import KEY, OP, partner_of, parts, peer_of, stage_of, text
+from penstock.plan.ops import MESSAGES, RECEIVES, SENDS
 from penstock.plan.plan import Plan
 
 Layout = Literal["direction", "pair", "one"]
-_MESSAGES = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
-_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 _Queue = tuple[int, ...]  # (rank,), or rank and peer, or rank, sender and receiver
 
 
@@ -57,7 +56,7 @@ class QueueRun:
             if self.missing(rank) is not None:
                 return
             self.at[rank] += 1
-            if code & OP in _MESSAGES:
+            if code & OP in MESSAGES:
                 queue = self.queues[self.queue(rank, code)]
                 if batch and self.batches and queue:
                     queue[-1].add(code)
@@ -71,24 +70,19 @@ class QueueRun:
     def missing(self, rank: int) -> int | None:
         """The message without which a rank cannot go on."""
         codes, at, done = self.plan.codes[rank], self.at[rank], self.done[rank]
-        if self.blocking and at and (last := codes[at - 1]) & OP in _SENDS and last not in done:
+        if self.blocking and at and (last := codes[at - 1]) & OP in SENDS and last not in done:
             return last
         for part in parts(codes[at]):
             microbatch = part & ~KEY
-            for receive in self.receives(self.key(part)):
+            for receive in self.receives(part & KEY):
                 if receive | microbatch not in done:
                     return receive | microbatch
         return None
 
-    @staticmethod
-    def key(code: int) -> int:
-        return key_of(Op.I if code & OP == Op.B else Op(code & OP), code >> STAGE_SHIFT & STAGE)
-
     def receives(self, key: int) -> tuple[int, ...]:
         found = self.inputs.get(key)
         if found is None:
-            needs = self.plan.rules.needs(key) if key & OP in (Op.F, Op.I) else ()
-            found = self.inputs[key] = tuple(need for need in needs if need & OP in (Op.RECV_F, Op.RECV_B))
+            found = self.inputs[key] = tuple(n for n in self.plan.rules.arrivals(key) if n & OP in RECEIVES)
         return found
 
     def queue(self, rank: int, code: int) -> _Queue:
@@ -99,7 +93,7 @@ class QueueRun:
             case "pair":
                 return rank, peer
             case "direction":
-                return (rank, rank, peer) if code & OP in _SENDS else (rank, peer, rank)
+                return (rank, rank, peer) if code & OP in SENDS else (rank, peer, rank)
 
     def match(self, rank: int, message: int) -> set[int]:
         """Run what has come to the front; the ranks that may go on because of it."""
@@ -108,7 +102,7 @@ class QueueRun:
         while fronts:
             here, code = fronts.pop()
             other = partner_of(code)
-            there = self.plan.placement.rank_of(other >> STAGE_SHIFT & STAGE)
+            there = self.plan.placement.rank_of(stage_of(other))
             ends = ((here, code), (there, other))
             queues = [self.queues[self.queue(*end)] for end in ends]
             if not all(queue and end in queue[0] for queue, (_, end) in zip(queues, ends, strict=True)):
@@ -140,7 +134,7 @@ class QueueRun:
 
     def held_up(self, rank: int, awaited: int) -> str:
         other = partner_of(awaited)
-        there = self.plan.placement.rank_of(other >> STAGE_SHIFT & STAGE)
+        there = self.plan.placement.rank_of(stage_of(other))
         for which, code in ((rank, awaited), (there, other)):
             queue = self.queues[self.queue(which, code)]
             if any(code in entry for entry in queue) and code not in queue[0]:

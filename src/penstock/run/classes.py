@@ -146,5 +146,4 @@ class ScheduleVMin(PipelineScheduleRuntime):
     recipe = "v-min"
 
 
-class ScheduleVZB(PipelineScheduleRuntime):
-    recipe = "v-zb"
+ScheduleVZB = ScheduleZBVZeroBubble  # the papers have two names for it

@@ -12,7 +12,6 @@ from penstock.schedules import (
     one_f_one_b,
     v_half,
     v_min,
-    v_zb,
     zb_h1,
     zb_h2,
     zbv,
@@ -32,12 +31,11 @@ register(
         default_stages_per_rank=2,
     )
 )
-register(Recipe("zbv", "zero bubble, V-shaped", zbv.rank_actions, "v", 2, aliases=("ZBVZeroBubble",)))
+register(Recipe("zbv", "zero bubble, V-shaped", zbv.rank_actions, "v", 2, aliases=("ZBVZeroBubble", "V-ZB")))
 register(Recipe("dualpipev", "overlapped pairs, V-shaped", dualpipev.rank_actions, "v", 2))
 register(Recipe("zb-h1", "zero bubble with the memory of 1F1B", zb_h1.rank_actions, stages_per_rank=1))
 register(Recipe("zb-h2", "zero bubble with twice the memory of 1F1B", zb_h2.rank_actions, stages_per_rank=1))
 register(Recipe("v-half", "V-shaped, half the memory of 1F1B", v_half.rank_actions, "v", 2))
 register(Recipe("v-min", "V-shaped, a third of the memory of 1F1B", v_min.rank_actions, "v", 2))
-register(Recipe("v-zb", "V-shaped, the memory of 1F1B and no bubble", v_zb.rank_actions, "v", 2))
 
 __all__ = ["Recipe", "Sizes", "all_schedules", "get_schedule", "register"]

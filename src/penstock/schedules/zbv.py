@@ -8,6 +8,9 @@ Two ranks, two stages each, four microbatches::
 The first rank holds the first and the last stage, so a microbatch comes home quickly and every rank can fill its
 warm-up and its cool-down. The full pattern needs `2 * num_ranks - 1` microbatches; with fewer, those that are missing
 are left out of it, and nothing else changes.
+
+V-ZB of arXiv 2405.15362 is the same order: its building block (see `penstock.schedules.v_block`), repeated, with the
+warm-up filled with forwards and the drain with weight work.
 """
 
 from __future__ import annotations
