@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.comm import line as lines
+from penstock.comm import switchboard as switching
 from penstock.comm.distributed import DistributedTransport
-from penstock.comm.line import LIMIT, Line, Switchboard
+from penstock.comm.line import LIMIT, Line
 from penstock.comm.store import DistributedStore
+from penstock.comm.switchboard import Switchboard
 from penstock.run import Schedule1F1B, ScheduleGPipe
 from penstock.stage.stage import PipelineStage
 from tests.gloo_pool import GlooPool
@@ -29,18 +31,39 @@ from tests.gloo_pool import GlooPool
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool]
 
 
-def switchboards(size: int) -> list[Switchboard]:
+class NoBackend:
+    """What a line has beside its socket here: whatever goes that way is noted."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def __call__(self, tensors: list[Tensor]) -> NoBackend:
+        self.sent += tensors
+        return self
+
+    def wait(self, timeout: timedelta | None = None, /) -> None:
+        raise RuntimeError("nothing comes by the backend")
+
+
+class Board(Switchboard):
+    """A switchboard with a line to every other rank."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        super().__init__(rank, DistributedStore(store, rank, size))
+        self.peers = [peer for peer in range(size) if peer != rank]
+        self.lines = {peer: self.line(peer, NoBackend(), NoBackend()) for peer in self.peers}
+
+
+def switchboards(size: int) -> list[Board]:
     store = dist.HashStore()
-    return [Switchboard(rank, DistributedStore(store, rank, size)) for rank in range(size)]
+    return [Board(rank, size, store) for rank in range(size)]
 
 
-def connected(*boards: Switchboard) -> None:
-    """All lines between the switchboards, as after a step that went well."""
-    everyone = range(len(boards))
+def connected(*boards: Board) -> None:
+    """All lines between the switchboards get their sockets, as before the first step."""
+    with ThreadPoolExecutor(len(boards)) as pool:
+        list(pool.map(lambda board: board.connect(board.peers), boards))
     for board in boards:
-        board.introduce(peer for peer in everyone if peer != board.rank)
-    for board in boards:  # lower ranks ask first, so that one thread can do all
-        board.connect(peer for peer in everyone if peer != board.rank)
         board.begin(1)
 
 
@@ -49,8 +72,8 @@ def pair() -> Iterator[tuple[Line, Line]]:
     first, second = switchboards(2)
     connected(first, second)
     yield first.lines[1], second.lines[0]
-    first.close()
-    second.close()
+    first.end(fine=False)
+    second.end(fine=False)
 
 
 @pytest.fixture
@@ -77,9 +100,9 @@ def test_messages_arrive_in_order_whoever_waits_first(
             for size, kind in zip(sizes, types, strict=False)
         ]
         for tensor in given_:
-            here.send(tensor)
+            here.send([tensor])
         buffers = [torch.empty_like(tensor) for tensor in given_]
-        arrivals = [there.expect(buffer) for buffer in buffers]
+        arrivals = [there.receive([buffer]) for buffer in buffers]
         order.shuffle(arrivals)  # type: ignore[attr-defined]
         for arrival in arrivals:
             arrival.wait(timedelta(seconds=5))
@@ -89,11 +112,11 @@ def test_messages_arrive_in_order_whoever_waits_first(
 def test_a_scalar_and_a_tensor_with_a_graph_are_sent(ends: tuple[Line, Line]) -> None:
     here, there = ends
     scalar, graph = torch.tensor(3.5), torch.ones(4, requires_grad=True) * 2
-    here.send(scalar)
-    here.send(graph)
+    here.send([scalar])
+    here.send([graph])
     first, second = torch.empty(()), torch.empty(4)
-    there.expect(first)
-    there.expect(second).wait(timedelta(seconds=5))  # takes the one before, too
+    there.receive([first])
+    there.receive([second]).wait(timedelta(seconds=5))  # takes the one before, too
     assert first == 3.5
     assert second.tolist() == [2.0] * 4
 
@@ -103,31 +126,31 @@ def test_sending_never_blocks_and_takes_a_copy(ends: tuple[Line, Line]) -> None:
     count = 200  # 25 MB: more than any socket holds
     tensor = torch.empty(LIMIT // 8, dtype=torch.int64)
     for number in range(count):
-        here.send(tensor.fill_(number))
+        here.send([tensor.fill_(number)])
     buffer = torch.empty_like(tensor)
     for number in range(count):
-        there.expect(buffer).wait(timedelta(seconds=5))
+        there.receive([buffer]).wait(timedelta(seconds=5))
         assert buffer.unique().tolist() == [number]
-    here.send(tensor.fill_(7))  # the thread has sent all of it, and this one goes straight
-    there.expect(buffer).wait(timedelta(seconds=5))
+    here.send([tensor.fill_(7)])  # the thread has sent all of it, and this one goes straight
+    there.receive([buffer]).wait(timedelta(seconds=5))
     assert buffer.unique().tolist() == [7]
 
 
 def test_a_wait_is_bounded_and_ends_the_line_for_both(ends: tuple[Line, Line]) -> None:
     here, there = ends
-    arrival = there.expect(torch.empty(1))
+    arrival = there.receive([torch.empty(1)])
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="Timed out"):
         arrival.wait(timedelta(seconds=0.05))
     assert time.monotonic() - start < 2.0
     with pytest.raises(RuntimeError, match="Connection closed"):
-        here.send(torch.ones(1))
+        here.send([torch.ones(1)])
 
 
 def test_a_wait_without_a_bound_of_its_own_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "_LONGEST", timedelta(seconds=0.05))
     with pair() as (_, there), pytest.raises(RuntimeError, match="Timed out"):
-        there.expect(torch.empty(1)).wait()
+        there.receive([torch.empty(1)]).wait()
 
 
 @pytest.mark.parametrize("closer", ["peer", "own thread"])
@@ -135,7 +158,7 @@ def test_closing_ends_a_wait(ends: tuple[Line, Line], closer: str) -> None:
     here, there = ends
     threading.Timer(0.1, (here if closer == "peer" else there).close).start()
     with pytest.raises(RuntimeError, match="Connection closed"):
-        there.expect(torch.empty(1)).wait(timedelta(seconds=20))
+        there.receive([torch.empty(1)]).wait(timedelta(seconds=20))
 
 
 def test_a_forked_child_does_not_end_its_parents_line(ends: tuple[Line, Line]) -> None:
@@ -145,52 +168,54 @@ def test_a_forked_child_does_not_end_its_parents_line(ends: tuple[Line, Line]) -
         here.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    here.send(torch.ones(1))
-    there.expect(torch.empty(1)).wait(timedelta(seconds=5))
+    here.send([torch.ones(1)])
+    there.receive([torch.empty(1)]).wait(timedelta(seconds=5))
 
 
 def test_what_was_sent_before_closing_arrives(ends: tuple[Line, Line]) -> None:
     here, there = ends
-    here.send(torch.ones(3))
+    here.send([torch.ones(3)])
     here.close()
     buffer = torch.empty(3)
-    there.expect(buffer).wait(timedelta(seconds=5))
+    there.receive([buffer]).wait(timedelta(seconds=5))
     assert buffer.tolist() == [1.0] * 3
     with pytest.raises(RuntimeError, match="Connection closed"):
-        there.expect(buffer).wait(timedelta(seconds=5))
+        there.receive([buffer]).wait(timedelta(seconds=5))
 
 
 def test_a_message_of_another_step_is_refused(ends: tuple[Line, Line]) -> None:
     here, there = ends
-    here.send(torch.ones(3))
+    here.send([torch.ones(3)])
     there.step = 2
     with pytest.raises(RuntimeError, match="message 1 of step 1 with 12 bytes, where message 1 of step 2"):
-        there.expect(torch.empty(3)).wait(timedelta(seconds=5))
+        there.receive([torch.empty(3)]).wait(timedelta(seconds=5))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_message_of_another_size_is_refused(ends: tuple[Line, Line], size: int) -> None:
     here, there = ends
-    here.send(torch.ones(3))
+    here.send([torch.ones(3)])
     with pytest.raises(RuntimeError, match=f"with 12 bytes, where message 1 of step 1 with {4 * size} bytes"):
-        there.expect(torch.empty(size)).wait(timedelta(seconds=5))
+        there.receive([torch.empty(size)]).wait(timedelta(seconds=5))
 
 
-def test_a_wait_that_ctrl_c_breaks_off_can_be_done_again(ends: tuple[Line, Line]) -> None:
+def test_ctrl_c_is_raised_when_the_message_is_there(ends: tuple[Line, Line]) -> None:
     here, there = ends
     buffers = torch.empty(2), torch.empty(2)
-    for buffer in buffers:
-        there.expect(buffer)
+    arrivals = [there.receive([buffer]) for buffer in buffers]
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for number in range(2):
+            here.send([torch.full((2,), number + 1.0)])
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.1, interrupt).start()
         with pytest.raises(KeyboardInterrupt):
-            there.pull()
+            arrivals[1].wait()
     finally:
         signal.signal(signal.SIGINT, before)
-    for number in range(2):
-        here.send(torch.full((2,), number + 1.0))
-    there.settle()
     assert [buffer.tolist() for buffer in buffers] == [[1.0, 1.0], [2.0, 2.0]]
 
 
@@ -199,7 +224,7 @@ def test_a_message_that_arrived_as_ctrl_c_broke_in_is_not_waited_for_again(
 ) -> None:
     here, there = ends
     for number in range(2):
-        here.send(torch.full((2,), number + 1.0))
+        here.send([torch.full((2,), number + 1.0)])
     receive = there._receive
 
     def interrupted(buffers: object) -> object:
@@ -207,69 +232,79 @@ def test_a_message_that_arrived_as_ctrl_c_broke_in_is_not_waited_for_again(
         raise KeyboardInterrupt
 
     first, second = torch.empty(2), torch.empty(2)
-    arrival = there.expect(first)
+    arrival = there.receive([first])
     monkeypatch.setattr(there, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         arrival.wait()
     monkeypatch.undo()
-    there.expect(second).wait(timedelta(seconds=5))
+    there.receive([second]).wait(timedelta(seconds=5))
     assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0])
 
 
-def test_every_pair_has_a_line_and_a_second_connect_keeps_it() -> None:
+def test_every_pair_has_a_socket_and_a_second_connect_keeps_it() -> None:
     boards = switchboards(3)
     connected(*boards)
-    before = [dict(board.lines) for board in boards]
-    assert [sorted(found) for found in before] == [[1, 2], [0, 2], [0, 1]]
+    boards[0].lines[2].send([torch.ones(1)])
     connected(*boards)
-    assert [board.lines for board in boards] == before
-    for board in boards:
-        board.disconnect()
-    connected(*boards)
-    boards[0].lines[2].send(torch.ones(1))
     buffer = torch.empty(1)
-    boards[2].lines[0].expect(buffer).wait(timedelta(seconds=5))
+    boards[2].lines[0].receive([buffer]).wait(timedelta(seconds=5))
     assert buffer.item() == 1.0
+    for board in boards:
+        board.close()
 
 
-def test_no_line_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_step_that_failed_the_backend_is_used_until_one_goes_well() -> None:
+    boards = switchboards(2)
+    connected(*boards)
+    boards[0].lines[1].send([torch.ones(1)])  # nobody takes it
+    for board in boards:
+        board.end(fine=False)
+    buffer = torch.empty(1)
+    assert isinstance(boards[0].lines[1].send([torch.ones(1)]), NoBackend)
+    assert isinstance(boards[1].lines[0].receive([buffer]), NoBackend)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda board: board.end(fine=True), boards))
+    assert boards[0].lines[1].send([torch.full((1,), 2.0)]) is None
+    boards[1].lines[0].receive([buffer]).wait(timedelta(seconds=5))
+    assert buffer.item() == 2.0
+    for board in boards:
+        board.close()
+
+
+def test_a_large_message_goes_by_the_backend(ends: tuple[Line, Line]) -> None:
+    here, there = ends
+    large = torch.empty(LIMIT + 1, dtype=torch.uint8)
+    assert isinstance(here.send([large]), NoBackend)
+    assert isinstance(there.receive([large]), NoBackend)
+    assert here.send([large[:LIMIT]]) is None
+
+
+def test_no_socket_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    here = Switchboard(0, DistributedStore(store, 0, 2))
-    monkeypatch.setattr(lines, "_HOST", "elsewhere")
-    there = Switchboard(1, DistributedStore(store, 1, 2))
+    here = Board(0, 2, store)
+    monkeypatch.setattr(switching, "_HOST", "elsewhere")
+    Board(1, 2, store)
     monkeypatch.undo()
-    here.introduce([1])
     here.connect([1])
-    assert here.lines == there.lines == {}
+    assert isinstance(here.lines[1].send([torch.ones(1)]), NoBackend)
 
 
-def test_a_stranger_is_sent_away() -> None:
-    first, second = switchboards(2)
-    for board in (first, second):
-        board.introduce([1 - board.rank])
-    place = first._places[1]
-    assert place is not None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(f"\0{place[0]}")
-        stranger.send(lines._HELLO.pack(b"guess".ljust(32), 0, 1))
-        first.connect([1])
-        second.connect([0])
-        first.begin(1)
-        second.begin(1)
-        stranger.settimeout(5.0)
-        assert stranger.recv(1) == b""
-    first.lines[1].send(torch.ones(1))
-    second.lines[0].expect(torch.empty(1)).wait(timedelta(seconds=5))
+def test_ranks_without_a_place_to_listen_stay_with_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switching, "_short_folder", lambda: "/nowhere/at/all")
+    boards = switchboards(2)
+    connected(*boards)
+    assert isinstance(boards[0].lines[1].send([torch.ones(1)]), NoBackend)
+    assert isinstance(boards[1].lines[0].receive([torch.ones(1)]), NoBackend)
 
 
 def test_a_peer_that_never_asks_leaves_a_closed_line(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = switchboards(2)
-    second.introduce([0])
-    monkeypatch.setattr(lines, "_PATIENCE", 0.05)
+    monkeypatch.setattr(switching, "_PATIENCE", 0.05)
     second.connect([0])
     with pytest.raises(RuntimeError, match="Connection closed"):
-        second.lines[0].send(torch.ones(1))
-    assert first.lines == {}
+        second.lines[0].send([torch.ones(1)])
+    assert isinstance(first.lines[1].send([torch.ones(1)]), NoBackend)
+    second.end(fine=False)
 
 
 class Mixed(nn.Module):
@@ -308,7 +343,10 @@ def train_mixed(name: str) -> tuple[list[list[Tensor]], bool]:
         x, y = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
         schedule.step(x, target=y)
         found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
-    return found, DistributedTransport.of().line(1 - rank) is not None
+    transport = DistributedTransport.of()
+    sent_at_once = transport.sender(1 - rank)([torch.ones(1)]) is None
+    transport.irecv(torch.empty(1), 1 - rank).wait()
+    return found, sent_at_once
 
 
 @pytest.mark.processes

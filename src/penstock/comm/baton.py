@@ -100,7 +100,7 @@ class Baton:
         return waiting.ready()
 
     def _despair(self) -> None:
-        everyone = "; ".join(self._spell(rank) for rank in range(self.num_ranks))
+        everyone = "; ".join(self._waits_for(rank) for rank in range(self.num_ranks))
         for rank, waiting in enumerate(self._waiting):
             if waiting is not None:
                 gone = self._gone(rank)
@@ -121,6 +121,6 @@ class Baton:
             current = None if waiting is None else waiting.peer
         return None
 
-    def _spell(self, rank: int) -> str:
+    def _waits_for(self, rank: int) -> str:
         waiting = self._waiting[rank]
         return f"rank {rank} has left" if waiting is None else f"rank {rank} waits for {waiting.what}"

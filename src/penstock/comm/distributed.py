@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from penstock.comm.line import Line, Switchboard
+from penstock.comm.line import Line
 from penstock.comm.store import Departure, DistributedStore
-from penstock.comm.transport import FailureRecord, Transport, Work
+from penstock.comm.switchboard import Switchboard
+from penstock.comm.transport import FailureRecord, Receive, Send, Transport, Work
 from penstock.comm.watcher import Watcher
 from penstock.errors import PenstockError, StepTimeout, TransportError
 
@@ -51,6 +51,7 @@ class DistributedTransport(Transport):
         self.timeout = _timeout(backend)
         self.store: DistributedStore = _store(group, self.device)
         self._switchboard = Switchboard(self.rank, self.store) if self._gloo is not None else None
+        self._waiter: tuple[float, Callable[[Work], object]] = (-1.0, methodcaller("wait"))
         self._watcher: Watcher | None = None
         self._broken: FailureRecord | None = None
         self._in_step = False
@@ -70,33 +71,33 @@ class DistributedTransport(Transport):
 
     # -- messages
 
-    def sender(self, peer: int) -> Callable[[list[Tensor]], Work]:
-        channel, number = self._channels(self._peer(peer), self.rank < peer)
-        return partial(channel.send, dstRank=number, tag=_TAG)
+    def connect(self, peers: Collection[int]) -> None:
+        if self._switchboard is not None and self.num_ranks > 1:
+            parent, children = self.family()
+            everyone = {*peers, *children, *([] if parent is None else [parent])}
+            self._switchboard.connect([peer for peer in everyone if self._line(peer) is not None])
 
-    def receiver(self, peer: int) -> Callable[[list[Tensor]], Work]:
-        channel, number = self._channels(self._peer(peer), peer < self.rank)
-        return partial(channel.recv, srcRank=number, tag=_TAG)
+    def sender(self, peer: int) -> Send:
+        line = self._line(peer)
+        return self._backend_calls(peer)[0] if line is None else line.send
 
-    def introduce(self, peers: Iterable[int]) -> None:
-        if self._switchboard is not None:
-            self._switchboard.introduce(peers)
+    def receiver(self, peer: int) -> Receive:
+        line = self._line(peer)
+        return self._backend_calls(peer)[1] if line is None else line.receive
 
-    def connect(self, peers: Iterable[int]) -> None:
-        if self._switchboard is not None:
-            self._switchboard.connect(peers)
+    def _line(self, peer: int) -> Line | None:
+        return None if self._switchboard is None else self._switchboard.line(peer, *self._backend_calls(peer))
 
-    def disconnect(self) -> None:
-        if self._switchboard is not None:
-            self._switchboard.disconnect()
-
-    def line(self, peer: int) -> Line | None:
-        return None if self._switchboard is None else self._switchboard.lines.get(peer)
+    def _backend_calls(self, peer: int) -> tuple[Send, Receive]:
+        (out, number), (back, _) = (self._channels(self._peer(peer), up) for up in (self.rank < peer, peer < self.rank))
+        return partial(out.send, dstRank=number, tag=_TAG), partial(back.recv, srcRank=number, tag=_TAG)
 
     def waiter(self) -> Callable[[Work], object]:
-        if self.device.type == "cpu":
-            return methodcaller("wait", timedelta(seconds=self.timeout))
-        return methodcaller("wait")  # on an accelerator a bound would make the host wait for the stream
+        if self.device.type != "cpu":
+            return methodcaller("wait")  # on an accelerator a bound would make the host wait for the stream
+        if self._waiter[0] != self.timeout:
+            self._waiter = self.timeout, methodcaller("wait", timedelta(seconds=self.timeout))
+        return self._waiter[1]
 
     def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
         if isinstance(error, PenstockError):
@@ -161,10 +162,12 @@ class DistributedTransport(Transport):
             self._watcher = Watcher(self, self.store.clone())
         self._watcher.begin(self.epoch)
 
-    def _unwatch(self) -> None:
+    def _unwatch(self, *, fine: bool) -> None:
         self._in_step = False
         if self._watcher is not None:
             self._watcher.end()
+        if self._switchboard is not None:
+            self._switchboard.end(fine=fine)
 
     def break_connections(self, record: FailureRecord) -> None:
         """End this rank's waits by force, with ``record`` as the reason. The group cannot be used afterwards.

@@ -1,100 +1,121 @@
-"""Lines: sockets between ranks of one host, which the ranks' main threads use themselves, for small messages.
+"""Lines: the way of all messages between two ranks; small ones go over a socket if both ranks are on one host.
 
 A backend of torch.distributed hands every message to a thread of its own, on both sides; for a small message the threads'
-waking up costs far more than the message. Over a line a message is one system call for the sender and one for the
-receiver. Sockets keep packets apart (SOCK_SEQPACKET), so a message arrives whole or not at all, whatever interrupts.
+waking up costs far more than the message. Over a socket that the ranks' main threads use themselves a message is one system
+call for the sender and one for the receiver. The socket keeps packets apart (SOCK_SEQPACKET), so a message arrives whole or
+not at all, whatever interrupts. Both ends know a message's size, so they choose alike; a header with step, number and size is
+held against what is due, so a message is never taken for another.
 
-    switchboard = Switchboard(rank, store)          # on every rank
-    switchboard.introduce([1, 2])                   # with the ranks that it has had messages from
-    switchboard.connect([1, 2])                     # on every rank after the same step
-    line = switchboard.lines[1]
-    line.send(tensor)                               # never blocks
-    line.expect(buffer).wait()
+    line = Line(backend_send, backend_receive)      # all messages go by the backend ...
+    line.attach(sock)                               # ... and small ones over the socket from here on, on both ends
+    line.send([tensor])                             # None: it is sent; else what to wait for
+    line.receive([buffer]).wait()
+    line.detach()                                   # back to the backend alone, on both ends
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import secrets
-import select
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import Array, c_char
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from penstock.comm.transport import Store
+from penstock.comm.transport import Receive, Send, Work
 
 LIMIT = 1 << 17
-"""Bytes of the largest message that goes over a line. A larger one gains from a backend's thread, which overlaps it."""
+"""Bytes of the largest message that goes over a socket. A larger one gains from a backend's thread, which overlaps it."""
 
 _HEADER = struct.Struct("<III")  # step, number of the message on the line, size: what no correct message differs in
-_HELLO = struct.Struct("<32sII")  # secret, rank, how often this pair has connected
 _TIMEVAL = struct.Struct("ll")
 _WHOLE_NUMBER = 0xFFFFFFFF
 _BUFFER = 1 << 22  # bytes that may be on their way; the system gives less if it must
 _LONGEST = timedelta(minutes=30)  # that a wait may take which brings no bound of its own, as in a process group
-_PATIENCE = 30.0  # seconds that a rank may take from the end of one step to connecting
 
 
 class Arrival:
-    """A message that is expected. Those of a line arrive in the order in which they are expected."""
+    """A message that is expected over a socket. Those of a line arrive in the order in which they are expected."""
 
-    __slots__ = ("_line", "done", "size", "tensor", "view")
+    __slots__ = ("_line", "done", "header", "size", "tensor", "view")
 
-    def __init__(self, line: Line, tensor: Tensor, size: int) -> None:
+    def __init__(self, line: Line, tensor: Tensor, size: int, header: bytes) -> None:
         self._line = line
         self.tensor = tensor  # keeps the memory alive that `view` shows
         self.size = size
+        self.header = header  # that it will have
         self.view = _bytes_of(tensor, size)
         self.done = False
 
     def wait(self, timeout: timedelta | None = None, /) -> None:
+        """Wait for the message; Ctrl-C is raised when it is there, as from the waits of a backend."""
         line = self._line
         if timeout is not None and timeout is not line.timeout:
             line.set_timeout(timeout)
+        interrupt: KeyboardInterrupt | None = None
         while not self.done:
-            line.pull()
+            try:
+                line.pull()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
 class Line:
-    """One rank's end of a line to another rank."""
+    """One rank's end of the way to another rank."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        weakref.finalize(self, sock.close).atexit = False
+    def __init__(self, send: Send, receive: Receive) -> None:
+        self._send_by_backend, self._receive_by_backend = send, receive
+        self.limit = -1  # bytes of the largest message for the socket; -1: there is none
+        self.step = 0  # goes with every message, so that none is ever taken for one of another step
+        self.timeout = _LONGEST
+        self._socket: socket.socket | None = None
+        self._live: socket.socket | None = None  # the socket, as long as nobody has closed it
+        self._closing: Any = None
+        self._wake = threading.Condition()
+        self._expected: deque[Arrival] = deque()
+
+    def attach(self, sock: socket.socket) -> None:
+        """Use the socket, whose other end the other rank attaches."""
         sock.settimeout(None)  # the kernel keeps the bound: a wait is one call
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        self._send = sock.sendmsg
-        self._receive = sock.recvmsg_into
-        self.set_timeout(_LONGEST)
-        self.step = 0  # goes with every message, so that none is ever taken for one of another step
-        self._sent = 0
-        self._received = 0
-        self._expected: deque[Arrival] = deque()
+        self._socket = self._live = sock
+        self._closing = weakref.finalize(self, sock.close)
+        self._closing.atexit = False
+        self._send, self._receive = sock.sendmsg, sock.recvmsg_into
+        self._sent = self._awaited = 0
+        self._expected.clear()
         self._header = bytearray(_HEADER.size)
         self._overflow: deque[bytes] = deque()  # what the socket would not take yet, in order; a thread sends it
-        self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closed = False
         self._owner = os.getpid()
+        self.set_timeout(self.timeout)
+        self.limit = LIMIT
+
+    def detach(self) -> None:
+        """Let go of the socket, whatever is on it."""
+        if self._socket is not None:
+            self.close()
+            self.limit = -1
+            self._expected.clear()
+            self._socket = None
+            self._closing()
 
     # -- sending
 
-    def send(self, tensor: Tensor) -> None:
-        """Send a contiguous tensor of at most LIMIT bytes. It may be changed as soon as this returns."""
+    def send(self, tensors: list[Tensor]) -> Work | None:
+        """Send a contiguous tensor. None: it has been sent, or copied, and may be changed."""
+        tensor = tensors[0]
         size = tensor.nbytes
+        if size > self.limit:
+            return self._send_by_backend(tensors)
         number = self._sent = self._sent + 1 & _WHOLE_NUMBER
         packet = (_HEADER.pack(self.step, number, size), _bytes_of(tensor, size))
         if not self._overflow:
@@ -105,47 +126,55 @@ class Line:
             except OSError as error:
                 raise self._lost(error) from error
             else:
-                return
+                return None
         self._defer(b"".join(packet))
+        return None
 
     def _defer(self, packet: bytes) -> None:
         """The other end is far behind: a thread sends the packet when there is room, and this rank goes on."""
+        if self._live is None:
+            raise RuntimeError("Connection closed: the line has ended")
         with self._wake:
             self._overflow.append(packet)
             self._wake.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._send_overflow, name="penstock line", daemon=True)
+            arguments = self._live, self._overflow
+            self._thread = threading.Thread(target=self._catch_up, args=arguments, name="penstock line", daemon=True)
             self._thread.start()
 
-    def _send_overflow(self) -> None:
+    def _catch_up(self, sock: socket.socket, overflow: deque[bytes]) -> None:
         while True:
             with self._wake:
-                while not self._overflow and not self._closed:
+                while not overflow and sock is self._live:
                     self._wake.wait()
-                if self._closed:
+                if sock is not self._live:
                     return
-                packet = self._overflow[0]
+                packet = overflow[0]
             try:
-                self._socket.send(packet, socket.MSG_NOSIGNAL)
+                sock.send(packet, socket.MSG_NOSIGNAL)
             except OSError:
-                return  # the next message, of either side, finds the line closed
+                return  # the next message, of either side, finds the socket closed
             with self._wake:
-                self._overflow.popleft()
+                overflow.popleft()
 
     # -- receiving
 
-    def expect(self, tensor: Tensor) -> Arrival:
+    def receive(self, tensors: list[Tensor]) -> Work:
         """The next message fills the tensor, which is contiguous and has its size."""
-        arrival = Arrival(self, tensor, tensor.nbytes)
+        tensor = tensors[0]
+        size = tensor.nbytes
+        if size > self.limit:
+            return self._receive_by_backend(tensors)
+        number = self._awaited = self._awaited + 1 & _WHOLE_NUMBER
+        arrival = Arrival(self, tensor, size, _HEADER.pack(self.step, number, size))
         self._expected.append(arrival)
         return arrival
 
     def pull(self) -> None:
         """Take the next message from the socket; wait for it if need be."""
         arrival = self._expected[0]
-        expected = _HEADER.pack(self.step, self._received + 1 & _WHOLE_NUMBER, arrival.size)
-        # It may be there already: Ctrl-C can break in between the arrival of a message and the lines below.
-        if self._header != expected:
+        # Ctrl-C can break in anywhere: what is done already is not done again.
+        if not arrival.done and self._header != arrival.header:
             try:
                 size, _, flags, _ = self._receive((self._header, arrival.view))
             except BlockingIOError as error:
@@ -153,17 +182,11 @@ class Line:
                 raise RuntimeError(f"Timed out waiting {self.timeout} for a message on a line") from error
             except OSError as error:
                 raise self._lost(error) from error
-            if self._header != expected or size != _HEADER.size + arrival.size or flags & socket.MSG_TRUNC:
+            if self._header != arrival.header or size != _HEADER.size + arrival.size or flags & socket.MSG_TRUNC:
                 self.close()
-                raise self._unexpected(size, expected)
-        self._received = self._received + 1 & _WHOLE_NUMBER
+                raise self._unexpected(size, arrival.header)
         arrival.done = True
         self._expected.popleft()
-
-    def settle(self) -> None:
-        """Take every message that is expected, whether somebody waits for it or, after Ctrl-C, nobody does."""
-        while self._expected:
-            self.pull()
 
     def _unexpected(self, size: int, expected: bytes) -> RuntimeError:
         if size == 0:
@@ -179,28 +202,21 @@ class Line:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a single wait may take."""
-        self.timeout: timedelta = timeout
+        self.timeout = timeout
         seconds = max(timeout.total_seconds(), 1e-3)  # zero would mean no bound
         packed = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
-        with suppress(OSError):  # a line that has ended says so at the next message
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
-
-    def open(self, place: str, hello: bytes) -> None:
-        """Reach the rank that listens at the place; if it is gone, the line is closed."""
-        try:
-            self._socket.connect(place)
-            self._socket.send(hello, socket.MSG_NOSIGNAL)
-        except OSError:
-            self.close()
+        with suppress(OSError):  # a socket that has ended says so at the next message
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """End the line for both ranks, and every wait on it."""
-        if os.getpid() != self._owner:
+        """End the socket for both ranks, and every wait on it: small messages cannot be sent any more."""
+        sock = self._socket
+        if sock is None or os.getpid() != self._owner:
             return  # a forked child, of a DataLoader perhaps, only lets go of its copy
-        self._closed = True
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            sock.shutdown(socket.SHUT_RDWR)
         with self._wake:
+            self._live = None
             self._wake.notify_all()
 
     def _lost(self, error: OSError) -> RuntimeError:
@@ -208,135 +224,6 @@ class Line:
         return RuntimeError(f"Connection closed by peer: {error.strerror}")
 
 
-class Switchboard:
-    """The lines of one rank. Every rank of the transport makes one, or has none of its messages go over lines."""
-
-    def __init__(self, rank: int, store: Store) -> None:
-        self.rank = rank
-        self.lines: dict[int, Line] = {}
-        self._store = store
-        self._secret = secrets.token_bytes(32)
-        self._places: dict[int, tuple[str, bytes] | None] = {}  # by peer: where it listens, and its secret
-        self._rounds: dict[int, int] = {}  # by peer: how often this pair has connected
-        self._asked: dict[tuple[int, int], socket.socket] = {}  # peers that asked for a line, by rank and round
-        self._listener: socket.socket | None = None
-        place = ""
-        if _HOST:
-            place = f"penstock-{secrets.token_hex(16)}"
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._listener.bind(f"\0{place}")
-            self._listener.listen(socket.SOMAXCONN)
-        weakref.finalize(self, _close_all, self.lines, self._asked, self._listener).atexit = False
-        self._store.set(f"line/{rank}", json.dumps([_HOST, place, self._secret.hex()]).encode())
-
-    def introduce(self, peers: Iterable[int]) -> None:
-        """Learn where these peers, which have sent messages to this rank, can be reached."""
-        for peer in peers:
-            if peer not in self._places:
-                host, place, secret = json.loads(self._store.get(f"line/{peer}", _PATIENCE))
-                self._places[peer] = (place, bytes.fromhex(secret)) if host and host == _HOST else None
-
-    def connect(self, peers: Iterable[int]) -> None:
-        """Make lines to those of these peers that are on this host. All ranks do so after the same step.
-
-        Whoever has the lower rank asks. Asking never blocks, so no cycle of ranks can wait for each other here. Nothing is
-        raised, since the step went well: the line to a peer that has gone in the meantime is closed.
-        """
-        wanted = [peer for peer in peers if peer not in self.lines and self._places[peer] is not None]
-        try:
-            for peer in wanted:
-                self._rounds[peer] = self._rounds.get(peer, 0) + 1
-                if peer > self.rank:
-                    self.lines[peer] = self._ask(peer)
-            for peer in wanted:
-                if peer < self.rank:
-                    self.lines[peer] = self._answer(peer)
-        finally:
-            for peer in wanted:
-                if peer not in self.lines:  # Ctrl-C: the other end may have its line, so the next step must fail
-                    self.lines[peer] = _dead()
-
-    def begin(self, step: int) -> None:
-        for line in self.lines.values():
-            line.step = step & _WHOLE_NUMBER
-
-    def close(self) -> None:
-        """End all lines."""
-        for line in self.lines.values():
-            line.close()
-
-    def disconnect(self) -> None:
-        """Give up all lines, as all ranks do after the same step."""
-        self.close()
-        self.lines.clear()
-
-    def _ask(self, peer: int) -> Line:
-        address = self._places[peer]
-        assert address is not None, "only peers on this host are asked"
-        place, secret = address
-        line = Line(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        line.open(f"\0{place}", _HELLO.pack(secret, self.rank, self._rounds[peer]))
-        return line
-
-    def _answer(self, peer: int) -> Line:
-        wanted = peer, self._rounds[peer]
-        end = time.monotonic() + _PATIENCE
-        assert self._listener is not None, "only a rank that listens is asked"
-        while wanted not in self._asked:
-            ready, _, _ = select.select([self._listener], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
-                return _dead()
-            sock, _ = self._listener.accept()
-            who = self._who(sock)
-            if who is None:
-                sock.close()  # anyone on this host may knock
-            else:
-                self._asked[who] = sock
-        return Line(self._asked.pop(wanted))
-
-    def _who(self, sock: socket.socket) -> tuple[int, int] | None:
-        sock.settimeout(2.0)
-        try:
-            hello = sock.recv(_HELLO.size)
-            secret, rank, number = _HELLO.unpack(hello)
-        except (OSError, struct.error):
-            return None
-        return (rank, number) if secrets.compare_digest(secret, self._secret) else None
-
-
-def _close_all(
-    lines: dict[int, Line], asked: dict[tuple[int, int], socket.socket], listener: socket.socket | None
-) -> None:
-    for line in lines.values():
-        line.close()
-    for sock in (listener, *asked.values()):
-        if sock is not None:
-            sock.close()
-
-
-def _dead() -> Line:
-    line = Line(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    line.close()
-    return line
-
-
-def _host() -> str:
-    """What is the same for two processes if and only if one can reach the other's sockets; "" where there are no lines."""
-    if (
-        not hasattr(socket, "AF_UNIX")
-        or not hasattr(socket, "SOCK_SEQPACKET")
-        or os.environ.get("PENSTOCK_LINES") == "0"
-    ):
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        network = Path("/proc/self/ns/net").stat()
-    except OSError:
-        return ""
-    return hashlib.sha256(f"{boot}{network.st_dev}:{network.st_ino}:{os.getuid()}".encode()).hexdigest()
-
-
-_HOST = _host()
 _ARRAYS: dict[int, type[Array[Any]]] = {}
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.comm.baton import Baton, Waiting
 from penstock.comm.crew import Crew
-from penstock.comm.transport import FailureRecord, Store, Transport, Work
+from penstock.comm.transport import FailureRecord, Receive, Send, Store, Transport, Work
 from penstock.errors import PenstockError, RunError, ShapeError, TransportError
 
 Arguments = ParamSpec("Arguments")
@@ -141,10 +141,10 @@ class LocalTransport(Transport):
         self.device = torch.device("cpu")
         self.store: Store = LocalStore(self, world.values)
 
-    def sender(self, peer: int) -> Callable[[list[Tensor]], Work]:
+    def sender(self, peer: int) -> Send:
         return partial(self._world.post_send, self, _checked_peer(peer, self))
 
-    def receiver(self, peer: int) -> Callable[[list[Tensor]], Work]:
+    def receiver(self, peer: int) -> Receive:
         return partial(self._world.post_receive, self, _checked_peer(peer, self))
 
     def waiter(self) -> Callable[[Work], object]:
@@ -167,7 +167,7 @@ class LocalTransport(Transport):
         self._watching = True
         self.failed = self.failure()
 
-    def _unwatch(self) -> None:
+    def _unwatch(self, *, fine: bool) -> None:
         self._watching = False
 
     def report_failure(self, record: FailureRecord, *, epoch: int | None = None) -> FailureRecord:

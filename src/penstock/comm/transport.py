@@ -15,24 +15,27 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.errors import PeerFailed, PenstockError, RanksDisagree
-
-if TYPE_CHECKING:
-    from penstock.comm.line import Line
+from penstock.errors import PeerFailed, PenstockError, RanksDisagree, ShapeError
 
 
 class Work(Protocol):
     """A message on its way. It is waited for exactly once."""
 
     def wait(self, timeout: timedelta = ..., /) -> object: ...
+
+
+Send: TypeAlias = "Callable[[list[Tensor]], Work | None]"
+"""Sends its only tensor, which is contiguous. None: there is nothing to wait for, and the tensor may be changed."""
+Receive: TypeAlias = "Callable[[list[Tensor]], Work]"
+"""Receives into its only tensor, which is contiguous and has the shape and type of what comes."""
 
 
 class Store(Protocol):
@@ -110,13 +113,17 @@ class Transport(ABC):
 
     # -- messages
 
-    @abstractmethod
-    def sender(self, peer: int) -> Callable[[list[Tensor]], Work]:
-        """The call that sends its only tensor to ``peer``."""
+    def connect(self, peers: Collection[int]) -> None:  # noqa: B027  most have nothing to do
+        """Get the ways to these peers ready. All ranks call it after the same meeting, each with those that call it with
+        this one, and before the first message that must be quick."""
 
     @abstractmethod
-    def receiver(self, peer: int) -> Callable[[list[Tensor]], Work]:
-        """The call that receives into its only tensor from ``peer``."""
+    def sender(self, peer: int) -> Send:
+        """The call that sends a tensor to ``peer``."""
+
+    @abstractmethod
+    def receiver(self, peer: int) -> Receive:
+        """The call that receives a tensor from ``peer``."""
 
     @abstractmethod
     def waiter(self) -> Callable[[Work], object]:
@@ -129,31 +136,17 @@ class Transport(ABC):
         ``what`` says what was waited for ("the input of 3F0"). The failure is posted, so that the others hear of it.
         """
 
-    def introduce(self, peers: Iterable[int]) -> None:  # noqa: B027  a transport without lines does nothing
-        """Get ready to ``connect``: called by a rank that has had messages from these peers."""
-
-    def connect(self, peers: Iterable[int]) -> None:  # noqa: B027
-        """Make small messages to these peers cheaper, where that is possible; ``line`` tells where it was.
-
-        Every rank calls it after the same step, which went well, and with every rank that calls it with this one.
-        """
-
-    def disconnect(self) -> None:  # noqa: B027
-        """Go back to where no peer was connected; every rank calls it after the same step."""
-
-    def line(self, peer: int) -> Line | None:
-        """A cheaper way to the peer, for messages of at most ``LIMIT`` bytes; their order is apart from that of others."""
-        return None
-
     def isend(self, tensor: Tensor, peer: int) -> Work:
         """Send, with every error explained; for code that does not count microseconds."""
-        return self._checked(self.sender(peer), tensor, peer, what=f"a send of {_spell(tensor)}")
+        return self._checked(self.sender(peer), tensor, peer, what=f"a send of {_kind_of(tensor)}")
 
     def irecv(self, tensor: Tensor, peer: int) -> Work:
         """Receive, with every error explained; for code that does not count microseconds."""
-        return self._checked(self.receiver(peer), tensor, peer, what=f"a receive of {_spell(tensor)}")
+        return self._checked(self.receiver(peer), tensor, peer, what=f"a receive of {_kind_of(tensor)}")
 
-    def _checked(self, post: Callable[[list[Tensor]], Work], tensor: Tensor, peer: int, *, what: str) -> Work:
+    def _checked(self, post: Send | Receive, tensor: Tensor, peer: int, *, what: str) -> Work:
+        if not tensor.is_contiguous():
+            raise ShapeError(f"{what}, which is not contiguous; write tensor.contiguous()")
         try:
             work = post([tensor])
         except (RuntimeError, ValueError) as error:
@@ -169,15 +162,15 @@ class Transport(ABC):
         self._watch()
         return self.epoch
 
-    def end_step(self) -> None:
-        """End the epoch; to be called however the step ended."""
-        self._unwatch()
+    def end_step(self, *, fine: bool = True) -> None:
+        """End the epoch, however the step ended; ``fine`` says whether it went well, which all ranks say alike."""
+        self._unwatch(fine=fine)
 
     @abstractmethod
     def _watch(self) -> None: ...
 
     @abstractmethod
-    def _unwatch(self) -> None: ...
+    def _unwatch(self, *, fine: bool) -> None: ...
 
     def report_failure(self, record: FailureRecord, *, epoch: int | None = None) -> FailureRecord:
         """Post a failure of this rank in the epoch. The first one stands, and comes back."""
@@ -221,17 +214,16 @@ class Transport(ABC):
 
     def sum(self, tensor: Tensor) -> None:
         """Make the small tensor, on every rank, the sum over all ranks: up a tree to rank 0, and down again."""
-        children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.num_ranks]
-        parent = (self.rank - 1) // 2
+        parent, children = self.family()
         # Receives first: a message that is awaited goes out at once, one that is not costs a question and an answer.
         total = torch.empty_like(tensor)
-        answer = [self.irecv(total, parent)] if self.rank > 0 else []
+        answer = [] if parent is None else [self.irecv(total, parent)]
         parts = [torch.empty_like(tensor) for _ in children]
         for work in [self.irecv(part, child) for part, child in zip(parts, children, strict=True)]:
             work.wait()
         for part in parts:
             tensor += part
-        if self.rank > 0:
+        if parent is not None:
             self.isend(tensor, parent).wait()
             answer[0].wait()
             tensor.copy_(total)
@@ -240,12 +232,18 @@ class Transport(ABC):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the source's small tensor, down a tree."""
-        place = (self.rank - source) % self.num_ranks
-        if place > 0:
-            self.irecv(tensor, ((place - 1) // 2 + source) % self.num_ranks).wait()
-        children = [child for child in (2 * place + 1, 2 * place + 2) if child < self.num_ranks]
-        for work in [self.isend(tensor, (child + source) % self.num_ranks) for child in children]:
+        parent, children = self.family(source)
+        if parent is not None:
+            self.irecv(tensor, parent).wait()
+        for work in [self.isend(tensor, child) for child in children]:
             work.wait()
+
+    def family(self, root: int = 0) -> tuple[int | None, list[int]]:
+        """This rank's parent and children in a tree of all ranks; the root has no parent."""
+        size = self.num_ranks
+        place = (self.rank - root) % size
+        children = [(child + root) % size for child in (2 * place + 1, 2 * place + 2) if child < size]
+        return (None if place == 0 else ((place - 1) // 2 + root) % size), children
 
     def clock_offset(self, *, rounds: int = 8) -> float:
         """Seconds to add to this rank's ``time.perf_counter()`` to get that of rank 0.
@@ -275,10 +273,12 @@ class _CheckedWork:
 
     __slots__ = ("_peer", "_transport", "_what", "_work")
 
-    def __init__(self, transport: Transport, work: Work, peer: int, *, what: str) -> None:
+    def __init__(self, transport: Transport, work: Work | None, peer: int, *, what: str) -> None:
         self._transport, self._work, self._peer, self._what = transport, work, peer, what
 
     def wait(self, timeout: timedelta | None = None, /) -> None:
+        if self._work is None:
+            return
         try:
             self._transport.waiter()(self._work) if timeout is None else self._work.wait(timeout)
         except RuntimeError as error:
@@ -294,7 +294,7 @@ def meeting_folder(meeting: int) -> str:
     return f"meeting/{meeting}"
 
 
-def _spell(tensor: Tensor) -> str:
+def _kind_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.comm.framing import Receiving
 from penstock.comm.transport import Work
 from penstock.errors import ShapeError
-from penstock.run.channel import Channel, Receiving
+from penstock.run.channel import Channel
 from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, wire
 from penstock.stage.boundary import SINGLE, flatten, unflatten
 
@@ -52,10 +53,13 @@ class Inbox:
         """RECV_F of a warm step."""
         layout, channel = self.layouts[microbatch], self.channel
         buffers, works = [], []
-        for tensor in layout.tensors:  # type: ignore[union-attr]
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)  # type: ignore[union-attr]
-            buffers.append(buffer)
-            works.append(channel.recv([buffer]))  # type: ignore[union-attr]
+        try:
+            for tensor in layout.tensors:  # type: ignore[union-attr]
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)  # type: ignore[union-attr]
+                buffers.append(buffer)
+                works.append(channel.recv([buffer]))  # type: ignore[union-attr]
+        except RuntimeError as error:
+            channel.fail(error)  # type: ignore[union-attr]
         self.leaves[microbatch] = buffers
         self.works[microbatch] = works
 
@@ -63,7 +67,7 @@ class Inbox:
         """RECV_F of a cold step: its turn comes when somebody needs it, or something behind it."""
         self.channel.incoming.append(self.pull(microbatch))  # type: ignore[union-attr]
 
-    def pull(self, microbatch: int) -> Receiving:
+    def pull(self, microbatch: int) -> Receiving[None]:
         """Receive a message of a cold step."""
         channel = self.channel
         assert channel is not None, "only another rank sends messages"
@@ -77,8 +81,11 @@ class Inbox:
         works = self.works[microbatch]
         if works is not None:
             wait = self.channel.wait  # type: ignore[union-attr]
-            while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
-                wait(works.pop())
+            try:
+                while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
+                    wait(works.pop())
+            except RuntimeError as error:
+                self.channel.fail(error)  # type: ignore[union-attr]
             self.works[microbatch] = None
             self._arrive(microbatch, self.layouts[microbatch])  # type: ignore[arg-type]
         elif self.leaves[microbatch] is None and self.channel is not None:
@@ -251,13 +258,16 @@ class Outbox:
         grads, channel = self.grad_layouts[microbatch], self.channel
         buffers: list[Tensor | None] = []
         works = []
-        for tensor in grads.tensors:  # type: ignore[union-attr]
-            if tensor is not None:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)  # type: ignore[union-attr]
-                buffers.append(buffer)
-                works.append(channel.recv([buffer]))  # type: ignore[union-attr]
-            else:
-                buffers.append(None)
+        try:
+            for tensor in grads.tensors:  # type: ignore[union-attr]
+                if tensor is not None:
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)  # type: ignore[union-attr]
+                    buffers.append(buffer)
+                    works.append(channel.recv([buffer]))  # type: ignore[union-attr]
+                else:
+                    buffers.append(None)
+        except RuntimeError as error:
+            channel.fail(error)  # type: ignore[union-attr]
         self.buffers[microbatch] = buffers
         self.works[microbatch] = works
 
@@ -265,7 +275,7 @@ class Outbox:
         """RECV_B of a cold step."""
         self.channel.incoming.append(self.pull_grads(microbatch))  # type: ignore[union-attr]
 
-    def pull_grads(self, microbatch: int) -> Receiving:
+    def pull_grads(self, microbatch: int) -> Receiving[None]:
         channel = self.channel
         assert channel is not None, "only another rank sends gradients"
         grads = GradLayout.decode((yield from channel.receive_description()))
@@ -283,8 +293,11 @@ class Outbox:
         works = self.works[microbatch]
         if works is not None:
             wait = self.channel.wait  # type: ignore[union-attr]
-            while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
-                wait(works.pop())
+            try:
+                while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
+                    wait(works.pop())
+            except RuntimeError as error:
+                self.channel.fail(error)  # type: ignore[union-attr]
             self.works[microbatch] = None
         elif self.buffers[microbatch] is None and self.channel is not None:
             self.channel.pull_until(lambda: self.buffers[microbatch] is not None)

@@ -19,8 +19,7 @@ from penstock.errors import ShapeError
 from penstock.stage.boundary import Spec
 from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, to_local
 
-HEADER_NUMBERS = 2
-DATA, POISON = 1, 2  # what a header announces: a message, or that its sender has failed and none will come
+DATA, POISON = 1, 2  # what a frame announces: a message, or that its sender has failed and none will come
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 

@@ -172,15 +172,11 @@ class Program:
 
     def load_layouts(self, signature: int) -> None:
         """For a warm step."""
-        for channel in self.channels.values():
-            channel.begin(cold=False)
         for box, (layouts, grads) in zip(self._boxes(), self.saved[signature], strict=True):
             box.layouts, box.grad_layouts = layouts, grads
 
     def fresh_layouts(self) -> None:
         """For a cold step."""
-        for channel in self.channels.values():
-            channel.begin(cold=True)
         size = self.plan.num_microbatches
         for box in self._boxes():
             box.layouts, box.grad_layouts = [None] * size, [None] * size

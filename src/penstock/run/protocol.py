@@ -36,6 +36,10 @@ class Preamble:
     def failed(self) -> bool:
         return self.signature == FAILED
 
+    def __str__(self) -> str:
+        mode = {0: "a training step", 1: "an evaluation"}.get(self.mode, f"mode {self.mode}")
+        return f"{mode} (number {self.epoch}) of {self.num_microbatches} microbatches"
+
 
 class Preambles:
     """Each rank hears from the rank of the stage before its first one, and tells the ranks that follow it."""
@@ -68,7 +72,9 @@ class Preambles:
             numbers = torch.tensor(astuple(preamble), dtype=torch.int64, device=self.transport.device)
             for child, send in zip(self.children, self.send, strict=True):
                 try:
-                    self.wait(send([numbers]))
+                    work = send([numbers])
+                    if work is not None:
+                        self.wait(work)
                 except RuntimeError as error:
                     failed = self.transport.explain(error, peer=child, what="the preamble of the step")
                 except KeyboardInterrupt as error:
@@ -87,16 +93,14 @@ class Verdict:
 
 def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset()) -> Verdict:
     """Ask all ranks. A rank that cannot be reached is not fine; the others are told all the same."""
-    rank, size = transport.rank, transport.num_ranks
     found = Verdict(ok)
-    if size == 1:
+    if transport.num_ranks == 1:
         return found
-    children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+    parent, children = transport.family()
     flag = torch.tensor([0 if ok else 1], dtype=torch.int64, device=transport.device)
     for child in children:
         flag += _ask(transport, child, lost, found)
-    if rank > 0:
-        parent = (rank - 1) // 2
+    if parent is not None:
         _tell(transport, parent, flag, lost, found)
         flag = flag + _ask(transport, parent, lost, found)
     for child in children:

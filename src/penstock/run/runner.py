@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 
-from penstock.comm.line import Arrival, Line
 from penstock.comm.transport import FailureRecord, Transport
 from penstock.errors import PenstockError, RanksDisagree, RunError, TransportError
 from penstock.plan import Action, AnyAction, Op
@@ -50,15 +48,16 @@ class Runner:
         self.signatures: dict[int, dict[Any, int]] = {}  # by mode: the number of each shape of input, last used last
         self.preambles: Preambles | None = None
         self.recorder: Any = None
+        self._fine = False  # whether the current step went well, as all ranks found
 
     def step(self, programs: Callable[[int], Program], mode: int, prepare: Prepare) -> Outcome:
         """One step in the given mode; `programs(mode)` does it."""
-        transport = self.transport
-        transport.begin_step()
+        self._fine = False
+        self.transport.begin_step()
         try:
             return self._step(programs, mode, prepare)
         finally:
-            transport.end_step()
+            self.transport.end_step(fine=self._fine)
 
     def _step(self, programs: Callable[[int], Program], mode: int, prepare: Prepare) -> Outcome:
         error: BaseException | None = None
@@ -110,8 +109,8 @@ class Runner:
         mine = Preamble(self.transport.epoch, mode, preamble.signature, preamble.cold, size)
         if mine != preamble and error is None and not preamble.failed:
             error = RanksDisagree(
-                f"rank {self.transport.rank} is about to run {_spell(mine)}, "
-                f"rank {self.preambles.parent} {_spell(preamble)}. Call the same on every rank"
+                f"rank {self.transport.rank} is about to run {mine}, "
+                f"rank {self.preambles.parent} {preamble}. Call the same on every rank"
             )
             self.report(None, error)
         return preamble, error
@@ -155,33 +154,14 @@ class Runner:
             self.drain(program, at + 1, cold=cold)
             return self.peer_failure() or RunError("the step was given up, but no rank says why")
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
-            explained = self.explained(error)
             action = program.actions[at] if at < len(program.actions) else None
-            self.report(action, explained)
+            self.report(action, error)
             self.drain(program, at if _posted_nothing(action) else at + 1, cold=cold)
-            return explained
+            return error
         finally:
             if self.recorder is not None:
                 self.recorder.unwatch(program)
         return None
-
-    def explained(self, error: BaseException) -> BaseException:
-        """An error of a message, which the backend words in its own way, becomes one that names the rank."""
-        if not isinstance(error, RuntimeError) or isinstance(error, PenstockError):
-            return error
-        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        while isinstance(owners[-1], (Line, Arrival)):
-            owners.pop()
-        if self.recorder is not None and owners[-1] is self.recorder:
-            owners.pop()  # it waits in the channel's stead
-        owner = owners[-1]
-        channel = owner if isinstance(owner, Channel) else owner.channel if isinstance(owner, (Inbox, Outbox)) else None
-        if channel is None:
-            return error
-        channel.lost = True
-        explained = self.transport.explain(error, peer=channel.peer, what="a message of the step")
-        explained.__cause__ = error
-        return explained
 
     def report(self, action: AnyAction | None, error: BaseException) -> None:
         """Tell the other ranks; those that cannot be told see that the connections are gone."""
@@ -210,6 +190,8 @@ class Runner:
         All remaining messages are posted, then the data-parallel replicas are met where they will wait (and told), then
         the messages are waited for.
         """
+        for channel in program.channels.values():
+            channel.drains = True
         rest = [part for action in program.actions[at:] for part in parts_of(action)]
         for part in rest:
             if part.op.is_message:
@@ -224,13 +206,9 @@ class Runner:
                 self._try(each, partial(each.wait, each.sent.popleft()))
         boxes: list[Inbox | Outbox] = [*program.inboxes.values(), *program.outboxes.values()]
         for box in boxes:
-            channel = box.channel
             for work in box.pending():
-                if channel is not None and not channel.lost:
-                    self._try(channel, partial(channel.wait, work))
-        for each in program.channels.values():
-            if not each.lost:
-                self._try(each, each.settle)
+                if box.channel is not None and not box.channel.lost:
+                    self._try(box.channel, partial(box.channel.wait, work))
 
     @staticmethod
     def _drain_collective(program: Program, action: Action) -> None:
@@ -273,11 +251,6 @@ class Runner:
         if left:
             error = RunError(f"left over at the end of the step: {', '.join(left[:8])}; the plan did not use them up")
             self.report(None, error)
-        if error is None and preamble.cold and not self.dynamic:
-            try:
-                self.transport.introduce(program.channels)
-            except PenstockError as caught:
-                error = caught
         outcome = Outcome()
         for run in program.runs.values():
             if run.stage.is_last:
@@ -285,17 +258,14 @@ class Runner:
                 outcome.outputs = list(run.outputs) if run.inputs.keep_outputs else []
         lost = frozenset(peer for peer, channel in program.channels.items() if channel.lost)
         program.clear()
-        for channel in program.channels.values():
-            channel.lost = False
         found = verdict(self.transport, ok=error is None, lost=lost)
+        self._fine = found.fine
         if found.fine:
             if preamble.cold and not self.dynamic:
                 program.save_layouts(preamble.signature)
-                self.transport.connect(program.channels)
             if found.interrupt is not None:
                 raise found.interrupt
             return outcome
-        self.transport.disconnect()  # what is on the lines may be of this step: the next cold one makes new ones
         program.saved.pop(preamble.signature, None)  # it may have failed because the shapes are others by now
         error = found.interrupt or error
         if error is not None and (certain or not isinstance(error, Exception)):
@@ -309,11 +279,6 @@ class Runner:
 def _posted_nothing(action: AnyAction | None) -> bool:
     """A message that raised did so before anything was posted: its checks come first."""
     return isinstance(action, Action) and action.op.is_message
-
-
-def _spell(preamble: Preamble) -> str:
-    mode = {0: "a training step", 1: "an evaluation"}.get(preamble.mode, f"mode {preamble.mode}")
-    return f"{mode} (number {preamble.epoch}) of {preamble.num_microbatches} microbatches"
 
 
 def _in_range(name: str, call: Call) -> None:

@@ -237,6 +237,7 @@ class Schedule(LegacySchedule):
                 raise problem
             assert self._ties is not None, "made above"
             self._ties.meet()
+            self._transport.connect(self._program(self._mode if mode is None else mode).channels)
             self._runner = Runner(self._transport, dynamic=self._dynamic)
         return self._runner
 
