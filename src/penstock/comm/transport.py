@@ -23,6 +23,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.dtypes import dtype_name
 from penstock.errors import PeerFailed, PenstockError, RanksDisagree, ShapeError
 
 
@@ -295,7 +296,7 @@ def meeting_folder(meeting: int) -> str:
 
 
 def _kind_of(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def _differences(everyone: Sequence[Mapping[str, str]]) -> str:

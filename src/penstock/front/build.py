@@ -229,27 +229,6 @@ def _plan_for(placement: Placement, schedule: str | Plan | Recipe, microbatches:
     return min(fitting, key=lambda plan: (simulate(plan).makespan, max(simulate(plan).peak_memory)))
 
 
-# -- data parallelism
-
-
-def wrap(stages: Sequence[PipelineStage], ends: Ends, kind: str) -> None:
-    """Put the modules of the stages into DDP or under fully_shard."""
-    if kind not in ("ddp", "fsdp"):
-        raise StageError(f'data_parallel={kind!r}; expected "ddp" or "fsdp"')
-    if ends.mesh is None or ends.num_replicas == 1:
-        return
-    for stage in stages:
-        module = stage.submod
-        if not any(p.requires_grad for p in module.parameters()):
-            continue
-        if kind == "ddp":
-            stage.submod = nn.parallel.DistributedDataParallel(module, process_group=ends.mesh.get_group())
-        else:
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(module, mesh=ends.mesh)
-
-
 def fill_meta(modules: Sequence[nn.Module], request: Request, device: torch.device) -> None:
     """Give stages of a model without data their memory and values."""
     empty = any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))

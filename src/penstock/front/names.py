@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.capture import StageModule
 from penstock.errors import StageError
 from penstock.front.ends import Ends
+from penstock.parallel import unwrap
 from penstock.stage.stage import PipelineStage
 
 Holders = Sequence[tuple[int, str]]
@@ -53,22 +53,17 @@ class StageTensors:
         return ((name, p) for name, p in self.parameters.items() if name not in self.elsewhere)
 
 
-def inner(module: nn.Module) -> nn.Module:
-    """The stage's module inside its data-parallel wrapper."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
-
-
 def stage_tensors(
     stages: Sequence[PipelineStage], ends: Ends, *, ties: Iterable[Holders], rank_of: Sequence[int]
 ) -> StageTensors:
     """Name everything that the stages of this rank hold."""
     tied = {holder: tuple(holders) for holders in ties for holder in holders}
-    captured = all(isinstance(inner(stage.submod), StageModule) for stage in stages)
+    captured = all(isinstance(unwrap(stage.submod), StageModule) for stage in stages)
     prefixes = {} if captured else _prefixes(stages, ends, tied)
     found = StageTensors()
     elsewhere: set[str] = set()
     for stage in stages:
-        module = inner(stage.submod)
+        module = unwrap(stage.submod)
         kept = module.state_dict(keep_vars=True)
         known = module.aliases if isinstance(module, StageModule) else {}
         held = {**dict(module.named_parameters(remove_duplicate=False)), **kept}
@@ -103,7 +98,7 @@ def stage_tensors(
 
 def _prefixes(stages: Sequence[PipelineStage], ends: Ends, tied: Mapping[tuple[int, str], Holders]) -> dict[int, str]:
     """Stages made by hand may use the same names for different things; then the stage's number tells them apart."""
-    mine = {stage.stage_index: list(inner(stage.submod).state_dict()) for stage in stages}
+    mine = {stage.stage_index: list(unwrap(stage.submod).state_dict()) for stage in stages}
     everyone: dict[int, list[str]] = {}
     for names in ends.gather("the names of the parameters", [[k, v] for k, v in mine.items()]):
         everyone |= dict(names)

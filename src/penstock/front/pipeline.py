@@ -17,13 +17,14 @@ from penstock.capture import Pipe
 from penstock.comm.transport import Transport
 from penstock.errors import RunError, StageError
 from penstock.front import checkpoint, norm
-from penstock.front.build import Built, Request, adopt, build, cut, device_of, wrap
+from penstock.front.build import Built, Request, adopt, build, cut, device_of
 from penstock.front.choose import Choice
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
-from penstock.front.names import StageTensors, inner, stage_tensors
+from penstock.front.names import StageTensors, stage_tensors
 from penstock.front.spread import receive_from, send_to
 from penstock.front.weighted import WeightedSchedule
+from penstock.parallel import unwrap, wrap
 from penstock.plan import Placement, Plan
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
@@ -144,7 +145,8 @@ class Pipeline:
             )
             self._built = build(request, self._ends)
             self._request = replace(request, model=nn.Module(), weights=None)  # the model's memory is the user's
-        wrap(self._built.stages, self._ends, data_parallel)
+        for stage in self._built.stages:
+            stage.submod = wrap(stage.submod, data_parallel, self._ends.mesh)
         self._ties = _ties(self._built, ties)
         self._tensors: StageTensors | None = None
         self._scaler = loss_scale
@@ -453,5 +455,5 @@ def _ties(built: Built, given: Iterable[Any]) -> list[tuple[tuple[int, str], ...
         return [shared.holders for shared in built.info.shared.values()]
     found = [getattr(tie, "holders", tie) for tie in given]
     for stage in built.stages:
-        found += [tie.holders for tie in getattr(inner(stage.submod), "ties", ())]
+        found += [tie.holders for tie in getattr(unwrap(stage.submod), "ties", ())]
     return list(dict.fromkeys(tuple(map(tuple, holders)) for holders in found))

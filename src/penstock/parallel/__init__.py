@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from penstock.parallel.adapt import adapt
 from penstock.parallel.protocol import DataParallel, Unwrapped
+from penstock.parallel.wrap import unwrap, wrap
 
-__all__ = ["DataParallel", "Unwrapped", "adapt"]
+__all__ = ["DataParallel", "Unwrapped", "adapt", "unwrap", "wrap"]

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import ShapeError
 from penstock.stage.boundary import Spec
 from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, to_local
 
 DATA, POISON = 1, 2  # what a frame announces: a message, or that its sender has failed and none will come
-
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +45,20 @@ class TensorLayout:
 
     def to_json(self) -> list[Any]:
         spread = None if self.distributed is None else self.distributed.to_json()
-        return [list(self.shape), str(self.dtype), self.requires_grad, spread]
+        return [list(self.shape), dtype_name(self.dtype), self.requires_grad, spread]
 
     @classmethod
     def from_json(cls, row: list[Any]) -> TensorLayout:
         shape, dtype, requires_grad, spread = row
         return cls(
-            tuple(shape), _DTYPES[dtype], requires_grad, None if spread is None else DTensorLayout.from_json(spread)
+            tuple(shape), dtype_named(dtype), requires_grad, None if spread is None else DTensorLayout.from_json(spread)
         )
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{name}{list(self.shape)}{' with gradient' if self.requires_grad else ''}"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}{' with gradient' if self.requires_grad else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.comm.transport import Transport
+from penstock.dtypes import dtype_name
 from penstock.errors import StageError
+from penstock.parallel import unwrap
 from penstock.plan import Placement
 from penstock.run.layout import wire
 from penstock.stage.dtensors import to_local
@@ -160,25 +162,22 @@ def declared(stages: Iterable[PipelineStage]) -> list[Holders]:
     """What the modules of hand-made stages say themselves, in an attribute `ties`, as those of `split_modules` do."""
     found: dict[Holders, None] = {}
     for stage in stages:
-        for module in (stage.submod, getattr(stage.submod, "module", None)):  # inside a data-parallel wrapper, too
-            said = getattr(module, "ties", ())
-            if isinstance(said, tuple):
-                found |= dict.fromkeys(tuple(tie.holders) for tie in said if hasattr(tie, "holders"))
+        said = getattr(unwrap(stage.submod), "ties", ())
+        if isinstance(said, tuple):
+            found |= dict.fromkeys(tuple(tie.holders) for tie in said if hasattr(tie, "holders"))
     return list(found)
 
 
 def _place(parameter: nn.Parameter) -> tuple[tuple[int, int], str]:
     """Where a parameter lies, and of what kind it is."""
     local = to_local(parameter.detach())
-    return (os.getpid(), local.data_ptr()), f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+    return (os.getpid(), local.data_ptr()), f"{dtype_name(parameter.dtype)}{list(parameter.shape)}"
 
 
 def _named(stage: PipelineStage, name: str) -> nn.Parameter:
-    """A parameter by its name, whatever data-parallel wrapper stands around the module."""
-    found: dict[str, nn.Parameter] = dict(stage.submod.named_parameters(remove_duplicate=False))
-    for candidate in (name, f"module.{name}"):
-        if candidate in found:
-            return found[candidate]
+    found = dict(unwrap(stage.submod).named_parameters(remove_duplicate=False))
+    if name in found:
+        return found[name]
     raise StageError(
         f"stage {stage.stage_index} has no parameter {name!r} to tie; it has {', '.join(list(found)[:8]) or 'none'}"
     )
