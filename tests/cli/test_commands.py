@@ -158,6 +158,8 @@ def test_compare_with_stages_per_rank() -> None:
         "loopedbfs",
         "interleaved1f1b",
         "interleavedzerobubble",
+        "gis",
+        "zb-gis",
     }
     assert {entry["stages"] for entry in found} == {6}
 

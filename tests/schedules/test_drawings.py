@@ -68,6 +68,16 @@ v-min: 3 ranks, 2 stages a rank, 3 microbatches
 rank 0  0F0 0F1 .   .   .   5F0 5I0 5W0 0F2 .   .   5F1 5I1 0I0 0W0 5W1 .   5F2 5I2 0I1 0W1 5W2 .   .   0I2 0W2
 rank 1  .   1F0 .   .   4F0 1F1 .   4I0 4W0 .   4F1 1F2 1I0 4I1 1W0 4W1 4F2 .   1I1 4I2 1W1 4W2 .   1I2 1W2 .
 rank 2  .   .   2F0 3F0 .   .   2F1 .   3I0 3F1 3W0 2I0 2F2 2W0 3I1 3F2 3W1 2I1 2W1 .   3I2 3W2 2I2 2W2 .   .
+
+gis: 3 ranks, 2 stages a rank, 3 microbatches
+rank 0  0F0 0F1 .   3F0 3F1 0F2 .   .   3I0 3W0 .   3I1 3W1 3F2 0I0 0W0 .   0I1 0W1 3I2 3W2 .   0I2 0W2
+rank 1  .   1F0 1F1 .   4F0 4F1 .   4I0 4W0 1F2 4I1 4W1 .   1I0 1W0 4F2 1I1 1W1 4I2 4W2 .   1I2 1W2 .
+rank 2  .   .   2F0 2F1 .   5F0 5I0 5W0 5F1 5I1 5W1 2F2 2I0 2W0 2I1 2W1 5F2 5I2 5W2 .   2I2 2W2 .   .
+
+zb-gis: 3 ranks, 2 stages a rank, 3 microbatches
+rank 0  0F0 0F1 .   3F0 3F1 0F2 .   .   3I0 3W0 3I1 3W1 3F2 0I0 0W0 0I1 0W1 3I2 3W2 .   0I2 0W2
+rank 1  .   1F0 1F1 .   4F0 4F1 .   4I0 1F2 4I1 4W0 1I0 4W1 4F2 1I1 1W0 4I2 1W1 4W2 1I2 1W2 .
+rank 2  .   .   2F0 2F1 .   5F0 5I0 5F1 5I1 2F2 2I0 5W0 2I1 5W1 5F2 5I2 2W0 2W1 2I2 5W2 2W2 .
 """
 
 

@@ -25,6 +25,8 @@ SPELLINGS = {
     "zb-h2": ["zb-h2", "ZBH2", "ScheduleZBH2"],
     "v-half": ["v-half", "VHalf", "V_HALF"],
     "v-min": ["v-min", "VMin", "vmin"],
+    "gis": ["gis", "GIS", "Generalised-Interleaved", "generalized_interleaved"],
+    "zb-gis": ["zb-gis", "ZBGIS", "zb_gis"],
 }
 
 

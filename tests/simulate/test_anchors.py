@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.schedules import get_schedule
+from penstock.plan import check
+from penstock.schedules import generalised_interleaved, get_schedule
 from penstock.simulate import Costs, Timeline, simulate
 
 UNIT = (1.0, 1.0, 1.0)
@@ -178,3 +179,41 @@ def test_v_min_meets_the_lower_bound(p: int) -> None:
     """Where its building block fits without a gap, no schedule of the same memory is faster."""
     m, held = 3 * p, 2 * ((p + 4) // 3)
     assert 2 * run("v-min", (p, m)).makespan == 6 * m + 6 * p - 3 * held - 1
+
+
+# p, v, m, g; peak in microbatches and makespan bubble as published; makespan bubble with weight work left for later
+GENERALISED_INTERLEAVED = [
+    ((4, 2, 8, 4), 4, 0.1111, 0.0588),
+    ((4, 2, 8, 2), 3, 0.1429, 0.1111),
+    ((8, 2, 24, 8), 8, 0.0886, 0.0464),
+    ((8, 2, 24, 4), 6, 0.1111, 0.0886),
+    ((8, 4, 24, 8), 8, 0.0464, 0.0237),
+    ((8, 4, 24, 6), 6.5, 0.0649, 0.0432),
+    ((8, 4, 24, 5), 5.75, 0.0740, 0.0619),
+    ((8, 4, 24, 4), 5, 0.0828, 0.0710),
+    ((8, 4, 32, 4), 5, 0.0634, 0.0542),
+    ((16, 4, 48, 8), 10, 0.0857, 0.0740),
+]
+
+
+@pytest.mark.parametrize(("sizes", "memory", "published", "zero_bubble"), GENERALISED_INTERLEAVED)
+def test_generalised_interleaved(
+    sizes: tuple[int, int, int, int], memory: float, published: float, zero_bubble: float
+) -> None:
+    p, v, m, g = sizes
+    for zb, bubble in ((False, published), (True, zero_bubble)):
+        timeline = simulate(generalised_interleaved.recipe(g, zero_bubble=zb)(p, m, stages_per_rank=v))
+        assert round(timeline.bubble_makespan, 4) == bubble
+        assert peak(timeline) == pytest.approx(memory)
+    if m % g == 0:
+        idle = (p - 1) * 2 + (p - g) * (v - 1)
+        assert published == pytest.approx(idle / (3 * v * m + idle), abs=5e-5)
+
+
+@pytest.mark.parametrize("group", [2, 3, 4, 5, 9])
+def test_any_group_from_half_the_ranks_up(group: int) -> None:
+    for num_microbatches in (1, group, 7, 2 * group + 1):
+        for zero_bubble in (False, True):
+            check(
+                generalised_interleaved.recipe(group, zero_bubble=zero_bubble)(4, num_microbatches, stages_per_rank=3)
+            )

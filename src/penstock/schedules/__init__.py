@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.schedules import (
     dualpipev,
     forward_only,
+    generalised_interleaved,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
@@ -37,5 +38,23 @@ register(Recipe("zb-h1", "zero bubble with the memory of 1F1B", zb_h1.rank_actio
 register(Recipe("zb-h2", "zero bubble with twice the memory of 1F1B", zb_h2.rank_actions, stages_per_rank=1))
 register(Recipe("v-half", "V-shaped, half the memory of 1F1B", v_half.rank_actions, "v", 2))
 register(Recipe("v-min", "V-shaped, a third of the memory of 1F1B", v_min.rank_actions, "v", 2))
+
+register(
+    Recipe(
+        "gis",
+        "generalised interleaved, smallest groups",
+        generalised_interleaved.rank_actions,
+        default_stages_per_rank=2,
+        aliases=("GeneralisedInterleaved", "GeneralizedInterleaved"),
+    )
+)
+register(
+    Recipe(
+        "zb-gis",
+        "generalised interleaved, smallest groups, zero bubble",
+        generalised_interleaved.zero_bubble_actions,
+        default_stages_per_rank=2,
+    )
+)
 
 __all__ = ["Recipe", "Sizes", "all_schedules", "get_schedule", "register"]
