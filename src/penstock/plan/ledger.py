@@ -8,7 +8,7 @@ from operator import le, lt
 
 from penstock.errors import DeadlockError, IncompleteError, OrderError
 from penstock.plan.actions import KEY, OP, is_pair, key_of, partner_of, parts, peer_of, stage_of, text, with_op
-from penstock.plan.ops import CARES, MESSAGES, OPS, OVERLAP, RECEIVES, ROWS, SENDS, TRAINING, Op
+from penstock.plan.ops import CARES, CHOICES, MESSAGES, OPS, OVERLAP, RECEIVES, ROWS, SENDS, TRAINING, Op
 from penstock.plan.places import ABSENT, column, either, flatten, places
 from penstock.plan.plan import Plan
 from penstock.plan.tending import check_tending
@@ -17,7 +17,8 @@ from penstock.plan.tending import check_tending
 class Ledger:
     """Reads the lists rank by rank. Afterwards `columns[key][microbatch]` is where that action stands on its rank.
 
-    Every column is full. A B has no column of its own: it stands in those of its I and its W.
+    Every column is full, but for actions that a plan may do without. A B has no column of its own: it stands in those of
+    its I and its W.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -86,8 +87,9 @@ class _RankLedger:
         self.once()
         messages = [key for key in keys if key & OP in MESSAGES]
         computes = [key_of(op, stage) for stage in self.plan.placement.stages_of(self.rank) for op in self.halves()]
-        self.count(messages)
-        self.order(computes, messages)
+        chosen = [key for key in keys if key & OP in CHOICES]
+        self.count(messages, chosen)
+        self.order((*computes, *messages, *chosen))
 
     def halves(self) -> tuple[Op, ...]:
         return (Op.F, Op.I, Op.W) if self.plan.has_backward else (Op.F,)
@@ -141,8 +143,8 @@ class _RankLedger:
                 raise IncompleteError(f"rank {self.rank}, position {position + 1}: {text(code)} stands there twice")
             seen.add(code)
 
-    def count(self, messages: Iterable[int]) -> None:
-        """Fill the columns, each of which must be full; then nothing may be left over."""
+    def count(self, messages: Iterable[int], chosen: Iterable[int]) -> None:
+        """Fill the columns, each of which must be full if its actions are no choice; then nothing may be left over."""
         size, counted = self.plan.num_microbatches, 0
         for stage in self.plan.placement.stages_of(self.rank):
             whole = places(self.standing, key_of(Op.B, stage), size)
@@ -157,6 +159,9 @@ class _RankLedger:
         for key in messages:
             self.columns[key] = self.full(key, places(self.standing, key, size))
             counted += size
+        for key in chosen:
+            self.columns[key] = places(self.standing, key, size)
+            counted += size - self.columns[key].count(ABSENT)
         if counted < len(self.flat):
             code = next(code for code in self.flat if code not in column(code & KEY, size))
             raise IncompleteError(f"{self.at(code)} is out of range; expected microbatches 0 to {size - 1}")
@@ -179,20 +184,22 @@ class _RankLedger:
             + (" and backward" if self.plan.has_backward else "")
         )
 
-    def order(self, computes: Iterable[int], messages: Iterable[int]) -> None:
+    def order(self, keys: Iterable[int]) -> None:
         """Does what an action needs on its own rank stand before it? Of all that does not, the first is raised."""
         late: list[tuple[int, int]] = []  # the action, and what it needs
-        for key in (*computes, *messages):
+        for key in keys:
             if key & OP in RECEIVES:
                 continue
             column_of = self.columns[key]
+            if key & OP in CHOICES:  # what is absent needs nothing
+                column_of = [len(self.codes) if at == ABSENT else at for at in column_of]
             before = le if key & OP == Op.W else lt  # a B is at once the I and the W that needs it
             for need in self.plan.rules.needs(key):
                 if self.plan.placement.rank_of(stage_of(need)) != self.rank:
                     continue
                 needed = self.columns.get(need)
                 if needed is None:
-                    code = self.codes[column_of[0]]
+                    code = self.codes[min(column_of)]
                     raise IncompleteError(f"rank {self.rank} lacks {text(need)}, which {text(code)} needs")
                 if not all(map(before, needed, column_of)):
                     index = next(n for n, (a, b) in enumerate(zip(needed, column_of, strict=True)) if not before(a, b))

@@ -71,6 +71,7 @@ class Row:
     cost: str  # what it takes; a field that is None: as much as its halves together
     letter: str = ""  # where there is no room for the name
     training: bool = False  # has no place in a plan without backwards
+    choice: bool = False  # may be there for some microbatches of a stage and not for others
     halves: tuple[Op, ...] = ()  # the ops that it does in one
     partner: Op | None = None  # of a message: its other half
     sends: bool = False  # of a message: whether it is the half that sends
@@ -121,6 +122,7 @@ SENDS: Final = _where(lambda row: row.sends)
 RECEIVES: Final = MESSAGES - SENDS
 CARES: Final = _where(lambda row: row.kind is Kind.CARE)
 COUNTED: Final = OPS - CARES  # belong to a microbatch
+CHOICES: Final = _where(lambda row: row.choice)
 TRAINING: Final = _where(lambda row: row.training)
 INPUT_GRADIENTS: Final = doing(Op.I)
 WEIGHT_GRADIENTS: Final = doing(Op.W)

@@ -9,7 +9,7 @@ from functools import cached_property
 from penstock.errors import PlanError
 from penstock.plan.actions import KEY, OP, AnyAction, parts, text, unpack
 from penstock.plan.graph import StageGraph
-from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, TRAINING, Op
+from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, OVERLAP, TRAINING, Op
 from penstock.plan.placement import Placement
 from penstock.plan.rules import Rules
 
@@ -104,7 +104,8 @@ class Plan:
 
     @cached_property
     def rules(self) -> Rules:
-        return Rules(self.graph, self.placement, lowered=self.is_lowered)
+        chosen = frozenset(key for keys in self.keys for key in keys if key & OP in CHOICES)
+        return Rules(self.graph, self.placement, lowered=self.is_lowered, chosen=chosen)
 
     def actions(self, rank: int) -> tuple[AnyAction, ...]:
         """The actions of one rank, readable."""

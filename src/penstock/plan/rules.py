@@ -39,6 +39,7 @@ class Rules:
     graph: StageGraph
     placement: Placement
     lowered: bool  # whether values cross ranks by messages, or (a compute-only plan) as if by magic
+    chosen: frozenset[int] = frozenset()  # the keys of actions that a plan may do without, and that are in this one
     _cache: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def requires(self, action: Action) -> tuple[Action, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from typing import NamedTuple
 
 from penstock.errors import DeadlockError, PlanError
@@ -19,7 +20,7 @@ from penstock.plan.actions import (
     stage_of,
     text,
 )
-from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, RECEIVES, ROWS, SENDS, Op
+from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, OVERLAP, RECEIVES, ROWS, SENDS, Op
 from penstock.simulate.costs import Costs
 from penstock.simulate.idle import idle_of
 from penstock.simulate.timeline import Idle, Timeline
@@ -85,6 +86,12 @@ class _Run:
         self.needs: dict[int, list[_Need]] = {}
         self.links: dict[int, _Link] = {}
         self.channels: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0])  # free from then on
+        for key in plan.rules.chosen:
+            self.done[key] = [0.0] * m  # nobody waits for what is not there
+        if plan.rules.chosen:
+            for code in chain.from_iterable(plan.codes):
+                if code & OP in CHOICES:
+                    self.done[code & KEY][code >> MICROBATCH_SHIFT] = _NEVER
 
     def timeline(self) -> Timeline:
         while self.ready:
