@@ -12,7 +12,7 @@ from penstock.errors import RunError
 from penstock.plan import Plan
 from penstock.run.channel import Wait
 from penstock.run.program import Call, Program
-from penstock.simulate import Timeline, idle_of
+from penstock.simulate import Timeline
 
 
 class Recorder:
@@ -72,5 +72,4 @@ class Recording:
         origin = min(min(times["starts"]) for times in everyone if times["starts"])
         starts = tuple([t - origin for t in times["starts"]] for times in everyone)
         ends = tuple([t - origin for t in times["ends"]] for times in everyone)
-        idle = idle_of(recorder.plan, starts, ends)
-        self._timeline = Timeline(recorder.plan, starts, ends, idle, measured=True, unit="s")
+        self._timeline = Timeline(recorder.plan, starts, ends, measured=True, unit="s")

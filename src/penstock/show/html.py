@@ -164,9 +164,7 @@ def _side(timeline: Timeline) -> str:
     whole, peaks = timeline.makespan or 1.0, timeline.peak_memory
     rows = []
     for rank, busy in enumerate(timeline.busy):
-        shares = [("busy", busy)]
-        if timeline.idle:
-            shares += [(cause, getattr(timeline.idle[rank], cause)) for cause in CAUSES]
+        shares = [("busy", busy), *((cause, getattr(timeline.idle[rank], cause)) for cause in CAUSES)]
         stack = "".join(
             f'<i style="width:{100 * value / whole:.2f}%;background:var(--ps-{cause})" '
             f'title="{cause} {escape(time_text(value, timeline.unit))}"></i>'
@@ -184,8 +182,6 @@ def _side(timeline: Timeline) -> str:
 
 
 def _causes(timeline: Timeline) -> str:
-    if not timeline.idle:
-        return ""
     whole = timeline.makespan * len(timeline.idle) or 1.0
     rows = [("busy", "", sum(timeline.busy))]
     for cause, words in _CAUSE_WORDS.items():

@@ -47,9 +47,8 @@ def summary_text(timeline: Timeline) -> str:
             f"{percent(timeline.bubble_longest_rank)} on the longest rank   peak memory {peak(timeline)}"
         ),
     ]
-    if timeline.idle:
-        causes = " ".join(f"{cause:>13}" for cause in CAUSES)
-        lines.append(f"{'rank':>8} {'busy':>10} {causes} {'peak memory':>12}")
+    causes = " ".join(f"{cause:>13}" for cause in CAUSES)
+    lines.append(f"{'rank':>8} {'busy':>10} {causes} {'peak memory':>12}")
     peaks = timeline.peak_memory
     for rank, idle in enumerate(timeline.idle):
         causes = " ".join(f"{time_text(getattr(idle, cause), unit):>13}" for cause in CAUSES)

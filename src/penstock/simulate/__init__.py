@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.simulate.costs import Costs
-from penstock.simulate.idle import idle_of
+from penstock.simulate.idle import Idle
 from penstock.simulate.simulate import simulate
-from penstock.simulate.timeline import Idle, Message, Span, Timeline
+from penstock.simulate.timeline import Message, Span, Timeline
 
-__all__ = ["Costs", "Idle", "Message", "Span", "Timeline", "idle_of", "simulate"]
+__all__ = ["Costs", "Idle", "Message", "Span", "Timeline", "simulate"]

@@ -1,51 +1,57 @@
-"""Idle time by cause, read off the times of a lowered plan: what a measured timeline has, which nobody simulated."""
+"""Idle time by cause, read off the times of a plan, simulated or measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
 
-from penstock.plan import Plan, Rules
-from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts
-from penstock.plan.ops import COMPUTES, MESSAGES, RECEIVES, SENDS
-from penstock.simulate.timeline import Idle
+from penstock.plan import Plan
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, with_op
+from penstock.plan.ops import COMPUTES, MESSAGES, ROWS, SENDS
+
+_Times = Sequence[Sequence[float]]
 
 
-def idle_of(plan: Plan, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> tuple[Idle, ...]:
-    """One `Idle` a rank. A gap before an action is split where the last value that it needs from another rank was sent:
+@dataclass(frozen=True)
+class Idle:
+    """The idle time of one rank, by cause."""
 
-        >>> from penstock.lower import lower
-        >>> from penstock.schedules import get_schedule
-        >>> from penstock.simulate import simulate
-        >>> timeline = simulate(lower(get_schedule("1f1b")(4, 8)))
-        >>> idle_of(timeline.plan, timeline.starts, timeline.ends) == timeline.idle
-        True
+    filling: float = 0.0  # before its first action
+    draining: float = 0.0  # after its last action, until the last rank is done
+    communication: float = 0.0  # the value was computed, and was under way
+    imbalance: float = 0.0  # the value was not computed yet
 
-    before that the value was not computed yet (imbalance), after it the value was under way (communication; in a measured
+    @property
+    def total(self) -> float:
+        return self.filling + self.draining + self.communication + self.imbalance
+
+
+def idle_of(plan: Plan, starts: _Times, ends: _Times) -> tuple[Idle, ...]:
+    """One `Idle` a rank. A gap before an action is split where the last value that it needs was sent, or computed.
+
+    Before that the value was not there yet (imbalance), after it the value was under way (communication; in a measured
     timeline that includes what the rank itself spends between two actions).
     """
-    rules = Rules(plan.graph, plan.placement, lowered=True)
-    sent = {
-        code: start
-        for codes, began in zip(plan.codes, starts, strict=True)
-        for code, start in zip(codes, began, strict=True)
-        if code & OP in SENDS
-    }
+    given = _given(plan, starts, ends)
     busy = [list(_busy(plan.codes[rank], starts[rank], ends[rank])) for rank in range(plan.num_ranks)]
     first = min((spans[0][1] for spans in busy if spans), default=0.0)
     last = max((spans[-1][2] for spans in busy if spans), default=0.0)
-    return tuple(_idle(spans, rules, sent, first=first, last=last) for spans in busy)
+    return tuple(_idle(plan, spans, given, first=first, last=last) for spans in busy)
 
 
 def _idle(
-    spans: list[tuple[int, float, float]], rules: Rules, sent: dict[int, float], *, first: float, last: float
+    plan: Plan, spans: list[tuple[int, float, float]], given: dict[int, float], *, first: float, last: float
 ) -> Idle:
     if not spans:
         return Idle(draining=last - first)
+    needs = plan.rules.needs
     communication = imbalance = 0.0
     now = spans[0][2]
     for code, start, end in spans[1:]:
         if start > now:
-            computed = min(max(_sent(code, rules, sent), now), start)
+            values = (given.get(n | part & MICROBATCH_FIELD, -inf) for part in parts(code) for n in needs(part & KEY))
+            computed = min(max([now, *values]), start)
             imbalance += computed - now
             communication += start - computed
         now = end
@@ -59,14 +65,16 @@ def _busy(codes: Sequence[int], starts: Sequence[float], ends: Sequence[float]) 
             yield code, start, end
 
 
-def _sent(code: int, rules: Rules, sent: dict[int, float]) -> float:
-    """When the last message for an action was sent; minus infinity if it needs none."""
-    return max(
-        (
-            sent[partner_of(need | part & MICROBATCH_FIELD)]
-            for part in parts(code)
-            for need in rules.needs(part & KEY)
-            if need & OP in RECEIVES
-        ),
-        default=float("-inf"),
-    )
+def _given(plan: Plan, starts: _Times, ends: _Times) -> dict[int, float]:
+    """When each value left the rank that made it: as its message was sent, or, where there are none, as it was computed."""
+    given: dict[int, float] = {}
+    for codes, began, ended in zip(plan.codes, starts, ends, strict=True):
+        for code, start, end in zip(codes, began, ended, strict=True):
+            if plan.is_lowered:
+                if code & OP in SENDS:
+                    given[partner_of(code)] = start
+                continue
+            for part in parts(code):
+                for op in (part & OP, *ROWS[part & OP].halves):
+                    given[with_op(part, op)] = end
+    return given

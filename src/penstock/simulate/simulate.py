@@ -20,16 +20,14 @@ from penstock.plan.actions import (
     stage_of,
     text,
 )
-from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, OVERLAP, RECEIVES, ROWS, SENDS, Op
+from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, OVERLAP, ROWS, SENDS, Op
 from penstock.simulate.costs import Costs
-from penstock.simulate.idle import idle_of
-from penstock.simulate.timeline import Idle, Timeline
+from penstock.simulate.timeline import Timeline
 
 _NEVER = -1.0
 _SINGLE = COMPUTES - {OVERLAP}
 _HALVES = tuple(tuple(half - op for half in row.halves) for op, row in enumerate(ROWS))  # from a whole to its halves
-# What an action needs: when it is there (by microbatch), its key, the latency to add, when it was computed or sent.
-_Need = tuple[list[float], int, float, list[float]]
+_Need = tuple[list[float], int, float]  # when it is there (by microbatch), its key, the latency to add
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
@@ -81,7 +79,6 @@ class _Run:
         self.waiting: dict[int, list[int]] = {}  # packed action -> the ranks that wait for it
         self.starts: list[list[float]] = [[] for _ in range(plan.num_ranks)]
         self.ends: list[list[float]] = [[] for _ in range(plan.num_ranks)]
-        self.gaps = [[0.0, 0.0, 0.0] for _ in range(plan.num_ranks)]  # filling, communication, imbalance
         self.ready = list(range(plan.num_ranks - 1, -1, -1))
         self.needs: dict[int, list[_Need]] = {}
         self.links: dict[int, _Link] = {}
@@ -100,15 +97,7 @@ class _Run:
         if stuck:
             waits = "; ".join(f"rank {r} at {text(self.plan.codes[r][self.cursor[r]])}" for r in stuck[:8])
             raise DeadlockError(f"the plan cannot run to its end: {waits}. penstock.plan.check(plan) shows the cycle")
-        end = max((ends[-1] for ends in self.ends if ends), default=0.0)
-        idle = tuple(
-            Idle(filling, end - clock, communication, imbalance)
-            for clock, (filling, communication, imbalance) in zip(self.clock, self.gaps, strict=True)
-        )
-        starts, ends = tuple(self.starts), self.settle_receives()
-        if self.costs.posting and self.plan.is_lowered:  # ranks are then neither idle nor busy while they post
-            idle = idle_of(self.plan, starts, ends)
-        return Timeline(self.plan, starts, ends, idle, costs=self.costs)
+        return Timeline(self.plan, tuple(self.starts), self.settle_receives(), costs=self.costs)
 
     def settle_receives(self) -> tuple[list[float], ...]:
         """The ends of all actions, those of the messages being their arrival."""
@@ -124,14 +113,10 @@ class _Run:
         if found is None:
             rank_of = self.plan.placement.rank_of
             here = rank_of(stage_of(key))
-            found = []
-            for need in self.plan.rules.needs(key):
-                if need & OP in RECEIVES:
-                    found.append((self.done[need], need, 0.0, self.posted[partner_of(need)]))
-                else:
-                    away = rank_of(stage_of(need)) != here
-                    found.append((self.done[need], need, self.costs.latency if away else 0.0, self.done[need]))
-            self.needs[key] = found
+            found = self.needs[key] = [
+                (self.done[need], need, 0.0 if rank_of(stage_of(need)) == here else self.costs.latency)
+                for need in self.plan.rules.needs(key)
+            ]
         return found
 
     def advance(self, rank: int) -> None:
@@ -159,7 +144,6 @@ class _Run:
             key = code & KEY
             microbatch = code >> MICROBATCH_SHIFT
             begin = now
-            last = None
             for need in needs.get(key) or self.needs_of(key):
                 time = need[0][microbatch]
                 if time < 0.0:
@@ -168,10 +152,7 @@ class _Run:
                 time += need[2]
                 if time > begin:
                     begin = time
-                    last = need
             else:
-                if last is not None:
-                    self.gap(rank, now, begin, last[3][microbatch])
                 starts.append(begin)
                 now = begin + duration[key]
                 ends.append(now)
@@ -197,15 +178,6 @@ class _Run:
     def park(self, rank: int, code: int) -> None:
         self.waiting.setdefault(code, []).append(rank)
 
-    def gap(self, rank: int, now: float, begin: float, computed: float) -> None:
-        gaps = self.gaps[rank]
-        if not self.starts[rank] or now == 0.0:
-            gaps[0] += begin - now
-        else:
-            computed = min(max(computed, now), begin)
-            gaps[1] += begin - computed
-            gaps[2] += computed - now
-
     def special(self, rank: int, code: int, now: float) -> float:
         """An overlapped pair, or care of parameters: the time after it, or `_NEVER` if it cannot start."""
         starts, ends = self.starts[rank], self.ends[rank]
@@ -213,18 +185,15 @@ class _Run:
             starts.append(now)
             ends.append(now + self.duration[code])
             return ends[-1]
-        begin, late = now, now
+        begin = now
         both = split_overlap(code)
         for part in both:
-            for times, need, latency, sent in self.needs_of(part & KEY):
+            for times, need, latency in self.needs_of(part & KEY):
                 time = times[part >> MICROBATCH_SHIFT]
                 if time < 0.0:
                     self.park(rank, need | part & MICROBATCH_FIELD)
                     return _NEVER
-                if time + latency > begin:
-                    begin, late = time + latency, sent[part >> MICROBATCH_SHIFT]
-        if begin > now:
-            self.gap(rank, now, begin, late)
+                begin = max(begin, time + latency)
         starts.append(begin)
         first, second = (self.duration[part & KEY] for part in both)
         fused = self.costs.overlap

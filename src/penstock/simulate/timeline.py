@@ -11,6 +11,7 @@ from penstock.plan import Plan
 from penstock.plan.actions import OP, AnyAction, partner_of, parts, stage_of, unpack
 from penstock.plan.ops import COMPUTES, MESSAGES, NOTHING, RECEIVES, ROWS, SENDS
 from penstock.simulate.costs import Costs
+from penstock.simulate.idle import Idle, idle_of
 
 Curve = Sequence[tuple[float, float]]  # (time, what is held from then on)
 
@@ -36,20 +37,6 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Idle:
-    """The idle time of one rank, by cause."""
-
-    filling: float = 0.0  # before its first action
-    draining: float = 0.0  # after its last action, until the last rank is done
-    communication: float = 0.0  # the value was computed, and was under way
-    imbalance: float = 0.0  # the value was not computed yet
-
-    @property
-    def total(self) -> float:
-        return self.filling + self.draining + self.communication + self.imbalance
-
-
-@dataclass(frozen=True)
 class Timeline:
     """When each action of a plan started and ended.
 
@@ -65,7 +52,6 @@ class Timeline:
     plan: Plan
     starts: tuple[Sequence[float], ...] = field(repr=False)  # beside plan.codes: starts[rank][i] is of codes[rank][i]
     ends: tuple[Sequence[float], ...] = field(repr=False)
-    idle: tuple[Idle, ...] = field(repr=False, default=())  # one a rank
     costs: Costs | None = field(repr=False, default=None)  # what it was simulated with, or is compared with
     recorded_memory: tuple[Curve, ...] | None = field(repr=False, default=None)  # one a rank, where it was measured
     measured: bool = False  # measured on real ranks, or simulated
@@ -115,6 +101,11 @@ class Timeline:
     def longest_rank(self) -> float:
         """The longest time from a rank's own first start to its own last end."""
         return max(last - first for first, last, _ in self._extents)
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """The idle time of each rank, by cause."""
+        return idle_of(self.plan, self.starts, self.ends)
 
     @property
     def busy(self) -> tuple[float, ...]:

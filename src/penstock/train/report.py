@@ -18,7 +18,6 @@ from penstock.front import Choice, Pipeline
 from penstock.front.explain import rank_rows, stage_rows
 from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.simulate import Costs, Timeline, simulate
-from penstock.simulate.timeline import Idle
 from penstock.train.check import Checked
 from penstock.train.page import render
 
@@ -160,7 +159,6 @@ def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
         ),
         "starts": [list(row) for row in timeline.starts],
         "ends": [list(row) for row in timeline.ends],
-        "idle": [asdict(idle) for idle in timeline.idle],
     }
 
 
@@ -172,5 +170,4 @@ def _timeline_from_json(data: dict[str, Any]) -> Timeline:
         placement=Placement.of(data["placement"]),
         graph=StageGraph.of(plan.num_stages, [(a, b) for a, b in data["edges"]]),
     )
-    idle = tuple(Idle(**row) for row in data["idle"])
-    return Timeline(plan, tuple(data["starts"]), tuple(data["ends"]), idle, measured=True, unit="s")
+    return Timeline(plan, tuple(data["starts"]), tuple(data["ends"]), measured=True, unit="s")
