@@ -34,8 +34,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "stage": ("plan", "dtypes"),
     "run": ("stage", "comm", "parallel", "batch", "simulate"),
     "capture": ("stage", "batch", "balance"),
+    "checkpoint": ("stage",),
     # the front door
-    "front": ("run", "capture", "show", "search"),
+    "front": ("run", "capture", "checkpoint", "show", "search"),
     "train": ("front",),
 }
 ON_TOP = ("cli", "compat", "__main__")  # may import everything, imported by nobody

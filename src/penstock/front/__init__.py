@@ -6,8 +6,9 @@ result = pipe.step(tokens, target=labels)
 
 from __future__ import annotations
 
-from penstock.front.checkpoint import Checkpoint, load
 from penstock.front.choose import Choice, Tried, choose
+from penstock.front.loading import Checkpoint, load
 from penstock.front.pipeline import Pipeline, Result
+from penstock.front.saving import Saving
 
-__all__ = ["Checkpoint", "Choice", "Pipeline", "Result", "Tried", "choose", "load"]
+__all__ = ["Checkpoint", "Choice", "Pipeline", "Result", "Saving", "Tried", "choose", "load"]

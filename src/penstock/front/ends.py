@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.checkpoint.manifest import Damaged
 from penstock.comm.transport import Transport
 from penstock.errors import (
     BalanceError,
@@ -18,6 +19,8 @@ from penstock.errors import (
     PenstockError,
     PlanError,
     RunError,
+    ShapeError,
+    SplitError,
     StageError,
     UnknownNameError,
 )
@@ -71,26 +74,30 @@ class Ends:
         """Whether this rank decides for all, and speaks for them."""
         return self.rank == 0 and self.replica == 0
 
+    @property
+    def number(self) -> int:
+        """Of this rank among all ranks of all replicas."""
+        return self.replica * self.num_ranks + self.rank
+
     def decide(self, what: str, make: Callable[[], str]) -> str:
         """The text that the first rank makes, on every rank. If it raises, every rank raises."""
-        raised: Exception | None = None
-        post = b""
-        if self.is_first:
-            try:
-                post = json.dumps({"text": make()}).encode()
-            except Exception as error:  # noqa: BLE001  the others must hear of it, whatever it is
-                raised = error
-                post = json.dumps({"error": str(error), "kind": type(error).__name__}).encode()
+        raised, post = _attempt(make) if self.is_first else (None, {})
+        data = json.dumps(post).encode() if self.is_first else b""
         if self.num_replicas > 1 and self.rank == 0:
-            post = _broadcast_bytes(post, self.mesh.get_group(), self.device)
+            data = _broadcast_bytes(data, self.mesh.get_group(), self.device)
         if self.transport.num_ranks > 1:
-            post = self.transport.gather(what, post)[0]
-        if raised is not None:
-            raise raised
-        found = json.loads(post)
-        if "error" in found:
-            raise _as_raised(found["kind"], f"rank 0 failed at {what}: {found['kind']}: {found['error']}")
-        return str(found["text"])
+            data = self.transport.gather(what, data)[0]
+        return str(_value(what, raised, [json.loads(data)])[0])
+
+    def agree(self, what: str, make: Callable[[], Any]) -> list[Any]:
+        """What each rank of each replica makes, on all of them, by `number`. If it raises on one, all raise."""
+        raised, post = _attempt(make)
+        posts = self.gather(what, post)
+        if self.num_replicas > 1:
+            posts = [
+                one for replica in _gather_bytes(json.dumps(posts).encode(), self.mesh, self.device) for one in replica
+            ]
+        return _value(what, raised, posts)
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """A small value of each rank of this pipeline, on each of them."""
@@ -127,10 +134,52 @@ class Ends:
         return min(found)
 
 
+def _attempt(make: Callable[[], Any]) -> tuple[Exception | None, dict[str, Any]]:
+    """The value, or the error and what the others are told of it."""
+    try:
+        return None, {"value": make()}
+    except Exception as error:  # noqa: BLE001  the others must hear of it, whatever it is
+        return error, {"error": str(error), "kind": type(error).__name__}
+
+
+def _value(what: str, raised: Exception | None, posts: list[dict[str, Any]]) -> list[Any]:
+    """The values; or this rank's own error, or that of another, as errors of penstock."""
+    if isinstance(raised, PenstockError):
+        raise raised
+    if raised is not None:
+        raise RunError(f"{what}: {type(raised).__name__}: {raised}") from raised
+    for number, post in enumerate(posts):
+        if "error" in post:
+            raise _as_raised(post["kind"], f"rank {number} failed at {what}: {post['kind']}: {post['error']}")
+    return [post["value"] for post in posts]
+
+
 def _as_raised(kind: str, message: str) -> PenstockError:
-    """An error of the kind that rank 0 raised, so that every rank's program can catch the same."""
-    found = {one.__name__: one for one in (BalanceError, PlanError, RunError, StageError, UnknownNameError)}
-    return found.get(kind, CaptureError)(message)
+    """An error of the kind that the other rank raised, so that every rank's program can catch the same."""
+    kinds = (
+        BalanceError,
+        CaptureError,
+        Damaged,
+        PlanError,
+        RunError,
+        ShapeError,
+        SplitError,
+        StageError,
+        UnknownNameError,
+    )
+    return {one.__name__: one for one in kinds}.get(kind, RunError)(message)
+
+
+def _gather_bytes(payload: bytes, mesh: Any, device: torch.device) -> list[Any]:
+    """What each replica gives, on all of them."""
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(mesh.size())]
+    dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=mesh.get_group())
+    longest = max(int(length.item()) for length in lengths)
+    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    found = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(found, mine, group=mesh.get_group())
+    return [json.loads(bytes(data[: int(n.item())].tolist())) for data, n in zip(found, lengths, strict=True)]
 
 
 def _broadcast_bytes(payload: bytes, group: Any, device: torch.device) -> bytes:

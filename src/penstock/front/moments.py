@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from penstock.checkpoint.manifest import Entry, Manifest
+from penstock.checkpoint.parts import chunk_of, read_entry
+from penstock.checkpoint.plain import dtype_of
 from penstock.errors import StageError
 from penstock.front.names import StageTensors
 
-Pending = tuple[str, str, str, Tensor]  # the key in the file, the parameter, the entry, the tensor to read into
+Pending = tuple[str, str, Tensor]  # the parameter, the entry of its state, the value
 
 
 def parts(
     optimizer: Any, tensors: StageTensors
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """The optimizer's tensors by name, its plain values by name, and its groups."""
     if optimizer is None:
         return {}, {}, []
     names = {id(p): name for name, p in tensors.parameters.items()}
     copies = {id(p) for _, _, p in tensors.copies}
     state: dict[str, dict[str, Tensor]] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, dict[str, Any]] = {}
     for parameter, entries in optimizer.state.items():
         if id(parameter) in copies:
             continue
@@ -39,7 +42,7 @@ def parts(
             if isinstance(value, Tensor):
                 state.setdefault(name, {})[key] = value.detach()
             else:
-                values[f"{name}.{key}"] = value
+                values.setdefault(name, {})[key] = value
     groups = []
     for group in optimizer.param_groups:
         plain = {
@@ -49,51 +52,59 @@ def parts(
     return state, values, groups
 
 
-def targets(optimizer: Any, tensors: StageTensors, entries: Mapping[str, TensorStorageMetadata]) -> list[Pending]:
-    """Room for each tensor of the optimizer that the checkpoint has."""
+def staged(optimizer: Any, tensors: StageTensors, manifest: Manifest, place: Path) -> list[Pending]:
+    """The tensors of the optimizer that the checkpoint has, read; nothing is changed yet."""
     if optimizer is None:
         return []
-    of_parameter: dict[str, list[tuple[str, TensorStorageMetadata]]] = {}
-    for key, entry in entries.items():
+    kind = type(optimizer).__name__
+    if manifest.optimizer.get("kind") != kind:
+        saved = manifest.optimizer.get("kind")
+        raise StageError(
+            f"{place} {f'has the state of {saved}' if saved else 'was saved without an optimizer'}, and optimizer is "
+            f"{kind}; give one of that kind, or load without optimizer="
+        )
+    of_parameter: dict[str, list[tuple[str, Entry]]] = {}
+    for key, entry in manifest.tensors.items():
         name, _, part = key.removeprefix("optimizer.state.").rpartition(".")
         if key.startswith("optimizer.state."):
             of_parameter.setdefault(name, []).append((part, entry))
+    options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found = []
     for name, parameter in tensors.parameters.items():
         for spelling in (name, *tensors.aliases.get(name, ())):
             for part, entry in of_parameter.get(spelling, ()):
-                same = tuple(entry.size) == tuple(parameter.shape)
-                made = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype) if same else room(entry)
-                found.append((f"optimizer.state.{spelling}.{part}", name, part, made))
+                found.append((name, part, _value(parameter, entry, place, options.get(id(parameter), {}))))
     return found
 
 
-def room(entry: TensorStorageMetadata) -> Tensor:
-    """A plain tensor of that size and type."""
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
+def _value(parameter: Tensor, entry: Entry, place: Path, options: Mapping[str, Any]) -> Tensor:
+    """As the parameter is spread, where it has its shape; else whole, on the host unless the optimizer runs on a device."""
+    if entry.shape != tuple(parameter.shape):
+        whole = read_entry(place, entry, start=(0,) * len(entry.shape), shape=entry.shape)
+        return whole.to(parameter.device) if options.get("capturable") or options.get("fused") else whole
+    made = torch.empty_like(parameter.detach(), dtype=dtype_of(entry.dtype))
+    chunk = chunk_of(made)
+    if chunk is not None:
+        start, local = chunk
+        local.copy_(read_entry(place, entry, start=start, shape=tuple(local.shape)))
+    return made
 
 
-def fill(
-    optimizer: Any, tensors: StageTensors, facts: Mapping[str, Any], pending: list[tuple[str, str, str, Tensor]]
-) -> None:
+def fill(optimizer: Any, tensors: StageTensors, saved: Mapping[str, Any], pending: list[Pending]) -> None:
+    """Put what was read into the optimizer."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for _, name, part, value in pending:
+    for name, part, value in pending:
         for parameter in (tensors.parameters[name], *(copy for one, _, copy in tensors.copies if one == name)):
             if id(parameter) in held:
                 optimizer.state[parameter][part] = value.clone()
-    for key, value in facts["optimizer_values"].items():
-        name, _, part = key.rpartition(".")
+    for name, values in saved["values"].items():
         own = tensors.parameters.get(name)
         if own is not None and id(own) in held:
-            optimizer.state[own][part] = value
-    for group, saved in zip(optimizer.param_groups, facts["param_groups"], strict=False):
-        for key, value in saved["options"].items():
-            if key in group:
-                kept = group[key]
-                group[key] = (
-                    tuple(value)
-                    if isinstance(kept, tuple)
-                    else kept.fill_(value)
-                    if isinstance(kept, Tensor)
-                    else value
-                )
+            optimizer.state[own].update(values)
+    for group, options in zip(optimizer.param_groups, (one["options"] for one in saved["groups"]), strict=False):
+        for key, value in options.items():
+            kept = group.get(key)
+            if isinstance(kept, Tensor):
+                kept.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(kept, tuple) else value

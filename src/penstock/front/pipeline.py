@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,12 +17,15 @@ from penstock.batch import batch_size_of
 from penstock.capture import Pipe
 from penstock.comm.transport import Transport
 from penstock.errors import RunError, StageError
-from penstock.front import checkpoint, norm
+from penstock.front import norm
 from penstock.front.build import Built, Request, adopt, build, cut, device_of
 from penstock.front.choose import Choice
+from penstock.front.companions import Companions
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
+from penstock.front.loading import copy_state, load_into
 from penstock.front.names import StageTensors, stage_tensors
+from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import receive_from, send_to
 from penstock.front.weighted import WeightedSchedule
 from penstock.parallel import unwrap, wrap
@@ -160,6 +164,7 @@ class Pipeline:
             **chunk_specs,
         }
         self._schedule = self._make_schedule(self._built.plan)
+        self._saving: Saving | None = None  # a checkpoint that is being written
         self._smaller: dict[int, WeightedSchedule] = {}  # for evaluations of fewer rows than there are microbatches
 
     # -- what there is
@@ -317,21 +322,60 @@ class Pipeline:
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take this rank's tensors out of a state dict, of the whole model or of these stages."""
-        checkpoint.copy_state(self.tensors, state, strict=strict)
+        copy_state(self.tensors, state, strict=strict)
 
-    def save(self, folder: str | Path, *, optimizer: Any = None, extra: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint: all ranks call it. It is there whole, or the one before it still is."""
-        steps = {"steps": self._schedule.steps}
-        checkpoint.save(
-            folder, self.tensors, self._ends, optimizer=optimizer, extra={**(extra or {}), "penstock": steps}
-        )
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        data: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int = 1,
+        wait: bool = True,
+    ) -> Saving | None:
+        """Write a checkpoint: all ranks call it. It is there whole, or the one before it still is.
 
-    def load(self, folder: str | Path, *, optimizer: Any = None) -> dict[str, Any]:
-        """Read a checkpoint that any number of ranks and stages wrote; what `save` was given as `extra` comes back."""
-        extra = checkpoint.load_into(folder, self.tensors, optimizer=optimizer)
-        self._schedule.steps = int(extra.pop("penstock", {}).get("steps", 0))
-        self._ends.gather("a loaded checkpoint", str(folder))
-        return extra
+            pipe.save("run/checkpoint", optimizer=optimizer, scheduler=scheduler, extra={"epoch": 3}, keep=3)
+
+        `scheduler` and `data` have state_dict() and load_state_dict(); `extra` is anything that JSON can hold. `keep`
+        checkpoints stay: the newest in `folder`, older ones beside it. With wait=False the writing goes on beside the
+        next steps, and a `Saving` comes back.
+        """
+        began = time.perf_counter()
+        if self._saving is not None:
+            before, self._saving = self._saving, None
+            before.wait()
+        companions = Companions(optimizer, scheduler, data, self._scaler)
+        contents = Contents(self._schedule.steps, companions, extra or {})
+        order = prepare(folder, self.tensors, self._ends, contents, keep=keep)
+        if wait:
+            save(order, self._ends)
+        else:
+            self._saving = Saving(order, self._ends, began)
+        return self._saving
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        data: Any = None,
+        or_older: bool = False,
+    ) -> dict[str, Any]:
+        """Read a checkpoint that any number of ranks and stages wrote; what `save` was given as `extra` comes back.
+
+            extra = pipe.load("run/checkpoint", optimizer=optimizer, scheduler=scheduler)
+
+        All ranks check what they need, agree on what it is, and only then change anything: if one cannot, all raise.
+        With or_older=True the newest whole one of those that `keep` has left is taken, and a warning says so.
+        """
+        companions = Companions(optimizer, scheduler, data, self._scaler)
+        loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
+        self._schedule.steps = loaded.step
+        return dict(loaded.extra)
 
     # -- for programs around a pipeline
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from typing import Any
 
 from penstock.balance import Profile
-from penstock.errors import PenstockError
+from penstock.checkpoint import kept
 from penstock.front import Pipeline
-from penstock.front.checkpoint import found
+from penstock.front.saving import DISK
 from penstock.train import report
 from penstock.train.check import Checked, check, set_rate
 from penstock.train.generate import generate
@@ -116,12 +115,11 @@ class Run:
         return start
 
     def _resume(self) -> int:
-        try:
-            place = found(self.options.checkpoint)
-        except PenstockError:
+        place = self.options.checkpoint
+        if not self.pipe.any(place.exists() or bool(kept.older(place))):
             self.screen.say("no checkpoint yet: starting at step 0")
             return 0
-        extra = self.pipe.load(place, optimizer=self.optimizer)
+        extra = self.pipe.load(place, optimizer=self.optimizer, or_older=True)
         self.losses = list(extra["losses"])
         self.validation = [(step, loss) for step, loss in extra["validation"]]
         self.seconds = list(extra["seconds"])
@@ -131,13 +129,8 @@ class Run:
 
     def _put_aside(self) -> None:
         """What an earlier run left in the folder is not this run's: a restart must not go on from it."""
-        place = self.options.checkpoint
-        for leftover in (place.with_name(f"{place.name}.old"), place.with_name(f"{place.name}.saving")):
-            shutil.rmtree(leftover, ignore_errors=True)
-        if place.exists():
-            before = place.with_name(f"{place.name}.before")
-            shutil.rmtree(before, ignore_errors=True)
-            place.rename(before)
+        before = kept.put_aside(self.options.checkpoint, DISK)
+        if before is not None:
             self.screen.say(f"the checkpoint of an earlier run is now {before}")
 
     def _cut_log(self, start: int) -> None:

@@ -1,0 +1,244 @@
+"""The manifest of a checkpoint: every name, shape, type and file, and the SHA-256 of each part. Plain JSON.
+
+manifest = Manifest.read(folder)             # checked from end to end before any other file is opened
+manifest.tensors["model.embed.weight"].parts[0].file
+
+Nothing that penstock loads is found by torch's own list (`.metadata`, a pickle), which stands beside it for programs
+without penstock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint.plain import dtype_of, num_bytes
+from penstock.errors import RunError
+
+FILE = "penstock.json"
+FORMAT = 2
+LIMIT = 1 << 30  # bytes of a manifest; a part of a tensor takes about 250
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in the checkpoint's own folder
+
+
+class Damaged(RunError):
+    """A checkpoint, or a file of it, is not what was written."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a tensor, and where its bytes lie."""
+
+    file: str
+    offset: int  # where torch's record of this block begins in the file
+    length: int  # bytes of that record
+    data: int  # where in the record the values themselves begin
+    sha256: str  # of the record
+    start: tuple[int, ...]  # the block's first corner in the tensor
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class SmallFile:
+    """A file that is read whole."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint holds."""
+
+    step: int
+    ranks: int
+    replicas: int
+    versions: Mapping[str, str]  # of penstock and torch, which wrote it
+    tensors: Mapping[str, Entry]
+    files: Mapping[str, SmallFile]  # all but those with tensors
+    aliases: Mapping[str, list[str]] = field(default_factory=dict)  # other names of a model's tensor
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # its kind, its plain values by parameter, its groups
+    extra: Mapping[str, Any] = field(default_factory=dict)  # the user's
+
+    def dumps(self) -> bytes:
+        body = json.dumps(asdict(self))
+        digest = hashlib.sha256(body.encode()).hexdigest()
+        return f'{{"format": {FORMAT}, "digest": "{digest}",\n"checkpoint": {body}}}\n'.encode()
+
+    @property
+    def digest(self) -> str:
+        """The same for the same contents."""
+        return hashlib.sha256(self.dumps()).hexdigest()
+
+    @classmethod
+    def loads(cls, data: bytes, *, source: str = "the manifest") -> Manifest:
+        try:
+            whole = json.loads(data)
+            facts = _known(whole, {"format": int, "digest": str, "checkpoint": dict}, "it", all_needed=False)
+            if facts.get("format") != FORMAT:
+                raise Damaged(_other_format(source, facts.get("format")))
+            if facts["digest"] != hashlib.sha256(json.dumps(facts["checkpoint"]).encode()).hexdigest():
+                raise Damaged(f"{source} is damaged: its contents do not have the digest that stands in it")
+            return _manifest(facts["checkpoint"])
+        except (ValueError, RecursionError, KeyError) as error:
+            raise Damaged(f"{source} is no manifest of a checkpoint: {error}") from error
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """That of a checkpoint, and the sizes of its files as it says."""
+        file = folder / FILE
+        made = cls.loads(read_small(file, LIMIT), source=str(file))
+        for name, length in made.sizes().items():
+            has = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if has is None or has < length:
+                raise Damaged(
+                    f"{folder / name} {'is missing' if has is None else f'has {has} bytes'}; the manifest says {length} bytes"
+                )
+        return made
+
+    def small(self, folder: Path, name: str) -> bytes:
+        """The bytes of a small file, if they are those that were written."""
+        known = self.files.get(name)
+        if known is None:
+            raise Damaged(f"{folder} has no {name}, as far as its manifest says")
+        data = read_small(folder / name, known.size)
+        if hashlib.sha256(data).hexdigest() != known.sha256:
+            raise Damaged(f"{folder / name} is damaged: its bytes are not those that were written")
+        return data
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes that each file has at least."""
+        found = {name: small.size for name, small in self.files.items()}
+        for entry in self.tensors.values():
+            for part in entry.parts:
+                found[part.file] = max(found.get(part.file, 0), part.offset + part.length)
+        return found
+
+
+def read_small(file: Path, limit: int) -> bytes:
+    """The bytes of a file that is not larger than that."""
+    try:
+        size = file.stat().st_size
+        if size > limit:
+            raise Damaged(f"{file} has {size:,} bytes; at most {limit:,} are read")
+        return file.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read: {error}") from error
+
+
+def _other_format(source: str, found: object) -> str:
+    return (
+        f"{source} has format {found!r}, this penstock reads {FORMAT}; make one file of it with torch's own tool, "
+        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER model.pt, and give that as weights="
+    )
+
+
+# -- from JSON, checked
+
+
+def _known(value: object, kinds: Mapping[str, type], what: str, *, all_needed: bool = True) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value.keys() <= kinds.keys() or (all_needed and value.keys() != kinds.keys()):
+        raise ValueError(f"{what} is {_short(value)}; expected an object with {', '.join(kinds)}")
+    for name, one in value.items():
+        if not isinstance(one, kinds[name]) or (isinstance(one, bool) and kinds[name] is int):
+            raise ValueError(f"{what} has {name}: {_short(one)}; expected {kinds[name].__name__}")
+        if isinstance(one, int) and one < 0:
+            raise ValueError(f"{what} has {name}: {one}; expected 0 or more")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:80]}..."
+
+
+def _manifest(body: dict[str, Any]) -> Manifest:
+    kinds = {f.name: int if f.name in ("step", "ranks", "replicas") else dict for f in fields(Manifest)}
+    facts = _known(body, kinds, "the checkpoint")
+    for name, version in facts["versions"].items():
+        if not isinstance(version, str):
+            raise ValueError(f"the version of {name} is {_short(version)}; expected text")
+    tensors = {name: _entry(name, entry) for name, entry in facts["tensors"].items()}
+    files = {
+        _file(name): SmallFile(**_known(one, {"size": int, "sha256": str}, name))
+        for name, one in facts["files"].items()
+    }
+    for name, others in facts["aliases"].items():
+        if not isinstance(others, list) or not all(isinstance(other, str) for other in others):
+            raise ValueError(f"the other names of {name} are {_short(others)}; expected a list of names")
+    if facts["optimizer"]:
+        parts = _known(facts["optimizer"], {"kind": str, "values": dict, "groups": list}, "the optimizer")
+        for name, values in parts["values"].items():
+            if not isinstance(values, dict):
+                raise ValueError(f"the optimizer's values of {name} are {_short(values)}; expected an object")
+        for group in parts["groups"]:
+            _known(group, {"options": dict, "names": list}, "a group of the optimizer")
+            if not all(isinstance(name, str) for name in group["names"]):
+                raise ValueError(f"a group of the optimizer has {_short(group['names'])}; expected names")
+    _check_overlaps(tensors)
+    return Manifest(**{**facts, "tensors": tensors, "files": files})
+
+
+def _entry(name: str, value: object) -> Entry:
+    facts = _known(value, {"shape": list, "dtype": str, "parts": list}, name)
+    shape, dtype = _sizes(name, facts["shape"]), dtype_of(facts["dtype"])
+    parts = tuple(_part(name, one) for one in facts["parts"])
+    for part in parts:
+        if len(part.start) != len(shape) or len(part.shape) != len(shape):
+            raise ValueError(f"{name} has {len(shape)} dimensions, and a part with {len(part.shape)}")
+        if any(a + b > c for a, b, c in zip(part.start, part.shape, shape, strict=True)):
+            raise ValueError(f"{name} is {list(shape)}, and a part of {list(part.shape)} begins at {list(part.start)}")
+        if part.data + num_bytes(part.shape, dtype) > part.length:
+            raise ValueError(f"{name} has a part of {list(part.shape)} {facts['dtype']} in {part.length} bytes")
+    if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+        raise ValueError(f"the parts of {name} do not make up {list(shape)}")
+    return Entry(shape, facts["dtype"], parts)
+
+
+def _part(name: str, value: object) -> Part:
+    kinds = {f.name: str if f.name in ("file", "sha256") else int for f in fields(Part)}
+    facts = _known(value, {**kinds, "start": list, "shape": list}, f"a part of {name}")
+    _file(facts["file"])
+    return Part(**{**facts, "start": _sizes(name, facts["start"]), "shape": _sizes(name, facts["shape"])})
+
+
+def _sizes(name: str, value: list[Any]) -> tuple[int, ...]:
+    if not all(type(one) is int and 0 <= one < 1 << 62 for one in value) or len(value) > 64:
+        raise ValueError(f"{name} has the sizes {_short(value)}; expected whole numbers from 0")
+    return tuple(value)
+
+
+def _file(name: object) -> str:
+    """A plain name: nothing outside the checkpoint's folder is ever opened."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in (".", ".."):
+        raise ValueError(f"{_short(name)} is no name of a file in the checkpoint's folder")
+    return name
+
+
+def _check_overlaps(tensors: Mapping[str, Entry]) -> None:
+    """Each byte belongs to one part, so that what is read is never more than what is there."""
+    ends: dict[str, list[tuple[int, int]]] = {}
+    for entry in tensors.values():
+        for part in entry.parts:
+            ends.setdefault(part.file, []).append((part.offset, part.offset + part.length))
+    for file, spans in ends.items():
+        spans.sort()
+        for (_, end), (start, _) in pairwise(spans):
+            if start < end:
+                raise ValueError(f"two parts in {file} overlap at byte {start}")

@@ -1,0 +1,139 @@
+"""The parts of tensors in files: written as torch's checkpoints have them, read as bytes that have the right digest.
+
+Each part is a record as `torch.save` makes it, so that torch's own loader finds it. The manifest says where in the
+record the values begin; penstock reads them from there, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.manifest import Damaged, Entry, Part
+from penstock.checkpoint.plain import dtype_of, num_bytes
+
+Block = tuple[str, tuple[int, ...], Tensor]  # the key, the first corner in the whole tensor, the values
+
+
+class _Hashing:
+    """What `torch.save` writes to: the file, by way of the digest."""
+
+    def __init__(self, disk: Disk, stream: BinaryIO) -> None:
+        self.disk, self.stream = disk, stream
+        self.digest = hashlib.sha256()
+        self.length = 0
+        self.error: OSError | None = None  # torch.save makes something unreadable of it
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.digest.update(view)
+        try:
+            self.disk.write(self.stream, view)
+        except OSError as error:
+            self.error = error
+            raise
+        self.length += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def write_parts(file: Path, blocks: Iterable[Block], disk: Disk) -> list[tuple[str, Part]]:
+    """One file with these blocks; what the manifest says of each."""
+    found: list[tuple[str, Part]] = []
+    stream = disk.create(file)
+    with stream:
+        offset = 0
+        for key, start, values in blocks:
+            plain = _plain(values)
+            out: Any = _Hashing(disk, stream)
+            try:
+                torch.save(plain, out)
+            except RuntimeError:
+                raise out.error or RuntimeError(f"torch cannot save {key}") from None
+            stream.flush()
+            data = _values_begin(file, offset) if plain.nbytes else 0
+            part = Part(file.name, offset, out.length, data, out.digest.hexdigest(), start, tuple(plain.shape))
+            found.append((key, part))
+            offset += out.length
+        disk.finish(stream)
+    return found
+
+
+def _plain(values: Tensor) -> Tensor:
+    """On the host, with a storage of its own, which is what `torch.save` writes."""
+    plain = values.detach().cpu().contiguous()
+    return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
+
+
+def _values_begin(file: Path, offset: int) -> int:
+    """Where the values stand in the record that ends the file: in the one member of the archive under data/."""
+    with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+        (member,) = (one for one in archive.infolist() if one.filename.endswith("/data/0"))
+        stream.seek(member.header_offset + 26)
+        name, extra = (int.from_bytes(stream.read(2), "little") for _ in range(2))
+        return member.header_offset + 30 + name + extra - offset
+
+
+def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
+    """The first corner of the block of a tensor that is here, and the block; None if none of it is."""
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return (0,) * tensor.ndim, tensor
+    from penstock.stage.dtensors import to_local
+
+    chunks = tensor.__create_chunk_list__()
+    local = to_local(tensor)
+    if not chunks or (local.numel() == 0 and tensor.numel() > 0):
+        return None
+    return tuple(chunks[0].offsets), local
+
+
+def read_entry(folder: Path, entry: Entry, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """A block of a saved tensor, out of the parts that touch it."""
+    made = torch.zeros(shape, dtype=dtype_of(entry.dtype))
+    for part in entry.parts:
+        here, there = _common(start, shape, part)
+        if here is not None:
+            made[here] = read_part(folder, part, entry.dtype)[there]
+    return made
+
+
+def read_part(folder: Path, part: Part, dtype: str) -> Tensor:
+    """The values of one part, if its bytes are those that were written."""
+    kind = dtype_of(dtype)
+    record = bytearray(part.length)
+    file = folder / part.file
+    try:
+        with file.open("rb") as stream:
+            stream.seek(part.offset)
+            got = stream.readinto(record)
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read: {error}") from error
+    if got != part.length or hashlib.sha256(record).hexdigest() != part.sha256:
+        raise Damaged(
+            f"{file} is damaged: bytes {part.offset} to {part.offset + part.length} are not those that were written"
+        )
+    if not num_bytes(part.shape, kind):
+        return torch.empty(part.shape, dtype=kind)
+    count = num_bytes(part.shape, kind) // kind.itemsize
+    return torch.frombuffer(record, dtype=kind, count=count, offset=part.data).reshape(part.shape)
+
+
+def _common(start: tuple[int, ...], shape: tuple[int, ...], part: Part) -> Any:
+    """Where a block and a part overlap, as indices into each; (None, None) if they do not."""
+    here, there = [], []
+    for a, n, b, m in zip(start, shape, part.start, part.shape, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None, None
+        here.append(slice(low - a, high - a))
+        there.append(slice(low - b, high - b))
+    return tuple(here), tuple(there)

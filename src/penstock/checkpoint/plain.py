@@ -1,0 +1,121 @@
+"""Small states as JSON and back: those of schedulers, scalers, data loaders and random generators.
+
+text = json.dumps(encode(scheduler.state_dict()))
+scheduler.load_state_dict(decode(json.loads(text)))
+
+`decode` makes numbers, texts, containers and tensors, whatever the text says; it never calls anything by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import torch
+
+from penstock.errors import RunError
+
+_KIND, _VALUE = "~", "is"  # of a value that JSON does not know: {"~": "tuple", "is": [1, 2]}
+_LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_PAIRS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+
+
+def encode(value: Any) -> Any:
+    """A value that `json.dumps` takes; `decode` is the inverse, type for type.
+
+    >>> decode(encode({"milestones": Counter({30: 1}), "lrs": (0.1, 0.2)}))
+    {'milestones': Counter({30: 1}), 'lrs': (0.1, 0.2)}
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [encode(one) for one in value]
+    if kind is dict and all(type(key) is str and key != _KIND for key in value):
+        return {key: encode(one) for key, one in value.items()}
+    if kind.__name__ in _LISTS and kind is _LISTS[kind.__name__]:
+        return {_KIND: kind.__name__, _VALUE: [encode(one) for one in value]}
+    if kind.__name__ in _PAIRS and kind is _PAIRS[kind.__name__]:
+        return {_KIND: kind.__name__, _VALUE: [[encode(key), encode(one)] for key, one in value.items()]}
+    if kind is bytes:
+        return {_KIND: "bytes", _VALUE: base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        return {_KIND: "tensor", _VALUE: [dtype_name(value.dtype), list(value.shape), _bytes_of(value)]}
+    if kind.__module__ == "numpy":
+        return _encode_numpy(value)
+    raise RunError(
+        f"a {kind.__module__}.{kind.__qualname__} cannot be saved; expected numbers, texts, tensors, and lists, tuples, sets "
+        "and dictionaries of them. Let the state_dict() of the object that has it leave it out"
+    )
+
+
+def _encode_numpy(value: Any) -> Any:
+    import numpy as np
+
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufc":
+        raise RunError(f"a numpy array of {array.dtype} cannot be saved; expected numbers")
+    kind = "numpy" if isinstance(value, np.ndarray) else "numpy scalar"
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {_KIND: kind, _VALUE: [array.dtype.str, list(array.shape), data]}
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {key: decode(one) for key, one in value.items()}
+    kind: Any = value[_KIND]
+    content: Any = value.get(_VALUE)
+    try:
+        if kind in _LISTS:
+            return _LISTS[kind](decode(one) for one in content)
+        if kind in _PAIRS:
+            return _PAIRS[kind]({decode(key): decode(one) for key, one in content})
+        if kind == "bytes":
+            return base64.b64decode(content, validate=True)
+        if kind in ("tensor", "numpy", "numpy scalar"):
+            return _array(kind, *content)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"a saved {kind} cannot be read: {error}") from error
+    raise RunError(f"a saved value is of the kind {kind!r}, which this penstock does not know")
+
+
+def _array(kind: str, dtype: str, shape: list[int], data: str) -> Any:
+    raw = bytearray(base64.b64decode(data, validate=True))
+    if kind == "tensor":
+        made = torch.empty(0, dtype=dtype_of(dtype)) if not raw else torch.frombuffer(raw, dtype=dtype_of(dtype))
+        return made.reshape(shape)
+    import numpy as np
+
+    array = np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape)
+    return array if kind == "numpy" else array[()]
+
+
+def _bytes_of(tensor: torch.Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous().flatten()
+    return base64.b64encode(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"").decode()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: object) -> torch.dtype:
+    """
+    >>> dtype_of("bfloat16")
+    torch.bfloat16
+    """
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise RunError(f"{name!r} is no type of a tensor; expected one such as float32 or bfloat16")
+    return found
+
+
+def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,98 @@
+"""What goes with a model through a checkpoint: optimizer, scheduler, scaler, data, and the random state of each rank."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.checkpoint.manifest import Damaged
+from penstock.checkpoint.plain import decode, encode
+from penstock.errors import RunError, StageError
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Each may be missing."""
+
+    optimizer: Any = None
+    scheduler: Any = None  # of the learning rate; like the others, anything with state_dict() and load_state_dict()
+    data: Any = None  # a data loader that knows its position
+    scaler: Any = None
+
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Those whose state is small, and each rank's own."""
+        for name in ("scheduler", "data", "scaler"):
+            one = getattr(self, name)
+            if one is None:
+                continue
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise StageError(
+                    f"{name} is a {type(one).__name__}; expected something with state_dict() and load_state_dict(). What is "
+                    f"plain numbers and texts goes into extra={{{name!r}: ...}}"
+                )
+            yield name, one
+
+    def dumps(self, device: torch.device) -> bytes:
+        """The states, and the random generators of this rank."""
+        try:
+            found = {name: encode(one.state_dict()) for name, one in self.parts()}
+        except RecursionError as error:
+            raise RunError("the state of a scheduler or of the data contains itself, and cannot be saved") from error
+        return json.dumps({**found, "random": encode(random_state(device))}).encode()
+
+    def apply(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Give each its state; what they had before comes back. If one refuses, all have what they had."""
+        before: dict[str, Any] = {}
+        try:
+            for name, one in self.parts():
+                if name not in states:
+                    continue
+                kept = copy.deepcopy(one.state_dict())
+                before[name] = kept
+                one.load_state_dict(states[name])
+        except Exception as error:
+            self.undo(before)
+            raise RunError(f"{name} does not take the state that was saved: {type(error).__name__}: {error}") from error
+        return before
+
+    def undo(self, before: dict[str, Any]) -> None:
+        for name, one in self.parts():
+            if name in before:
+                one.load_state_dict(before[name])
+
+
+def read_states(data: bytes, source: str) -> dict[str, Any]:
+    """What `dumps` wrote."""
+    try:
+        found = decode(json.loads(data))
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        return found
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{source} cannot be read: {error}") from error
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of torch, Python and numpy, as far as they are in use."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    if device.type != "cpu":
+        found[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def set_random_state(found: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(found["torch"])
+    random.setstate(found["python"])
+    if "numpy" in found and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(found["numpy"])
+    if device.type != "cpu" and device.type in found:
+        torch.get_device_module(device).set_rng_state(found[device.type], device)

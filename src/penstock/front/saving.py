@@ -1,0 +1,285 @@
+"""Writing a checkpoint: every rank its own parts, then the first rank the manifest, then two renames.
+
+    pipe.save("run/checkpoint", optimizer=optimizer, scheduler=scheduler, extra={"epoch": 3}, keep=3)
+    saving = pipe.save("run/checkpoint", optimizer=optimizer, wait=False)     # goes on while the next steps run
+    saving.wait()                                                             # raises on every rank if it went wrong on one
+
+Without penstock: ``dcp.load({"model": model.state_dict()}, checkpoint_id="run/checkpoint")``, or torch's own tool, which
+makes one file of it: ``python -m torch.distributed.checkpoint.format_utils dcp_to_torch run/checkpoint model.pt``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock import __version__
+from penstock.checkpoint import kept
+from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.manifest import FILE, Entry, Manifest, Part, SmallFile
+from penstock.checkpoint.parts import Block, chunk_of, write_parts
+from penstock.checkpoint.plain import dtype_name
+from penstock.checkpoint.torch_list import LIST, write_list
+from penstock.errors import PenstockError, RunError, StepTimeout
+from penstock.front import moments
+from penstock.front.companions import Companions
+from penstock.front.ends import Ends
+from penstock.front.names import StageTensors
+
+DISK = Disk()
+_PATIENCE = 60.0  # seconds more than ten times what it took itself that the first rank waits for the parts of others
+_NAP = 0.02  # seconds between two looks whether all ranks have written
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is to hold beside the tensors."""
+
+    step: int
+    companions: Companions
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A checkpoint that all ranks have agreed to write, as seen from one of them."""
+
+    place: Path
+    fresh: Path  # where it is written
+    keep: int
+    blocks: list[Block]  # this rank's
+    state: bytes  # this rank's
+    number: int  # of this rank among all ranks of all replicas
+    everyone: list[dict[str, Any]]  # what each rank holds
+    manifest: Manifest  # without tensors and files yet
+
+    def write(self) -> dict[str, Any]:
+        """Write this rank's parts; what the manifest says of them."""
+        rows = write_parts(self.fresh / f"__{self.number}_0.distcp", self.blocks, DISK) if self.blocks else []
+        DISK.write_file(self.fresh / f"rank-{self.number}.json", self.state)
+        state = {"size": len(self.state), "sha256": hashlib.sha256(self.state).hexdigest()}
+        return {"parts": [[key, asdict(part)] for key, part in rows], "state": state}
+
+    def finish(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Make the checkpoint out of what all ranks have written; the first rank does it. Where it is comes back."""
+        kinds = {key: (shape, dtype) for one in self.everyone for key, shape, dtype, _ in one["tensors"]}
+        parts: dict[str, list[Part]] = {}
+        for row in rows:
+            for key, part in row["parts"]:
+                parts.setdefault(key, []).append(Part(**part))
+        tensors = {
+            key: Entry(tuple(kinds[key][0]), kinds[key][1], tuple(sorted(found, key=lambda part: part.start)))
+            for key, found in sorted(parts.items())
+        }
+        whole = replace(self.manifest, tensors=tensors)
+        files = {f"rank-{number}.json": SmallFile(**row["state"]) for number, row in enumerate(rows)}
+        listed = write_list(whole)
+        DISK.write_file(self.fresh / LIST, listed)
+        files[LIST] = SmallFile(len(listed), hashlib.sha256(listed).hexdigest())
+        DISK.write_file(self.fresh / FILE, replace(whole, files=files).dumps())
+        kept.publish(self.fresh, self.place, DISK, keep=self.keep)
+        return str(self.place)
+
+
+def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, contents: Contents, *, keep: int) -> Order:
+    """Agree on who writes what, and make the folder. Every rank of every replica calls it; nothing is changed if one raises."""
+    place = Path(folder).absolute()
+    mine: dict[str, Block] = {}
+    small: list[bytes] = []
+
+    def look() -> dict[str, Any]:
+        if keep < 1:
+            raise RunError(f"keep={keep}; expected the number of checkpoints to keep, at least 1")
+        small.append(contents.companions.dumps(ends.device))
+        extra = as_json(dict(contents.extra), "extra")
+        state, values, groups = moments.parts(contents.companions.optimizer, tensors)
+        whole = {f"model.{name}": value for name, value in tensors.state.items() if name not in tensors.elsewhere}
+        for name, entries in state.items():
+            whole |= {f"optimizer.state.{name}.{key}": value for key, value in entries.items()}
+        listed = []
+        for key, value in whole.items():
+            chunk = chunk_of(value.detach())
+            if chunk is not None:
+                mine[key] = (key, *chunk)
+                listed.append([key, list(value.shape), dtype_name(value.dtype), list(chunk[0])])
+        kind = type(contents.companions.optimizer).__name__
+        facts = {"kind": kind, "values": values, "groups": groups} if contents.companions.optimizer is not None else {}
+        optimizer = as_json(facts, "the optimizer")
+        return {"tensors": listed, "aliases": tensors.aliases, "optimizer": optimizer, "extra": extra}
+
+    everyone = ends.agree("what a checkpoint holds", look)
+    fresh = Path(ends.decide("a folder for the checkpoint", lambda: str(kept.begin(place, DISK))))
+    owned = {key for key, owner in _owners(everyone).items() if owner == ends.number}
+    blocks = [block for key, block in mine.items() if (key, tuple(block[1])) in owned]
+    versions = {"penstock": __version__, "torch": torch.__version__}
+    aliases = {name: list(others) for one in everyone for name, others in one["aliases"].items()}
+    manifest = Manifest(
+        contents.step,
+        ends.num_ranks,
+        ends.num_replicas,
+        versions,
+        {},
+        {},
+        aliases,
+        _merged(everyone),
+        everyone[0]["extra"],
+    )
+    return Order(place, fresh, keep, blocks, small[0], ends.number, everyone, manifest)
+
+
+def save(order: Order, ends: Ends) -> None:
+    """Write it now. It is there whole on return, or an error is raised on every rank."""
+    try:
+        rows = ends.agree(f"writing the checkpoint {order.place}", order.write)
+        ends.decide("the end of a checkpoint", lambda: order.finish(rows))
+    except PenstockError:
+        if ends.is_first:
+            with suppress(OSError):
+                DISK.remove(order.fresh)
+        raise
+
+
+class Saving:
+    """A checkpoint that is being written while training goes on.
+
+        saving = pipe.save("run/checkpoint", optimizer=optimizer, wait=False)
+        ...                       # steps
+        saving.wait()             # every rank; or leave it: the next save waits, and a process that ends does
+
+    The tensors were copied before `save` returned. `blocked` is how many seconds that took, `seconds` how many the
+    writing took, once it is done.
+    """
+
+    def __init__(self, order: Order, ends: Ends, began: float) -> None:
+        blocks = [(key, start, values.detach().to("cpu", copy=True)) for key, start, values in order.blocks]
+        self.blocked = time.perf_counter() - began
+        self.seconds = 0.0
+        self._order, self._ends = replace(order, blocks=blocks), ends
+        self._error: Exception | None = None
+        self._written, self._given_up = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-checkpoint")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has nothing left to do for it."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the end; every rank calls it, and if it went wrong on one, all raise."""
+        ends, place = self._ends, self._order.place
+        self._written.wait()
+        try:
+            ends.agree(f"writing the checkpoint {place}", self._outcome)
+            self._thread.join()
+            ends.agree(f"finishing the checkpoint {place}", self._outcome)
+        finally:
+            self._given_up.set()
+            self._thread.join()
+            if ends.is_first:
+                with suppress(OSError):
+                    DISK.remove(self._order.fresh)
+
+    def _outcome(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        """The ranks tell one another by files that they have written: no message, which a step would have to wait for."""
+        began = time.perf_counter()
+        order = self._order
+        try:
+            self._tell(order.write())
+        except Exception as error:  # noqa: BLE001  raised by `wait`, and told to the first rank if the disk lets us
+            self._error = error
+            with suppress(OSError):
+                self._tell({"error": f"{type(error).__name__}: {error}"})
+        self.seconds = time.perf_counter() - began
+        self._written.set()
+        if order.number == 0 and self._error is None:
+            try:
+                order.finish(self._collect())
+            except Exception as error:  # noqa: BLE001  raised by `wait`
+                self._error = error
+        self._order = replace(order, blocks=[])
+
+    def _file(self, number: int) -> Path:
+        return self._order.fresh / f"written-{number}.json"
+
+    def _tell(self, row: Mapping[str, Any]) -> None:
+        file = self._file(self._order.number)
+        file.with_suffix(".part").unlink(missing_ok=True)
+        DISK.write_file(file.with_suffix(".part"), json.dumps(row).encode())
+        DISK.rename(file.with_suffix(".part"), file)
+
+    def _collect(self) -> list[dict[str, Any]]:
+        """What all ranks have written, when they have."""
+        count, patience = len(self._order.everyone), _PATIENCE + 10 * self.seconds
+        rows: dict[int, dict[str, Any]] = {}
+        end = time.monotonic() + patience
+        while len(rows) < count and not self._given_up.is_set():
+            for number in set(range(count)) - rows.keys():
+                if self._file(number).is_file():
+                    rows[number] = json.loads(self._file(number).read_bytes())
+                    if "error" in rows[number]:
+                        raise RunError(f"rank {number} cannot write the checkpoint: {rows[number]['error']}")
+            if time.monotonic() > end:
+                missing = sorted(set(range(count)) - rows.keys())
+                raise StepTimeout(f"rank 0 waited {patience:g} s for the parts of a checkpoint from ranks {missing}")
+            if len(rows) < count:
+                time.sleep(_NAP)
+        if len(rows) < count:
+            raise RunError("another rank cannot write the checkpoint")
+        for number in rows:
+            self._file(number).unlink()
+        return [rows[number] for number in range(count)]
+
+
+def as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
+    try:
+        made: dict[str, Any] = json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RunError(
+            f"{what} cannot be saved: {error}; expected numbers, texts, lists and dictionaries of them. What has tensors "
+            "belongs into the model or the optimizer"
+        ) from error
+    return made
+
+
+def _owners(everyone: Sequence[Mapping[str, Any]]) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Who writes which block: of the ranks that hold it, the one that has least to write so far."""
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for number, one in enumerate(everyone):
+        for key, _, _, start in one["tensors"]:
+            holders.setdefault((key, tuple(start)), []).append(number)
+    load = [0] * len(everyone)
+    sizes = {key: torch.Size(shape).numel() for one in everyone for key, shape, _, _ in one["tensors"]}
+    owners = {}
+    for block, numbers in sorted(holders.items(), key=lambda item: (-sizes[item[0][0]], item[0])):
+        owner = min(numbers, key=lambda number: (load[number], number))
+        owners[block] = owner
+        load[owner] += sizes[block[0]]
+    return owners
+
+
+def _merged(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One optimizer out of those of all ranks."""
+    made: dict[str, Any] = {}
+    for one in (each["optimizer"] for each in everyone if each["optimizer"]):
+        made.setdefault("kind", one["kind"])
+        made.setdefault("values", {}).update(one["values"])
+        groups = made.setdefault("groups", [])
+        for index, group in enumerate(one["groups"]):
+            if index == len(groups):
+                groups.append({**group, "names": []})
+            groups[index]["names"] = sorted({*groups[index]["names"], *group["names"]})
+    return made

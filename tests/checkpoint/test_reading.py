@@ -1,0 +1,197 @@
+"""Everything that is read from files: right or a PenstockError, whatever the bytes, and no more memory than the files have."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+import tracemalloc
+import warnings
+from collections import Counter, OrderedDict, deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.checkpoint.manifest import Damaged, Manifest
+from penstock.checkpoint.plain import decode, encode
+from penstock.checkpoint.torch_list import read_list
+from penstock.errors import PenstockError
+from penstock.front.companions import read_states
+from tests.checkpoint import attack
+from tests.checkpoint.pipes import saved
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6) | st.just("~"), inner, max_size=4),
+    max_leaves=12,
+)
+STATE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(
+            st.text(max_size=6) | st.just("~") | st.integers() | st.tuples(st.integers()), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(STATE)
+def test_states_come_back_as_they_were(state: Any) -> None:
+    assert decode(json.loads(json.dumps(encode(state)))) == state
+
+
+def test_states_of_every_kind_come_back() -> None:
+    state = {
+        "tensor": torch.randn(2, 3).to(torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "array": np.arange(6.0).reshape(2, 3),
+        "number": np.float32(2.5),
+        "set": {1, 2},
+        "counter": Counter({3: 1}),
+        "ordered": OrderedDict(a=1),
+        "queue": deque([1]),
+    }
+    back = decode(json.loads(json.dumps(encode(state))))
+    for name, value in state.items():
+        assert type(back[name]) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(back[name], value)
+        else:
+            assert np.array_equal(back[name], value) if name in ("array", "number") else back[name] == value
+    with pytest.raises(PenstockError, match="cannot be saved"):
+        encode({"function": print})
+
+
+@given(JSON)
+def test_any_json_is_a_state_or_an_error(value: Any) -> None:
+    try:
+        read_states(json.dumps({"~": "dict", "is": value}).encode(), "the file")
+        read_states(json.dumps(value).encode(), "the file")
+    except PenstockError:
+        pass
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("checkpoint") / "checkpoint"
+    saved(place)
+    return place
+
+
+def signed(body: Any) -> bytes:
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps({"format": 2, "digest": digest, "checkpoint": body}).encode()
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), value=JSON)
+def test_a_manifest_with_anything_anywhere_is_right_or_refused(
+    checkpoint: Path, data: st.DataObject, value: Any
+) -> None:
+    """With a right digest: whoever forges one can compute it."""
+    body = json.loads((checkpoint / "penstock.json").read_bytes())["checkpoint"]
+    target: Any = body
+    while True:
+        key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
+        inner = target[key]
+        if not isinstance(inner, dict | list) or not inner or data.draw(st.booleans()):
+            target[key] = value
+            break
+        target = inner
+    try:
+        made = Manifest.loads(signed(body))
+    except Damaged:
+        return
+    for entry in made.tensors.values():
+        assert all(part.offset >= 0 and part.length >= 0 for part in entry.parts)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_no_manifest(data: bytes) -> None:
+    with pytest.raises(Damaged):
+        Manifest.loads(data)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 50_000, "9" * 100_000, '"\\ud800"', "NaN", "{}", "[]"])
+def test_json_bombs_are_no_manifest(text: str) -> None:
+    with pytest.raises(Damaged):
+        Manifest.loads(text.encode())
+
+
+def test_parts_that_share_bytes_are_refused(checkpoint: Path) -> None:
+    """A small file with many tensors over the same bytes would fill the memory."""
+    body = json.loads((checkpoint / "penstock.json").read_bytes())["checkpoint"]
+    first = next(iter(body["tensors"].values()))
+    body["tensors"] |= {f"model.again.{number}": first for number in range(100)}
+    with pytest.raises(Damaged, match="overlap"):
+        Manifest.loads(signed(body))
+
+
+# -- torch's list
+
+
+@pytest.fixture(scope="module")
+def of_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("dcp") / "checkpoint"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {"model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(())}, "n": 3}
+        dcp.save(state, checkpoint_id=place, no_dist=True)
+    return place
+
+
+def test_torchs_own_list_is_read_without_unpickling(of_torch: Path) -> None:
+    entries = read_list(of_torch)
+    assert {key: (entry.shape, entry.dtype) for key, entry in entries.items()} == {
+        "model.a": ((3, 4), "float32"),
+        "model.b": ((), "float32"),
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_lists_of_every_protocol(of_torch: Path, tmp_path: Path, protocol: int) -> None:
+    with (of_torch / ".metadata").open("rb") as file:
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(pickle.load(file), protocol))
+    assert read_list(tmp_path) == read_list(of_torch)
+
+
+def test_a_list_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    mark = tmp_path / "was here"
+    for listed in (attack.simple_list(mark), attack.twisted_list({"model.a": (3, 4)}, "part", 100)):
+        (tmp_path / ".metadata").write_bytes(listed)
+        with pytest.raises(Damaged):
+            read_list(tmp_path)
+    assert not mark.exists()
+
+
+def test_lists_with_flipped_bytes_are_read_or_refused(of_torch: Path, tmp_path: Path) -> None:
+    whole = (of_torch / ".metadata").read_bytes()
+    chance = random.Random(0)
+    tracemalloc.start()
+    try:
+        for _ in range(2000):
+            data = bytearray(whole)
+            for _ in range(chance.randint(1, 4)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            (tmp_path / ".metadata").write_bytes(data[: chance.randint(1, len(data))])
+            with suppress(Damaged):
+                read_list(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
