@@ -77,8 +77,8 @@ class Order:
             for key, part in row["parts"]:
                 parts.setdefault(key, []).append(Part(**part))
         tensors = {
-            key: Entry(tuple(kinds[key][0]), kinds[key][1], tuple(sorted(found, key=lambda part: part.start)))
-            for key, found in sorted(parts.items())
+            key: Entry(tuple(shape), dtype, tuple(sorted(parts[key], key=lambda part: part.start)))
+            for key, (shape, dtype) in kinds.items()
         }
         whole = replace(self.manifest, tensors=tensors)
         files = {f"rank-{number}.json": SmallFile(**row["state"]) for number, row in enumerate(rows)}
