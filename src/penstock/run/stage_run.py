@@ -73,7 +73,7 @@ class StageRun:
         self.checks_output = stage.output_args is not None
         if split and self.manual is None and not can_split(self.module):
             warnings.warn(
-                f"stage {stage.stage_index} is compiled: its backward cannot be taken apart, so the input slot does all of "
+                f"stage {stage.stage_index} is scripted: its backward cannot be taken apart, so the input slot does all of "
                 "it and the weight slot what is left. The gradients are right; the bubble is that of a full backward",
                 stacklevel=2,
             )

@@ -11,13 +11,13 @@
 tensor([[3., 3.]])
 
 The input pass is one engine call over the whole graph. Parameters of linear layers wait for the weight pass, all others
-(norms, embeddings, convolutions, what torch.compile has compiled) accumulate in the input pass. The weight pass hands
+(norms, embeddings, convolutions) accumulate in the input pass. What torch.compile
+has compiled is cut in two as a graph: see `penstock.stage.compiled`. The weight pass hands
 its gradients to the engine with the parameters as roots, so that hooks fire and accumulation is autograd's own.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from penstock.errors import StageError
 from penstock.stage.calls import Work
+from penstock.stage.compiled import accumulate_graphs, collecting
 from penstock.stage.deferred import Again, Deferral, Pending
 from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
 from penstock.stage.forward import run_deferred
@@ -110,16 +111,8 @@ class ManualWeight:
 
 
 def can_split(module: nn.Module) -> bool:
-    """Whether the weight work of `module` can be put off; False if a part of it was compiled or scripted."""
-    compiled = sys.modules.get(
-        "torch._dynamo.eval_frame"
-    )  # nothing is compiled before it is imported, which takes long
-    return not any(
-        (compiled is not None and isinstance(part, compiled.OptimizedModule))
-        or getattr(part, "_compiled_call_impl", None) is not None
-        or isinstance(part, torch.jit.ScriptModule)
-        for part in module.modules()
-    )
+    """Whether the weight work of `module` can be put off; False if a part of it was scripted."""
+    return not any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
 
 
 def run_backward_full(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -167,6 +160,8 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
         (roots, given), pending.kept = pending.kept, None
         _differentiate(roots, given, pending, ())
     work, pending.work = pending.work, []
+    if pending.graphs:
+        accumulate_graphs(pending.graphs)
     if pending.again is None:
         if pending.batches:
             batches, pending.batches = pending.batches, []
@@ -179,6 +174,16 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
 
 
 def _differentiate(
+    roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending, inputs: Sequence[Tensor]
+) -> None:
+    if pending.deferral.compiled is None:
+        _differentiate_eager(roots, grads, pending, inputs)
+    else:
+        with collecting() as pending.graphs:
+            _differentiate_eager(roots, grads, pending, inputs)
+
+
+def _differentiate_eager(
     roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending, inputs: Sequence[Tensor]
 ) -> None:
     deferral = pending.deferral
@@ -257,7 +262,8 @@ def _accumulate_all(work: list[Work], again: Again, pending: Pending) -> None:
         leaf.grad = None
     previous = begin(pending)  # what is recomputed must be as it was in the forward
     try:
-        accumulate(list(work), again.roots, again.grads)
+        with collecting():  # compiled parts have left their weight work already
+            accumulate(list(work), again.roots, again.grads)
     finally:
         end(previous)
         pending.records, pending.functions = [], []

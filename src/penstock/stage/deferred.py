@@ -10,6 +10,7 @@ from torch.nn.parameter import Parameter
 from penstock.errors import StageError
 from penstock.stage.batched import Group, Layout
 from penstock.stage.calls import Call, Nothing, Slot, Work
+from penstock.stage.compiled import CompiledParts, GraphWork
 from penstock.stage.weights import grouped
 
 
@@ -27,11 +28,13 @@ class Deferral:
     `enabled` may be set to False: nothing is deferred then, and the input pass is the whole backward.
     """
 
-    __slots__ = ("checked", "enabled", "last", "layout", "news", "proved", "repeats", "skip", "slots")
+    __slots__ = ("checked", "compiled", "enabled", "last", "layout", "news", "proved", "repeats", "skip", "slots")
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.slots: list[Slot] = [Nothing()]
         self.skip: dict[int, Parameter] = {} if module is None else _tied_outside_linear(module)
+        parts = None if module is None else CompiledParts(module)
+        self.compiled = parts or None  # what torch.compile has compiled is split in another way
         self.checked: dict[int, Parameter] = {}
         self.last: list[Slot] = []  # of the last microbatch
         self.layout: Layout | None = None
@@ -88,6 +91,7 @@ class Pending:
         "deferral",
         "deferred",
         "functions",
+        "graphs",
         "index",
         "kept",
         "phase",
@@ -105,6 +109,7 @@ class Pending:
         self.records: list[Any] = []  # slot, rows, version of the rows; slot, rows, ...: flat, to spare the collector
         self.work: list[Work] = []
         self.batches: list[tuple[Group, Tensor, Tensor]] = []
+        self.graphs: list[GraphWork] = []  # of compiled parts
         self.kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = (
             None  # a backward that waits for the weight pass
         )
@@ -119,7 +124,7 @@ class Pending:
     @property
     def num_waiting(self) -> int:
         """Calls whose weight work waits for the weight pass."""
-        return len(self.work) + sum(len(group.places) for group, _, _ in self.batches)
+        return len(self.work) + sum(len(group.places) for group, _, _ in self.batches) + len(self.graphs)
 
     def advance(self, phase: str, *, expected: str, verb: str) -> None:
         if self.phase != expected:

@@ -18,6 +18,13 @@ def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: d
     A module that differentiates through its own layers (forces as the gradient of an energy) cannot be split. Its first
     forward shows that; it is then run again, from the same random state and the same buffers, and never split again.
     """
+    if deferral.compiled is not None:
+        with deferral.compiled.split():
+            return _run_deferred(deferral, module, args, kwargs)
+    return _run_deferred(deferral, module, args, kwargs)
+
+
+def _run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Pending]:
     pending = Pending(deferral)
     if not deferral.enabled or not _may_need_input_gradients(args, kwargs):
         return module(*args, **kwargs), pending
