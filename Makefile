@@ -55,8 +55,10 @@ dist: $(READY) ## a wheel and a source distribution, in dist/
 	$(BIN)/python -m build -q --no-isolation
 	@ls -l dist
 
-docs: $(READY) ## the pages and pictures in docs/ that the code makes
-	@for program in $(sort $(wildcard docs/*.py)); do echo "== $$program"; $(BIN)/python $$program; done
+docs: $(READY) ## the site, in build/site/index.html; it opens without network. The gallery in docs/ is drawn anew
+	$(BIN)/python docs/make_gallery.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 clean: ## remove what was made, except .venv
 	rm -rf build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

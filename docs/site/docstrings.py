@@ -1,0 +1,81 @@
+"""Docstrings as markdown, for the API reference: examples become code, and lists of parameters become lists.
+
+penstock's docstrings are prose for a terminal. Two things in them mean something else in markdown: a doctest would be a
+quotation, and a list like
+
+    ``rank``    the rank that waits
+    ``action``  what it waits for
+
+would be one long line.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import griffe
+
+ENTRY = re.compile(r"^(`{1,2}[^`]+`{1,2}(?:, `{1,2}[^`]+`{1,2})*)\s{2,}(\S.*)$")
+
+
+def as_markdown(text: str) -> str:
+    """
+    >>> print(as_markdown("Adds.\\n>>> 1 + 1\\n2\\n\\n`a`   first\\n      and more\\n`b`   second"))
+    Adds.
+    <BLANKLINE>
+    ```pycon
+    >>> 1 + 1
+    2
+    ```
+    <BLANKLINE>
+    <BLANKLINE>
+    - `a`: first and more
+    - `b`: second
+    """
+    made: list[str] = []
+    kind = "text"  # of the line before: text, example or entry
+    for line in text.splitlines():
+        entry = ENTRY.match(line)
+        if kind == "example" and line.strip():
+            made.append(line)
+        elif kind == "example":
+            made += ["```", "", line]
+            kind = "text"
+        elif line.startswith(">>> "):
+            made += ["", "```pycon", line]
+            kind = "example"
+        elif entry:
+            made += ["", ""] if kind == "text" and made and made[-1] else []
+            made.append(f"- {entry[1]}: {entry[2]}")
+            kind = "entry"
+        elif kind == "entry" and line.startswith("    "):
+            made[-1] += " " + line.strip()
+        else:
+            if kind == "entry" and line.strip():
+                made.append("")
+            made.append(line)
+            kind = "text" if line.strip() else kind
+    if kind == "example":
+        made.append("```")
+    return "\n".join(made)
+
+
+class Docstrings(griffe.Extension):
+    """Called for every object that is read."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
+        if obj.docstring is not None:
+            first, *rest = obj.docstring.value.splitlines() or [""]
+            margin = " " * lost_margin(obj)
+            obj.docstring.value = as_markdown("\n".join([first, *(margin + line if line else "" for line in rest)]))
+
+
+def lost_margin(obj: griffe.Object) -> int:
+    """How far the lines after the first are indented beyond it, all of them: an example, which is dedented on reading."""
+    said = obj.docstring
+    if said is None or said.lineno is None or said.endlineno is None or not isinstance(obj.filepath, Path):
+        return 0
+    first, *rest = obj.filepath.read_text(encoding="utf-8").splitlines()[said.lineno - 1 : said.endlineno]
+    indents = [len(line) - len(line.lstrip()) for line in rest if line.strip(' "')]
+    return max(0, min(indents, default=0) - (len(first) - len(first.lstrip())))
