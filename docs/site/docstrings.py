@@ -1,7 +1,7 @@
 """Docstrings as markdown, for the API reference: examples become code, and lists of parameters become lists.
 
-penstock's docstrings are prose for a terminal. Two things in them mean something else in markdown: a doctest would be a
-quotation, and a list like
+penstock's docstrings are prose for a terminal. Three things in them mean something else in markdown: a doctest would be a
+quotation, <script> an element, and a list like
 
     ``rank``    the rank that waits
     ``action``  what it waits for
@@ -21,15 +21,9 @@ ENTRY = re.compile(r"^(`{1,2}[^`]+`{1,2}(?:, `{1,2}[^`]+`{1,2})*)\s{2,}(\S.*)$")
 
 def as_markdown(text: str) -> str:
     """
-    >>> print(as_markdown("Adds.\\n>>> 1 + 1\\n2\\n\\n`a`   first\\n      and more\\n`b`   second"))
-    Adds.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    <BLANKLINE>
-    <BLANKLINE>
+    >>> as_markdown("Adds.\\n>>> 1 + 1\\n2")
+    'Adds.\\n\\n```pycon\\n>>> 1 + 1\\n2\\n```'
+    >>> print(as_markdown("`a`   first\\n      and more\\n`b`   second"))
     - `a`: first and more
     - `b`: second
     """
@@ -54,11 +48,20 @@ def as_markdown(text: str) -> str:
         else:
             if kind == "entry" and line.strip():
                 made.append("")
-            made.append(line)
+            made.append(line if line.startswith("    ") else escaped(line))
             kind = "text" if line.strip() else kind
     if kind == "example":
         made.append("```")
     return "\n".join(made)
+
+
+def escaped(line: str) -> str:
+    """
+    >>> escaped("into a <style>, or `<style>`")
+    'into a &lt;style>, or `<style>`'
+    """
+    parts = line.split("`")
+    return "`".join(part if place % 2 else part.replace("<", "&lt;") for place, part in enumerate(parts))
 
 
 class Docstrings(griffe.Extension):
