@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from penstock.comm.line import Line
+from penstock.comm.pulse import Pulse, address_towards, heartbeat
 from penstock.comm.store import Departure, DistributedStore
 from penstock.comm.switchboard import Switchboard
 from penstock.comm.transport import FailureRecord, Receive, Send, Transport, Work
@@ -49,11 +50,16 @@ class DistributedTransport(Transport):
         self._gloo: Any = backend if isinstance(backend, dist.ProcessGroupGloo) else None
         self._channels = _channels(group, backend, self.device)
         self.timeout = _timeout(backend)
-        self.store: DistributedStore = _store(group, self.device)
+        patience = heartbeat()
+        self.store: DistributedStore = _store(group, self.device, patience)
+        address = address_towards(_get_default_store())
+        self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
+        self.store.silent = self.pulse.look
         self._switchboard = Switchboard(self.rank, self.store) if self._gloo is not None else None
         self._waiter: tuple[float, Callable[[Work], object]] = (-1.0, methodcaller("wait"))
         self._watcher: Watcher | None = None
-        self._broken: FailureRecord | None = None
+        self._torn: FailureRecord | None = None  # why the connections of this group are of no use any more
+        self._broken = False
         self._in_step = False
         self._closed = False
         self._owner = os.getpid()
@@ -72,9 +78,10 @@ class DistributedTransport(Transport):
     # -- messages
 
     def connect(self, peers: Collection[int]) -> None:
-        if self._switchboard is not None and self.num_ranks > 1:
-            parent, children = self.family()
-            everyone = {*peers, *children, *([] if parent is None else [parent])}
+        parent, children = self.family()
+        everyone = {*peers, *children, *([] if parent is None else [parent])}
+        self.pulse.watch(everyone)
+        if self._switchboard is not None:
             self._switchboard.connect([peer for peer in everyone if self._line(peer) is not None])
 
     def sender(self, peer: int) -> Send:
@@ -102,27 +109,31 @@ class DistributedTransport(Transport):
     def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
         if isinstance(error, PenstockError):
             return error
-        if self._broken is not None:
-            return self._broken.error()
+        if self._torn is not None:
+            return self._torn.error() if self._torn.rank != self.rank else self._unusable()
         text = str(error)
-        if "Application timeout" in text:
-            return TransportError(
-                f"rank {self.rank}, {what}, rank {peer}: an earlier wait on this process group ran out, which closed "
-                "its connections; make a new process group"
-            )
         timed_out = "Timed out" in text or "timed out" in text
         if not timed_out and not _connection_lost(text):
             return TransportError(f"rank {self.rank}, {what}, rank {peer}: {text}")
         known = self._known_cause(peer, patience=0.0 if timed_out else _CAUSE_GRACE)
         if known is not None:
+            self._torn = known
             return known.error()
         if timed_out:
             late = StepTimeout(f"rank {self.rank} waited {self.timeout:g} s for {what}, rank {peer}")
-            self._post(FailureRecord(self.rank, cause=f"StepTimeout: {late}"))
+            self._torn = FailureRecord(self.rank, cause=f"StepTimeout: {late}")
+            self._post(self._torn)
             return late
-        return self._post(
-            FailureRecord(peer, cause=f"connection lost during {what}: {text.split('] ', 1)[-1]}")
-        ).error()
+        self._torn = self._post(FailureRecord(peer, cause=f"connection lost during {what}: {text.split('] ', 1)[-1]}"))
+        return self._torn.error()
+
+    def _unusable(self) -> TransportError:
+        assert self._torn is not None, "there is a reason"
+        whose = "this rank" if self._torn.rank == self.rank else f"rank {self._torn.rank}"
+        return TransportError(
+            f"rank {self.rank}: the connections of this process group are closed since {whose} failed: {self._torn.cause}. "
+            "Start the job again, from a checkpoint if there is one; if all processes live, make a new process group"
+        )
 
     def _known_cause(self, peer: int, *, patience: float) -> FailureRecord | None:
         """Why a peer went silent, if the store knows, or comes to know soon."""
@@ -154,6 +165,13 @@ class DistributedTransport(Transport):
 
     # -- steps
 
+    def begin_step(self) -> int:
+        if self._torn is not None:
+            self.epoch += 1
+            self._post(self._torn)  # for ranks whose own connections were not touched
+            raise self._unusable()
+        return super().begin_step()
+
     def _watch(self) -> None:
         self._in_step = True
         if self._switchboard is not None:
@@ -166,7 +184,9 @@ class DistributedTransport(Transport):
         self._in_step = False
         if self._watcher is not None:
             self._watcher.end()
-        if self._switchboard is not None:
+        if self._torn is not None:
+            self.break_connections(self._torn)  # so that nobody waits for this rank in a later step
+        elif self._switchboard is not None:
             self._switchboard.end(fine=fine)
 
     def break_connections(self, record: FailureRecord) -> None:
@@ -174,9 +194,9 @@ class DistributedTransport(Transport):
 
         A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits.
         """
-        if self._gloo is None or self.num_ranks == 1:
+        if self._gloo is None or self.num_ranks == 1 or self._broken:
             return
-        self._broken = record
+        self._torn, self._broken = self._torn or record, True
         if self._switchboard is not None:
             self._switchboard.close()
         peer = (self.rank + 1) % self.num_ranks
@@ -193,6 +213,7 @@ class DistributedTransport(Transport):
         if self._watcher is not None:
             self._watcher.end()
             self._watcher.stop()
+        self.pulse.close()
         with suppress(TransportError):
             whole = not self._in_step and self.failure() is None
             done = self.epoch if whole else self.epoch - 1
@@ -248,13 +269,14 @@ def _timeout(backend: Any) -> float:
     return float(bound.total_seconds())
 
 
-def _store(group: dist.ProcessGroup, device: torch.device) -> DistributedStore:
+def _store(group: dist.ProcessGroup, device: torch.device, bound: float) -> DistributedStore:
     """Keys of this group and of this life of it: groups side by side, and one made again, must not meet."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
     name = hashlib.sha1(f"{group.group_name}|{ranks}|{device.type}".encode()).hexdigest()[:16]
     base = PrefixStore(f"penstock/{name}", _get_default_store())
     life = base.add(f"lives/{group.rank()}", 1)
-    return DistributedStore(PrefixStore(str(life), base), group.rank(), group.size())
+    own = PrefixStore(str(life), base).clone()  # type: ignore[attr-defined]  # a connection of our own, whose waits we may bound
+    return DistributedStore(own, group.rank(), group.size(), bound=bound)
 
 
 def _connection_lost(text: str) -> bool:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
+import struct
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,22 +33,52 @@ class Departure:
 
 
 class DistributedStore:
-    """A c10d store as seen by penstock. A wait polls: a blocking call would keep Ctrl-C and other threads waiting."""
+    """A c10d store as seen by penstock. A wait polls: a blocking call would keep Ctrl-C and other threads waiting.
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+    ``bound``   seconds that a single call may take; 0: as many as it takes. The connection is then one of our own.
+    ``silent``  asked during long waits: who has been found to be stopped or out of reach.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, *, bound: float = 0.0) -> None:
         self._store = store  # a c10d Store; its stubs know neither clone nor bytes
         self._rank, self._num_ranks = rank, num_ranks
+        self._bound = bound
+        self._guard = Guard(store, bound) if bound else None
+        self._gone: list[str] = []  # why no call is made any more; all clones share it
+        self.silent: Callable[[], FailureRecord | None] = _nobody
 
     def clone(self) -> DistributedStore:
         """The same values over a connection of its own, for another thread."""
-        return DistributedStore(self._store.clone(), self._rank, self._num_ranks)
+        made = DistributedStore(self._store.clone(), self._rank, self._num_ranks, bound=self._bound)
+        made._gone = self._gone
+        return made
+
+    @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        """Around each call: once the store is gone nobody asks it again, since torch prints a page for each call."""
+        if not self._gone and self._guard is not None and self._guard.closed():
+            self._gone.append("its process has ended")
+        if not self._gone:
+            try:
+                yield
+            except dist.DistError as error:
+                self._gone.append(str(error).partition("\n")[0])
+                raise self._lost() from error
+            return
+        raise self._lost()
+
+    def _lost(self) -> TransportError:
+        return TransportError(
+            f"the store of the process group does not answer ({self._gone[0]}); the process that holds it, usually that of "
+            "rank 0, has ended or cannot be reached. Start the job again, from a checkpoint"
+        )
 
     def set(self, key: str, value: bytes) -> None:
-        with _reachable():
+        with self._reachable():
             self._store.set(key, value)
 
     def first(self, key: str, value: bytes) -> bytes:
-        with _reachable():
+        with self._reachable():
             return bytes(self._store.compare_set(key, "", value))
 
     def get(self, key: str, timeout: float) -> bytes:
@@ -53,13 +88,13 @@ class DistributedStore:
                 raise StepTimeout(f"rank {self._rank} waited {timeout:g} s for {key!r} in the store")
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
-        with _reachable():
+        with self._reachable():
             return bytes(self._store.get(key))
 
     def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
         keys = [f"{folder}/{rank}" for rank in range(self._num_ranks)]
         end, look, nap = time.monotonic() + timeout, time.monotonic() + _BETWEEN_LOOKS, _FIRST_NAP
-        with _reachable():
+        with self._reachable():
             while not self._store.check(keys):
                 now = time.monotonic()
                 if now > min(look, end):
@@ -70,15 +105,15 @@ class DistributedStore:
             return [bytes(value) for value in self._store.multi_get(keys)]
 
     def check(self, key: str) -> bool:
-        with _reachable():
+        with self._reachable():
             return bool(self._store.check([key]))
 
     def add(self, key: str, number: int) -> int:
-        with _reachable():
+        with self._reachable():
             return int(self._store.add(key, number))
 
     def delete(self, key: str) -> None:
-        with _reachable():
+        with self._reachable():
             self._store.delete_key(key)
 
     # -- departures
@@ -102,6 +137,9 @@ class DistributedStore:
 
     def _look_for_absent(self, folder: str, waited: str) -> None:
         departures = self.departures()
+        silent = self.silent()
+        if silent is not None:
+            raise silent.error()
         absent = [rank for rank in range(self._num_ranks) if not self.check(f"{folder}/{rank}")]
         for departure in departures:
             if departure.rank in absent:
@@ -113,12 +151,36 @@ class DistributedStore:
             raise StepTimeout(f"rank {self._rank} {waited}, which {names} never sent")
 
 
-@contextmanager
-def _reachable() -> Iterator[None]:
-    try:
-        yield
-    except dist.DistError as error:
-        raise TransportError(
-            f"the store of the process group does not answer ({error}); the process that holds it, usually that of "
-            "rank 0, has ended or cannot be reached"
-        ) from error
+class Guard:
+    """Looks after the connection of a TCPStore: no answer may take longer than ``bound`` seconds, nor may its end go
+    unnoticed. Torch has no call for either, but its text of a store names the descriptor."""
+
+    def __init__(self, store: Any, bound: float) -> None:
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        found = re.search(r"client=.*?SocketImpl\(fd=(\d+)", str(store))
+        self._socket: socket.socket | None = None
+        if found is None:
+            return  # a store of another kind, such as a file
+        self._socket = sock = socket.socket(fileno=os.dup(int(found[1])))
+        weakref.finalize(self, sock.close)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(bound), int(bound % 1 * 1e6)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", bound), ("TCP_KEEPINTVL", bound / 3), ("TCP_USER_TIMEOUT", 1000 * bound)):
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, int(value)))
+
+    def closed(self) -> bool:
+        """Whether the other end is gone: between calls there is nothing to read but its end."""
+        if self._socket is None:
+            return False
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def _nobody() -> None:
+    """The answer of a transport without a heartbeat."""

@@ -16,6 +16,7 @@ import weakref
 from contextlib import suppress
 from typing import Protocol
 
+from penstock.comm.pulse import Pulse
 from penstock.comm.store import DistributedStore
 from penstock.comm.transport import FailureRecord, failure_key, meeting_folder
 from penstock.errors import TransportError
@@ -32,6 +33,7 @@ class Watched(Protocol):
     epoch: int
     meetings: int
     failed: FailureRecord | None
+    pulse: Pulse
 
     def break_connections(self, record: FailureRecord) -> None: ...
 
@@ -82,16 +84,20 @@ class Watcher:
             transport = self._transport()
             if transport is None or self._stopping:
                 return
+            silent = transport.pulse.look()
+            if silent is not None and self._epoch:
+                self._tell(transport, self._epoch, silent)
+                self._lose_patience(transport, self._epoch)
             try:
                 if ready:
                     self._hear_signals(transport, os.read(self._bell, 64))
                 if self._epoch:
                     self._look(transport, self._epoch)
             except TransportError as error:
-                # The store's process is gone, and with it every record: whoever held it has failed or finished. The
-                # waits of this step end by themselves, since its connections are gone too.
-                self._tell(transport, self._epoch, FailureRecord(0, cause=str(error)))
-                return
+                # The store's process is gone or out of reach, and with it every record.
+                if self._epoch:
+                    self._tell(transport, self._epoch, FailureRecord(0, cause=str(error)))
+                    self._lose_patience(transport, self._epoch)
             del transport
 
     def _look(self, transport: Watched, epoch: int) -> None:

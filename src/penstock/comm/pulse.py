@@ -1,0 +1,193 @@
+"""Pulse: finds out that a peer is stopped, or that its host cannot be reached, while its connections stay open and silent.
+
+The process of a peer on this host is looked up in the kernel's own table: one that is stopped says so there, however long it
+computes otherwise. Peers on other hosts send a datagram a few times in each heartbeat, from a small process beside them
+(`penstock.comm.beat`); one whose datagrams came and stop to come is named. A network that never let one through proves nothing.
+
+    pulse = Pulse(rank, store, patience=10.0)      # on every rank
+    pulse.watch([1, 2])
+    pulse.look()                                   # often: None, or who is stopped or silent
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.comm import beat
+from penstock.comm.transport import FailureRecord, Store
+from penstock.errors import PenstockError
+
+_BEATS = 5  # datagrams in a heartbeat: one or two may get lost
+_PATIENCE = 30.0  # seconds for the peers to say where they are
+
+
+def heartbeat() -> float:
+    """Seconds after which a silent rank counts as lost: PENSTOCK_HEARTBEAT in the environment, or 10. 0: never."""
+    given = os.environ.get("PENSTOCK_HEARTBEAT", "10")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise PenstockError(f"PENSTOCK_HEARTBEAT={given!r}; expected seconds such as 10, or 0 for no heartbeat")
+    return seconds
+
+
+class Pulse:
+    """The heartbeat of one rank, and what it hears of those of others. ``patience``: seconds, the heartbeat."""
+
+    def __init__(self, rank: int, store: Store, *, patience: float, address: str | None) -> None:
+        self.rank, self.patience = rank, patience
+        self._store, self._address = store, address
+        self._near: dict[int, tuple[int, str]] = {}  # peers on this host: process, and when it was started
+        self._far: dict[int, tuple[str, int, str]] = {}  # peers elsewhere: address, port and key
+        self._heard: dict[int, tuple[float, int]] = {}  # by peer elsewhere: when, and the number of its last datagram
+        self._stopped: dict[int, float] = {}  # by peer: since when it has been found stopped
+        self._looked = time.monotonic()
+        self._lock = threading.Lock()
+        self._key = secrets.token_bytes(32)
+        self._socket: socket.socket | None = None  # hears of peers elsewhere, if there are any
+        self._closing: Any = None
+        store.set(f"process/{rank}", json.dumps([_processes(), os.getpid(), beat.state_of(os.getpid())[1]]).encode())
+
+    def watch(self, peers: Iterable[int]) -> None:
+        """Look after these peers from now on, as they do after this rank."""
+        far = []
+        for peer in {*peers} - {*self._near} - {*self._far} if self.patience else ():
+            space, process, started = json.loads(self._store.get(f"process/{peer}", _PATIENCE))
+            if space and space == _processes():
+                self._near[peer] = process, started
+            else:
+                far.append(peer)
+        if not far:
+            return
+        if self._socket is None:
+            self._socket = _listen(self._address)
+            if self._socket is not None:
+                weakref.finalize(self, self._socket.close)
+            where = ["", 0] if self._socket is None else list(self._socket.getsockname()[:2])
+            self._store.set(f"pulse/{self.rank}", json.dumps([*where, self._key.hex()]).encode())
+        for peer in far:
+            address, port, key = json.loads(self._store.get(f"pulse/{peer}", _PATIENCE))
+            self._far[peer] = address, port, key
+        self.close()
+        heart = _start_heart(self.rank, self.patience / _BEATS, [place for place in self._far.values() if place[0]])
+        self._closing = weakref.finalize(self, _end_heart, heart)
+
+    def look(self) -> FailureRecord | None:
+        """Who has been stopped or silent for longer than a heartbeat."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked > self.patience / 2:  # it is this process that was stopped, or busy: begin again
+                self._stopped.clear()
+                self._heard = {peer: (now, number) for peer, (_, number) in self._heard.items()}
+            self._looked = now
+            self._ask_the_kernel(now)
+            self._listen(now)
+            for peer, since in self._stopped.items():
+                if now - since > self.patience:
+                    cause = f"its process has been stopped for {now - since:.0f} s (by SIGSTOP or Ctrl-Z)"
+                    return FailureRecord(peer, cause=cause)
+            for peer, (when, _) in self._heard.items():
+                if now - when > self.patience:
+                    cause = f"nothing was heard from its host for {now - when:.0f} s: the network or the host is down"
+                    return FailureRecord(peer, cause=cause)
+        return None
+
+    def close(self) -> None:
+        if self._closing is not None:
+            self._closing()
+
+    def _ask_the_kernel(self, now: float) -> None:
+        for peer, (process, started) in self._near.items():
+            state, since = beat.state_of(process)
+            self._note(peer, state if since == started else "", now)
+
+    def _listen(self, now: float) -> None:
+        if self._socket is None:
+            return
+        with suppress(BlockingIOError):
+            while True:
+                data = self._socket.recv(256)
+                pulse, mac = data[: -beat.MAC], data[-beat.MAC :]
+                with suppress(struct.error):
+                    peer, number, state = beat.PULSE.unpack(pulse)
+                    known = peer in self._far and secrets.compare_digest(mac, beat.sign(self._key, pulse))
+                    if known and number > self._heard.get(peer, (0.0, -1))[1]:
+                        self._heard[peer] = now, number
+                        self._note(peer, state.decode("ascii", "replace"), now)
+
+    def _note(self, peer: int, state: str, now: float) -> None:
+        if state == "T":
+            self._stopped.setdefault(peer, now)
+        else:
+            self._stopped.pop(peer, None)
+
+
+def address_towards(store: Any) -> str | None:
+    """The address of this host that ranks on other hosts can reach: the one that it reaches the store by."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "host"):
+        return None
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _listen(address: str | None) -> socket.socket | None:
+    if address is None:
+        return None
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        sock.bind((address, 0))
+    except OSError:
+        sock.close()
+        return None
+    sock.setblocking(False)
+    return sock
+
+
+def _start_heart(rank: int, seconds: float, peers: list[tuple[str, int, str]]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(Path(beat.__file__))]
+    heart = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert heart.stdin is not None, "asked for"
+    heart.stdin.write(json.dumps({"rank": rank, "seconds": seconds, "peers": peers}).encode() + b"\n")
+    heart.stdin.flush()
+    return heart
+
+
+def _end_heart(heart: subprocess.Popen[bytes]) -> None:
+    try:
+        heart.communicate(timeout=5.0)  # it ends when its input ends
+    except (OSError, subprocess.TimeoutExpired):
+        heart.kill()
+
+
+def _processes() -> str:
+    """The same for two ranks if and only if each sees the other's process in its table; "" where there is none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        spaces = [Path(f"/proc/self/ns/{name}").stat() for name in ("pid", "net")]
+    except OSError:
+        return ""
+    names = [f"{space.st_dev}:{space.st_ino}" for space in spaces]
+    return hashlib.sha256(f"{boot}{names}".encode()).hexdigest()
