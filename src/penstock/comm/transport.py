@@ -87,6 +87,10 @@ class FailureRecord:
     def decode(cls, data: bytes) -> FailureRecord:
         return cls(**json.loads(data))
 
+    @classmethod
+    def of(cls, error: PeerFailed) -> FailureRecord:
+        return cls(error.rank, error.stage, error.action, error.microbatch, error.cause)
+
     def error(self) -> PeerFailed:
         return PeerFailed(self.rank, self.stage, self.action, self.microbatch, self.cause)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock.comm.transport import FailureRecord, Transport
-from penstock.errors import PenstockError, RanksDisagree, RunError, TransportError
+from penstock.errors import PeerFailed, PenstockError, RanksDisagree, RunError, TransportError
 from penstock.plan import Action, AnyAction, Op
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
@@ -166,13 +166,16 @@ class Runner:
     def report(self, action: AnyAction | None, error: BaseException) -> None:
         """Tell the other ranks; those that cannot be told see that the connections are gone."""
         single = parts_of(action)[0] if action is not None else None
-        record = FailureRecord(
-            self.transport.rank,
-            None if single is None else single.stage,
-            None if action is None else str(action),
-            None if single is None else single.microbatch,
-            f"{type(error).__name__}: {error}",
-        )
+        if isinstance(error, PeerFailed):  # found out here, but it happened there
+            record = FailureRecord.of(error)
+        else:
+            record = FailureRecord(
+                self.transport.rank,
+                None if single is None else single.stage,
+                None if action is None else str(action),
+                None if single is None else single.microbatch,
+                f"{type(error).__name__}: {error}",
+            )
         with suppress(TransportError):
             self.transport.report_failure(record)
 
