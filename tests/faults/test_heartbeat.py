@@ -1,0 +1,230 @@
+"""A rank that is stopped, or whose host is gone, keeps its connections open and says nothing: the heartbeat names it.
+
+The story: with the network between two hosts cut for good both ranks were silent until the timeout of the group, and the one
+whose store was on the other host stayed so for ever. SIGSTOP did the same on one host.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from penstock.comm import DistributedTransport
+from penstock.comm.pulse import heartbeat
+from penstock.errors import PenstockError
+from penstock.run import ScheduleGPipe
+from penstock.stage.stage import PipelineStage
+from tests.faults.fragile import loss_fn, make_batch, make_modules
+from tests.gloo_pool import GlooPool
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
+
+
+def stepping(rank: int, num_ranks: int) -> tuple[ScheduleGPipe, Any]:
+    """A schedule after its first step."""
+    modules = make_modules(num_ranks, [])
+    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, num_ranks, "cpu"), 4, loss_fn=loss_fn)
+    x, y = make_batch(8)
+    schedule.step(x, target=y)
+    return schedule, modules[rank]
+
+
+def raised_in_steps(schedule: ScheduleGPipe, count: int) -> list[str]:
+    x, y = make_batch(8)
+    found = []
+    for _ in range(count):
+        try:
+            schedule.step(x, target=y)
+            found.append("")
+        except PenstockError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def stopped_in_a_step(victim: int) -> tuple[list[str], float]:
+    """The victim stops itself in its second step; when all others have raised, rank 0 or 1 lets it go on."""
+    os.environ["PENSTOCK_HEARTBEAT"] = "1"
+    rank = dist.get_rank()
+    try:
+        schedule, module = stepping(rank, 3)
+        transport = DistributedTransport.of()
+        pids = [int(post) for post in transport.gather("processes", str(os.getpid()).encode())]
+        if rank == victim:
+            module.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        start = time.monotonic()
+        found = raised_in_steps(schedule, 2)
+        seconds = time.monotonic() - start
+        if rank != victim:
+            os.kill(pids[victim], signal.SIGCONT)
+        return found, seconds
+    finally:
+        del os.environ["PENSTOCK_HEARTBEAT"]
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_stopped_rank_is_named_within_the_heartbeat(gloo_pool: GlooPool, victim: int) -> None:
+    """Though the group would wait for 30 minutes; and the next step says that the job must be started again."""
+    results = gloo_pool.run(3, stopped_in_a_step, victim, group_timeout=1800.0)
+    for rank, (found, seconds) in enumerate(results):
+        if rank != victim:
+            assert found[0].startswith(f"PeerFailed: rank {victim} failed: its process has been stopped for"), found
+            assert "tart the job again" in found[1] or "has been stopped" in found[1], found
+            assert seconds < 20.0
+
+
+def busy_in_a_step() -> list[str]:
+    """Rank 1 computes for several heartbeats without ever letting go of Python's lock: it is busy, not lost."""
+    os.environ["PENSTOCK_HEARTBEAT"] = "0.3"
+    try:
+        schedule, module = stepping(dist.get_rank(), 2)
+        if dist.get_rank() == 1:
+            start, number = time.monotonic(), 10**6
+            while time.monotonic() - start < 0.1:  # how many numbers take that long is a matter of the machine
+                number *= 2
+                start = time.monotonic()
+                sum(range(number))
+
+            def compute(module: Any, args: Any) -> None:
+                sum(range(10 * number))
+
+            module.register_forward_pre_hook(compute)
+        return raised_in_steps(schedule, 1)
+    finally:
+        del os.environ["PENSTOCK_HEARTBEAT"]
+
+
+def test_a_rank_that_computes_for_long_is_left_alone(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(2, busy_in_a_step) == [[""], [""]]
+
+
+@pytest.mark.parametrize("given", ["ten", "-1", "inf", "nan"])
+def test_a_heartbeat_that_is_no_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("PENSTOCK_HEARTBEAT", given)
+    with pytest.raises(PenstockError, match="expected seconds such as 10"):
+        heartbeat()
+
+
+# -- two hosts
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them, at 10.231.9.1 and 10.231.9.2."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("two network namespaces need root and the program `ip` (package iproute2)")
+    names = [f"penstock{os.getpid()}{letter}" for letter in "ab"]
+    cables = [f"ps{os.getpid() % 100000}{letter}" for letter in "ab"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", cables[0], "netns", names[0], "type", "veth", "peer", "name", cables[1], "netns", names[1])
+        for number, (name, cable) in enumerate(zip(names, cables, strict=True), start=1):
+            ip("-n", name, "addr", "add", f"10.231.9.{number}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except subprocess.CalledProcessError as error:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
+        pytest.skip(f"this machine makes no network namespaces: {error.stderr.decode().strip()}")
+    yield names[0], names[1]
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
+
+
+def train_on_a_host(rank: int) -> None:
+    """A program: one step, then word that the network may be cut, then two steps."""
+    (cable,) = [path.name for path in Path("/sys/class/net").iterdir() if path.name.startswith("ps")]
+    os.environ["GLOO_SOCKET_IFNAME"] = cable
+    dist.init_process_group("gloo", init_method="tcp://10.231.9.1:29544", rank=rank, world_size=2)
+    schedule, _ = stepping(rank, 2)
+    raised_in_steps(schedule, 1)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+    start = time.monotonic()
+    found = raised_in_steps(schedule, 2)
+    sys.stdout.write(f"{time.monotonic() - start:.1f}\n" + "".join(text.replace("\n", " ") + "\n" for text in found))
+    sys.stdout.flush()
+    os._exit(0)  # the group's own farewell would wait for the other host
+
+
+def start_on(host: str, rank: int) -> subprocess.Popen[str]:
+    program = f"from tests.faults.test_heartbeat import train_on_a_host; train_on_a_host({rank})"
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host, sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PENSTOCK_HEARTBEAT": "2"},
+    )
+
+
+def test_both_sides_of_a_network_that_is_cut_are_told(hosts: tuple[str, str]) -> None:
+    programs = [start_on(host, rank) for rank, host in enumerate(hosts)]
+    dog = threading.Timer(120.0, lambda: [program.kill() for program in programs])
+    dog.start()
+    try:
+        ready = [program.stdout.readline() for program in programs if program.stdout is not None]
+        assert ready == ["ready\n", "ready\n"]
+        time.sleep(1.0)  # for the first datagrams, each of which is a proof that the next ones are due
+        (cable,) = subprocess.run(
+            ["ip", "-n", hosts[0], "-o", "link", "show", "type", "veth"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        ip("-n", hosts[0], "link", "set", cable.split(":")[1].split("@")[0].strip(), "down")
+        texts = [program.communicate("go\n")[0].splitlines() for program in programs]
+    finally:
+        dog.cancel()
+        for program in programs:
+            program.kill()
+            program.wait(30)
+    for rank, (seconds, first, second) in enumerate(texts):
+        assert first.startswith(f"PeerFailed: rank {1 - rank} failed"), first
+        assert "Start the job again" in second, second
+        assert float(seconds) < 30.0
+
+
+def left_alone() -> str:
+    """Rank 0 is killed with the store in it; what rank 1 prints, and torch for it, is caught."""
+    rank = dist.get_rank()
+    schedule, module = stepping(rank, 2)
+    if rank == 0:
+        module.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    log = Path(f"/tmp/penstock-{os.getpid()}.log")
+    kept = os.dup(2)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            found = raised_in_steps(schedule, 3)
+            time.sleep(1.0)  # the watcher looks at the store several times
+            DistributedTransport.of().close()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+    text = log.read_text()
+    log.unlink()
+    assert found[0].startswith("PeerFailed: rank 0 failed"), found
+    assert all("Start the job again" in again for again in found[1:]), found
+    return text
+
+
+def test_the_death_of_the_store_does_not_flood_the_terminal(gloo_pool: GlooPool) -> None:
+    """Each call of a store that was gone made torch print a page; nobody calls it any more."""
+    _, second = gloo_pool.outcomes(2, left_alone, store="tcp")
+    assert second.ok, second.details
+    assert second.value.count("frame #") == 0, second.value
