@@ -28,10 +28,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "search": ("simulate",),
     # the running half
     "dtypes": ("errors",),
-    "batch": ("plan", "dtypes"),
+    "nest": ("errors",),
+    "batch": ("plan", "nest"),
     "comm": ("plan", "dtypes"),
     "parallel": ("plan", "dtypes"),
-    "stage": ("plan", "dtypes"),
+    "stage": ("plan", "dtypes", "nest"),
     "run": ("stage", "comm", "parallel", "batch", "simulate"),
     "capture": ("stage", "batch", "balance"),
     "checkpoint": ("stage",),

@@ -53,11 +53,11 @@ def _leaf(value: Any) -> Any:
 
 def assert_same(one: Any, other: Any) -> None:
     """The same class, the same tensors, bit by bit."""
-    from penstock.capture.tree import take_apart
+    from penstock.capture.arguments import model_values
 
     assert type(one) is type(other)
-    ones, recipe = take_apart(one)
-    others, other_recipe = take_apart(other)
+    ones, recipe = model_values.flatten(one)
+    others, other_recipe = model_values.flatten(other)
     assert recipe == other_recipe
     for a, b in zip(ones, others, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)

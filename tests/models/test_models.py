@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch import merge_chunks
-from penstock.batch.tree import map_tensors
 from penstock.capture import Pipe, SplitPoint, pipeline, split_modules
-from penstock.capture.tree import take_apart
+from penstock.capture.arguments import model_values
 from penstock.comm.local import LocalTransport, LocalWorld
 from penstock.errors import CaptureError
+from penstock.nest import map_tensors
 from penstock.plan import Plan
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
@@ -156,7 +156,7 @@ def test_a_cache_in_the_output_crosses_the_stages(name: str) -> None:
     output, _ = _pipelined(captured, pipe, "1f1b", batch, microbatches=2)
     assert type(output.past_key_values) is type(expected[0].past_key_values)
     assert_same(output, merge_chunks(expected))
-    assert take_apart(output.past_key_values)[0][0].shape[0] == batch["input_ids"].shape[0]
+    assert model_values.flatten(output.past_key_values)[0][0].shape[0] == batch["input_ids"].shape[0]
 
 
 def _pipelined(

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.batch.specs import CustomReducer, TensorChunkSpec, is_leaf_spec
+from penstock.batch.masks import is_block_mask
+from penstock.batch.specs import OUTPUT, CustomReducer, Path, TensorChunkSpec, child_specs, is_leaf_spec, open_value
 from penstock.batch.tensors import merge_tensors
-from penstock.batch.tree import OUTPUT, Node, Path, child_specs, open_node, open_object
 from penstock.errors import MergeError
+from penstock.nest import Node, open_object
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
@@ -57,7 +58,7 @@ def _merge(values: list[Any], spec: Any, path: Path) -> Any:
 def _open(value: Any, spec: Any) -> Node | None:
     """An object that keeps tensors in its attributes is opened, unless a spec says how to make one of several."""
     whole = is_leaf_spec(spec) and not isinstance(spec, TensorChunkSpec)
-    return open_node(value) or (None if whole else open_object(value))
+    return open_value(value) or (None if whole or is_block_mask(value) else open_object(value))
 
 
 def _same_structure(first: Node, node: Node | None, value: Any, microbatch: int, path: Path) -> Node:

@@ -9,7 +9,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard, overload
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, overload
+
+from penstock.batch.masks import is_block_mask
+from penstock.errors import SplitError
+from penstock.nest import By, Node, open_node
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -128,3 +132,73 @@ def is_leaf_spec(spec: Any) -> TypeGuard[LeafSpec]:
 
 def is_replicate(spec: Any) -> bool:
     return isinstance(spec, Replicate) or spec is Replicate
+
+
+def open_value(value: Any) -> Node | None:
+    """A container of a batch, opened by one level; block masks and ready microbatches are taken whole."""
+    return None if isinstance(value, Microbatches) or is_block_mask(value) else open_node(value)
+
+
+def child_specs(spec: Any, node: Node, path: Path) -> Sequence[Any]:
+    """The spec of each child: the tree of specs is followed, a single spec (or None) holds for all."""
+    if spec is None or is_leaf_spec(spec):
+        return [spec] * len(node.keys)
+    if isinstance(spec, Mapping):
+        unknown = [key for key in spec if key not in node.keys]
+        if unknown:
+            raise SplitError(
+                f"{path.root.spec_name} has entries for {unknown}, but {path} has only {list(node.keys)}; "
+                "leave out what is not there"
+            )
+        return [spec.get(key) for key in node.keys]
+    inside = open_value(spec)
+    if inside is not None and len(inside.keys) == len(node.keys):
+        if isinstance(spec, tuple | list) or list(inside.keys) == list(node.keys):
+            return inside.children
+    raise SplitError(
+        f"the spec for {path} is {spec!r}; expected one entry for each of {list(node.keys)}, "
+        "or a single TensorChunkSpec(dim), Replicate() or None for all of it"
+    )
+
+
+class Path(NamedTuple):
+    """Where a leaf stands; made into text only when an error needs it."""
+
+    root: Root
+    parent: Path | None = None
+    node: Node | None = None
+    position: int = 0
+
+    def child(self, node: Node, index: int) -> Path:
+        return Path(self.root, self, node, index)
+
+    def __str__(self) -> str:
+        if self.parent is None or self.node is None:
+            return self.root.name
+        return f"{self.parent}{self.node.written(self.position)}"
+
+    def write(self, spec: str) -> str:
+        """The argument to write so that this leaf, and no other, gets the spec."""
+        path = self
+        while path.parent is not None and path.node is not None:
+            if path.node.by is By.PLACE:
+                entries = ["None"] * len(path.node.keys)
+                entries[path.position] = spec
+                spec = "(" + ", ".join(entries) + ("," if len(entries) == 1 else "") + ")"
+            else:
+                spec = f"{{{path.node.keys[path.position]!r}: {spec}}}"
+            path = path.parent
+        return f"{self.root.spec_name}={spec}"
+
+
+class Root(NamedTuple):
+    """What a path begins with, and the parameter that takes the specs for it."""
+
+    name: str
+    spec_name: str
+
+
+ARGS = Path(Root("args", "args_chunk_spec"))
+KWARGS = Path(Root("kwargs", "kwargs_chunk_spec"))
+TARGET = Path(Root("target", "target_chunk_spec"))
+OUTPUT = Path(Root("output", "output_merge_spec"))

@@ -25,10 +25,22 @@ from torch import Tensor
 from penstock.batch.leaves import BatchLeaf, check_count, cut_leaves, find_batch
 from penstock.batch.masks import is_block_mask
 from penstock.batch.sizes import microbatch_sizes
-from penstock.batch.specs import Microbatches, TensorChunkSpec, is_call, is_leaf_spec, is_replicate
+from penstock.batch.specs import (
+    ARGS,
+    KWARGS,
+    TARGET,
+    Microbatches,
+    Path,
+    TensorChunkSpec,
+    child_specs,
+    is_call,
+    is_leaf_spec,
+    is_replicate,
+    open_value,
+)
 from penstock.batch.tensors import split_sizes
-from penstock.batch.tree import ARGS, KWARGS, TARGET, Node, Path, child_specs, open_node
 from penstock.errors import SplitError
+from penstock.nest import Kind, Node
 
 Split: TypeAlias = tuple[list[tuple[Any, ...]], list[dict[str, Any]]]
 
@@ -139,6 +151,13 @@ class _Rule(NamedTuple):
     strict: bool = True
 
 
+_CHEAP = (
+    Kind.TUPLE,
+    Kind.LIST,
+    Kind.DICT,
+)  # to rebuild; others are shared by all microbatches if nothing in them varies
+
+
 class _Branch(NamedTuple):
     node: Node
     parts: list[int | _Branch]  # an int is the number of a leaf
@@ -168,7 +187,7 @@ def _split_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatc
 
 def _outline(value: Any, spec: Any, path: Path, leaves: list[BatchLeaf], inherited: bool = False) -> int | _Branch:
     """The shape of a value, with its leaves collected in order."""
-    node = open_node(value)
+    node = open_value(value)
     if node is None:
         if spec is not None and not (isinstance(spec, TensorChunkSpec) or is_replicate(spec)):
             raise SplitError(f"the spec for {path} is {spec!r}; expected TensorChunkSpec(dim), Replicate() or None")
@@ -181,7 +200,7 @@ def _outline(value: Any, spec: Any, path: Path, leaves: list[BatchLeaf], inherit
         for index, (child, child_spec) in enumerate(zip(node.children, child_specs(spec, node, path), strict=True))
     ]
     varies = any(_may_vary(leaf.value) for leaf in leaves[first:])
-    return _Branch(node, parts, value, node.builtin or varies)
+    return _Branch(node, parts, value, node.kind in _CHEAP or varies)
 
 
 def _may_vary(value: Any) -> bool:

@@ -9,17 +9,52 @@ A leaf is called as a user would write it: ``x``, ``batch.ids``, ``states[0]``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import Dim
 
-from penstock.capture.tree import Constant, Container, Leaf, Plain, constants, leaf_paths, put_together, take_apart
 from penstock.errors import CaptureError
+from penstock.nest import (
+    Kind,
+    Nest,
+    Nesting,
+    Node,
+    Trail,
+    has_tensor,
+    leaf_names,
+    named,
+    open_node,
+    open_object,
+    spelled,
+)
 
 Dims = tuple[Any, ...]  # for each leaf: None, or {dimension: Dim}
+
+
+class _ModelValues(Nesting):
+    """Sees tensors and traced sizes, also in the attributes of objects that nobody registered, such as caches."""
+
+    leaf_types = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+    def opened(self, value: Any) -> Node | None:
+        node = open_node(value)
+        if node is not None and node.kind not in (Kind.DATACLASS, Kind.COPY):
+            return node
+        return None if callable(value) or isinstance(value, dict | list | tuple) else open_object(value)
+
+    def constant(self, value: Any, trail: Trail) -> Nest:
+        if isinstance(value, dict | list | tuple) and has_tensor(value):
+            raise CaptureError(
+                f"{spelled(trail)} is a {type(value).__qualname__} with tensors in it, and nothing says how to make another "
+                "one: give a plain dict, list or tuple, or register it with torch.utils._pytree.register_pytree_node"
+            )
+        return Nest(Kind.CONSTANT, value)
+
+
+model_values = _ModelValues()
 
 
 @dataclass(frozen=True)
@@ -28,7 +63,7 @@ class Parameter:
 
     name: str
     kind: str  # "by position", "by either", "by name", "rest" (*args) or "named rest" (**kwargs)
-    recipe: Any
+    recipe: Nest
     leaves: tuple[int, ...]
 
 
@@ -65,10 +100,10 @@ class InputTable:
         names: list[str] = []
         for name, value in bound.arguments.items():
             kind = _KINDS[signature.parameters[name].kind]
-            own, recipe = take_apart(value, "" if kind == "named rest" else name)
+            own, recipe = model_values.flatten(value, name)
             places = tuple(range(len(leaves), len(leaves) + len(own)))
             parameters.append(Parameter(name, kind, recipe, places))
-            names += leaf_paths(recipe)
+            names += leaf_names(recipe, "" if kind == "named rest" else name)
             leaves += own
         order = tuple((p.name, _KINDS[p.kind]) for p in signature.parameters.values())
         return InputTable(tuple(parameters), tuple(names), order), leaves
@@ -83,7 +118,7 @@ class InputTable:
             if name not in given:
                 skipped = True
                 continue
-            value = put_together(given[name].recipe, [leaves[i] for i in given[name].leaves])
+            value = model_values.unflatten(given[name].recipe, [leaves[i] for i in given[name].leaves])
             if kind == "rest":
                 args += value
             elif kind == "named rest":
@@ -137,19 +172,20 @@ class InputTable:
         return values
 
     def _leaves(self, parameter: Parameter, value: Any) -> dict[str, Any]:
-        leaves, recipe = take_apart(value, "" if parameter.kind == "named rest" else parameter.name)
+        leaves, recipe = model_values.flatten(value, parameter.name)
         names = [self.names[i] for i in parameter.leaves]
-        paths = leaf_paths(recipe)
+        name = "" if parameter.kind == "named rest" else parameter.name
+        paths = leaf_names(recipe, name)
         if paths != names:
             raise CaptureError(
                 f"argument {parameter.name!r} was captured with the tensors {names}, and is called with {paths}; "
                 "a captured model takes the same structure that it was captured with"
             )
-        for (path, old), (_, new) in zip(
-            constants(parameter.recipe, parameter.name), constants(recipe, parameter.name), strict=True
-        ):
-            if not same(old, new):
-                raise CaptureError(f"{path} was {old!r} when the model was captured, and is {new!r} now; capture again")
+        for (path, old), (_, new) in zip(named(parameter.recipe, name), named(recipe, name), strict=True):
+            if old.kind is Kind.CONSTANT and not same(old.data, new.data):
+                raise CaptureError(
+                    f"{path} was {old.data!r} when the model was captured, and is {new.data!r} now; capture again"
+                )
         return dict(zip(names, leaves, strict=True))
 
 
@@ -192,22 +228,22 @@ def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[
             found[table.names.index(name)] = _normal(value, leaves[table.names.index(name)], name)
     for parameter in table.parameters:
         if parameter.name in spec and parameter.name not in table.names:
-            _walk(parameter.recipe, spec[parameter.name], parameter.leaves, leaves, found)
+            _walk(parameter.recipe, spec[parameter.name], iter(parameter.leaves), leaves, found)
     return tuple(found)
 
 
-def _walk(recipe: Any, spec: Any, places: Sequence[int], leaves: Sequence[torch.Tensor], found: list[Any]) -> None:
-    if spec is None or isinstance(recipe, Constant):
-        return
-    match recipe:
-        case Leaf(index, path):
-            found[places[index]] = _normal(spec, leaves[places[index]], path)
-        case Container(_, _, children) | Plain(_, _, children):
-            parts = list(spec.values()) if isinstance(spec, Mapping) else list(spec)
-            if len(parts) != len(children):
-                raise CaptureError(f"dynamic_shapes has {len(parts)} entries for a container of {len(children)}")
-            for child, part in zip(children, parts, strict=True):
-                _walk(child, part, places, leaves, found)
+def _walk(nest: Nest, spec: Any, places: Iterator[int], leaves: Sequence[torch.Tensor], found: list[Any]) -> None:
+    if nest.kind is Kind.LEAF:
+        place = next(places)
+        found[place] = _normal(spec, leaves[place], f"leaf {place}")
+    elif nest.children:
+        parts = (
+            [None] * len(nest.children) if spec is None else list(spec.values() if isinstance(spec, Mapping) else spec)
+        )
+        if len(parts) != len(nest.children):
+            raise CaptureError(f"dynamic_shapes has {len(parts)} entries for a container of {len(nest.children)}")
+        for child, part in zip(nest.children, parts, strict=True):
+            _walk(child, part, places, leaves, found)
 
 
 def _normal(spec: Any, leaf: torch.Tensor, name: str) -> dict[int, Any] | None:

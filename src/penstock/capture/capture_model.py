@@ -23,8 +23,8 @@ from penstock.capture.retrace import ChooseCuts, Retracer
 from penstock.capture.skeleton import Skeleton
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames, assign, find_shared, give
-from penstock.capture.tree import leaf_paths
 from penstock.errors import CaptureError
+from penstock.nest import leaf_names
 
 SplitPolicy = Callable[[fx.GraphModule], Any]
 
@@ -153,7 +153,7 @@ def _assembled(
         stage_inputs=tuple(p.inputs for p in cut.pieces),
         stage_outputs=tuple(p.outputs for p in cut.pieces),
         shared=find_shared(source.names, held),
-        output_paths=tuple(leaf_paths(last.recipe)),
+        output_paths=tuple(leaf_names(last.recipe)),
         loss_index=find_loss(last.recipe, last.outputs, fixed=[position for position, _ in last.fixed], spec=loss_spec),
         why_static=source.why_static,
     )

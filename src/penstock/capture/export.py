@@ -25,12 +25,11 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
-from penstock.capture.arguments import Dims, InputTable
+from penstock.capture.arguments import Dims, InputTable, model_values
 from penstock.capture.failure import explained, place_of, reason
 from penstock.capture.functions import keep_functions, refuse_backward_hooks, watching_functions
 from penstock.capture.marks import SplitPoint, watching, watching_checkpoints
 from penstock.capture.skeleton import Skeleton, fake_leaves
-from penstock.capture.tree import take_apart
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
 
@@ -94,7 +93,7 @@ class _Root(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         result = self.call(self.model, leaves)
-        values, self.holder.recipe = take_apart(result)
+        values, self.holder.recipe = model_values.flatten(result, "the output")
         return tuple(values)
 
 

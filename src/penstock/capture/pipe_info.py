@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from penstock.balance import Cuts
-from penstock.capture.arguments import InputTable
-from penstock.capture.tree import leaf_paths, take_apart
+from penstock.capture.arguments import InputTable, model_values
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError
+from penstock.nest import Nest, leaf_names
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PipeInfo:
                 f"the model returns no loss that can be told from its other outputs ({', '.join(self.output_paths)}); "
                 "capture with output_loss_value_spec={'loss': True}, or give the schedule a loss_fn"
             )
-        return take_apart(output)[0][self.loss_index]
+        return model_values.flatten(output)[0][self.loss_index]
 
     def arguments(self, stage: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The model's arguments that a stage reads, out of a call; a rank may leave out what its stages do not read."""
@@ -83,12 +83,12 @@ class PipeInfo:
         return {wire.name: given[wire.name] for wire in wanted}
 
 
-def find_loss(recipe: Any, wires: Sequence[Wire], *, fixed: Sequence[int], spec: Any) -> int | None:
+def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec: Any) -> int | None:
     """Which tensor of the output is the loss: the one that `spec` marks with True, else a single number called "loss".
 
     `fixed` are the places of the leaves that have no wire, because they are always the same.
     """
-    paths = leaf_paths(recipe)
+    paths = leaf_names(recipe)
     travelling = iter(wires)
     leaves = [None if place in fixed else next(travelling) for place in range(len(paths))]
     tensors = [place for place, wire in enumerate(leaves) if wire is not None and wire.kind == "tensor"]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from penstock.capture.arguments import model_values
 from penstock.capture.cutter import StagePiece
 from penstock.capture.stage_graph import StageGraph
-from penstock.capture.tree import put_together
 from penstock.capture.wires import Fixed, Guard, Key, Wire, check_sizes, where
 from penstock.errors import CaptureError, ShapeError
 
@@ -43,7 +43,7 @@ class OutputRecipe:
         leaves = list(values)
         for position, value in self.fixed:
             leaves.insert(position, value)
-        return put_together(self.recipe, leaves)
+        return model_values.unflatten(self.recipe, leaves)
 
 
 class StageModule(nn.Module):

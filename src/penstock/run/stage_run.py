@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.batch.tree import map_tensors
 from penstock.errors import StageError
+from penstock.nest import map_tensors
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.expected import check_given
 from penstock.run.rng import MicrobatchRng

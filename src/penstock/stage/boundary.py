@@ -16,10 +16,9 @@ Classes (dataclasses, named tuples, nodes registered with torch's pytree such as
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -27,43 +26,23 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import StageError
-from penstock.stage.constants import decode_constant, encode_constant, find, name_of_class
+from penstock.nest import Kind, Nest, Nesting, Node, Trail, open_node, spelled
 
 
-class Kind(Enum):
-    """How a node of the nest is put together."""
-
-    TENSOR = "tensor"
-    CONSTANT = "constant"  # None, bool, int, float, complex, str, bytes, torch.dtype, torch.device, slice, Ellipsis
-    TUPLE = "tuple"
-    LIST = "list"
-    DICT = "dict"
-    ORDERED = "ordered"  # OrderedDict
-    NAMED = "named"  # a named tuple
-    DATACLASS = "dataclass"
-    REGISTERED = "registered"  # torch.utils._pytree.register_pytree_node
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """The shape of a value without its tensors.
+class Spec(Nest):
+    """The shape of a value without its tensors, fit to be sent.
 
     `data` is the constant (with its type, so that 1, 1.0 and True differ), or the keys, or the class and its fields;
     always hashable. `children` are the specs of the parts.
     """
 
-    kind: Kind
-    data: Any = None
-    children: tuple[Spec, ...] = ()
-
-    @property
-    def num_tensors(self) -> int:
-        return 1 if self.kind is Kind.TENSOR else sum(child.num_tensors for child in self.children)
+    __slots__ = ()
 
     def to_json(self) -> Any:
         """Lists, strings and numbers only; `json.dumps` takes it."""
-        if self.kind is Kind.TENSOR:
+        if self.kind is Kind.LEAF:
             return "tensor"
         return [self.kind.value, _encode(self.data), [child.to_json() for child in self.children]]
 
@@ -82,9 +61,9 @@ class Spec:
                 raise StageError(f"this is no description of a stage value: {value!r:.200}")
 
 
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in Kind if kind not in (Kind.LEAF, Kind.OBJECT, Kind.COPY)}
 _WITH_CLASS = (Kind.NAMED, Kind.DATACLASS, Kind.REGISTERED)
-SINGLE = Spec(Kind.TENSOR)
+SINGLE = Spec(Kind.LEAF)
 """The spec of a lone tensor."""
 
 
@@ -92,17 +71,16 @@ def flatten(value: Any) -> tuple[list[Tensor], Spec]:
     """The tensors of a value, in order, and the rest of it."""
     if isinstance(value, Tensor):
         return [value], SINGLE
-    leaves: list[Tensor] = []
-    return leaves, _flatten(value, leaves, "value")
+    return _crossing.flatten(value)
 
 
 def unflatten(spec: Spec, tensors: Sequence[Tensor]) -> Any:
     """The value again, with other tensors. Their number must be that of the spec."""
     if spec is SINGLE and len(tensors) == 1:
         return tensors[0]
-    if len(tensors) != spec.num_tensors:
-        raise StageError(f"a value with {spec.num_tensors} tensors cannot be made of {len(tensors)}")
-    return _unflatten(spec, iter(tensors))
+    if len(tensors) != spec.num_leaves:
+        raise StageError(f"a value with {spec.num_leaves} tensors cannot be made of {len(tensors)}")
+    return _crossing.unflatten(spec, tensors)
 
 
 def detach_leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -115,104 +93,140 @@ def detach_leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     return leaf.requires_grad_() if requires_grad else leaf
 
 
-def _flatten(value: Any, leaves: list[Tensor], path: str) -> Spec:
-    if isinstance(value, Tensor):
-        leaves.append(value)
-        return SINGLE
-    kind = type(value)
-    if kind is tuple or kind is list or kind is torch.Size:
-        return Spec(
-            Kind.LIST if kind is list else Kind.TUPLE,
-            None,
-            tuple(_flatten(item, leaves, f"{path}[{index}]") for index, item in enumerate(value)),
-        )
-    if kind is dict or kind is OrderedDict:
-        keys = tuple(encode_constant(key, f"the key {key!r} of {path}") for key in value)
-        parts = tuple(_flatten(item, leaves, f"{path}[{key!r}]") for key, item in value.items())
-        return Spec(Kind.DICT if kind is dict else Kind.ORDERED, keys, parts)
-    if kind in pytree.SUPPORTED_NODES and kind not in _BUILT_IN_NODES:
-        return _flatten_registered(value, leaves, path)
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        fields = kind._fields
-        parts = tuple(_flatten(item, leaves, f"{path}.{name}") for name, item in zip(fields, value, strict=True))
-        return Spec(Kind.NAMED, (name_of_class(kind, path), fields), parts)
-    if dataclasses.is_dataclass(value):
-        fields = tuple(field.name for field in dataclasses.fields(value))
-        parts = tuple(_flatten(getattr(value, name), leaves, f"{path}.{name}") for name in fields)
-        return Spec(Kind.DATACLASS, (name_of_class(kind, path), fields), parts)
-    return Spec(Kind.CONSTANT, encode_constant(value, path))
+class _Crossing(Nesting):
+    """Sees what can be sent; anything else is an error that says where it stands."""
+
+    leaf = SINGLE
+
+    def opened(self, value: Any) -> Node | None:
+        node = open_node(tuple(value) if type(value) is torch.Size else value)
+        return None if node is None or node.kind is Kind.COPY else node
+
+    def constant(self, value: Any, trail: Trail) -> Spec:
+        return Spec(Kind.CONSTANT, encode_constant(value, trail))
+
+    def container(self, node: Node, children: tuple[Any, ...], trail: Trail) -> Spec:
+        match node.kind:
+            case Kind.TUPLE | Kind.LIST:
+                data: Any = None
+            case Kind.DICT | Kind.ORDERED:
+                data = tuple(encode_constant(key, (trail, "a key of ", 0)) for key in node.keys)
+            case Kind.REGISTERED:
+                data = (name_of_class(node.data[0], trail), self._dumped(node.data[0], node.data[1], trail))
+            case _:
+                data = (name_of_class(node.data[0], trail), tuple(node.data[1]))
+        return Spec(node.kind, data, children)
+
+    def data(self, nest: Any) -> Any:
+        match nest.kind:
+            case Kind.CONSTANT:
+                return decode_constant(nest.data)
+            case Kind.DICT | Kind.ORDERED:
+                return map(decode_constant, nest.data)
+            case Kind.REGISTERED:
+                kind = _class_of(nest)
+                return kind, self._loaded(kind, nest.data[1])
+            case Kind.NAMED | Kind.DATACLASS:
+                return _class_of(nest), nest.data[1]
+        return None
+
+    def _dumped(self, kind: type, context: Any, trail: Trail) -> Any:
+        """What the registered node wants back, in JSON if it registered a way to write it, or as constants."""
+        serialize = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+        if serialize is not None and callable(serialize.to_dumpable_context):
+            return "dumped", json.dumps(serialize.to_dumpable_context(context))
+        rest: list[Tensor] = []
+        spec = self.walk(context, rest, (trail, "the context of ", 0))
+        if rest:
+            raise StageError(
+                f"the pytree context of {spelled(trail)} ({kind.__qualname__}) holds tensors; they belong in its children"
+            )
+        return "plain", spec
+
+    def _loaded(self, kind: type, dumped: Any) -> Any:
+        match dumped:
+            case ("dumped", str(text)):
+                from_text: Any = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
+                return from_text(json.loads(text))
+            case ("plain", Spec() as spec):
+                return self.unflatten(spec, ())
+            case _:
+                raise StageError(f"the pytree context of {kind.__qualname__} cannot be read: {dumped!r:.200}")
 
 
-_BUILT_IN_NODES = frozenset(pytree.BUILTIN_TYPES) | {torch.Size}
+_crossing = _Crossing()
 
 
-def _flatten_registered(value: Any, leaves: list[Tensor], path: str) -> Spec:
-    kind = type(value)
-    items, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-    parts = tuple(_flatten(item, leaves, f"{path}.{index}") for index, item in enumerate(items))
-    return Spec(Kind.REGISTERED, (name_of_class(kind, path), _dump_context(kind, context, path)), parts)
+# -- constants and classes as plain, hashable data
 
 
-def _dump_context(kind: type, context: Any, path: str) -> Any:
-    """What the registered node wants back, in JSON if it registered a way to write it, or as constants."""
-    serialize = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-    if serialize is not None and callable(serialize.to_dumpable_context):
-        return "dumped", json.dumps(serialize.to_dumpable_context(context))
-    rest: list[Tensor] = []
-    spec = _flatten(context, rest, f"the context of {path}")
-    if rest:
+def encode_constant(value: Any, trail: Trail) -> tuple[str, Any]:
+    """The constant with the name of its type: equality then tells 1, 1.0 and True apart, and 0.0 from -0.0."""
+    match value:
+        case None | bool() | str() | bytes() | int() if type(value) in (type(None), bool, str, bytes, int):
+            return type(value).__name__, value
+        case float() | complex() if type(value) in (float, complex):
+            return type(value).__name__, repr(value)
+        case torch.dtype():
+            return "dtype", dtype_name(value)
+        case torch.device():
+            return "device", str(value)
+        case slice():
+            return "slice", tuple(encode_constant(part, trail) for part in (value.start, value.stop, value.step))
+        case Enum():
+            return "enum", (name_of_class(type(value), trail), value.name)
+    if value is Ellipsis:
+        return "ellipsis", None
+    raise StageError(
+        f"{spelled(trail)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot cross between stages. "
+        "Tensors, None, numbers, strings, bytes, enums, tuples, lists, dicts, dataclasses and named tuples can; "
+        "register other classes with torch.utils._pytree.register_pytree_node, or leave the value out"
+    )
+
+
+def decode_constant(constant: Any) -> Any:
+    match constant:
+        case ("float", str(text)):
+            return float(text)
+        case ("complex", str(text)):
+            return complex(text)
+        case ("dtype", str(name)):
+            return dtype_named(name)
+        case ("device", str(name)):
+            return torch.device(name)
+        case ("slice", (start, stop, step)):
+            return slice(decode_constant(start), decode_constant(stop), decode_constant(step))
+        case ("enum", (str(name), str(member))):
+            return find(name)[member]
+        case ("ellipsis", None):
+            return Ellipsis
+        case (_, value):
+            return value
+    raise StageError(f"this is no constant of a stage value: {constant!r:.200}")
+
+
+def name_of_class(kind: type, trail: Trail) -> str:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if "<locals>" in name:
         raise StageError(
-            f"the pytree context of {path} ({kind.__qualname__}) holds tensors; they belong in its children"
+            f"{spelled(trail)} is a {kind.__qualname__}, a class defined inside a function, which the next stage cannot import; "
+            "define it at the top of its module"
         )
-    return "plain", spec
+    return name
 
 
-def _load_context(kind: type, dumped: Any) -> Any:
-    match dumped:
-        case ("dumped", str(text)):
-            from_text: Any = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
-            return from_text(json.loads(text))
-        case ("plain", Spec() as spec):
-            return _unflatten(spec, iter(()))
-        case _:
-            raise StageError(f"the pytree context of {kind.__qualname__} cannot be read: {dumped!r:.200}")
+def find(name: str) -> Any:
+    module, _, qualname = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise StageError(f"a value from another stage is a {name}, which cannot be imported here: {error}") from error
+    return found
 
 
-def _unflatten(spec: Spec, tensors: Iterator[Tensor]) -> Any:
-    if spec.kind is Kind.TENSOR:
-        return next(tensors)
-    if spec.kind is Kind.CONSTANT:
-        return decode_constant(spec.data)
-    parts = [_unflatten(child, tensors) for child in spec.children]
-    match spec.kind:
-        case Kind.TUPLE:
-            return tuple(parts)
-        case Kind.LIST:
-            return parts
-        case Kind.DICT:
-            return dict(zip(map(decode_constant, spec.data), parts, strict=True))
-        case Kind.ORDERED:
-            return OrderedDict(zip(map(decode_constant, spec.data), parts, strict=True))
-        case Kind.NAMED:
-            return _class_of(spec)(*parts)
-        case Kind.DATACLASS:
-            return _build(_class_of(spec), dict(zip(spec.data[1], parts, strict=True)))
-        case Kind.REGISTERED:
-            kind = _class_of(spec)
-            return pytree.SUPPORTED_NODES[kind].unflatten_fn(parts, _load_context(kind, spec.data[1]))
-
-
-def _build(kind: type, values: dict[str, Any]) -> Any:
-    """A dataclass from its fields; those that its constructor does not take are set afterwards."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    made = kind(**{name: value for name, value in values.items() if fields[name].init})
-    for name, value in values.items():
-        if not fields[name].init:
-            object.__setattr__(made, name, value)
-    return made
-
-
-def _class_of(spec: Spec) -> Any:
+def _class_of(spec: Any) -> Any:
     """The class of a node, checked to be what the spec says: other names of a module are never called."""
     name = spec.data[0]
     known = _classes.get((spec.kind, spec.data))
