@@ -6,7 +6,9 @@
 
 Both systems live in the same two processes and take turns, step by step, on copies of the same modules, so that noise
 hits both alike. *limit* is the same modules' forward and backward in a plain loop, microbatch by microbatch, without any
-messages: what no pipeline can go below.
+messages: what no pipeline can go below. *captured* are the same stages cut out of one model by `penstock.pipeline`, and
+*pipeline* is `penstock.Pipeline` over that model, cut at the same places: both should cost what stages made by hand cost.
+`--systems penstock captured pipeline` leaves the others out.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ SCHEDULES = {
     "zero bubble": ("ScheduleInterleavedZeroBubble", 2, "loop"),
     "ZBV": ("ScheduleZBVZeroBubble", 2, "v"),
 }
+SYSTEMS = ("penstock", "torch", "limit", "captured", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def stages_of(kind: str, rank: int, per_rank: int) -> list[int]:
     return [rank + 2 * leg for leg in range(per_rank)]
 
 
-def build(workload: Workload, schedule: str, rank: int) -> dict[str, Callable[[], None]]:
+def build(workload: Workload, schedule: str, rank: int, systems: list[str]) -> dict[str, Callable[[], None]]:
     """One step of each system on this rank, on copies of the same modules."""
     import torch.distributed.pipelining as theirs
 
@@ -79,21 +82,46 @@ def build(workload: Workload, schedule: str, rank: int) -> dict[str, Callable[[]
     batch = torch.randn(workload.microbatches * workload.shape[0], *workload.shape[1:])
     target = torch.randn_like(batch)
     loss_fn = nn.MSELoss()
-    found: dict[str, Callable[[], None]] = {}
-    for system, package in (("penstock", ours), ("torch", theirs)):
-        stages = [package.PipelineStage(copy.deepcopy(modules[i]), i, num_stages, torch.device("cpu")) for i in mine]
+    args = (batch,) if 0 in mine else ()
+    kwargs = {"target": target} if num_stages - 1 in mine else {}
+
+    def by_hand(package: Any, stages: list[Any]) -> Callable[[], None]:
         given: Any = stages[0] if per_rank == 1 else stages
         runner = getattr(package, name)(given, workload.microbatches, loss_fn=loss_fn)
-        args = (batch,) if 0 in mine else ()
-        kwargs = {"target": target} if num_stages - 1 in mine else {}
-        found[system] = _step(runner, args, kwargs)
+        return lambda: runner.step(*args, return_outputs=False, **kwargs)
+
+    def made(package: Any) -> list[Any]:
+        return [package.PipelineStage(copy.deepcopy(modules[i]), i, num_stages, torch.device("cpu")) for i in mine]
+
+    model = copy.deepcopy(nn.Sequential(*modules))
+    cuts = {str(i): ours.SplitPoint.BEGINNING for i in range(1, num_stages)}
+
+    def captured() -> Callable[[], None]:
+        pipe = ours.pipeline(model, (batch[: workload.shape[0]],), split_spec=cuts)
+        return by_hand(ours, [pipe.build_stage(i, "cpu") for i in mine])
+
+    def pipeline() -> Callable[[], None]:
+        pipe = ours.Pipeline(
+            model,
+            (batch,),
+            loss_fn=loss_fn,
+            schedule=name.removeprefix("Schedule"),
+            microbatches=workload.microbatches,
+            split_spec=cuts,
+            profile=False,
+            share_loss=False,
+        )
+        return lambda: pipe.step(batch, target=target) and None
+
     plain = [copy.deepcopy(modules[i]) for i in mine]
-    found["limit"] = lambda: _plain(plain, batch, target, workload.microbatches, loss_fn)
-    return found
-
-
-def _step(runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-    return lambda: runner.step(*args, return_outputs=False, **kwargs)
+    ways: dict[str, Callable[[], Callable[[], None]]] = {
+        "penstock": lambda: by_hand(ours, made(ours)),
+        "torch": lambda: by_hand(theirs, made(theirs)),
+        "limit": lambda: lambda: _plain(plain, batch, target, workload.microbatches, loss_fn),
+        "captured": captured,
+        "pipeline": pipeline,
+    }
+    return {system: way() for system, way in ways.items() if system in systems}
 
 
 def _plain(modules: list[nn.Module], batch: torch.Tensor, target: torch.Tensor, size: int, loss_fn: nn.Module) -> None:
@@ -139,7 +167,7 @@ def worker(rank: int, store: str, options: argparse.Namespace, queue: Any) -> No
     for key in options.workloads:
         workload = WORKLOADS[key]
         for schedule in options.schedules:
-            steps = build(workload, schedule, rank)
+            steps = build(workload, schedule, rank, options.systems)
             for step in steps.values():
                 step()
             if options.calls:
@@ -200,6 +228,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES), choices=list(SCHEDULES))
+    parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--calls", action="store_true")
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
@@ -216,21 +245,28 @@ def main() -> None:
     for _, key, schedule, result in spawn(worker, options):
         rows.setdefault((key, schedule), []).append(result)
     for (key, schedule), results in rows.items():
-        if options.calls:
-            means = {system: statistics.mean(result[system] for result in results) for system in results[0]}
-            text = "  ".join(f"{system} {value:7.1f}" for system, value in means.items())
-            print(
-                f"{WORKLOADS[key].name:48} {schedule:18} calls: {text}  ratio {means['penstock'] / means['torch']:.2f}"
-            )
-        else:
-            ours = statistics.mean(best_ratio(result["penstock"], result["torch"]) for result in results)
-            limit = statistics.mean(best_ratio(result["limit"], result["torch"]) for result in results)
-            milliseconds = 1000 * statistics.median(results[0]["penstock"])
-            print(
-                f"{WORKLOADS[key].name:48} {schedule:18} penstock/torch {ours:.2f}  limit/torch {limit:.2f}  "
-                f"({milliseconds:.1f} ms a step)",
-                flush=True,
-            )
+        print(f"{WORKLOADS[key].name:48} {schedule:18} {text_of(results, calls=options.calls)}", flush=True)
+
+
+def text_of(results: list[dict[str, Any]], *, calls: bool) -> str:
+    """One line of the table: calls, or the medians of paired ratios to torch (else to stages made by hand)."""
+    base = "torch" if "torch" in results[0] else next(iter(results[0]))
+    if calls:
+        means = {system: statistics.mean(result[system] for result in results) for system in results[0]}
+        found = "  ".join(f"{system} {value:7.1f}" for system, value in means.items())
+        return f"calls: {found}  " + "  ".join(
+            f"{system}/{other} {means[system] / means[other]:.2f}"
+            for system, other in (("penstock", "torch"), ("captured", "penstock"), ("pipeline", "penstock"))
+            if system in means and other in means
+        )
+    ratios = {
+        system: statistics.mean(best_ratio(result[system], result[base]) for result in results)
+        for system in results[0]
+        if system != base
+    }
+    text = "  ".join(f"{system}/{base} {ratio:.2f}" for system, ratio in ratios.items())
+    first = next(iter(results[0]))
+    return f"{text}  ({first}: {1000 * statistics.median(results[0][first]):.1f} ms a step)"
 
 
 if __name__ == "__main__":

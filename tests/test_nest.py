@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import PenstockError
-from penstock.nest import Nesting, has_tensor, leaf_names, map_tensors, open_node, open_object
+from penstock.nest import Nesting, has_tensor, leaf_names, map_tensors, open_node
 
 
 class Pair(NamedTuple):

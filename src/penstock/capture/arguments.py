@@ -32,6 +32,7 @@ from penstock.nest import (
 )
 
 Dims = tuple[Any, ...]  # for each leaf: None, or {dimension: Dim}
+ModelCall = tuple[Sequence[Any], Mapping[str, Any]]  # the positional and the keyword arguments of one call
 
 
 class _ModelValues(Nesting):
@@ -148,6 +149,38 @@ class InputTable:
                     f"argument {name!r} was not given when the model was captured, so no stage reads it; "
                     f"capture with it, or leave it out. Captured: {', '.join(p.name for p in self.parameters)}"
                 )
+        return found
+
+    def bind_each(self, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
+        """The leaves of several calls of one form, each as far as it is given. The first is bound with all checks; in the
+        others tensors may differ, and what else differs is bound again."""
+        first = self.bind(*calls[0], partial=True)
+        positional = [name for name, kind in self.order if kind in ("by position", "by either")]
+        rest = next((name for name, kind in self.order if kind == "rest"), "")
+        extra = len(calls[0][0]) - len(positional)
+        names = (*positional[: len(calls[0][0])], *(f"{rest}[{i}]" for i in range(extra)))
+        return [
+            first,
+            *(self._like(first, names, calls[0], call) or self.bind(*call, partial=True) for call in calls[1:]),
+        ]
+
+    @staticmethod
+    def _like(known: dict[str, Any], names: Sequence[str], first: ModelCall, other: ModelCall) -> dict[str, Any] | None:
+        """The leaves of a call that differs from the first in nothing but tensors; None for any other."""
+        (args, kwargs), (new_args, new_kwargs) = first, other
+        if len(args) != len(new_args) or kwargs.keys() != new_kwargs.keys():
+            return None
+        found = dict(known)
+        for name, old, new in zip(names, args, new_args, strict=True):
+            if type(new) is torch.Tensor and type(old) is torch.Tensor:
+                found[name] = new
+            elif new is not old:
+                return None
+        for name, new in new_kwargs.items():
+            if type(new) is torch.Tensor and type(kwargs[name]) is torch.Tensor:
+                found[name] = new
+            elif new is not kwargs[name]:
+                return None
         return found
 
     def _by_parameter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.balance import Cuts
-from penstock.capture.arguments import InputTable, model_values
+from penstock.capture.arguments import InputTable, ModelCall, model_values
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError
 from penstock.nest import Nest, leaf_names
@@ -70,17 +70,19 @@ class PipeInfo:
 
     def arguments(self, stage: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The model's arguments that a stage reads, out of a call; a rank may leave out what its stages do not read."""
-        wanted = [wire for wire in self.stage_inputs[stage] if wire.source is None]
-        if not wanted:
-            return {}
-        given = self.inputs.bind(args, kwargs, partial=True)
-        missing = [wire.name for wire in wanted if wire.name not in given]
+        return self.arguments_of_each(stage, [(args, kwargs)])[0]
+
+    def arguments_of_each(self, stage: int, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
+        """The same for several calls of one form, such as the microbatches of a step."""
+        wanted = [wire.name for wire in self.stage_inputs[stage] if wire.source is None]
+        found = self.inputs.bind_each(calls) if wanted else [{} for _ in calls]
+        missing = [name for name in wanted if name not in found[0]]
         if missing:
             raise CaptureError(
                 f"stage {stage} reads {', '.join(missing)}, and this rank's call does not give it; pass the same "
-                f"arguments on every rank, or at least {', '.join(w.name for w in wanted)} here"
+                f"arguments on every rank, or at least {', '.join(wanted)} here"
             )
-        return {wire.name: given[wire.name] for wire in wanted}
+        return [{name: given[name] for name in wanted} for given in found]
 
 
 def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec: Any) -> int | None:
@@ -162,20 +164,28 @@ class StageRoutes:
         self, values: Mapping[int, Mapping[int, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of the stage, in its order."""
-        arguments = self.info.arguments(self.stage, args, kwargs)
+        (own,) = self.bind([args], [kwargs], 1)
         return tuple(
-            arguments[place] if source is None else values[source][place]  # type: ignore[index]
-            for source, place in self._sources
+            own[position] if source is None else values[source][place]
+            for position, (source, place) in enumerate(self.sources)
         ), {}
 
+    def bind(
+        self, args: Sequence[tuple[Any, ...]] | None, kwargs: Sequence[dict[str, Any]], num_microbatches: int
+    ) -> Sequence[Sequence[Any]]:
+        """For each microbatch the inputs of the stage, with None where another stage's value goes."""
+        names = [wire.name if wire.source is None else "" for wire in self.info.stage_inputs[self.stage]]
+        if not any(names):
+            return [[None] * len(names)] * num_microbatches
+        calls = [(args[m] if args else (), kwargs[m] if kwargs else {}) for m in range(num_microbatches)]
+        each = self.info.arguments_of_each(self.stage, calls)
+        return [[given[name] if name else None for name in names] for given in each]
+
     @cached_property
-    def _sources(self) -> tuple[tuple[int | None, int | str], ...]:
-        """For each input: an output of a stage by its place, or an argument of the model by its name."""
-        found: list[tuple[int | None, int | str]] = []
-        for wire in self.info.stage_inputs[self.stage]:
-            if wire.source is None:
-                found.append((None, wire.name))
-            else:
-                names = [output.name for output in self.info.stage_outputs[wire.source]]
-                found.append((wire.source, names.index(wire.name)))
-        return tuple(found)
+    def sources(self) -> tuple[tuple[int | None, int], ...]:
+        """For each input the stage whose output it is, and which; (None, 0) for an argument of the model."""
+        outputs = [[output.name for output in wires] for wires in self.info.stage_outputs]
+        return tuple(
+            (None, 0) if wire.source is None else (wire.source, outputs[wire.source].index(wire.name))
+            for wire in self.info.stage_inputs[self.stage]
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import linecache
 import operator
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,26 +68,23 @@ class StageGraph:
     def source(self) -> str:
         return str(self.graph.python_code("self").src).strip()
 
-    def function(self) -> Callable[..., Any]:
-        """The graph as a Python function ``forward(self, *inputs)``."""
-        code = self.graph.python_code("self")
-        name = f"<penstock stage {id(self):x}>"
-        space = dict(code.globals)
-        linecache.cache[name] = (len(code.src), None, code.src.splitlines(True), name)
-        exec(compile(code.src, name, "exec"), space)
-        return space["forward"]  # type: ignore[no-any-return]
-
-    def renamed(self, names: dict[str, str]) -> StageGraph:
-        """The same program, with other attribute names for its bodies."""
-        if not names:
-            return self
+    def function(self, written: Callable[[str], str]) -> Callable[..., Any]:
+        """The graph as a Python function ``forward(self, *inputs)``; `written` is how it reaches an attribute."""
         graph = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
+        reached: list[str] = []
         for node in self.graph.nodes:
             values[node] = graph.node_copy(node, lambda n: values[n])
             if node.op == "get_attr":
-                values[node].target = names.get(str(node.target), node.target)
-        return StageGraph(graph, {names.get(name, name): body for name, body in self.bodies.items()})
+                values[node].target = f"_reached_{len(reached)}_"
+                reached.append(written(str(node.target)))
+        code = graph.python_code("self")
+        source = re.sub(r"self\._reached_(\d+)_", lambda found: reached[int(found[1])], code.src)
+        name = f"<penstock stage {id(self):x}>"
+        space = dict(code.globals)
+        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        exec(compile(source, name, "exec"), space)
+        return space["forward"]  # type: ignore[no-any-return]
 
     def devices(self) -> set[torch.device]:
         """The devices that the graph names."""

@@ -24,12 +24,10 @@ from penstock.capture.cutter import StagePiece
 from penstock.capture.stage_graph import StageGraph
 from penstock.capture.wires import Fixed, Guard, Key, Wire, check_sizes, where
 from penstock.errors import CaptureError, ShapeError
+from penstock.nest import Kind
 
 if TYPE_CHECKING:
     from penstock.capture.retrace import Retracer
-
-
-_OTHER_NAME = "_the_models_"  # before the name of a submodule that an attribute of ours would hide
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,8 @@ class OutputRecipe:
     fixed: tuple[tuple[int, Any], ...]
 
     def build(self, values: Sequence[Any]) -> Any:
+        if self.recipe.kind is Kind.LEAF and values:
+            return values[0]
         leaves = list(values)
         for position, value in self.fixed:
             leaves.insert(position, value)
@@ -88,20 +88,12 @@ class StageModule(nn.Module):
 
     def add_state(self, name: str, value: torch.Tensor, *, persistent: bool = True) -> None:
         """Hold a parameter or buffer under its name in the user's model."""
-        path, _, leaf = name.rpartition(".")
-        if not path and self._clashes(leaf):
+        *path, leaf = name.split(".")
+        if not path and (leaf in self.__dict__ or hasattr(type(self), leaf)):
             raise CaptureError(
                 f"the model has a parameter or buffer called {leaf!r}, a name that stages use; rename it"
             )
-        owner: nn.Module = self
-        for part in path.split(".") if path else ():
-            if part not in owner._modules:
-                owner._modules[part] = nn.Module()
-                if owner is self and self._clashes(part):
-                    object.__setattr__(self, _OTHER_NAME + part, owner._modules[part])
-            child = owner._modules[part]
-            assert child is not None
-            owner = child
+        owner = self._owner(path, make=True)
         if isinstance(value, nn.Parameter):
             owner._parameters[leaf] = value
         else:
@@ -129,23 +121,25 @@ class StageModule(nn.Module):
         """
         values = args if not kwargs and len(args) == len(self.inputs) else self._bound(args, kwargs)
         key = self._key_of(values)
-        results: tuple[Any, ...] = self._functions[key](self, *values)
-        return self._results[key].build(results) if self.is_last else results
+        results: tuple[Any, ...] = (self._functions.get(key) or self._function(key))(self, *values)
+        return self._results[key].build(results) if self._results else results
 
     def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs, in the order of ``outputs``."""
-        return self._functions[self._key_of(values)](self, *values)  # type: ignore[no-any-return]
+        key = self._key_of(values)
+        return (self._functions.get(key) or self._function(key))(self, *values)  # type: ignore[no-any-return]
 
     def _key_of(self, values: Sequence[Any]) -> Key:
         """Which graph is for these inputs: that of the present mode, or one of its own for sizes that need it."""
         if torch.compiler.is_compiling():
             return self._key
-        sizes: dict[str, int] = {}
-        check_sizes(self.inputs, values, why_static=self.why_static, symbols=sizes)
-        seen = (self._key, *sizes.values())
-        if seen not in self._keys:
-            self._keys[seen] = self._key_for(sizes)
-        return self._keys[seen]
+        seen = (self._key, *[value.shape if isinstance(value, torch.Tensor) else None for value in values])
+        known = self._keys.get(seen)
+        if known is None:
+            sizes: dict[str, int] = {}
+            check_sizes(self.inputs, values, why_static=self.why_static, symbols=sizes)
+            known = self._keys[seen] = self._key_for(sizes)
+        return known
 
     def _key_for(self, sizes: Mapping[str, int]) -> Key:
         """Export takes a size of 1 for a constant, and every branch on a size once: such sizes are traced on their own."""
@@ -176,7 +170,13 @@ class StageModule(nn.Module):
         self._ensure(key)
         super().train(mode)
         self._key = key
+        self.prepare()
         return self
+
+    def prepare(self) -> None:
+        """Have the function of the present mode ready, so that torch.compile does not come upon its making."""
+        if self._key not in self._functions:
+            self._function(self._key)
 
     def print_readable(self) -> str:
         """The stage as text: wires, parameters, code."""
@@ -214,7 +214,7 @@ class StageModule(nn.Module):
         return tuple(found[name] for name in names)
 
     def _ensure(self, key: Key) -> None:
-        if key in self._functions:
+        if key in self._programs:
             return
         if self._source is None:
             why = self._why_not.get(key, "it was saved without")
@@ -240,30 +240,39 @@ class StageModule(nn.Module):
         if self.is_last:
             self._results[key] = OutputRecipe(piece.recipe, piece.fixed)
         program = StageGraph(piece.graph, piece.bodies).moved(self._device, self._anchor.device)
-        self._adopt(key, program)
+        self._programs[key] = program
 
     def _holds(self, name: str) -> bool:
-        path, _, leaf = name.rpartition(".")
-        owner: nn.Module | None = self
-        for part in path.split(".") if path else ():
-            owner = None if owner is None else owner._modules.get(part)
-        return owner is not None and (leaf in owner._parameters or leaf in owner._buffers)
+        *path, leaf = name.split(".")
+        owner = self._owner(path)
+        return leaf in owner._parameters or leaf in owner._buffers
 
-    def _clashes(self, name: str) -> bool:
-        """Whether a submodule of the user's model would be hidden by an attribute of ours."""
-        return name in self.__dict__ or hasattr(type(self), name)
+    def _owner(self, path: Sequence[str], *, make: bool = False) -> nn.Module:
+        """The submodule that holds a parameter of the user's model. Not by its attributes: some have names of ours."""
+        owner: nn.Module = self
+        for part in path:
+            if make and part not in owner._modules:
+                owner._modules[part] = nn.Module()
+            owner = owner._modules.get(part) or nn.Module()
+        return owner
 
-    def _adopt(self, key: Key, program: StageGraph) -> None:
+    def _function(self, key: Key) -> Callable[..., Any]:
+        """The graph as a function, made when it is first called. Tensors are taken out of the dicts of their modules, where
+        wrappers that shard or replace them put others; that costs no call."""
+        program = self._programs[key]
         mode = f"{key[0]}_{'_'.join(f'{name}_{size}' for name, size in sorted(key[1]))}"
-        names = {name: f"_{mode}{name}" for name in program.bodies}
-        for node in program.graph.nodes:
-            if node.op == "get_attr" and self._clashes(str(node.target).partition(".")[0]):
-                names[str(node.target)] = _OTHER_NAME + str(node.target)
-        renamed = program.renamed(names)
-        for name, body in renamed.bodies.items():
-            object.__setattr__(self, name, body.module())
-        self._programs[key] = program
-        self._functions[key] = renamed.function()
+        for name, body in program.bodies.items():
+            object.__setattr__(self, f"_{mode}{name}", body.module())
+
+        def written(name: str) -> str:
+            if name in program.bodies:
+                return f"self._{mode}{name}"
+            *path, leaf = name.split(".")
+            kind = "_parameters" if leaf in self._owner(path)._parameters else "_buffers"
+            return f"self{''.join(f'._modules[{part!r}]' for part in path)}.{kind}[{leaf!r}]"
+
+        made = self._functions[key] = program.function(written)
+        return made
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
         old = self._anchor.device
@@ -271,7 +280,9 @@ class StageModule(nn.Module):
         new = self._anchor.device
         if new != old:
             for key, program in list(self._programs.items()):
-                self._adopt(key, program.moved(old, new))
+                self._programs[key] = program.moved(old, new)
+            self._functions.clear()
+            self.prepare()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -286,8 +297,7 @@ class StageModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for key, program in list(self._programs.items()):
-            self._adopt(key, program)
+        self.prepare()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageModule:
         import copy
@@ -300,6 +310,5 @@ class StageModule(nn.Module):
         made._source = self._source
         made._programs = dict(self._programs)
         made._functions = {}
-        for key, program in made._programs.items():
-            made._adopt(key, program)
+        made.prepare()
         return made

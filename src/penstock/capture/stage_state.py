@@ -125,3 +125,4 @@ def give(stages: Sequence[StageModule], model: nn.Module, *, names: StateNames, 
             others = tuple(n for n in names.groups[names.first[name]] if n != name)
             if others:
                 stage.aliases[name] = others
+        stage.prepare()

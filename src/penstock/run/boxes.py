@@ -220,8 +220,9 @@ class Outbox:
 
     def keep(self, microbatch: int, output: Any) -> None:
         """After the forward: what goes there, and its nest."""
-        if self.select is not None:
-            output = tuple(output[place] for place in self.select)
+        select = self.select
+        if select is not None:  # one value goes as it is, and needs no nest
+            output = output[select[0]] if len(select) == 1 else tuple([output[place] for place in select])
         tensors, spec = flatten(output)
         if self.inbox is not None:
             self.inbox.put(microbatch, tensors, spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from penstock.stage.boundary import flatten, unflatten
 from penstock.stage.engine import run_engine
 from penstock.stage.forward import remember
 from penstock.stage.keywords import accepted_keywords
+from penstock.stage.routes import Routes
 from penstock.stage.stage import PipelineStage
 
 
@@ -67,6 +68,8 @@ class StageRun:
         self.outputs: list[Any] = [None] * num_microbatches
         self.accepted = accepted_keywords(self.module)
         self.chain = stage.routes is None
+        self.bound: Sequence[Sequence[Any]] | None = None  # a captured stage's arguments, of each microbatch of a step
+        self.taken = [] if stage.routes is None else [(box, _moves(stage.routes, box)) for box in inboxes.values()]
         self.box = next(iter(inboxes.values()), None)
         self.proved = not grad or not inboxes  # whether a forward has shown that it leaves its inputs alone
         self.copies = False  # whether it changes them in place, and is given copies
@@ -197,14 +200,16 @@ class StageRun:
             if kwargs and self.accepted is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in self.accepted}
             return args, kwargs
-        values: dict[int, dict[int, Any]] = {}
-        for producer, inbox in self.inboxes.items():
-            bundle = inbox.ready(microbatch)
+        if self.bound is None:
+            self.bound = self.stage.routes.bind(self.inputs.args, self.inputs.kwargs, len(self.pending))  # type: ignore[union-attr]
+        row = list(self.bound[microbatch])
+        for inbox, places in self.taken:
+            value = inbox.ready(microbatch)
             if self.copies:
-                bundle = copied(bundle)
-            values[producer] = dict(zip(inbox.places, bundle, strict=True))
-        args = self.inputs.args[microbatch] if self.inputs.args is not None else ()
-        return self.stage.routes.call(values, args, kwargs)  # type: ignore[union-attr]
+                value = copied(value)
+            for position, place in places:
+                row[position] = value if place is None else value[place]
+        return tuple(row), {}
 
     def seeds(self, microbatch: int) -> tuple[list[Tensor], list[Tensor]]:
         """What the backward starts from: outputs that have a gradient, and it; on the last stage the loss."""
@@ -243,8 +248,19 @@ class StageRun:
         self.board = ()
         self.outputs[:] = [None] * size
         self.inputs = StepInputs()
+        self.bound = None
         if self.deferral is not None:
             self.deferral.reset()
+
+
+def _moves(routes: Routes, box: Inbox) -> list[tuple[int, int | None]]:
+    """Of what a captured stage reads in a box: to which argument each value goes, and where in the box it lies."""
+    alone = len(box.places) == 1
+    return [
+        (position, None if alone else box.places.index(place))
+        for position, (producer, place) in enumerate(routes.sources)
+        if producer == box.producer
+    ]
 
 
 def positional(value: Any) -> tuple[Any, ...]:

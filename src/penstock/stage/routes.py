@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 
@@ -37,8 +37,14 @@ class Routes(Protocol):
         """Which of the producer's outputs these stages read, by their place, in order."""
         ...
 
-    def call(
-        self, values: Mapping[int, Mapping[int, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of this stage's module: from `values[producer][place]` and the model's own microbatch."""
+    @property
+    def sources(self) -> Sequence[tuple[int | None, int]]:
+        """Where each argument of this stage's module comes from: (producer, which of its outputs), or (None, 0) for an
+        argument of the model."""
+        ...
+
+    def bind(
+        self, args: Sequence[tuple[Any, ...]] | None, kwargs: Sequence[dict[str, Any]], num_microbatches: int
+    ) -> Sequence[Sequence[Any]]:
+        """For each microbatch the arguments of this stage's module, with None where another stage's value goes."""
         ...
