@@ -116,9 +116,3 @@ def test_whatever_is_read_is_written_the_same(written: str) -> None:
     except ParseError:
         return
     assert parse(str(action)) == action
-
-
-def test_kinds() -> None:
-    assert [op.name for op in Op if op.is_compute] == ["F", "I", "W", "B"]
-    assert [op.name for op in Op if op.is_message] == ["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-    assert [op.name for op in Op if not op.has_microbatch] == ["UNSHARD", "RESHARD", "REDUCE_GRAD"]

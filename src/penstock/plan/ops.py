@@ -35,6 +35,7 @@ class Op(IntEnum):
     UNSHARD = 8
     RESHARD = 9
     REDUCE_GRAD = 10
+    R = 11
 
     @property
     def row(self) -> Row:
@@ -78,6 +79,7 @@ class Row:
     peer: int = 0  # of a message: its other end is the stage after this one (1) or before it (-1)
     takes: str | None = None  # what its stage holds for the microbatch from its start on
     leaves: str | None = None  # and from its end on
+    spares: str | None = None  # and what the forward leaves instead of all it made, where this op will come
 
 
 _TABLE: Final = {
@@ -102,6 +104,10 @@ _TABLE: Final = {
     Op.UNSHARD: Row(Kind.CARE, "gather parameters", "#8593a8", "unshard", letter="U"),
     Op.RESHARD: Row(Kind.CARE, "drop gathered parameters", "#a9b4c4", "reshard", letter="D"),
     Op.REDUCE_GRAD: Row(Kind.CARE, "reduce gradients", "#64748b", "reduce_grad", letter="G", training=True),
+    Op.R: Row(
+        Kind.COMPUTE, "recompute", "#d1477a", "forward", training=True, choice=True, takes="held_to_input",
+        spares="kept_input",
+    ),
 }  # fmt: skip
 ROWS: Final = tuple(_TABLE[op] for op in Op)
 

@@ -4,8 +4,9 @@ Everything that an action needs belongs to its own microbatch, so the rules are 
 without their microbatch). A full backward B counts as both I and W: a need for a gradient is written as a need for I.
 
     F(s)            each producer's output: F(p) on this rank, or its message RECV_F
-    I(s), B(s)      F(s), and each consumer's gradient: I(c) on this rank, or its message RECV_B
+    I(s), B(s)      F(s), and each consumer's gradient: I(c) on this rank, or its message RECV_B; R(s) where it is chosen
     W(s)            I(s)
+    R(s)            F(s), whose input is kept for it
     SEND_F(s > c)   F(s)
     SEND_B(s > p)   the gradients of all consumers of p on this rank: they travel summed, once
     RECV            the send at the other end
@@ -62,10 +63,11 @@ class Rules:
                 yield from self.arrivals(key)
             case Op.I | Op.B:
                 yield key_of(Op.F, stage)
+                yield from self.chosen.intersection([key_of(Op.R, stage)])
                 yield from self.arrivals(key)
             case Op.W:
                 yield key_of(Op.I, stage)
-            case Op.SEND_F:
+            case Op.R | Op.SEND_F:
                 yield key_of(Op.F, stage)
             case Op.SEND_B:
                 producer, rank = peer_of(key), self.placement.rank_of(stage)

@@ -24,6 +24,7 @@ class Costs:
     backward_weight: tuple[float, ...]  # W
     held_to_input: tuple[float, ...]  # bytes that a microbatch holds from its F to its I (or B)
     held_to_weight: tuple[float, ...]  # bytes that it still holds from its I to its W
+    kept_input: tuple[float, ...] | None = None  # bytes that it holds from F to R where it is recomputed; None: none
     backward: tuple[float, ...] | None = None  # B, if it differs from I + W
     overlap: float | None = None  # one fused F&B slot; None: the two run in series
     latency: float = 0.0  # of a message between two ranks; occupies neither
@@ -64,8 +65,8 @@ class Costs:
         """By stage: what is held under a name from the table of ops; None for None, which changes nothing."""
         if what is None:
             return None
-        sizes: tuple[float, ...] = (0.0,) * self.num_stages if what == NOTHING else getattr(self, what)
-        return sizes
+        sizes: tuple[float, ...] | None = None if what == NOTHING else getattr(self, what)
+        return (0.0,) * self.num_stages if sizes is None else sizes
 
     @classmethod
     def per_rank(

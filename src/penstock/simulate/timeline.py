@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.plan import Plan
 from penstock.plan.actions import OP, AnyAction, partner_of, parts, stage_of, unpack
-from penstock.plan.ops import COMPUTES, MESSAGES, NOTHING, RECEIVES, ROWS, SENDS
+from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, NOTHING, RECEIVES, ROWS, SENDS, Op
 from penstock.simulate.costs import Costs
 from penstock.simulate.idle import Idle, idle_of
 
@@ -135,13 +135,15 @@ class Timeline:
     def _curve(self, rank: int, costs: Costs) -> Curve:
         sizes = [(costs.sizes(row.takes), costs.sizes(row.leaves)) for row in ROWS]
         kept, none = self.plan.has_backward, costs.sizes(NOTHING)
+        chosen = [code for code in self.plan.codes[rank] if code & OP in CHOICES]
+        spared = {code & ~OP: costs.sizes(ROWS[code & OP].spares) for code in chosen}
         changes: list[tuple[float, float]] = []
         level: dict[int, float] = {}  # what a stage holds for a microbatch now, by its action without the op
         for code, start, end in zip(self.plan.codes[rank], self.starts[rank], self.ends[rank], strict=True):
             for part in parts(code):
                 takes, leaves = sizes[part & OP]
-                if takes is not None and not kept:
-                    leaves = none
+                if part & OP == Op.F:
+                    leaves = spared.get(part & ~OP) if kept else none
                 for time, size in ((start, takes), (end, leaves)):
                     if size is not None:
                         now, of = size[stage_of(part)], part & ~OP
