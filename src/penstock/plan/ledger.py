@@ -8,6 +8,7 @@ from operator import le, lt
 
 from penstock.errors import DeadlockError, IncompleteError, OrderError
 from penstock.plan.actions import KEY, OP, is_pair, key_of, partner_of, parts, peer_of, stage_of, text, with_op
+from penstock.plan.keeping import check_kept
 from penstock.plan.ops import CARES, CHOICES, MESSAGES, OPS, OVERLAP, RECEIVES, ROWS, SENDS, TRAINING, Op
 from penstock.plan.places import ABSENT, column, either, flatten, places
 from penstock.plan.plan import Plan
@@ -90,6 +91,7 @@ class _RankLedger:
         chosen = [key for key in keys if key & OP in CHOICES]
         self.count(messages, chosen)
         self.order((*computes, *messages, *chosen))
+        check_kept(self.columns, chosen, self.rank)
 
     def halves(self) -> tuple[Op, ...]:
         return (Op.F, Op.I, Op.W) if self.plan.has_backward else (Op.F,)

@@ -36,6 +36,8 @@ class Op(IntEnum):
     RESHARD = 9
     REDUCE_GRAD = 10
     R = 11
+    O = 12  # noqa: E741  the letters, again
+    L = 13
 
     @property
     def row(self) -> Row:
@@ -59,6 +61,7 @@ class Kind(Enum):
 
     COMPUTE = "compute"  # a stage and a microbatch; occupies its rank
     MESSAGE = "message"  # a microbatch's value between two stages; occupies the way between their ranks
+    COPY = "copy"  # what a forward saved of a microbatch, off the device or back; occupies the copy engine of its rank
     CARE = "care"  # the parameters of a stage, no microbatch; occupies its rank
 
 
@@ -74,7 +77,7 @@ class Row:
     training: bool = False  # has no place in a plan without backwards
     choice: bool = False  # may be there for some microbatches of a stage and not for others
     halves: tuple[Op, ...] = ()  # the ops that it does in one
-    partner: Op | None = None  # of a message: its other half
+    partner: Op | None = None  # of a message: its other half; of a choice: what goes with it
     sends: bool = False  # of a message: whether it is the half that sends
     peer: int = 0  # of a message: its other end is the stage after this one (1) or before it (-1)
     takes: str | None = None  # what its stage holds for the microbatch from its start on
@@ -108,6 +111,10 @@ _TABLE: Final = {
         Kind.COMPUTE, "recompute", "#d1477a", "forward", training=True, choice=True, takes="held_to_input",
         spares="kept_input",
     ),
+    Op.O: Row(Kind.COPY, "offload", "#7c8f2b", "copy", training=True, choice=True, partner=Op.L, leaves=NOTHING),
+    Op.L: Row(
+        Kind.COPY, "load", "#b58a1f", "copy", training=True, choice=True, partner=Op.O, takes="held_to_input"
+    ),
 }  # fmt: skip
 ROWS: Final = tuple(_TABLE[op] for op in Op)
 
@@ -126,6 +133,8 @@ COMPUTES: Final = _where(lambda row: row.kind is Kind.COMPUTE) | {OVERLAP}
 MESSAGES: Final = _where(lambda row: row.kind is Kind.MESSAGE)
 SENDS: Final = _where(lambda row: row.sends)
 RECEIVES: Final = MESSAGES - SENDS
+COPIES: Final = _where(lambda row: row.kind is Kind.COPY)
+BESIDE: Final = MESSAGES | COPIES  # leave their rank free for other things
 CARES: Final = _where(lambda row: row.kind is Kind.CARE)
 COUNTED: Final = OPS - CARES  # belong to a microbatch
 CHOICES: Final = _where(lambda row: row.choice)

@@ -4,9 +4,10 @@ Everything that an action needs belongs to its own microbatch, so the rules are 
 without their microbatch). A full backward B counts as both I and W: a need for a gradient is written as a need for I.
 
     F(s)            each producer's output: F(p) on this rank, or its message RECV_F
-    I(s), B(s)      F(s), and each consumer's gradient: I(c) on this rank, or its message RECV_B; R(s) where it is chosen
+    I(s), B(s)      F(s), and each consumer's gradient: I(c) on this rank, or its message RECV_B; R(s) or L(s) where chosen
     W(s)            I(s)
-    R(s)            F(s), whose input is kept for it
+    R(s), O(s)      F(s): its kept input, or what it saved
+    L(s)            O(s)
     SEND_F(s > c)   F(s)
     SEND_B(s > p)   the gradients of all consumers of p on this rank: they travel summed, once
     RECV            the send at the other end
@@ -44,7 +45,10 @@ class Rules:
     _cache: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def requires(self, action: Action) -> tuple[Action, ...]:
-        """All actions that must be complete before this one starts. A required I may be there as part of a B."""
+        """All actions that must be complete before this one starts. A required I may be there as part of a B.
+
+        An action that a plan may do without is required only where it is there.
+        """
         assert action.microbatch is not None, "REDUCE_GRAD, UNSHARD and RESHARD are ruled by the check itself"
         found = (unpack(need) for need in self.needs(key_of(action.op, action.stage, action.peer)))
         return tuple(need._replace(microbatch=action.microbatch) for need in found if isinstance(need, Action))
@@ -63,12 +67,14 @@ class Rules:
                 yield from self.arrivals(key)
             case Op.I | Op.B:
                 yield key_of(Op.F, stage)
-                yield from self.chosen.intersection([key_of(Op.R, stage)])
+                yield from self.chosen.intersection([key_of(Op.R, stage), key_of(Op.L, stage)])
                 yield from self.arrivals(key)
             case Op.W:
                 yield key_of(Op.I, stage)
-            case Op.R | Op.SEND_F:
+            case Op.R | Op.O | Op.SEND_F:
                 yield key_of(Op.F, stage)
+            case Op.L:
+                yield key_of(Op.O, stage)
             case Op.SEND_B:
                 producer, rank = peer_of(key), self.placement.rank_of(stage)
                 for consumer in self.graph.consumers(producer):

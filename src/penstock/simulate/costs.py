@@ -8,7 +8,7 @@ from math import inf
 
 from penstock.errors import PlanError
 from penstock.plan import Op, Plan
-from penstock.plan.ops import NOTHING
+from penstock.plan.ops import NOTHING, Kind
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Costs:
     held_to_weight: tuple[float, ...]  # bytes that it still holds from its I to its W
     kept_input: tuple[float, ...] | None = None  # bytes that it holds from F to R where it is recomputed; None: none
     backward: tuple[float, ...] | None = None  # B, if it differs from I + W
+    copy: tuple[float, ...] | None = None  # O, and L; None: what is held, by `copy_bandwidth`
+    copy_bandwidth: float | None = None  # bytes a unit of time off the device, and back; None: as quick as the forward
     overlap: float | None = None  # one fused F&B slot; None: the two run in series
     latency: float = 0.0  # of a message between two ranks; occupies neither
     bandwidth: float | None = None  # bytes a unit of time on each ordered pair of ranks; None: no limit
@@ -45,6 +47,8 @@ class Costs:
             numbers = value if isinstance(value, tuple) else () if value is None else (value,)
             if not all(0 <= number < inf for number in numbers):
                 raise PlanError(f"costs: {f.name}={value}; expected finite numbers >= 0")
+        if self.copy_bandwidth == 0:
+            raise PlanError("costs: copy_bandwidth=0; expected more than 0, or None for copies as quick as the forward")
         if self.bandwidth is not None and (self.bandwidth <= 0 or self.output_bytes is None):
             raise PlanError(
                 "costs: a bandwidth must be above 0 and needs output_bytes, the bytes of each stage's output"
@@ -57,6 +61,8 @@ class Costs:
     def time(self, op: Op, stage: int) -> float:
         """How long an action of this kind takes on this stage, without the overhead of a compute action."""
         cost = getattr(self, op.row.cost)
+        if cost is None and op.row.kind is Kind.COPY:
+            return self.held_to_input[stage] / self.copy_bandwidth if self.copy_bandwidth else self.forward[stage]
         if cost is None:
             return sum(self.time(half, stage) for half in op.row.halves)
         return float(cost[stage] if isinstance(cost, tuple) else cost)

@@ -8,7 +8,7 @@ from math import inf
 
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, with_op
-from penstock.plan.ops import COMPUTES, MESSAGES, ROWS, SENDS
+from penstock.plan.ops import BESIDE, COMPUTES, ROWS, SENDS
 
 _Times = Sequence[Sequence[float]]
 
@@ -61,7 +61,7 @@ def _idle(
 def _busy(codes: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> Iterator[tuple[int, float, float]]:
     """What occupies a rank, in its order."""
     for code, start, end in zip(codes, starts, ends, strict=True):
-        if code & OP in COMPUTES or (end > start and code & OP not in MESSAGES):
+        if code & OP in COMPUTES or (end > start and code & OP not in BESIDE):
             yield code, start, end
 
 

@@ -20,7 +20,7 @@ from penstock.plan.actions import (
     stage_of,
     text,
 )
-from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, OVERLAP, ROWS, SENDS, Op
+from penstock.plan.ops import CHOICES, COMPUTES, COPIES, MESSAGES, OVERLAP, ROWS, SENDS, Op
 from penstock.simulate.costs import Costs
 from penstock.simulate.timeline import Timeline
 
@@ -34,6 +34,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """When would each action of this plan start and end?
 
     A rank does its actions in order; a compute action starts when the rank is free and what it needs is there. A
+    copy occupies the copy engine of its rank, and waits for those before it there. A
     message occupies no rank: it leaves when it is posted on both sides and the one before it on the same ordered pair
     of ranks has left, and arrives after the latency and, given a bandwidth, its bytes. In a compute-only plan a value
     that crosses ranks arrives after the latency. Given `overhead` and `posting`, a compute action occupies its rank that
@@ -82,6 +83,7 @@ class _Run:
         self.ready = list(range(plan.num_ranks - 1, -1, -1))
         self.needs: dict[int, list[_Need]] = {}
         self.links: dict[int, _Link] = {}
+        self.copier = [0.0] * plan.num_ranks  # from when on the copy engine of each rank is free
         self.channels: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0])  # free from then on
         for key in plan.rules.chosen:
             self.done[key] = [0.0] * m  # nobody waits for what is not there
@@ -179,8 +181,14 @@ class _Run:
         self.waiting.setdefault(code, []).append(rank)
 
     def special(self, rank: int, code: int, now: float) -> float:
-        """An overlapped pair, or care of parameters: the time after it, or `_NEVER` if it cannot start."""
+        """A pair, a copy or care of parameters: when the rank goes on after it, or `_NEVER` if it cannot start."""
         starts, ends = self.starts[rank], self.ends[rank]
+        if code & OP in COPIES:  # what it needs stands before it, here or on the engine
+            starts.append(max(now, self.copier[rank]))
+            self.copier[rank] = starts[-1] + self.duration[code & KEY]
+            ends.append(self.copier[rank])
+            self.complete(code, ends[-1])
+            return now
         if code & OP != OVERLAP:
             starts.append(now)
             ends.append(now + self.duration[code])

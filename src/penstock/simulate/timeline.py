@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.plan import Plan
 from penstock.plan.actions import OP, AnyAction, partner_of, parts, stage_of, unpack
-from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, NOTHING, RECEIVES, ROWS, SENDS, Op
+from penstock.plan.ops import BESIDE, CHOICES, COMPUTES, NOTHING, RECEIVES, ROWS, SENDS, Op
 from penstock.simulate.costs import Costs
 from penstock.simulate.idle import Idle, idle_of
 
@@ -78,12 +78,12 @@ class Timeline:
 
     @cached_property
     def _extents(self) -> tuple[tuple[float, float, float], ...]:
-        """First start, last end and busy time of what occupies each rank: neither messages nor what takes no time."""
+        """First start, last end and busy time of what occupies each rank: no message or copy, nothing that takes no time."""
         found = []
         for codes, starts, ends in zip(self.plan.codes, self.starts, self.ends, strict=True):
             first, last, busy = float("inf"), float("-inf"), 0.0
             for code, start, end in zip(codes, starts, ends, strict=True):
-                if code & OP in COMPUTES or (end > start and code & OP not in MESSAGES):
+                if code & OP in COMPUTES or (end > start and code & OP not in BESIDE):
                     first, last, busy = min(first, start), max(last, end), busy + end - start
             found.append((first, last, busy) if busy or last >= first else (0.0, 0.0, 0.0))
         return tuple(found)
