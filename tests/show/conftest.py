@@ -42,6 +42,18 @@ def overlapped() -> Plan:
 
 
 @pytest.fixture
+def copied() -> Plan:
+    """Two ranks, the first of which moves what two forwards saved off the device and back."""
+    return Plan.of(
+        [
+            ["0F0", "0O0", "0F1", "0O1", "0F2", "0L0", "0B0", "0L1", "0B1", "0B2"],
+            ["1F0", "1R0", "1B0", "1F1", "1B1", "1F2", "1B2"],
+        ],
+        name="copied",
+    )
+
+
+@pytest.fixture
 def lowered() -> Timeline:
     """A lowered plan with messages that take time, a reduction at the end, and times in seconds."""
     plan = lower(get_schedule("1f1b")(4, 6), reduce=True)

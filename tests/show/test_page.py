@@ -82,6 +82,22 @@ def test_every_span_is_on_its_rank_in_its_place(open_page: Open, name: str) -> N
         assert (under["rank"], under["action"]) == (box["rank"], box["action"])
 
 
+def test_copies_are_drawn_below_their_rank(open_page: Open, copied: Plan) -> None:
+    timeline = simulate(copied)
+    page = open_page(to_html(timeline))
+    found = {s["action"]: s for s in spans(page)}
+    assert sorted((s["rank"], s["action"], s["start"], s["end"]) for s in found.values()) == expected(timeline)
+    for action, box in found.items():
+        copy = action[1] in "OL"
+        assert (box["y"] > found[f"{action[0]}F0"]["y"]) == copy, action
+        assert not copy or box["y"] + box["height"] < found["1F0"]["y"]
+        under = page.evaluate("([x, y]) => penstock.spanAt(x, y)", list(centre(box)))
+        assert (under["rank"], under["action"]) == (box["rank"], action)
+    hover(page, "0O1")
+    assert "needs 0F1 on rank 0" in page.locator(".ps-tip").inner_text()
+    assert "needed by 0L1 on rank 0" in page.locator(".ps-tip").inner_text()
+
+
 def test_boxes_are_painted_with_the_colour_of_their_action(open_page: Open) -> None:
     timeline = simulate(get_schedule("zb-h1")(4, 6))
     page = open_page(to_html(timeline))

@@ -47,6 +47,23 @@ def test_every_span_is_drawn_on_its_rank_in_its_place(recipe) -> None:
         assert width == pytest.approx((span.end - span.start) * scale, abs=1.01)
 
 
+def test_copies_are_drawn_below_their_rank(copied: Plan) -> None:
+    tops = {}
+    for group in ET.fromstring(to_svg(copied)).iter(f"{SVG}g"):
+        if group.get("class") == "span":
+            action = group.find(f"{SVG}title").text.split(":")[0]
+            rect = group.find(f"{SVG}rect")
+            tops[action] = float(rect.get("y")), float(rect.get("y")) + float(rect.get("height"))
+    assert len(tops) == copied.num_actions
+    copies = {action for action in tops if action[1] in "OL"}
+    for action, (top, bottom) in tops.items():
+        if action in copies:
+            assert tops["0F0"][1] < top
+            assert bottom < tops["1F0"][0]
+        else:
+            assert (top, bottom) == tops[f"{action[0]}F0"]
+
+
 def test_title_says_what_it_costs() -> None:
     text = to_svg(get_schedule("1f1b")(4, 8))
     assert "1f1b" in text

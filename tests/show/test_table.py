@@ -44,6 +44,18 @@ def test_overlapped_pairs_share_their_columns(overlapped: Plan) -> None:
     assert row.startswith("rank 0 │0F0 ·   ·   3F0 0F1+3B0 ─   ·")
 
 
+def test_copies_have_rows_of_their_own(copied: Plan) -> None:
+    assert to_table(copied).splitlines() == [
+        "        0  1  2  3  4  5  6  7  8  9  10 11 12",
+        "rank 0 │F0 F1 F2 ·  ·  B0 ─  ·  B1 ─  ·  B2 ─",
+        "copies │·  O0 O1 L0 ·  ·  ·  L1 ·  ·  ·  ·  ·",
+        "rank 1 │·  F0 R0 B0 ─  F1 B1 ─  F2 B2 ─  ·  ·",
+        "copies │·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·",
+        "F forward, B backward, R recompute, O offload, L load; one column is 1",
+    ]
+    assert coloured_table(copied).plain.count("copies") == 2
+
+
 @pytest.mark.parametrize("width", [30, 47, 80, 1000])
 def test_folds_when_wider_than_the_screen(width: int) -> None:
     plan = get_schedule("1f1b")(4, 16)

@@ -46,6 +46,15 @@ def check_threads(slices: list[Event]) -> None:
         assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+def test_copies_are_on_a_thread_of_their_own(copied: Plan) -> None:
+    events = by_phase(copied)
+    check_threads(events["X"])
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events["M"] if e["name"] == "thread_name"}
+    for event in events["X"]:
+        expected = "copies" if event["cat"] in ("offload", "load") else "compute"
+        assert threads[event["pid"], event["tid"]] == expected
+
+
 @pytest.mark.parametrize("policy", [Early(), Ahead(1), JustInTime()], ids=["early", "ahead", "just in time"])
 @pytest.mark.parametrize("latency", [0.0, 0.5, 3.0])
 def test_arrows_lead_from_each_send_to_its_receive(policy, latency: float) -> None:

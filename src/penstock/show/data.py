@@ -6,7 +6,7 @@ An action is a *key* (an index into `keys`) and a microbatch. What an action nee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import floor, log10
 from typing import Any
 
@@ -14,7 +14,7 @@ from penstock.plan import Op, Plan
 from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, PEER_SHIFT, parts, stage_of, with_op
 from penstock.plan.ops import ROWS
 from penstock.show.colours import paint, rank_colour, shades
-from penstock.show.rows import boxes, extent
+from penstock.show.rows import Box, boxes, extent, has_copies
 from penstock.simulate import Timeline
 
 _NONE = -1
@@ -23,8 +23,8 @@ _NONE = -1
 def timeline_data(name: str, timeline: Timeline) -> dict[str, Any]:
     """Everything that the page draws of one timeline, ready for JSON. Times count from its first start.
 
-    ``rows``      one a rank: `k` key, `m` microbatch, `s` start, `e` end of each box, by start; `pair` the second
-                  action of an overlapped one: its place -> [key, microbatch]
+    ``rows``      one a rank, then, where a plan copies, one a copy engine: `k` key, `m` microbatch, `s` start, `e` end of
+                  each box, by start; `pair` the second action of an overlapped one: its place -> [key, microbatch]
     ``messages``  `f` from rank, `t` to rank, `a` key of the send, `b` key of the receive, `m`, `s`, `e`
     ``memory``    one a rank: [time, held, time, held, ..]
     """
@@ -36,7 +36,8 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, Any]:
     def at(time: float) -> float:
         return round(time - covered.start, digits)
 
-    rows = [_row(timeline, rank, keys, at) for rank in range(plan.num_ranks)]
+    kinds = (False, True) if has_copies(plan) else (False,)
+    rows = [_row(boxes(timeline, rank, copies=copies), keys, at) for copies in kinds for rank in range(plan.num_ranks)]
     messages = _messages(timeline, keys, at)
     return {
         "name": name,
@@ -103,8 +104,8 @@ class _Keys:
         return made
 
 
-def _row(timeline: Timeline, rank: int, keys: _Keys, at: Callable[[float], float]) -> dict[str, Any]:
-    row = sorted((at(start), at(end), place, code) for place, (code, start, end) in enumerate(boxes(timeline, rank)))
+def _row(boxes: Iterable[Box], keys: _Keys, at: Callable[[float], float]) -> dict[str, Any]:
+    row = sorted((at(start), at(end), place, code) for place, (code, start, end) in enumerate(boxes))
     firsts = [parts(code)[0] for _, _, _, code in row]
     pairs = {
         place: [keys.number(split[1]), split[1] >> MICROBATCH_SHIFT & MICROBATCH]

@@ -8,12 +8,15 @@ const FONT = 'system-ui, "Segoe UI", Helvetica, Arial, "DejaVu Sans", sans-serif
 const MOST_ARROWS = 1500;
 const COLUMN = 2; // the width of a column of shares
 
-// Where things are: rows of ranks under a time axis, in a window [from, to] of time.
+// Where things are: rows of ranks under a time axis, in a window [from, to] of time. A plan that copies has a second, lower
+// row for each rank, the copy engine's; these are numbered after those of the ranks.
 class Geometry {
   constructor(model, width, from, to) {
     const { numRanks } = model;
     const [row, gap] = [[8, 32, 5], [16, 25, 4], [32, 19, 3], [64, 14, 2], [128, 8, 1], [Infinity, 4, 1]].find(([most]) => numRanks <= most).slice(1);
     Object.assign(this, { numRanks, width, from, to, row, gap, plot: Math.max(width - GUTTER - RIGHT, 10) });
+    this.numRows = model.data.rows.length;
+    this.upper = this.numRows > numRanks ? Math.ceil(row * 0.66) : row;
     const typical = (model.typical / (to - from)) * this.plot;
     this.roomy = typical >= 34; // most boxes have room for their whole action
     this.crowded = typical < 1.5; // most boxes cannot be told apart
@@ -25,16 +28,20 @@ class Geometry {
   time(x) {
     return this.from + ((x - GUTTER) / this.plot) * (this.to - this.from);
   }
-  y(rank) {
-    return AXIS + rank * (this.row + this.gap);
+  y(row) {
+    return AXIS + (row % this.numRanks) * (this.row + this.gap) + (row < this.numRanks ? 0 : this.upper + 1);
   }
-  rank(y) {
-    const rank = Math.floor((y - AXIS) / (this.row + this.gap));
-    return rank >= 0 && rank < this.numRanks && y - this.y(rank) <= this.row ? rank : -1;
+  tall(row) {
+    return row < this.numRanks ? this.upper : Math.max(this.row - this.upper - 1, 1);
+  }
+  rowAt(y) {
+    for (let row = 0; row < this.numRows; row++) if (y >= this.y(row) && y <= this.y(row) + this.tall(row)) return row;
+    return -1;
   }
   box(model, box) {
     const x = this.x(model.start[box]);
-    return { x, y: this.y(model.rank[box]), width: Math.max(this.x(model.end[box]) - x, 1), height: this.row };
+    const row = model.row[box];
+    return { x, y: this.y(row), width: Math.max(this.x(model.end[box]) - x, 1), height: this.tall(row) };
   }
 }
 
@@ -90,10 +97,10 @@ function drawRows(canvas, model, geometry, theme, focus, options) {
   clipToPlot(pen, geometry, geometry.height);
   pen.fillStyle = pen.createPattern(theme.tile, "repeat");
   const [left, right] = [geometry.x(0), geometry.x(model.data.length)];
-  for (let rank = 0; rank < model.numRanks; rank++) pen.fillRect(left, geometry.y(rank), right - left, geometry.row);
+  for (let row = 0; row < geometry.numRows; row++) pen.fillRect(left, geometry.y(row), right - left, geometry.tall(row));
   pen.globalAlpha = focus ? 0.3 : 1;
-  const drawOne = geometry.crowded ? drawShares : drawRank;
-  for (let rank = 0; rank < model.numRanks; rank++) drawOne(pen, model, geometry, rank);
+  const drawOne = geometry.crowded ? drawShares : drawRow;
+  for (let row = 0; row < geometry.numRows; row++) drawOne(pen, model, geometry, row);
   if (options.messages && !focus) drawMessages(pen, model, geometry, theme);
   pen.globalAlpha = 1;
   if (focus) drawFocus(pen, model, geometry, theme, focus);
@@ -143,21 +150,21 @@ function drawRanks(pen, model, geometry, theme) {
   }
 }
 
-function drawRank(pen, model, geometry, rank) {
-  const last = model.first[rank + 1];
-  for (let box = model.firstAfter(rank, geometry.from); box < last && model.start[box] <= geometry.to; box++) {
+function drawRow(pen, model, geometry, row) {
+  const last = model.first[row + 1];
+  for (let box = model.firstAfter(row, geometry.from); box < last && model.start[box] <= geometry.to; box++) {
     drawBox(pen, model, geometry, box);
   }
 }
 
 // Where boxes are thinner than pixels: each column shows how its time was shared out, one colour above the other, idle
 // time below them. Columns that look alike are drawn as one.
-function drawShares(pen, model, geometry, rank) {
+function drawShares(pen, model, geometry, row) {
   const columns = Math.ceil(geometry.plot / COLUMN);
   const each = (geometry.to - geometry.from) / (geometry.plot / COLUMN);
   const colours = model.palette.length;
   const shares = new Float64Array(columns * colours);
-  const last = model.first[rank + 1];
+  const last = model.first[row + 1];
   const add = (colour, start, end) => {
     const low = Math.max((start - geometry.from) / each, 0);
     const high = Math.min((end - geometry.from) / each, columns);
@@ -165,7 +172,7 @@ function drawShares(pen, model, geometry, rank) {
       shares[column * colours + colour] += Math.min(high, column + 1) - Math.max(low, column);
     }
   };
-  for (let box = model.firstAfter(rank, geometry.from); box < last && model.start[box] <= geometry.to; box++) {
+  for (let box = model.firstAfter(row, geometry.from); box < last && model.start[box] <= geometry.to; box++) {
     const second = model.second.get(box);
     const middle = second ? (model.start[box] + model.end[box]) / 2 : model.end[box];
     add(model.colour[model.key[box]], model.start[box], middle);
@@ -174,9 +181,9 @@ function drawShares(pen, model, geometry, rank) {
   const bound = (column, colour) => {
     let sum = 0;
     for (let i = 0; i <= colour; i++) sum += shares[column * colours + i];
-    return Math.round(sum * geometry.row);
+    return Math.round(sum * geometry.tall(row));
   };
-  const y = geometry.y(rank);
+  const y = geometry.y(row);
   for (let colour = 0; colour < colours; colour++) {
     pen.fillStyle = model.palette[colour];
     let [begin, top, bottom] = [0, 0, 0];

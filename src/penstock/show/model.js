@@ -3,33 +3,35 @@
 class Model {
   constructor(data) {
     this.data = data;
-    this.numRanks = data.rows.length;
+    this.numRanks = data.stages.length;
     const size = data.rows.reduce((sum, row) => sum + row.s.length, 0);
     this.size = size;
     this.start = new Float64Array(size);
     this.end = new Float64Array(size);
     this.key = new Int32Array(size);
     this.microbatch = new Int32Array(size);
+    this.row = new Int32Array(size);
     this.rank = new Int32Array(size);
     this.second = new Map(); // box -> [key, microbatch] of the second action of an overlapped pair
-    this.first = new Int32Array(this.numRanks + 1); // where each rank's boxes begin
+    this.first = new Int32Array(data.rows.length + 1); // where the boxes of each row begin: of ranks, then of copy engines
     this.boxes = new Map(); // action -> box
     this.sends = new Map(); // action -> message
     this.receives = new Map();
     let box = 0;
-    data.rows.forEach((row, rank) => {
-      this.first[rank] = box;
+    data.rows.forEach((row, number) => {
+      this.first[number] = box;
       for (let i = 0; i < row.s.length; i++, box++) {
         this.start[box] = row.s[i];
         this.end[box] = row.e[i];
         this.key[box] = row.k[i];
         this.microbatch[box] = row.m[i];
-        this.rank[box] = rank;
+        this.row[box] = number;
+        this.rank[box] = number % this.numRanks;
         if (row.pair[i]) this.second.set(box, row.pair[i]);
         for (const [key, microbatch] of this.actions(box)) this.boxes.set(this.id(key, microbatch), box);
       }
     });
-    this.first[this.numRanks] = box;
+    this.first[data.rows.length] = box;
     data.messages.s.forEach((_, i) => {
       this.sends.set(this.id(data.messages.a[i], data.messages.m[i]), i);
       this.receives.set(this.id(data.messages.b[i], data.messages.m[i]), i);
@@ -112,10 +114,10 @@ class Model {
     if (box !== undefined && box !== self) found.set(box, { box, message });
   }
 
-  // The first box of a rank that ends after a time. Boxes of a rank follow one another, so their ends are sorted too.
-  firstAfter(rank, time) {
-    let low = this.first[rank];
-    let high = this.first[rank + 1];
+  // The first box of a row that ends after a time. Boxes of a row follow one another, so their ends are sorted too.
+  firstAfter(row, time) {
+    let low = this.first[row];
+    let high = this.first[row + 1];
     while (low < high) {
       const middle = (low + high) >> 1;
       if (this.end[middle] > time) high = middle;
@@ -124,8 +126,8 @@ class Model {
     return low;
   }
 
-  boxAt(rank, time, slack) {
-    for (let box = this.firstAfter(rank, time - slack); box < this.first[rank + 1]; box++) {
+  boxAt(row, time, slack) {
+    for (let box = this.firstAfter(row, time - slack); box < this.first[row + 1]; box++) {
       if (this.start[box] - slack > time) return -1;
       if (this.start[box] <= time && time < this.end[box]) return box;
       if (this.end[box] - this.start[box] < slack) return box;

@@ -1,28 +1,34 @@
-"""What stands in the rows of a picture: the actions that occupy a rank, and the time that they cover."""
+"""What stands in the rows of a picture: what occupies a rank, what its copy engine does, and the time that they cover."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from penstock.plan import Op, Plan
 from penstock.plan.actions import OP
-from penstock.plan.ops import MESSAGES
+from penstock.plan.ops import COPIES, MESSAGES
 from penstock.simulate import Timeline
 
 
 class Box(NamedTuple):
-    """One packed action that occupies its rank: everything but a message."""
+    """One packed action that occupies its rank, or its rank's copy engine: everything but a message."""
 
     code: int
     start: float
     end: float
 
 
-def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
-    """The actions of one rank that occupy it, in their order."""
+def boxes(timeline: Timeline, rank: int, *, copies: bool = False) -> Iterator[Box]:
+    """The actions of one rank that occupy it, or its copy engine, in their order."""
     for code, start, end in zip(timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
-        if code & OP not in MESSAGES:
+        if code & OP not in MESSAGES and (code & OP in COPIES) == copies:
             yield Box(code, start, end)
+
+
+def has_copies(plan: Plan) -> bool:
+    """Whether a picture needs rows for the copy engines."""
+    return any(plan.has(Op(number)) for number in COPIES)
 
 
 class Extent(NamedTuple):
@@ -37,7 +43,7 @@ class Extent(NamedTuple):
 
 
 def extent(timeline: Timeline) -> Extent:
-    """From the first start to the last end of all actions that occupy a rank.
+    """From the first start to the last end of all actions, messages aside.
 
     >>> from penstock.schedules import get_schedule
     >>> from penstock.simulate import simulate
@@ -46,6 +52,6 @@ def extent(timeline: Timeline) -> Extent:
     """
     start, end = timeline.start, timeline.start + timeline.makespan
     for rank in range(timeline.plan.num_ranks):
-        for box in boxes(timeline, rank):
+        for box in (*boxes(timeline, rank), *boxes(timeline, rank, copies=True)):
             start, end = min(start, box.start), max(end, box.end)
     return Extent(start, end)

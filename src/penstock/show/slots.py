@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from penstock.plan.actions import OP
 from penstock.plan.ops import COMPUTES
-from penstock.show.rows import Box, boxes, extent
+from penstock.show.rows import Box, boxes, extent, has_copies
 from penstock.simulate import Timeline
 
 _FINEST: Final = 12  # columns that the shortest action may take; beyond that the slots are rounded
@@ -36,10 +36,11 @@ class Grid:
     unit: float  # the time of one column
     exact: bool  # whether every action starts and ends on a column; if not, the times are rounded
     rows: tuple[tuple[Slot, ...], ...]  # one a rank, in the order of columns
+    copies: tuple[tuple[Slot, ...], ...] = ()  # likewise, of the copy engines, where a plan uses them
 
     @property
     def num_columns(self) -> int:
-        return max((row[-1].column + row[-1].width for row in self.rows if row), default=0)
+        return max((row[-1].column + row[-1].width for row in (*self.rows, *self.copies) if row), default=0)
 
 
 def cut(timeline: Timeline) -> Grid:
@@ -49,21 +50,24 @@ def cut(timeline: Timeline) -> Grid:
     least one, and `Grid.exact` is False. Messages are no slots. An action that takes no time has no column when exact.
     """
     begin = extent(timeline).start
-    spans = [list(_from_start(timeline, rank, begin)) for rank in range(timeline.plan.num_ranks)]
+    ranks, kinds = timeline.plan.num_ranks, (False, True) if has_copies(timeline.plan) else (False,)
+    spans = [list(_from_start(timeline, rank, begin, copies=copies)) for copies in kinds for rank in range(ranks)]
     unit = _common_unit(spans)
     if unit is not None:
-        return Grid(unit, True, tuple(tuple(_exact(row, unit)) for row in spans))
+        slots = [tuple(_exact(row, unit)) for row in spans]
+        return Grid(unit, True, tuple(slots[:ranks]), tuple(slots[ranks:]))
     durations = sorted(end - start for row in spans for _, start, end in row if end > start)
     unit = max(durations[0], durations[len(durations) // 2] / 4) if durations else 1.0
-    return Grid(unit, False, tuple(tuple(_rounded(row, unit)) for row in spans))
+    slots = [tuple(_rounded(row, unit)) for row in spans]
+    return Grid(unit, False, tuple(slots[:ranks]), tuple(slots[ranks:]))
 
 
 _Spans = list[Box]
 
 
-def _from_start(timeline: Timeline, rank: int, begin: float) -> Iterator[Box]:
+def _from_start(timeline: Timeline, rank: int, begin: float, *, copies: bool) -> Iterator[Box]:
     """The boxes of one rank, counted from `begin`. The care of parameters has no column when it takes no time."""
-    for code, start, end in boxes(timeline, rank):
+    for code, start, end in boxes(timeline, rank, copies=copies):
         if end > start or code & OP in COMPUTES:
             yield Box(code, start - begin, end - begin)
 

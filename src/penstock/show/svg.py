@@ -11,10 +11,10 @@ from typing import Final
 
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import OP, parts
-from penstock.plan.ops import MESSAGES
+from penstock.plan.ops import BESIDE, COPIES, MESSAGES
 from penstock.show.colours import Paint, paint, shades
 from penstock.show.numbers import peak, percent, sizes, time_text
-from penstock.show.rows import Extent, extent
+from penstock.show.rows import Extent, extent, has_copies
 from penstock.simulate import Span, Timeline, simulate
 
 _STYLE: Final = """
@@ -26,6 +26,7 @@ text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif}
 .rank{fill:#cbd4e1}.tick{fill:#8793a6}.track{fill:#202937}.hatch{stroke:#374357}.grid{stroke:#2b3545}}
 """
 _GUTTER, _MARGIN, _TOP, _AXIS = 58, 14, 54, 26
+_COPIES: Final = 11  # the height of the row of a copy engine
 _DIGIT: Final = 0.62  # the width of a digit, in sizes of its font
 
 
@@ -55,7 +56,7 @@ class _Drawing:
 
     @property
     def bottom(self) -> int:
-        return _TOP + self.timeline.plan.num_ranks * (self.row + 4)
+        return self.y(self.timeline.plan.num_ranks)
 
     def x(self, time: float) -> float:
         room = self.width - _GUTTER - _MARGIN
@@ -65,8 +66,12 @@ class _Drawing:
     def extent(self) -> Extent:
         return extent(self.timeline)
 
+    @cached_property
+    def copies(self) -> bool:
+        return has_copies(self.timeline.plan)
+
     def y(self, rank: int) -> int:
-        return _TOP + rank * (self.row + 4)
+        return _TOP + rank * (self.row + 4 + (_COPIES + 2) * self.copies)
 
     def parts(self) -> Iterator[str]:
         plan, timeline = self.timeline.plan, self.timeline
@@ -99,20 +104,24 @@ class _Drawing:
         for rank in range(self.timeline.plan.num_ranks):
             y = self.y(rank)
             yield f'<g class="row"><text class="rank" x="{_GUTTER - 8}" y="{y + self.row / 2 + 4:g}">rank {rank}</text>'
-            yield (
-                f'<rect x="{left:.2f}" y="{y}" width="{right - left:.2f}" height="{self.row}" rx="3" '
-                f'fill="url(#idle)"><title>rank {rank} is idle here</title></rect>'
-            )
+            for top, height, whose in ((y, self.row, ""), (y + self.row + 2, _COPIES * self.copies, "'s copy engine")):
+                if height:
+                    yield (
+                        f'<rect x="{left:.2f}" y="{top}" width="{right - left:.2f}" height="{height}" rx="3" '
+                        f'fill="url(#idle)"><title>rank {rank}{whose} is idle here</title></rect>'
+                    )
             for span in self.timeline.spans(rank):
-                if _occupies(span):
-                    yield self.span(span, y, shade)
+                if span.action.code & OP in COPIES:
+                    yield self.span(span, y + self.row + 2, _COPIES, shade)
+                elif _occupies(span):
+                    yield self.span(span, y, self.row, shade)
             yield "</g>"
 
-    def span(self, span: Span, y: float, shade: tuple[tuple[int, int], ...]) -> str:
+    def span(self, span: Span, y: float, tall: float, shade: tuple[tuple[int, int], ...]) -> str:
         x, until = self.x(span.start), self.x(span.end)
         width = max(until - x - (1 if until - x > 4 else 0), 0.4)
         actions = _parts(span)
-        height = self.row / len(actions)
+        height = tall / len(actions)
         drawn = [f'<g class="span" data-rank="{span.rank}"><title>{escape(self.tooltip(span))}</title>']
         for number, action in enumerate(actions):
             top = y + number * height
@@ -205,7 +214,7 @@ def nice_step(extent: float, ticks: float) -> float:
 
 
 def _occupies(span: Span) -> bool:
-    return isinstance(span.action, Overlap) or not span.action.op.is_message
+    return span.action.code & OP not in BESIDE
 
 
 def _parts(span: Span) -> tuple[Action, ...]:

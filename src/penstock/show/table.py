@@ -111,7 +111,7 @@ class _Layout:
     def _cell_width(self) -> int:
         """The narrowest columns in which every label, and a space after it, fits into the slots of its action."""
         widest = 3 if self.coloured else 2
-        for row in self.grid.rows:
+        for row in (*self.grid.rows, *self.grid.copies):
             for slot in row:
                 widest = max(widest, -(-(len(self.label(slot.code)) + 1) // slot.width))
         return widest
@@ -136,6 +136,9 @@ class _Layout:
             for rank, row in enumerate(self.grid.rows):
                 head = Piece(f"rank {rank} ".rjust(self.gutter))
                 yield [head, Piece(self.marks.edge, _DIM), *self.row(row, first, last)]
+                if self.grid.copies:
+                    copies = self.row(self.grid.copies[rank], first, last)
+                    yield [Piece("copies ".rjust(self.gutter)), Piece(self.marks.edge, _DIM), *copies]
         yield list(self.legend())
 
     def ruler(self, first: int, last: int) -> str:
@@ -183,7 +186,7 @@ class _Layout:
         return paint(Op(code & OP), *self.shades[stage_of(code)])
 
     def legend(self) -> Iterator[Piece]:
-        used = {part & OP for row in self.grid.rows for slot in row for part in parts(slot.code)}
+        used = {part & OP for row in (*self.grid.rows, *self.grid.copies) for slot in row for part in parts(slot.code)}
         for number, op in enumerate(op for op in Op if op in used):
             yield Piece("  " if self.coloured and number else "" if self.coloured or not number else ", ")
             letter = op.row.letter or op.name

@@ -1,8 +1,9 @@
 """A timeline as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
 
-A rank is a process. Its compute actions are on one thread; messages are on threads of their own, as many as are under
-way at a time, because slices of one thread may not cross. An arrow leads from each send to its receive (in a plan
-without messages: from each action to the one on another rank that needs it), and a counter shows the memory held.
+A rank is a process. Its compute actions are on one thread, what its copy engine does is on another; messages are on
+threads of their own, as many as are under way at a time, because slices of one thread may not cross. An arrow leads from
+each send to its receive (in a plan without messages: from each action to the one on another rank that needs it), and a
+counter shows the memory held.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any, Final
 
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
-from penstock.plan.ops import COMPUTES, RECEIVES, doing
-from penstock.show.rows import extent
+from penstock.plan.ops import COMPUTES, COPIES, MESSAGES, RECEIVES, doing
+from penstock.show.rows import extent, has_copies
 from penstock.simulate import Message, Timeline, simulate
 
 _MICROSECONDS: Final = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 _UNITLESS: Final = 1e3  # a unit of a simulation is drawn as a millisecond
-_COMPUTE, _SENDS, _RECEIVES = 0, 100, 10_000  # the first thread of each kind
+_COMPUTE, _COPIES, _SENDS, _RECEIVES = 0, 1, 100, 10_000  # the first thread of each kind
 _SHORTEST: Final = 1e-3  # a nanosecond: arrows need something to be bound to
 
 Event = dict[str, Any]
@@ -60,6 +61,8 @@ class _Trace:
             yield _named("process_name", rank, f"rank {rank}")
             yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
             yield _named("thread_name", rank, "compute", _COMPUTE)
+            if has_copies(self.timeline.plan):
+                yield _named("thread_name", rank, "copies", _COPIES)
             yield from self.slices(rank)
             yield from self.memory(rank)
         if self.timeline.plan.is_lowered:
@@ -72,8 +75,9 @@ class _Trace:
 
     def slices(self, rank: int) -> Iterator[Event]:
         for span in self.timeline.spans(rank):
-            if isinstance(span.action, Overlap) or not span.action.op.is_message:
-                yield self.slice(rank, _COMPUTE, span.action, begin=self.at(span.start), end=self.at(span.end))
+            if span.action.code & OP not in MESSAGES:
+                thread = _COPIES if span.action.code & OP in COPIES else _COMPUTE
+                yield self.slice(rank, thread, span.action, begin=self.at(span.start), end=self.at(span.end))
 
     def slice(self, rank: int, thread: int, action: AnyAction, *, begin: float, end: float) -> Event:
         return {

@@ -183,9 +183,9 @@ class View {
       const area = block.rows.getBoundingClientRect();
       const [x, y] = [clientX - area.left, clientY - area.top];
       if (x < GUTTER || x > area.width || y < 0 || y > area.height) continue;
-      const rank = block.geometry.rank(y);
+      const row = block.geometry.rowAt(y);
       const slack = (block.geometry.to - block.geometry.from) / block.geometry.plot;
-      const box = rank < 0 ? -1 : block.model.boxAt(rank, block.geometry.time(x), slack);
+      const box = row < 0 ? -1 : block.model.boxAt(row, block.geometry.time(x), slack);
       if (box >= 0) return { block, box };
     }
     return null;
