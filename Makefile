@@ -16,8 +16,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
+PYODIDE := $(VENV)/pyodide/node_modules/pyodide
 
-.PHONY: help train test lint types format bench coverage docs dist browser clean
+.PHONY: help train test lint types format bench coverage docs dist browser pyodide clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -25,7 +26,7 @@ help: ## say what there is
 train: $(RUNS) ## train a small GPT with two pipelined processes, about two minutes; TRAIN="--steps 50" for options
 	$(BIN)/penstock train $(TRAIN)
 
-test: $(READY) browser ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
+test: $(READY) browser pyodide ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
 	@status=0; $(MAKE) lint || { status=$$?; echo "make test: lint failed, see above"; }; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || status=$$?; \
 	exit $$status
@@ -44,7 +45,7 @@ format: $(READY) ## let ruff sort and format
 bench: $(READY) ## every program in benchmarks/, one after another
 	@for program in $(sort $(wildcard benchmarks/*.py)); do echo "== $$program"; $(BIN)/python $$program; done
 
-coverage: $(READY) browser ## the tests again, with the share of lines and branches that they run; ends in build/coverage/
+coverage: $(READY) browser pyodide ## the tests again, with the share of lines and branches that they run; ends in build/coverage/
 	@rm -rf build/coverage; mkdir -p build/coverage
 	@status=0; OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || status=$$?; \
 	$(BIN)/coverage combine -q; $(BIN)/coverage html -q; $(BIN)/coverage report --format=total; \
@@ -55,9 +56,10 @@ dist: $(READY) ## a wheel and a source distribution, in dist/
 	$(BIN)/python -m build -q --no-isolation
 	@ls -l dist
 
-docs: $(READY) ## the site, in build/site/index.html; it opens without network. The gallery in docs/ is drawn anew
+docs: $(READY) pyodide ## the site, in build/site/index.html; it opens without network. The gallery in docs/ is drawn anew
 	$(BIN)/python docs/make_gallery.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@[ ! -d $(PYODIDE) ] || $(BIN)/penstock studio --build build/site/studio --pyodide $(PYODIDE)
 	@echo "open build/site/index.html"
 
 clean: ## remove what was made, except .venv
@@ -77,6 +79,13 @@ $(READY): $(RUNS) tests/package/oldest.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest -r tests/package/oldest.txt
 	@touch $@
+
+# Python for the browser, with which the planner page needs no server; where npm is. Its version is pinned here.
+pyodide:
+	@if [ -d $(PYODIDE) ]; then :; \
+	elif command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/pyodide pyodide@314.0.7 \
+		|| echo "pyodide could not be installed; the test that needs it will say so"; \
+	else echo "no npm: the test of the page that needs pyodide will say so"; fi
 
 # Debian's chromium, for the tests that open a page, where it may be installed.
 browser:

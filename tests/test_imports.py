@@ -26,6 +26,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "show": ("simulate",),
     "balance": ("simulate",),
     "search": ("simulate",),
+    "studio": ("show",),
     # the running half
     "dtypes": ("errors",),
     "nest": ("errors",),
@@ -41,7 +42,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "train": ("front",),
 }
 ON_TOP = ("cli", "compat", "__main__")  # may import everything, imported by nobody
-TORCH_FREE = ("errors", "plan", "schedules", "lower", "simulate", "show", "balance", "search")
+TORCH_FREE = ("errors", "plan", "schedules", "lower", "simulate", "show", "balance", "search", "studio")
 
 
 def below(package: str) -> set[str]:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "src"))  # the code beside these pages, wherever a
 
 GROUPS = {"start": "Start", "guides": "Guides", "concepts": "Concepts", "integrations": "Integrations"}
 PACKAGES = [
-    *("front", "plan", "schedules", "lower", "simulate", "show", "balance", "search"),
+    *("front", "plan", "schedules", "lower", "simulate", "show", "balance", "search", "studio"),
     *("batch", "comm", "parallel", "stage", "run", "capture", "train", "errors", "compat"),
 ]
 PROJECT = {"CHANGELOG.md": "Changelog", "CONTRIBUTING.md": "Contributing", "SECURITY.md": "Security"}

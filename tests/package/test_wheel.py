@@ -110,7 +110,7 @@ def test_the_wheel_holds_the_library_and_its_pages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
     source = ROOT / "src"
-    kinds = {".py", ".typed", ".css", ".js", ".html", ".txt"}
+    kinds = {".py", ".typed", ".css", ".js", ".mjs", ".html", ".txt"}
     expected = {
         str(path.relative_to(source))
         for path in source.rglob("*")

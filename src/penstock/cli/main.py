@@ -19,6 +19,7 @@ COMMANDS: Final = {
     "search": ("penstock.cli.search", "Search a schedule for given costs and a limit of memory."),
     "check": ("penstock.cli.check", "Prove that a plan file is right, or say what is wrong with it."),
     "show": ("penstock.cli.show", "Time a plan file and show it."),
+    "studio": ("penstock.cli.studio", "Plan in a browser: choose, and see at once what comes of it."),
 }
 
 

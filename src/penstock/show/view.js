@@ -43,10 +43,12 @@ class View {
       area.addEventListener("dblclick", () => this.command("fit"));
       area.addEventListener("keydown", (event) => this.type(event));
     }
-    new ResizeObserver(() => this.redraw()).observe(this.root);
+    const [resized, themed, ended] = [new ResizeObserver(() => this.redraw()), new MutationObserver(() => retheme()), new AbortController()];
     const retheme = () => this.redraw(this.retheme());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", retheme);
-    new MutationObserver(retheme).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+    resized.observe(this.root);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", retheme, { signal: ended.signal });
+    themed.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+    this.close = () => [resized.disconnect(), themed.disconnect(), ended.abort()]; // for a section that leaves the page
   }
 
   retheme() {
@@ -287,6 +289,7 @@ for (const button of document.querySelectorAll("[data-ps-theme]")) {
 const views = [...document.querySelectorAll("section.ps-section")].map((root) => new View(root));
 window.penstock = {
   views,
+  open: (root) => views.push(new View(root)), // a section that came later
   spans: () => views.flatMap((view) => view.spans()),
   spanAt: (x, y) => views.map((view) => view.spanAt(x, y)).find(Boolean) || null,
 };

@@ -1,0 +1,206 @@
+"""Questions of the page, and their answers: a timeline, a comparison, or a file. No torch, no network, no state."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, Literal, get_args
+
+from penstock.errors import PenstockError, PlanError
+from penstock.lower import lower
+from penstock.plan import Plan, check, dumps
+from penstock.schedules import all_schedules, get_schedule
+from penstock.show.html import timeline_section
+from penstock.show.numbers import memory_text, percent, time_text
+from penstock.show.svg import to_svg
+from penstock.simulate import Costs, Timeline, simulate
+
+Kind = Literal["show", "compare", "svg", "csv"]
+MOST_ACTIONS: Final = 40_000  # what a browser draws at once; a forward and a backward of each stage and microbatch
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the page asks about. Times are per rank and microbatch, as in `penstock plan`.
+
+    >>> Question.of({"schedule": "1f1b", "ranks": 4, "speeds": [1, 1, 2, 1]}).speeds
+    (1.0, 1.0, 2.0, 1.0)
+    """
+
+    schedule: str = "1f1b"
+    ranks: int = 4
+    microbatches: int = 8
+    stages_per_rank: int | None = None  # None: what suits the schedule
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    latency: float = 0.0  # of a message
+    transfer: float = 0.0  # the time that a message of a whole rank occupies its link
+    kept_for_weights: float = 1.0  # the share of the activations that a microbatch holds between I and W
+    memory: float | None = None  # a rank's room, in activations of one rank for one microbatch
+    speeds: tuple[float, ...] = ()  # how long each rank takes, relative to the others; empty: all the same
+    messages: bool = False  # draw sends and receives as well
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any]) -> Question:
+        """From plain values, as JSON gives them; what is not asked for stays as it is."""
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(asked) - known):
+            raise PlanError(f"a question about {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
+        given = dict(asked)
+        try:
+            for name in ("ranks", "microbatches", "stages_per_rank"):
+                if given.get(name) is not None:
+                    given[name] = int(given[name])
+            for name in (
+                "forward",
+                "backward_input",
+                "backward_weight",
+                "latency",
+                "transfer",
+                "kept_for_weights",
+                "memory",
+            ):
+                if given.get(name) is not None:
+                    given[name] = float(given[name])
+            given["speeds"] = tuple(float(value) for value in given.get("speeds") or ())
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"a question with {given!r}: {error}") from None
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if self.speeds and len(self.speeds) != self.ranks:
+            raise PlanError(f"{len(self.speeds)} speeds for {self.ranks} ranks; expected one for each, or none")
+        count = 3 * self.ranks * self.microbatches * (self.stages_per_rank or 2)
+        if count > MOST_ACTIONS:
+            raise PlanError(
+                f"{self.ranks} ranks x {self.microbatches} microbatches are about {count:,} actions, and the page draws "
+                f"{MOST_ACTIONS:,}; `penstock plan --html` draws plans of any size"
+            )
+
+
+def answer(question: Question, kind: Kind) -> dict[str, Any]:
+    """What the page shows, ready for JSON.
+
+    >>> made = answer(Question("1f1b", ranks=4, microbatches=8), "show")
+    >>> made["figures"]["bubble"], made["command"]
+    ('27.3%', 'penstock plan 1f1b --ranks 4 --microbatches 8')
+    """
+    match kind:
+        case "compare":
+            return {"rows": _comparison(question)}
+        case "csv":
+            return {"text": dumps(_timeline(question).plan), "name": f"{question.schedule}.csv"}
+        case "svg":
+            return {"text": to_svg(_timeline(question)), "name": f"{question.schedule}.svg"}
+        case "show":
+            return _shown(question)
+
+
+def answer_json(text: str) -> str:
+    """The same for JSON text: ``{"kind": "show", "question": {...}}``; an error is an answer too.
+
+    >>> answer_json('{"kind": "show", "question": {"ranks": 0}}')
+    '{"error": "num_ranks=0; expected a whole number, at least 1"}'
+    """
+    try:
+        asked = json.loads(text)
+        if (
+            not isinstance(asked, dict)
+            or asked.get("kind") not in get_args(Kind)
+            or not isinstance(asked.get("question"), dict)
+        ):
+            raise PlanError(f"expected a question and its kind, one of {', '.join(get_args(Kind))}; got {text[:200]}")
+        return json.dumps(answer(Question.of(asked["question"]), asked["kind"]))
+    except (PenstockError, json.JSONDecodeError, RecursionError) as error:
+        return json.dumps({"error": str(error)})
+
+
+def _shown(question: Question) -> dict[str, Any]:
+    timeline = _timeline(question)
+    peak = max(timeline.peak_memory, default=0.0)
+    return {
+        "html": timeline_section([(timeline.plan.name, timeline)]).html,
+        "figures": {
+            "makespan": time_text(timeline.makespan),
+            "bubble": percent(timeline.bubble_makespan),
+            "longest rank": percent(timeline.bubble_longest_rank),
+            "peak memory": memory_text(peak),
+        },
+        "fits": question.memory is None or peak <= question.memory,
+        "stages_per_rank": timeline.plan.num_stages // timeline.plan.num_ranks,
+        "command": _command(question),
+    }
+
+
+def _timeline(question: Question) -> Timeline:
+    plan = get_schedule(question.schedule)(
+        question.ranks, question.microbatches, stages_per_rank=question.stages_per_rank
+    )
+    costs = _costs(plan, question)
+    if question.messages or question.transfer:  # links are occupied by messages, which lowering makes
+        plan = lower(plan)
+    check(plan)
+    return simulate(plan, costs)
+
+
+def _costs(plan: Plan, question: Question) -> Costs:
+    per_rank = -(-plan.num_stages // plan.num_ranks)
+    speed = [
+        question.speeds[plan.placement.rank_of(stage)] if question.speeds else 1.0 for stage in range(plan.num_stages)
+    ]
+
+    def each(time: float) -> tuple[float, ...]:
+        return tuple(time * factor / per_rank for factor in speed)
+
+    held = (1.0 / per_rank,) * plan.num_stages
+    costs = Costs(
+        forward=each(question.forward),
+        backward_input=each(question.backward_input),
+        backward_weight=each(question.backward_weight),
+        held_to_input=held,
+        held_to_weight=tuple(question.kept_for_weights * value for value in held),
+        latency=question.latency,
+    )
+    if question.transfer > 0:
+        return replace(costs, bandwidth=1.0 / question.transfer, output_bytes=(1.0,) * plan.num_stages)
+    return costs
+
+
+def _comparison(question: Question) -> list[dict[str, Any]]:
+    """Every schedule that trains with these sizes and costs; what fits the memory first, then the fastest."""
+    rows = []
+    for recipe in all_schedules():
+        if question.stages_per_rank is not None and recipe.stages_per_rank not in (None, question.stages_per_rank):
+            continue
+        timeline = _timeline(replace(question, schedule=recipe.name, messages=False))
+        if not timeline.plan.has_backward:
+            continue
+        peak = max(timeline.peak_memory)
+        rows.append(
+            {
+                "schedule": recipe.name,
+                "title": recipe.title,
+                "stages_per_rank": timeline.plan.num_stages // timeline.plan.num_ranks,
+                "makespan": timeline.makespan,
+                "bubble": timeline.bubble_makespan,
+                "peak": peak,
+                "fits": question.memory is None or peak <= question.memory,
+            }
+        )
+    return sorted(rows, key=lambda row: (not row["fits"], row["makespan"], row["peak"]))
+
+
+def _command(question: Question) -> str | None:
+    """The same on the command line; None where the command has no option for it."""
+    if question.speeds or question.transfer or question.kept_for_weights != 1.0:
+        return None
+    words = ["penstock", "plan", question.schedule]
+    usual = Question()
+    for name in ("ranks", "microbatches", "stages_per_rank", "forward", "backward_input", "backward_weight", "latency"):
+        value = getattr(question, name)
+        if name in ("ranks", "microbatches") or value != getattr(usual, name):
+            words += [f"--{name.replace('_', '-')}", f"{value:g}"]
+    return shlex.join([*words, "--lowered"] if question.messages else words)

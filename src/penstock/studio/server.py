@@ -1,0 +1,112 @@
+"""The small local server behind `penstock studio`: it hands out the page, and answers its questions.
+
+It listens on 127.0.0.1 alone. A page from elsewhere that a browser has open could still send requests there, under a name
+that leads to this address; so a request must name this host, and a question must carry the token that only the page knows.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Final, Self
+
+from penstock.studio import page
+from penstock.studio.answers import answer_json
+
+_KINDS: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "mjs": "text/javascript"}
+_LONGEST: Final = 64 * 1024  # bytes of a question
+_PATIENCE: Final = 30.0  # seconds for a request to arrive
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
+
+
+class Studio:
+    """The server, in a process of its own or beside other work.
+
+    with Studio(port=0) as studio:      # 0: any free port
+        print(studio.address)
+        studio.serve()                  # until `studio.stop()` from another thread, or Ctrl-C
+    """
+
+    def __init__(self, *, port: int = 0) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
+        self._server.daemon_threads = True
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}/"
+
+    def serve(self) -> None:
+        self._server.serve_forever(poll_interval=0.1)
+
+    def stop(self) -> None:
+        self._server.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.server_close()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        files = {f"/{name}": text for name, text in page.files().items()} | {"/": page.index(token=self.token)}
+        token = self.token
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _PATIENCE
+            server_version, sys_version = "penstock", ""
+
+            def do_GET(self) -> None:
+                if not self._for_us():
+                    return
+                path = self.path.partition("?")[0]
+                if path not in files:
+                    self._reply(HTTPStatus.NOT_FOUND, "there is only the page itself")
+                    return
+                kind = _KINDS[path.rpartition(".")[2]] if "." in path else "text/html"
+                self._reply(HTTPStatus.OK, files[path], kind)
+
+            def do_POST(self) -> None:
+                if not self._for_us():
+                    return
+                length = self.headers.get("Content-Length", "")
+                if self.path != "/ask" or not length.isdecimal() or int(length) > _LONGEST:
+                    self._reply(HTTPStatus.BAD_REQUEST, f"a question goes to /ask and has at most {_LONGEST} bytes")
+                elif not hmac.compare_digest(self.headers.get("X-Penstock-Token", "").encode(), token.encode()):
+                    self._reply(HTTPStatus.FORBIDDEN, "the question does not come from the page; load it again")
+                else:
+                    asked = self.rfile.read(int(length)).decode("utf-8", "replace")
+                    self._reply(HTTPStatus.OK, answer_json(asked), "application/json")
+
+            def _for_us(self) -> bool:
+                """Whether the request names this host; a name from elsewhere that leads here does not."""
+                host = self.headers.get("Host", "").rpartition(":")[0]
+                if host in ("127.0.0.1", "localhost"):
+                    return True
+                self._reply(HTTPStatus.FORBIDDEN, "this server answers to 127.0.0.1 and localhost only")
+                return False
+
+            def _reply(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
+                body = text.encode()
+                self.send_response(status)
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Security-Policy", _POLICY)
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.send_header("Referrer-Policy", "no-referrer")
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: object) -> None:
+                """Nothing is logged: the command prints its address, and that is all there is to say."""
+
+        return Handler

@@ -1,0 +1,218 @@
+// The page asks, draws what comes back, and keeps its question in the address, so that it can be sent to somebody.
+"use strict";
+{
+  const form = document.getElementById("question");
+  const place = document.getElementById("timeline");
+  const usual = { schedule: "zbv", ranks: 4, microbatches: 8, forward: 1, backward_input: 1, backward_weight: 1, latency: 0, transfer: 0, kept_for_weights: 1 };
+  const numbers = ["ranks", "microbatches", "stages_per_rank", "forward", "backward_input", "backward_weight", "latency", "transfer", "kept_for_weights", "memory"];
+
+  // -- who answers: the server that handed out the token, or Python in a worker of this page
+
+  const server = (token) => async (asked) => {
+    const reply = await fetch("ask", { method: "POST", body: JSON.stringify(asked), headers: { "Content-Type": "application/json", "X-Penstock-Token": token } });
+    if (!reply.ok) throw new Error(`the server answered ${reply.status}: ${await reply.text()}`);
+    return reply.json();
+  };
+
+  const inPage = () => {
+    const worker = new Worker("worker.mjs", { type: "module" });
+    const waiting = new Map();
+    let count = 0;
+    worker.addEventListener("message", ({ data }) => {
+      if (data.status) document.getElementById("status").textContent = data.status;
+      if (!waiting.has(data.number)) return;
+      waiting.get(data.number)(JSON.parse(data.text));
+      waiting.delete(data.number);
+    });
+    worker.addEventListener("error", (event) => complain(`Python could not be started in this page: ${event.message}`));
+    return (asked) => new Promise((done) => {
+      waiting.set(++count, done);
+      worker.postMessage({ number: count, text: JSON.stringify(asked) });
+    });
+  };
+
+  const { token } = document.body.dataset;
+  const ask = token === undefined ? inPage() : server(token);
+
+  // -- the question, in the form and in the address
+
+  const read = () => {
+    const question = { schedule: form.elements.schedule.value, messages: form.elements.messages.checked };
+    for (const name of numbers) {
+      const text = form.elements[name].value.trim();
+      if (text !== "") question[name] = Number(text);
+    }
+    const speeds = form.elements.speeds.value.split(/[\s,;]+/).filter(Boolean).map(Number);
+    if (speeds.length) question.speeds = speeds;
+    return question;
+  };
+
+  const fill = (question) => {
+    for (const name of ["schedule", ...numbers]) form.elements[name].value = question[name] ?? "";
+    form.elements.speeds.value = (question.speeds || []).join(", ");
+    form.elements.messages.checked = Boolean(question.messages);
+    follow();
+  };
+
+  const follow = () => {
+    for (const slider of form.querySelectorAll("[data-for]")) slider.value = form.elements[slider.dataset.for].value;
+  };
+
+  const fromAddress = () => {
+    const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+    for (const name of numbers) if (name in given) given[name] = Number(given[name]);
+    if (given.speeds) given.speeds = given.speeds.split(",").map(Number);
+    given.messages = given.messages === "true";
+    return { ...usual, ...given };
+  };
+
+  const toAddress = (question) => {
+    const kept = Object.entries(question).filter(([name, value]) => value !== usual[name] && value !== false);
+    history.replaceState(null, "", `#${new URLSearchParams(kept.map(([name, value]) => [name, String(value)]))}`);
+  };
+
+  // -- asking: one question at a time, and only the newest waits
+
+  let running = false;
+  let again = false;
+  let asked = null;
+
+  const update = async () => {
+    follow();
+    if (!form.checkValidity()) return;
+    again = true;
+    if (running) return;
+    running = true;
+    while (again) {
+      again = false;
+      asked = read();
+      toAddress(asked);
+      try {
+        await show(asked);
+        if (!again) await compare(asked);
+      } catch (error) {
+        complain(String(error.message || error));
+      }
+    }
+    running = false;
+  };
+
+  const complain = (text) => {
+    const box = document.getElementById("problem");
+    box.textContent = text || "";
+    box.hidden = !text;
+  };
+
+  const show = async (question) => {
+    const found = await ask({ kind: "show", question });
+    complain(found.error);
+    if (found.error) return;
+    for (const view of penstock.views.splice(0)) view.close();
+    place.innerHTML = found.html;
+    place.classList.toggle("st-over", !found.fits);
+    penstock.open(place.querySelector("section"));
+    document.getElementById("command").textContent = found.command || "";
+    document.body.dataset.shown = JSON.stringify({ ...question, ...found.figures });
+  };
+
+  // -- the comparison: rows with bars, and memory against makespan
+
+  const compare = async (question) => {
+    const { rows, error } = await ask({ kind: "compare", question });
+    if (error) return;
+    const longest = Math.max(...rows.map((row) => row.makespan));
+    const body = document.getElementById("rows");
+    body.replaceChildren(...rows.map((row) => rowOf(row, longest, question)));
+    scatter(rows, question);
+  };
+
+  const pick = (name) => {
+    form.elements.schedule.value = name;
+    update();
+  };
+
+  const text = (value) => Number(value.toPrecision(4)).toString();
+
+  const rowOf = (row, longest, question) => {
+    const line = document.createElement("tr");
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: row.schedule, title: row.title });
+    const bar = document.createElement("i");
+    bar.style.width = `${(100 * row.makespan) / longest}%`;
+    bar.style.setProperty("--busy", `${100 * (1 - row.bubble)}%`);
+    const cells = [button, row.stages_per_rank, text(row.makespan), bar, `${(100 * row.bubble).toFixed(1)}%`, text(row.peak)];
+    line.append(...cells.map((content) => {
+      const cell = document.createElement("td");
+      cell.append(content);
+      return cell;
+    }));
+    line.children[3].className = "st-bar";
+    line.setAttribute("aria-selected", row.schedule === question.schedule);
+    line.classList.toggle("st-too-large", !row.fits);
+    line.addEventListener("click", () => pick(row.schedule));
+    return line;
+  };
+
+  const scatter = (rows, question) => {
+    const svg = document.getElementById("scatter");
+    const draw = (kind, attributes, words) => {
+      const made = document.createElementNS("http://www.w3.org/2000/svg", kind);
+      for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+      if (words !== undefined) made.textContent = words;
+      svg.append(made);
+      return made;
+    };
+    const [left, right, top, bottom] = [44, 408, 14, 262];
+    const span = (values) => [Math.min(...values), Math.max(...values)];
+    const [fast, slow] = span(rows.map((row) => row.makespan));
+    const [, most] = span(rows.map((row) => row.peak));
+    const x = (time) => left + ((time - fast * 0.98) / (slow * 1.02 - fast * 0.98)) * (right - left);
+    const y = (held) => bottom - (held / (most * 1.08)) * (bottom - top);
+    svg.replaceChildren();
+    draw("path", { class: "axis", d: `M${left} ${top}V${bottom}H${right}`, fill: "none" });
+    for (const share of [0, 0.5, 1]) {
+      draw("text", { x: left - 6, y: y(most * share) + 4, "text-anchor": "end" }, text(most * share));
+      const time = fast + (slow - fast) * share;
+      draw("text", { x: x(time), y: bottom + 16, "text-anchor": "middle" }, text(time));
+    }
+    draw("text", { x: right, y: bottom + 32, "text-anchor": "end" }, "makespan →");
+    draw("text", { x: left, y: top - 4 }, "↑ peak memory of a rank");
+    if (question.memory !== undefined && question.memory <= most * 1.08) {
+      draw("line", { class: "limit", x1: left, x2: right, y1: y(question.memory), y2: y(question.memory) });
+    }
+    for (const row of rows) {
+      const best = rows.every((other) => other === row || other.makespan > row.makespan || other.peak > row.peak || (other.makespan === row.makespan && other.peak === row.peak));
+      const names = [best && row.fits && "best", !row.fits && "st-too-large", row.schedule === question.schedule && "chosen"];
+      const dot = draw("circle", { cx: x(row.makespan), cy: y(row.peak), r: 5.5, class: names.filter(Boolean).join(" "), "data-schedule": row.schedule });
+      const hint = document.createElementNS("http://www.w3.org/2000/svg", "title");
+      hint.textContent = `${row.schedule}: makespan ${text(row.makespan)}, peak ${text(row.peak)}`;
+      dot.append(hint);
+      dot.addEventListener("click", () => pick(row.schedule));
+      const side = x(row.makespan) > right - 60 ? { x: x(row.makespan) - 9, "text-anchor": "end" } : { x: x(row.makespan) + 9 };
+      if (best && row.fits) draw("text", { ...side, y: y(row.peak) - 5 }, row.schedule);
+    }
+  };
+
+  // -- files
+
+  for (const button of document.querySelectorAll("[data-save]")) {
+    button.addEventListener("click", async () => {
+      const found = await ask({ kind: button.dataset.save, question: read() });
+      if (found.error) return complain(found.error);
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob([found.text], { type: "text/plain" }));
+      link.download = found.name;
+      link.click();
+      URL.revokeObjectURL(link.href);
+      return undefined;
+    });
+  }
+
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", ({ target }) => {
+    if (target.dataset.for) form.elements[target.dataset.for].value = target.value;
+    update();
+  });
+  addEventListener("hashchange", () => update(fill(fromAddress())));
+  fill(fromAddress());
+  update();
+}

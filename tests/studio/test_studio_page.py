@@ -1,0 +1,133 @@
+"""The planner page in a real browser: with the server behind it, and with Python inside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.studio.server import Studio
+from penstock.studio.static import build
+from tests.show.conftest import browser  # noqa: F401 - a fixture
+
+PYODIDE = Path(sys.prefix) / "pyodide" / "node_modules" / "pyodide"
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("studio")]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """The test's output stays its own."""
+
+
+def serving(server: Any, serve: Any, stop: Any, address: str) -> Iterator[str]:
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield address
+    stop()
+    thread.join(10)
+
+
+@pytest.fixture(scope="module", params=["server", "pyodide"])
+def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param == "server":
+        with Studio() as studio:
+            yield from serving(studio, studio.serve, studio.stop, studio.address)
+        return
+    if not PYODIDE.is_dir():
+        pytest.skip(f"{PYODIDE} is not there: `make test` fetches it, where npm is")
+    folder = tmp_path_factory.mktemp("studio")
+    build(folder, PYODIDE)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        server.daemon_threads = True
+        yield from serving(server, server.serve_forever, server.shutdown, f"http://127.0.0.1:{server.server_port}/")
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, address: str) -> Iterator[Any]:  # noqa: F811
+    """The page, loaded once: Python takes its time to start in it."""
+    complaints: list[str] = []
+    made = browser.new_page(viewport={"width": 1400, "height": 900})
+    made.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+    made.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+    made.on(
+        "request",
+        lambda asked: None if asked.url.startswith((address, "blob:", "data:")) else complaints.append(asked.url),
+    )
+    made.goto(address)
+    made.locator("#rows tr").first.wait_for(timeout=90_000)
+    yield made
+    made.close()
+    assert complaints == []
+
+
+@pytest.fixture
+def page(opened: Any, request: pytest.FixtureRequest) -> Any:
+    """The page with its first question, which stands in the address of every test anew."""
+    opened.evaluate("(name) => { location.hash = `test=${encodeURIComponent(name)}`; }", request.node.name)
+    shown(opened, schedule="zbv", ranks=4, microbatches=8, latency=0, transfer=0)
+    opened.locator("#problem").wait_for(state="hidden")
+    return opened
+
+
+def shown(page: Any, **expected: Any) -> dict[str, Any]:
+    """Wait until the picture is that of the question; its question and figures."""
+    page.wait_for_function(
+        "(wanted) => { const now = JSON.parse(document.body.dataset.shown); "
+        "return Object.entries(wanted).every(([name, value]) => now[name] === value); }",
+        arg=expected,
+    )
+    found: dict[str, Any] = json.loads(page.evaluate("document.body.dataset.shown"))
+    return found
+
+
+def test_every_control_changes_the_picture(page: Any) -> None:
+    first = shown(page, schedule="zbv", ranks=4)
+    assert page.evaluate("penstock.spans().length") == 4 * 8 * 2 * 3
+    page.fill("[name=ranks]", "8")
+    page.fill("[name=microbatches]", "32")
+    larger = shown(page, ranks=8, microbatches=32)
+    assert larger["makespan"] != first["makespan"]
+    assert page.evaluate("new Set(penstock.spans().map((span) => span.rank)).size") == 8
+    page.fill("[name=latency]", "0.5")
+    assert float(shown(page, latency=0.5)["makespan"]) > float(larger["makespan"])
+    page.fill("[name=latency]", "0")
+    page.fill("[name=transfer]", "0.5")
+    assert float(shown(page, transfer=0.5)["makespan"]) > float(larger["makespan"])
+    page.select_option("[name=schedule]", "1f1b")
+    assert page.evaluate("penstock.spans().length") >= shown(page, schedule="1f1b")["ranks"] * 32 * 2
+
+
+def test_the_comparison_heeds_memory_and_picks_a_schedule(page: Any) -> None:
+    page.fill("[name=memory]", "3")
+    page.locator("#rows tr.st-too-large").first.wait_for()
+    best = page.locator("#rows tr").first.locator("button").inner_text()
+    assert best not in ("zbv", "gpipe")
+    page.locator("#rows tr").first.click()
+    shown(page, schedule=best)
+    assert f"schedule={best}" in page.url
+    page.locator("#scatter circle[data-schedule=gpipe]").click()
+    shown(page, schedule="gpipe")
+    assert "st-over" in page.locator("#timeline").get_attribute("class")
+
+
+def test_what_cannot_be_is_said_and_the_page_goes_on(page: Any) -> None:
+    page.fill("[name=speeds]", "1, 2")
+    page.locator("#problem:not([hidden])").wait_for()
+    assert "2 speeds for 4 ranks" in page.locator("#problem").inner_text()
+    page.fill("[name=speeds]", "1, 1, 2, 1")
+    page.locator("#problem").wait_for(state="hidden")
+    assert float(shown(page, ranks=4)["makespan"]) > 40
+
+
+def test_files_can_be_saved(page: Any) -> None:
+    with page.expect_download() as waiting:
+        page.locator("[data-save=csv]").click()
+    assert waiting.value.suggested_filename == "zbv.csv"
+    assert Path(waiting.value.path()).read_text(encoding="utf-8").startswith("0F0,")
