@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.compat._vocabulary import ComputationType, of_action, to_action
 from penstock.errors import PlanError
 from penstock.lower import lower
 from penstock.plan import Action, Op, Plan, check, dumps, loads, ops, pack, parse, unpack
 from penstock.plan.actions import MICROBATCH_SHIFT, OP, partner_of, parts, text, with_op
-from penstock.plan.vocabulary import ComputationType, of_action, to_action
-from penstock.run.program import HANDLERS
+from penstock.run.handlers import HANDLERS
 from penstock.schedules import get_schedule
 from penstock.show import listing, to_html, to_svg, to_table, to_trace
 from penstock.show.data import timeline_data
@@ -187,7 +187,7 @@ PRETEND = {
         ("}  # fmt: skip\n", f"    Op.PRETEND: Row({ROW}),\n}}  # fmt: skip\n"),
     ],
     "plan/rules.py": [("            case Op.R | ", "            case Op.PRETEND | Op.R | ")],
-    "run/program.py": [("    Op.F: _forward,\n", "    Op.F: _forward,\n    Op.PRETEND: _forward,\n")],
+    "run/handlers.py": [("    Op.F: _forward,\n", "    Op.F: _forward,\n    Op.PRETEND: _forward,\n")],
 }
 
 

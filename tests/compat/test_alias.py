@@ -1,4 +1,4 @@
-"""The modules of torch.distributed.pipelining, name by name, with the same objects as penstock's own."""
+"""The modules of torch.distributed.pipelining, name by name."""
 
 from __future__ import annotations
 
@@ -43,13 +43,18 @@ def test_every_name_is_there(module: str) -> None:
     assert missing == []
 
 
-def test_classes_are_the_same_wherever_they_come_from() -> None:
-    assert penstock.compat.PipelineStage is penstock.PipelineStage
-    assert penstock.compat.Schedule1F1B is penstock.Schedule1F1B
-    from penstock.compat import schedules
+def test_classes_derive_from_those_of_penstock_and_as_torchs_do() -> None:
+    from penstock.compat import schedules, stage
 
-    assert issubclass(penstock.ScheduleDualPipeV, schedules._PipelineScheduleRuntime)
-    assert issubclass(penstock.ScheduleGPipe, schedules.PipelineScheduleSingle)
+    assert issubclass(penstock.compat.PipelineStage, penstock.PipelineStage)
+    assert issubclass(stage._PipelineStage, stage.PipelineStage)
+    for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "ZBH1", "VHalf"):
+        kind = schedules.get_schedule_class(name)
+        assert issubclass(kind, getattr(penstock, f"Schedule{name}"))
+        assert issubclass(kind, schedules._PipelineSchedule)
+    assert issubclass(schedules.ScheduleDualPipeV, schedules._PipelineScheduleRuntime)
+    assert issubclass(schedules.ScheduleGPipe, schedules.PipelineScheduleSingle)
+    assert issubclass(schedules._PipelineScheduleRuntime, penstock.PipelineScheduleMulti)
 
 
 def test_spacing_puts_every_action_after_what_it_needs() -> None:

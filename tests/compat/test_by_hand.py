@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import penstock
 from penstock.comm import LocalWorld, Transport
 from penstock.compat import pipe_split, pipeline
 from penstock.compat._utils import PipeliningMetadataError, _StageMeta, _TensorMeta
@@ -24,6 +23,7 @@ from penstock.compat.schedules import (
     PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
     _Action,
@@ -381,12 +381,12 @@ def test_mock_stages_are_enough_for_an_order() -> None:
             self.group = None
             self.num_stages, self.group_size, self.group_rank = stages, ranks, 0
 
-    schedule = penstock.ScheduleInterleaved1F1B([Mock(2, 4), Mock(2, 4)], 4)
+    schedule = ScheduleInterleaved1F1B([Mock(2, 4), Mock(2, 4)], 4)
     assert [str(action) for action in schedule.pipeline_order[1][:4]] == ["1F0", "1F1", "3F0", "3B0"]
     assert {str(a) for a in schedule.pipeline_order_with_comms[0]} >= {"0UNSHARD", "2RECV_F0", "0REDUCE_GRAD"}
     assert max(map(len, schedule._simulate().values())) > 20
     with pytest.raises(ValueError, match="stages a rank"):
-        penstock.ScheduleZBVZeroBubble([Mock(2, 6)] * 3, 4)
+        ScheduleZBVZeroBubble([Mock(2, 6)] * 3, 4)
 
 
 class Bare(_PipelineStageBase):
@@ -453,3 +453,22 @@ def test_a_row_for_each_microbatch_is_split_and_said() -> None:
     with pytest.warns(UserWarning, match="one for each microbatch"):
         out = schedule.step(torch.ones(8, 2), scale=torch.arange(4.0).unsqueeze(1))
     assert out[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_outputs_of_the_step_before_are_gone_when_a_step_runs() -> None:
+    """They can be read from the last stage until then; two batches of outputs are never alive at a time."""
+    modules = layers(2)
+    x, y = batch()
+    found: list[int] = []
+
+    def rank(transport: Transport) -> None:
+        stage = PipelineStage(modules[transport.rank], transport.rank, 2, "cpu", group=transport)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.MSELoss())
+        schedule.step(x, target=y)
+        assert len(stage.output_chunks) == (MICROBATCHES if stage.is_last else 0)
+        modules[transport.rank].register_forward_pre_hook(lambda *_: found.append(len(stage.output_chunks)))
+        schedule.step(x, target=y, return_outputs=False)
+        assert stage.output_chunks == []
+
+    LocalWorld(2).run(rank)
+    assert found == [0] * 2 * MICROBATCHES

@@ -131,8 +131,6 @@ def run_pipeline(plan: Plan, case: Case, world: LocalWorld) -> list[Result]:
                     for index in own:
                         case.modules[index].zero_grad()
                 results.append(call(schedule, step))
-                for stage in stages:
-                    stage.output_chunks.clear()  # the outputs that the user asked for, as views
                 assert_nothing_left(schedule)
                 assert alive() == [], f"alive after step {number} on rank {transport.rank}"
                 for index in own:

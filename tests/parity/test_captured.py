@@ -39,13 +39,13 @@ def test_a_value_crosses_a_pair_of_ranks_once(name: str, schedule: str, monkeypa
     """However many stages of a rank read it; and its gradient comes back once, summed."""
     plan = cases.plan_for(schedule, 3)
     sent: Counter[tuple[int, int]] = Counter()
-    post = Channel.post_on_backend
+    post = Channel.post
 
     def counted(channel: Channel, tensor: Tensor) -> None:
         sent[ranks.index(threading.get_ident()), channel.peer] += 1
         post(channel, tensor)
 
-    monkeypatch.setattr(Channel, "post_on_backend", counted)
+    monkeypatch.setattr(Channel, "post", counted)
     ranks: list[int] = [0] * plan.num_ranks
 
     def rank(transport: LocalTransport) -> None:

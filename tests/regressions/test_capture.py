@@ -101,7 +101,7 @@ def test_4_tied_weights_stay_one(name: str, way: MultiUseParameterConfig) -> Non
     batch = words()
 
     def train(schedule: Schedule, own: Pipe) -> dict[str, Tensor]:
-        modules = [stage.submod for stage in schedule._stages]
+        modules = [stage.submod for stage in schedule.stages]
         for _ in range(3):
             for module in modules:
                 module.zero_grad()
@@ -149,7 +149,7 @@ def test_5_train_and_eval_do_what_they_do_on_the_model() -> None:
     reference, pipe = copy.deepcopy(model), pipeline(model, (x[:2],))
 
     def work(schedule: Schedule, own: Pipe) -> tuple[Any, Tensor | None, Any]:
-        modules = [stage.submod for stage in schedule._stages]
+        modules = [stage.submod for stage in schedule.stages]
         noisy = schedule.step(x, target=x)
         mean = modules[0].norm.running_mean.clone() if hasattr(modules[0], "norm") else None
         for module in modules:
@@ -224,7 +224,7 @@ def test_17_labels_and_masks_go_to_the_stage_that_reads_them(rows: int) -> None:
     def work(schedule: Schedule, own: Pipe) -> tuple[list[Tensor], dict[str, Tensor | None]]:
         losses: list[Tensor] = []
         schedule.step(**batch, losses=losses)
-        return losses, {n: p.grad for stage in schedule._stages for n, p in stage.submod.named_parameters()}
+        return losses, {n: p.grad for stage in schedule.stages for n, p in stage.submod.named_parameters()}
 
     found = on_ranks(plan_of("1f1b", 4, 3), pipe, work, output_merge_spec=ignore_rows(rows))
     wanted = loop(model, batch, 3)
@@ -267,7 +267,7 @@ def test_19_skip_connections_with_several_stages_on_a_rank(name: str) -> None:
 
     def work(schedule: Schedule, own: Pipe) -> dict[str, Tensor | None]:
         schedule.step(x, target=x)
-        return {n: p.grad for stage in schedule._stages for n, p in stage.submod.named_parameters()}
+        return {n: p.grad for stage in schedule.stages for n, p in stage.submod.named_parameters()}
 
     found = on_ranks(plan_of(name, 4, 3), pipe, work, loss_fn=nn.functional.mse_loss)
     for part in x.chunk(3):

@@ -148,21 +148,3 @@ def test_nothing_that_a_step_made_is_alive_after_it(name: str) -> None:
     finally:
         gc.enable()
     assert found == [(0, 0)] * 2
-
-
-def test_outputs_of_the_step_before_are_gone_when_a_step_runs() -> None:
-    """They can be read from the last stage until then; two batches of outputs are never alive at a time."""
-    modules = make(2)
-    x, y = data(4)
-    found: list[int] = []
-
-    def rank(schedule: Schedule, rank: int) -> None:
-        (stage,) = schedule._stages
-        schedule.step(x, target=y)
-        assert len(stage.output_chunks) == (4 if rank == 1 else 0)
-        modules[rank].register_forward_pre_hook(lambda *_: found.append(len(stage.output_chunks)))
-        schedule.step(x, target=y, return_outputs=False)
-        assert stage.output_chunks == []
-
-    on_ranks("1f1b", 2, 4, rank, modules=modules)
-    assert found == [0] * 8

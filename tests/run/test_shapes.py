@@ -129,7 +129,7 @@ def test_layers_of_the_first_rank_unfrozen_and_frozen_again(name: str) -> None:
 
     def rank(schedule: Schedule, rank: int) -> None:
         for frozen in (True, False, True, False):
-            for stage in schedule._stages:
+            for stage in schedule.stages:
                 if stage.stage_index == 0:
                     stage.submod.requires_grad_(not frozen)
                 stage.submod.zero_grad()

@@ -20,6 +20,7 @@ from penstock.capture import (
 )
 from penstock.capture import annotate_split_points as _annotate
 from penstock.capture import pipeline as _pipeline
+from penstock.compat._captured import build_stage
 from penstock.compat._siblings import found_in
 
 PP_SUBMOD_PREFIX = "submod_pp"
@@ -48,6 +49,9 @@ class _TuplePipe(Pipe):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
+
+    def build_stage(self, stage_index: int, device: Any, group: Any = None) -> Any:
+        return build_stage(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
 
     @property
     def has_loss_and_backward(self) -> bool:

@@ -169,8 +169,9 @@ def _groups(roots: list[Node], inputs: list[Node], weights: list[Tensor]) -> lis
             continue
         joints = _upward([node], users, stop=path) & path
         group: Group = {"params": [weight], "intermediates": list(joints)}
-        for other in [other for other in groups if joints & set(other["intermediates"])]:
-            groups.remove(other)
+        met = [other for other in groups if joints & set(other["intermediates"])]
+        groups = [other for other in groups if not any(other is one for one in met)]  # tensors cannot be compared
+        for other in met:
             group["params"] = other["params"] + group["params"]
             group["intermediates"] = list(dict.fromkeys(other["intermediates"] + group["intermediates"]))
         groups.append(group)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from penstock.plan.vocabulary import ComputationType as Kind
-from penstock.plan.vocabulary import NamedAction
+from penstock.compat._vocabulary import ComputationType as Kind
+from penstock.compat._vocabulary import NamedAction
 
 StageOf = Callable[[int], int]
 

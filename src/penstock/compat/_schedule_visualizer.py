@@ -12,10 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from penstock.compat.schedules import get_schedule_class
+from penstock.compat._vocabulary import ComputationType, NamedAction, plan_of
+from penstock.compat.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 from penstock.errors import PlanError
-from penstock.plan.vocabulary import ComputationType, NamedAction, plan_of
-from penstock.run import PipelineScheduleMulti, PipelineScheduleRuntime, PipelineScheduleSingle, Schedule
 from penstock.show import to_svg
 from penstock.simulate import Costs, Timeline, simulate
 
@@ -31,7 +36,7 @@ class OpKey(NamedTuple):
 
 
 def get_schedule_ops(
-    schedule: str | type[Schedule],
+    schedule: str | type[_PipelineSchedule],
     pp_degree: int,  # ranks
     num_microbatches: int,
     num_stages_per_rank: int | None = None,  # None: as few as the schedule takes
@@ -55,7 +60,7 @@ def get_schedule_ops(
     stages: Any = [_place(rank=0, num_ranks=pp_degree, num_stages=pp_degree * per_rank) for _ in range(per_rank)]
     order = make(stages if several else stages[0], num_microbatches).pipeline_order
     if with_comms:
-        runtime = PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)
+        runtime = _PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)
         runtime._prepare_schedule_with_comms(order)
         order = runtime.pipeline_order_with_comms
     rows = [list(order[rank]) for rank in range(pp_degree)]
@@ -64,7 +69,9 @@ def get_schedule_ops(
 
 def _place(*, rank: int, num_ranks: int, num_stages: int) -> Any:
     """As much of a stage as a schedule looks at."""
-    return SimpleNamespace(submod=None, group=None, group_rank=rank, group_size=num_ranks, num_stages=num_stages)
+    return SimpleNamespace(
+        submod=None, group=None, stage_index=0, group_rank=rank, group_size=num_ranks, num_stages=num_stages
+    )
 
 
 def _timeline(schedule: Rows) -> Timeline:

@@ -8,15 +8,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.capture import PipeInfo
-from penstock.errors import PlanError
-from penstock.errors import ShapeError as PipeliningMetadataError
-from penstock.errors import ShapeError as PipeliningShapeError
-from penstock.plan import Placement
-from penstock.stage.metadata import (
-    DTensorMeta as _DTensorMeta,
-)
-from penstock.stage.metadata import (
+from penstock.compat._metadata import (
     InferenceMode,
+    _derive_grad_metas,
+    _DTensorMeta,
+    _make_tensor_from_meta,
+    _MeshCache,
+    _StageMeta,
+    _TensorMeta,
     extract_tensor_meta,
     extract_tensor_metas,
     to_local_if_dtensor,
@@ -25,21 +24,10 @@ from penstock.stage.metadata import (
     validate_static_arg_grad_correspondence,
     validate_tensors_metadata,
 )
-from penstock.stage.metadata import (
-    MeshCache as _MeshCache,
-)
-from penstock.stage.metadata import (
-    StageMeta as _StageMeta,
-)
-from penstock.stage.metadata import (
-    TensorMeta as _TensorMeta,
-)
-from penstock.stage.metadata import (
-    derive_grad_metas as _derive_grad_metas,
-)
-from penstock.stage.metadata import (
-    empty_like_meta as _make_tensor_from_meta,
-)
+from penstock.errors import PlanError
+from penstock.errors import ShapeError as PipeliningMetadataError
+from penstock.errors import ShapeError as PipeliningShapeError
+from penstock.plan import Placement
 
 TensorMeta = _TensorMeta | _DTensorMeta
 

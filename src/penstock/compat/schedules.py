@@ -6,8 +6,12 @@ from typing import Any
 
 import torch.distributed as dist  # noqa: F401  programs patch what stands here
 
-from penstock import run
 from penstock.batch import TensorChunkSpec
+from penstock.compat._by_hand import CustomFunction as _CustomFunctionProtocol
+from penstock.compat._by_hand import PipelineContext as _PipelineContext
+from penstock.compat._exchange import RecvInfo as _RecvInfo
+from penstock.compat._infer import PipelineStage
+from penstock.compat._lockstep import in_lockstep as _simulate_comms_compute
 from penstock.compat._orders import add_reduce_grad as _add_reduce_grad
 from penstock.compat._orders import add_send_recv as _add_send_recv
 from penstock.compat._orders import add_unshard_reshard as _add_unshard_reshard
@@ -15,27 +19,36 @@ from penstock.compat._orders import defer_recv_ops as _defer_recv_ops
 from penstock.compat._orders import dump_chrometrace as _dump_chrometrace
 from penstock.compat._orders import format_pipeline_order as _format_pipeline_order
 from penstock.compat._orders import merge_bw as _merge_bw
+from penstock.compat._p2p import batch_p2p as _batch_p2p
+from penstock.compat._p2p import sorted_batch_p2p as _sorted_batch_p2p
+from penstock.compat._p2p import wait_batch_p2p as _wait_batch_p2p
+from penstock.compat._pipeline_order import validate_order
 from penstock.compat._ranks import get_1f1b_rank_ops as _get_1f1b_rank_ops
 from penstock.compat._ranks import get_warmup_ops as _get_warmup_ops
+from penstock.compat._schedule import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleVHalf,
+    ScheduleVMin,
+    ScheduleZBH1,
+    ScheduleZBH2,
+    ScheduleZBVZeroBubble,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+    _ScheduleForwardOnly,
+)
 from penstock.compat._siblings import found_in
+from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._vocabulary import ComputationType as _ComputationType
+from penstock.compat._vocabulary import NamedAction as _Action
+from penstock.compat._vocabulary import Order
 from penstock.errors import UnknownNameError
-from penstock.plan.vocabulary import ComputationType as _ComputationType
-from penstock.plan.vocabulary import NamedAction as _Action
-from penstock.plan.vocabulary import Order
-from penstock.run import PipelineScheduleMulti, PipelineScheduleSingle
-from penstock.run import PipelineScheduleRuntime as _PipelineScheduleRuntime
-from penstock.run import Schedule as _PipelineSchedule
-from penstock.run import ScheduleForwardOnly as _ScheduleForwardOnly
-from penstock.run.by_hand import CustomFunction as _CustomFunctionProtocol
-from penstock.run.by_hand import PipelineContext as _PipelineContext
-from penstock.run.orders import validate_order
-from penstock.run.p2p import batch_p2p as _batch_p2p
-from penstock.run.p2p import sorted_batch_p2p as _sorted_batch_p2p
-from penstock.run.p2p import wait_batch_p2p as _wait_batch_p2p
-from penstock.simulate.lockstep import in_lockstep as _simulate_comms_compute
-from penstock.stage.base import StageBase as _PipelineStageBase
-from penstock.stage.exchange import RecvInfo as _RecvInfo
-from penstock.stage.stage import PipelineStage
 
 F = FORWARD = _ComputationType.FORWARD
 I = BACKWARD_INPUT = _ComputationType.BACKWARD_INPUT  # noqa: E741  the letter is the vocabulary of the field
@@ -48,21 +61,13 @@ OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 __getattr__ = found_in(__name__, "_utils", "microbatch", "stage")
 
-ScheduleGPipe = run.ScheduleGPipe
-Schedule1F1B = run.Schedule1F1B
-ScheduleLoopedBFS = run.ScheduleLoopedBFS
-ScheduleInterleaved1F1B = run.ScheduleInterleaved1F1B
-ScheduleInterleavedZeroBubble = run.ScheduleInterleavedZeroBubble
-ScheduleZBVZeroBubble = run.ScheduleZBVZeroBubble
-ScheduleDualPipeV = run.ScheduleDualPipeV
-
-_ONE_STAGE: tuple[Any, ...] = (ScheduleGPipe, Schedule1F1B, run.ScheduleZBH1, run.ScheduleZBH2, PipelineScheduleSingle)
+_ONE_STAGE: tuple[Any, ...] = (ScheduleGPipe, Schedule1F1B, ScheduleZBH1, ScheduleZBH2, PipelineScheduleSingle)
 _SEVERAL_STAGES: tuple[Any, ...] = (
     *(ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble),
-    *(ScheduleDualPipeV, run.ScheduleVHalf, run.ScheduleVMin, PipelineScheduleMulti),
+    *(ScheduleDualPipeV, ScheduleVHalf, ScheduleVMin, PipelineScheduleMulti),
 )
 _CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in (*_ONE_STAGE, *_SEVERAL_STAGES)}
-_CLASSES["VZB"] = run.ScheduleVZB
+_CLASSES["VZB"] = ScheduleZBVZeroBubble  # the papers have two names for it
 
 __all__ = [
     "PipelineScheduleMulti",

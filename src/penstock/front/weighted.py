@@ -17,25 +17,12 @@ class WeightedSchedule(Schedule):
     def _weights(self, inputs: StepInputs) -> list[float] | None:
         shares = self._shares = super()._weights(inputs)
         if shares is None:
-            return None if self.factor == 1.0 else [self.factor] * self._n_microbatches
+            return None if self.factor == 1.0 else [self.factor] * self.num_microbatches
         return [share * self.factor for share in shares]
 
     @property
     def has_loss(self) -> bool:
-        return self._loss_fn is not None
-
-    @property
-    def num_microbatches(self) -> int:
-        return self._n_microbatches
-
-    @property
-    def steps(self) -> int:
-        """Training steps done: a part of the key of random numbers."""
-        return self._steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self._steps = value
+        return self.loss_fn is not None
 
     def total(self, losses: Sequence[float]) -> float:
         """The loss of the whole batch."""

@@ -7,7 +7,7 @@
 
 Checking, lowering, simulating, drawing, parsing and running ask here, and never compare the numbers of ops: about one
 op its row, and in loops over packed actions the sets of numbers below, `code & OP in SENDS`. Two facts are elsewhere:
-what an action needs is stated in `penstock.plan.rules`, what it does is a handler in `penstock.run.program`.
+what an action needs is stated in `penstock.plan.rules`, what it does is a handler in `penstock.run.handlers`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from penstock.run.classes import (
     PipelineScheduleMulti,
-    PipelineScheduleRuntime,
     PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -28,7 +27,6 @@ from penstock.run.schedule import Schedule
 __all__ = [
     "ActionContext",
     "PipelineScheduleMulti",
-    "PipelineScheduleRuntime",
     "PipelineScheduleSingle",
     "Recording",
     "Schedule",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import StageError
-from penstock.run.orders import defers
+from penstock.lower import JustInTime
 from penstock.run.schedule import Schedule
 from penstock.stage.stage import PipelineStage
 
@@ -41,11 +41,14 @@ class PipelineScheduleSingle(Schedule):
             scale_grads=scale_grads,
             **options,
         )
-        self._stage = stage
 
 
 class PipelineScheduleMulti(Schedule):
-    """Several stages a rank."""
+    """Several stages a rank.
+
+    `defer_pp_recv`               True: a receive is posted just before what needs it, and not ahead.
+    `backward_requires_autograd`  False: functions of your own differentiate, so `step` may be called under `no_grad`.
+    """
 
     def __init__(
         self,
@@ -55,15 +58,18 @@ class PipelineScheduleMulti(Schedule):
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
-        use_full_backward: bool | None = None,
         scale_grads: bool = True,
+        *,
         backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(stages, (list, tuple)):
             raise StageError(
                 f"{type(self).__name__} takes a list of stages, got {type(stages).__name__}; write [stage]"
             )
+        if defer_pp_recv:
+            options.setdefault("receives", JustInTime())
         super().__init__(
             stages,
             n_microbatches,
@@ -74,28 +80,7 @@ class PipelineScheduleMulti(Schedule):
             scale_grads=scale_grads,
             **options,
         )
-        self.use_full_backward = use_full_backward
-        self._backward_requires_autograd = backward_requires_autograd
-
-
-class PipelineScheduleRuntime(PipelineScheduleMulti):
-    """Several stages a rank, and an order that a program may give: computations, or these and their messages.
-
-    schedule = PipelineScheduleRuntime(stages, n_microbatches=8, loss_fn=loss_fn)
-    schedule._load_csv("plan.csv", format="compute_comms")
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[PipelineStage],
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        *specs: Any,
-        defer_pp_recv: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(stages, n_microbatches, loss_fn, *specs, **{**defers(defer_pp_recv), **options})
-        self._defer_pp_recv = defer_pp_recv
+        self._needs_autograd = backward_requires_autograd
 
 
 class ScheduleForwardOnly(PipelineScheduleSingle):
@@ -118,31 +103,31 @@ class ScheduleZBH2(PipelineScheduleSingle):
     recipe = "zb-h2"
 
 
-class ScheduleLoopedBFS(PipelineScheduleRuntime):
+class ScheduleLoopedBFS(PipelineScheduleMulti):
     recipe = "loopedbfs"
 
 
-class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
+class ScheduleInterleaved1F1B(PipelineScheduleMulti):
     recipe = "interleaved1f1b"
 
 
-class ScheduleInterleavedZeroBubble(PipelineScheduleRuntime):
+class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
     recipe = "interleavedzerobubble"
 
 
-class ScheduleZBVZeroBubble(PipelineScheduleRuntime):
+class ScheduleZBVZeroBubble(PipelineScheduleMulti):
     recipe = "zbv"
 
 
-class ScheduleDualPipeV(PipelineScheduleRuntime):
+class ScheduleDualPipeV(PipelineScheduleMulti):
     recipe = "dualpipev"
 
 
-class ScheduleVHalf(PipelineScheduleRuntime):
+class ScheduleVHalf(PipelineScheduleMulti):
     recipe = "v-half"
 
 
-class ScheduleVMin(PipelineScheduleRuntime):
+class ScheduleVMin(PipelineScheduleMulti):
     recipe = "v-min"
 
 

@@ -1,7 +1,9 @@
-"""What a step is given: what tells one shape of it from another, and how much each microbatch of it counts."""
+"""What a step is given: how it is cut into microbatches, how much each counts, and what tells one shape of it from another."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +12,27 @@ from penstock.batch import Microbatches, sizes_of, weights
 from penstock.errors import StageError
 from penstock.run.stage_run import StepInputs
 from penstock.stage.boundary import flatten
+
+
+@dataclass(frozen=True)
+class Given:
+    """What `step` or `eval` was called with."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    keep_outputs: bool = True
+
+
+@dataclass(frozen=True)
+class Specs:
+    """How a batch is cut and put together again; None: by the default rule of `penstock.batch`."""
+
+    args: Any = None
+    kwargs: Any = None
+    target: Any = None
+    output: Any = None
 
 
 def shares(inputs: StepInputs, size: int) -> list[float]:
@@ -21,15 +44,11 @@ def shares(inputs: StepInputs, size: int) -> list[float]:
     return [float(weight) for weight in weights(sizes)]
 
 
-def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What tells one shape of input from another."""
     if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
         return args[0].shape, args[0].dtype, args[0].requires_grad
-    if any(isinstance(arg, Microbatches) for arg in args) or any(isinstance(v, Microbatches) for v in kwargs.values()):
-        values: Any = ([list(a) if isinstance(a, Microbatches) else a for a in args], dict(kwargs))
-    else:
-        values = (args, kwargs)
-    tensors, spec = flatten(_plain(values))
+    tensors, spec = flatten(_plain((args, kwargs)))
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors), spec
 
 
@@ -37,9 +56,7 @@ def _plain(value: Any) -> Any:
     """What cannot cross a boundary may still be an argument (a mask object, a cache): its type stands for it."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Microbatches):
+    if type(value) in (list, tuple) or isinstance(value, Microbatches):
         return [_plain(item) for item in value]
     try:
         flatten(value)

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
-from penstock.comm.transport import Transport
+from penstock.comm.transport import Transport, Work
 from penstock.errors import RunError
+from penstock.parallel import DataParallel
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan, unpack
 from penstock.plan.actions import peer_of
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
-from penstock.run.layout import settle
+from penstock.run.layout import GradLayout, Layout, settle
 from penstock.run.reaping import reap_points
 from penstock.run.rng import MicrobatchRng
 from penstock.run.stage_run import StageRun, StepInputs
@@ -28,6 +29,41 @@ Call = Callable[[], object]
 _IN_FLIGHT = 2  # sends of a channel that may be on their way before the oldest is waited for
 
 
+class Box(Protocol):
+    """What lies at one end of messages: between the action that makes a value and the one that uses it."""
+
+    layouts: list[Layout | None]
+    grad_layouts: list[GradLayout | None]
+
+    @property
+    def channel(self) -> Channel | None:
+        """None: nothing is sent, since both ends are on this rank."""
+        ...
+
+    def drain_send(self, microbatch: int, *, cold: bool) -> None:
+        """Send something in the place of a message that a failed step will not have."""
+
+    def drain_receive(self, microbatch: int, *, cold: bool) -> None:
+        """Receive a message that a failed step does not need."""
+
+    def pending(self) -> list[Work]:
+        """What was posted and not waited for."""
+        ...
+
+    def left_over(self) -> list[int]:
+        """The microbatches of which something is still here."""
+        ...
+
+    def clear(self) -> None: ...
+
+
+ActionKind: TypeAlias = Op | type[Overlap]
+"""What tells one handler from another: an Op, or Overlap for pairs."""
+Handler: TypeAlias = Callable[[Any, Any, bool], Call]
+"""``handler(program, action, cold)`` is asked once for each action, before the first step; what it returns does the action."""
+Handlers: TypeAlias = Mapping[ActionKind, Handler]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a program is bound for."""
@@ -35,22 +71,16 @@ class Setting:
     plan: Plan  # lowered
     grad: bool  # training, or forward only
     reap: bool  # whether old sends may be waited for before the end: proved for plans that hold with blocking sends
-    adapters: Mapping[int, Any]  # data-parallel adapters, by stage
-    custom: Mapping[Any, Callable[[AnyAction, Any], object]]  # the user's own functions, by Op or Overlap
+    adapters: Mapping[int, DataParallel]  # by stage
+    handlers: Handlers
+    custom: Handlers  # those of the user, which stand before the others
     rng: MicrobatchRng | None = None
 
 
 class Program:
     """One rank's part of a plan, and all that lies between its actions."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        stages: Sequence[PipelineStage],
-        transport: Transport,
-        *,
-        context: Callable[..., Any] | None = None,
-    ) -> None:
+    def __init__(self, setting: Setting, stages: Sequence[PipelineStage], transport: Transport) -> None:
         self.setting = setting
         self.plan = setting.plan
         self.rank = transport.rank
@@ -61,7 +91,6 @@ class Program:
         self.inboxes: dict[int, Inbox] = {}
         self.outboxes: dict[tuple[int, int], Outbox] = {}
         self.runs: dict[int, StageRun] = {}
-        self.context = context  # makes what custom functions are given, of this program and `cold`
         self.parameters = [p for stage in stages for p in stage.submod.parameters()] if setting.grad else []
         self.saved: dict[int, list[tuple[list[Any], list[Any]]]] = {}  # signature -> layouts
         self.codes = self.plan.codes[self.rank]
@@ -137,21 +166,17 @@ class Program:
         return found
 
     def bind(self, action: AnyAction, *, cold: bool) -> Call:
-        """The call that does an action: the user's function for its kind, or penstock's own."""
-        custom = self.setting.custom.get(Overlap if isinstance(action, Overlap) else action.op)
-        if custom is not None and self.context is not None:
-            return partial(custom, action, self.context(self, cold=cold))
-        return self.default(action, cold=cold)
+        """The call that does an action: by the user's handler for its kind, or by penstock's own."""
+        custom = self.setting.custom.get(kind_of(action))
+        return self.default(action, cold=cold) if custom is None else custom(self, action, cold)
 
     def default(self, action: AnyAction, *, cold: bool) -> Call:
-        if isinstance(action, Overlap):
-            first, second = (self.bind(part, cold=cold) for part in (action.first, action.second))
-            return partial(in_series, first, second)
-        handler = HANDLERS.get(action.op)
+        handler = self.setting.handlers.get(kind_of(action))
         if handler is None:
+            op = parts_of(action)[0].op
             raise RunError(
-                f"{action}: nothing here runs {action.op.name} ({action.op.row.word}); expected a plan without it, or a "
-                f"function of your own: schedule.register_custom_function(penstock.Op.{action.op.name}, ...)"
+                f"{action}: nothing here runs {op.name} ({op.row.word}); expected a plan without it, or a function of your "
+                f"own: schedule.register_custom_function(penstock.Op.{op.name}, ...)"
             )
         return handler(self, action, cold)
 
@@ -163,28 +188,28 @@ class Program:
     # -- around a step
 
     def begin(self, inputs: StepInputs) -> None:
+        """The first thing in a step that all ranks are about to run; what goes wrong here fails the step everywhere."""
         for run in self.runs.values():
-            run.inputs = inputs
+            run.begin(inputs)
 
     def frozen(self) -> tuple[bool, ...]:
         """Which parameters of this rank need no gradient; what a stage gives may depend on it."""
         return tuple([not parameter.requires_grad for parameter in self.parameters])
 
-    def load_layouts(self, signature: int) -> None:
-        """For a warm step."""
-        for box, (layouts, grads) in zip(self._boxes(), self.saved[signature], strict=True):
-            box.layouts, box.grad_layouts = layouts, grads
-
-    def fresh_layouts(self) -> None:
-        """For a cold step."""
+    def open(self, signature: int, *, cold: bool) -> None:
+        """Before the messages of a step: a warm one knows what they look like, a cold one finds out."""
+        if not cold:
+            for box, (layouts, grads) in zip(self.boxes(), self.saved[signature], strict=True):
+                box.layouts, box.grad_layouts = layouts, grads
+            return
         size = self.plan.num_microbatches
-        for box in self._boxes():
+        for box in self.boxes():
             box.layouts, box.grad_layouts = [None] * size, [None] * size
 
     def save_layouts(self, signature: int) -> None:
-        self.saved[signature] = [(box.layouts, settle(box.layouts, box.grad_layouts)) for box in self._boxes()]
+        self.saved[signature] = [(box.layouts, settle(box.layouts, box.grad_layouts)) for box in self.boxes()]
 
-    def _boxes(self) -> Iterator[Inbox | Outbox]:
+    def boxes(self) -> Iterator[Box]:
         yield from self.inboxes.values()
         yield from self.outboxes.values()
 
@@ -205,7 +230,7 @@ class Program:
         return found
 
     def clear(self) -> None:
-        for box in self._boxes():
+        for box in self.boxes():
             box.clear()
         for run in self.runs.values():
             run.clear()
@@ -214,97 +239,19 @@ class Program:
 
     # -- failure
 
-    def message_box(self, action: Action) -> Inbox | Outbox:
+    def abandon(self) -> None:
+        """The step has failed here, perhaps before `begin`: meet the other ranks wherever that would have met them."""
+
+    def message_box(self, action: Action) -> Box:
         """The box that a message action works on."""
         if action.op in (Op.RECV_F, Op.SEND_B):
             return self.inboxes[peer_of(action.code)]
         return self.outboxes[action.stage, self.plan.placement.rank_of(peer_of(action.code))]
 
 
+def kind_of(action: AnyAction) -> ActionKind:
+    return Overlap if isinstance(action, Overlap) else action.op
+
+
 def parts_of(action: AnyAction) -> tuple[Action, ...]:
     return (action.first, action.second) if isinstance(action, Overlap) else (action,)
-
-
-def microbatch_of(action: Action) -> int:
-    assert action.microbatch is not None, f"{action} belongs to no microbatch"
-    return action.microbatch
-
-
-def in_series(first: Call, second: Call) -> None:
-    first()
-    second()
-
-
-def nothing() -> None:
-    """The call of an action that has nothing to do here."""
-
-
-# -- a handler for each Op: (program, action, cold) -> the call
-
-
-def _forward(program: Program, action: Action, cold: bool) -> Call:
-    run = program.runs[action.stage]
-    checked = cold and run.stage.input_args is not None
-    return partial(run.checked_forward if checked else run.forward, microbatch_of(action))
-
-
-def _backward(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].backward, microbatch_of(action))
-
-
-def _backward_input(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].backward_input, microbatch_of(action))
-
-
-def _backward_weight(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].backward_weight, microbatch_of(action))
-
-
-def _send_forward(program: Program, action: Action, cold: bool) -> Call:
-    box: Any = program.message_box(action)
-    return partial(box.send_described if cold else box.send, action.microbatch)
-
-
-def _receive_forward(program: Program, action: Action, cold: bool) -> Call:
-    box: Any = program.message_box(action)
-    return partial(box.queue if cold else box.post, action.microbatch)
-
-
-def _send_backward(program: Program, action: Action, cold: bool) -> Call:
-    box: Any = program.message_box(action)
-    return partial(box.send_described_grads if cold else box.send_grads, action.microbatch)
-
-
-def _receive_backward(program: Program, action: Action, cold: bool) -> Call:
-    box: Any = program.message_box(action)
-    return partial(box.queue_grads if cold else box.post_grads, action.microbatch)
-
-
-def _unshard(program: Program, action: Action, cold: bool) -> Call:
-    adapter = program.setting.adapters[action.stage]
-    return adapter.unshard if adapter.sharded else nothing
-
-
-def _reshard(program: Program, action: Action, cold: bool) -> Call:
-    adapter = program.setting.adapters[action.stage]
-    return adapter.reshard if adapter.sharded else nothing
-
-
-def _reduce_grad(program: Program, action: Action, cold: bool) -> Call:
-    adapter = program.setting.adapters[action.stage]
-    return adapter.reduce_grad if adapter.reduces else nothing
-
-
-HANDLERS: dict[Op, Callable[[Program, Action, bool], Call]] = {
-    Op.F: _forward,
-    Op.B: _backward,
-    Op.I: _backward_input,
-    Op.W: _backward_weight,
-    Op.SEND_F: _send_forward,
-    Op.RECV_F: _receive_forward,
-    Op.SEND_B: _send_backward,
-    Op.RECV_B: _receive_backward,
-    Op.UNSHARD: _unshard,
-    Op.RESHARD: _reshard,
-    Op.REDUCE_GRAD: _reduce_grad,
-}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,15 +13,21 @@ import torch
 from penstock.comm.transport import FailureRecord, Transport
 from penstock.errors import PeerFailed, PenstockError, RanksDisagree, RunError, TransportError
 from penstock.plan import Action, AnyAction, Op
-from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.program import Call, Program, parts_of
 from penstock.run.protocol import FAILED, Preamble, Preambles, verdict
+from penstock.run.record import Recorder
 from penstock.run.stage_run import StepInputs
 from penstock.stage.intercept import intercepted
 
-Prepare = Callable[[], tuple[StepInputs, Any]]
-"""Cuts the batch into microbatches; also gives what tells one shape of input from another."""
+
+@dataclass
+class Prepared:
+    """What this rank brings to a step."""
+
+    inputs: StepInputs = field(default_factory=StepInputs)
+    key: Hashable = None  # tells one shape of input from another, on the rank of the first stage
+    error: BaseException | None = None  # what was given here is wrong; the other ranks must hear of it
 
 
 _REMEMBERED = 64  # shapes of input whose layouts are kept
@@ -45,56 +51,43 @@ class Runner:
     def __init__(self, transport: Transport, *, dynamic: bool = False) -> None:
         self.transport = transport
         self.dynamic = dynamic  # every step is cold: for models whose shapes change for reasons of their own
-        self.signatures: dict[int, dict[Any, int]] = {}  # by mode: the number of each shape of input, last used last
+        self.signatures: dict[
+            int, dict[Hashable, int]
+        ] = {}  # by mode: a number for each shape of input, last used last
         self.preambles: Preambles | None = None
-        self.recorder: Any = None
+        self.recorder: Recorder | None = None
         self._fine = False  # whether the current step went well, as all ranks found
 
-    def step(self, programs: Callable[[int], Program], mode: int, prepare: Prepare) -> Outcome:
-        """One step in the given mode; `programs(mode)` does it."""
+    def step(self, programs: Mapping[int, Program], mode: int, prepared: Prepared) -> Outcome:
+        """One step in the given mode: tell the other ranks, run, conclude."""
         self._fine = False
         self.transport.begin_step()
         try:
-            return self._step(programs, mode, prepare)
+            preamble, error = self.tell(programs[mode], mode, prepared)
+            program = programs[preamble.mode]
+            certain = prepared.error is not None or (error is not None and not preamble.failed)
+            if not preamble.failed:
+                program.open(preamble.signature, cold=bool(preamble.cold))
+                if error is None:
+                    error = self.run(program, prepared.inputs, cold=bool(preamble.cold))
+                else:
+                    self.drain(program, 0, cold=bool(preamble.cold))
+            return self.conclude(program, error, preamble, certain=certain)
         finally:
             self.transport.end_step(fine=self._fine)
 
-    def _step(self, programs: Callable[[int], Program], mode: int, prepare: Prepare) -> Outcome:
-        error: BaseException | None = None
-        inputs = key = None
-        try:
-            inputs, key = prepare()
-        except BaseException as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
-            error = caught
-            self.report(None, caught)
-        mistaken = error is not None  # what was given here is wrong, whatever else is
-        preamble, error = self.agree(programs, mode, key, error)
-        program = programs(preamble.mode)
-        if preamble.failed:
-            return self.conclude(program, error, preamble, certain=mistaken)
-        if preamble.cold:
-            program.fresh_layouts()
-        else:
-            program.load_layouts(preamble.signature)
-        if error is not None:
-            self.drain(program, 0, cold=bool(preamble.cold))
-            return self.conclude(program, error, preamble, certain=True)
-        assert inputs is not None, "no inputs without an error"
-        program.begin(inputs)
-        calls = program.cold if preamble.cold else program.warm
-        return self.conclude(program, self.run(program, calls, cold=bool(preamble.cold)), preamble)
-
     # -- before
 
-    def agree(
-        self, programs: Callable[[int], Program], mode: int, key: Any, error: BaseException | None
-    ) -> tuple[Preamble, BaseException | None]:
+    def tell(self, program: Program, mode: int, prepared: Prepared) -> tuple[Preamble, BaseException | None]:
         """Tell or hear what is about to run."""
+        error = prepared.error
+        if error is not None:
+            self.report(None, error)
         if self.preambles is None:
-            self.preambles = Preambles(self.transport, programs(mode).plan.placement)
-        size = programs(mode).plan.num_microbatches
+            self.preambles = Preambles(self.transport, program.plan.placement)
+        size = program.plan.num_microbatches
         if self.preambles.parent is None:
-            preamble = Preamble(self.transport.epoch, mode, *self.signature(programs(mode), mode, key, error), size)
+            preamble = Preamble(self.transport.epoch, mode, *self.signature(program, mode, prepared), size)
             unreachable = self.preambles.tell(preamble)
             return preamble, error or unreachable
         try:
@@ -115,9 +108,10 @@ class Runner:
             self.report(None, error)
         return preamble, error
 
-    def signature(self, program: Program, mode: int, key: Any, error: BaseException | None) -> tuple[int, int]:
+    def signature(self, program: Program, mode: int, prepared: Prepared) -> tuple[int, int]:
         """The number of this shape of input, and whether it is new."""
-        if error is not None:
+        key = prepared.key
+        if prepared.error is not None:
             return FAILED, 1
         known = self.signatures.setdefault(mode, {})
         number = known.pop(key, None)
@@ -131,10 +125,11 @@ class Runner:
 
     # -- during
 
-    def run(self, program: Program, calls: Sequence[Call], *, cold: bool) -> BaseException | None:
+    def run(self, program: Program, inputs: StepInputs, *, cold: bool) -> BaseException | None:
         """Work through the calls. What goes wrong comes back, when all messages of the step are out of the way."""
-        at = 0
-        transport = self.transport
+        at = -1
+        grad = program.setting.grad and torch.is_grad_enabled()
+        transport, calls = self.transport, program.cold if cold else program.warm
         if self.recorder is not None:
             calls = self.recorder.watched(program, calls)
         elif torch._C._autograd._profiler_enabled():
@@ -143,7 +138,8 @@ class Runner:
                 for action, call in zip(program.actions, calls, strict=True)
             ]
         try:
-            with torch.set_grad_enabled(program.setting.grad), intercepted() if program.splits else nullcontext():
+            with torch.set_grad_enabled(grad), intercepted() if program.splits else nullcontext():
+                program.begin(inputs)
                 for at, call in enumerate(calls):  # noqa: B007  where it stopped is needed below
                     call()
                     if transport.failed is not None:
@@ -154,7 +150,7 @@ class Runner:
             self.drain(program, at + 1, cold=cold)
             return self.peer_failure() or RunError("the step was given up, but no rank says why")
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
-            action = program.actions[at] if at < len(program.actions) else None
+            action = program.actions[at] if 0 <= at < len(program.actions) else None
             self.report(action, error)
             self.drain(program, at if _posted_nothing(action) else at + 1, cold=cold)
             return error
@@ -193,6 +189,7 @@ class Runner:
         All remaining messages are posted, then the data-parallel replicas are met where they will wait (and told), then
         the messages are waited for.
         """
+        program.abandon()
         for channel in program.channels.values():
             channel.drains = True
         rest = [part for action in program.actions[at:] for part in parts_of(action)]
@@ -207,8 +204,7 @@ class Runner:
         for each in program.channels.values():  # only now: the other end may take them when it has pulled from a third
             while each.sent and not each.lost:
                 self._try(each, partial(each.wait, each.sent.popleft()))
-        boxes: list[Inbox | Outbox] = [*program.inboxes.values(), *program.outboxes.values()]
-        for box in boxes:
+        for box in program.boxes():
             for work in box.pending():
                 if box.channel is not None and not box.channel.lost:
                     self._try(box.channel, partial(box.channel.wait, work))
@@ -257,8 +253,7 @@ class Runner:
         outcome = Outcome()
         for run in program.runs.values():
             if run.stage.is_last:
-                outcome.losses = [loss for loss in run.reported if loss is not None]
-                outcome.outputs = list(run.outputs) if run.inputs.keep_outputs else []
+                outcome.losses, outcome.outputs = run.results()
         lost = frozenset(peer for peer, channel in program.channels.items() if channel.lost)
         program.clear()
         found = verdict(self.transport, ok=error is None, lost=lost)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from os import PathLike
 from typing import Any, ClassVar, Literal, Self
 
@@ -17,28 +17,25 @@ from penstock.batch import merge_chunks, split_batch, split_target
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.local import LocalWorld
 from penstock.comm.transport import Transport
-from penstock.errors import DeadlockError, PlanError, RanksDisagree, RunError, StageError
-from penstock.lower import Ahead, Early, ReceivePolicy, add_reduce_grad, add_unshard_reshard, lower
-from penstock.parallel import adapt
-from penstock.plan import Op, Overlap, Placement, Plan, StageGraph, check, dumps, load
-from penstock.plan.vocabulary import ComputationType
-from penstock.run.context import ActionContext, CustomFunction
-from penstock.run.inputs import shapes_of, shares
-from penstock.run.legacy import LegacySchedule
-from penstock.run.program import Program, Setting
+from penstock.errors import PlanError, RanksDisagree, RunError, StageError
+from penstock.lower import ReceivePolicy
+from penstock.parallel import DataParallel
+from penstock.plan import Placement, Plan, StageGraph, dumps, load
+from penstock.run.context import CustomFunction, handled_by
+from penstock.run.inputs import Given, Specs, shapes_of, shares
+from penstock.run.program import ActionKind, Program
+from penstock.run.programs import FORWARD, TRAIN, Binding, Programs
 from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
-from penstock.run.runner import Runner
+from penstock.run.runner import Outcome, Prepared, Runner
 from penstock.run.stage_run import StepInputs
 from penstock.run.ties import Ties, declared
 from penstock.schedules import get_schedule
 from penstock.stage.loss import OwnLoss
 from penstock.stage.stage import PipelineStage, place_in
 
-TRAIN, FORWARD = 0, 1
 
-
-class Schedule(LegacySchedule):
+class Schedule:
     """Stages and a plan, ready to train.
 
         schedule = Schedule.from_plan(load("plan.csv"), stages, loss_fn=loss_fn)
@@ -58,6 +55,7 @@ class Schedule(LegacySchedule):
     """
 
     recipe: ClassVar[str | None] = None  # the name of the schedule in penstock.schedules
+    _needs_autograd = True
 
     def __init__(
         self,
@@ -81,27 +79,17 @@ class Schedule(LegacySchedule):
             raise StageError("a schedule without stages; expected the stages of this rank")
         if n_microbatches < 1:
             raise PlanError(f"n_microbatches={n_microbatches}; expected at least 1 of the microbatches")
-        self._stages = sorted(stages, key=lambda stage: getattr(stage, "stage_index", 0))
-        self._n_microbatches = n_microbatches
-        self._loss_fn = loss_fn or _own_loss(self._stages[0])
-        self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
-        self._target_chunk_spec, self._output_merge_spec = target_chunk_spec, output_merge_spec
+        self.stages = sorted(stages, key=lambda stage: stage.stage_index)
+        self.num_microbatches = n_microbatches
+        self.loss_fn = loss_fn or _own_loss(self.stages[0])
         self.scale_grads = scale_grads
-        self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
-        self._num_stages = stages[0].num_stages
+        self.steps = 0  # training steps done: a part of the key of random numbers
+        self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec)
         self._given_plan = plan
-        self._receives = receives
-        self._rng = MicrobatchRng(seed) if rng == "per-microbatch" else None
+        self._binding = Binding(receives, MicrobatchRng(seed) if rng == "per-microbatch" else None)
         self._dynamic = dynamic
         self._tied = [getattr(tie, "holders", tie) for tie in ties]
-        self._ties: Ties | None = None
-        self._custom: dict[Any, CustomFunction] = {}
-        self._programs: dict[int, Program] = {}
-        self._plan: Plan | None = None
         self._runner: Runner | None = None
-        self._steps = 0
-        self._init_legacy()
-        self._tell_stages()
 
     @classmethod
     def from_plan(
@@ -117,47 +105,43 @@ class Schedule(LegacySchedule):
 
     # -- the plan
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """What is computed, and in which order. `lowered_plan` is what is run."""
-        if self._plan is None:
-            self._plan = self._place(self.make_plan())
-        return self._plan
+        return self._place(self.make_plan())
 
     def make_plan(self) -> Plan:
         """The plan of compute actions; a subclass may build its own."""
-        ordered = self._order_plan()
-        if ordered is not None:
-            return ordered
         if self._given_plan is not None:
             return self._given_plan
         if self.recipe is None:
             raise PlanError(
                 f"{type(self).__name__} has no plan; use Schedule.from_plan(plan, stages), or override make_plan"
             )
-        recipe = get_schedule(self.recipe)
-        per_rank, rest = divmod(self._num_stages, self.pp_group_size)
+        num_ranks, num_stages = self.stages[0].group_size, self.stages[0].num_stages
+        per_rank, rest = divmod(num_stages, num_ranks)
         if rest:
             raise PlanError(
-                f"{self._num_stages} stages over {self.pp_group_size} ranks; {self.recipe} needs the same number on every rank"
+                f"{num_stages} stages over {num_ranks} ranks; {self.recipe} needs the same number on every rank"
             )
-        return recipe(self.pp_group_size, self._n_microbatches, stages_per_rank=per_rank)
+        return get_schedule(self.recipe)(num_ranks, self.num_microbatches, stages_per_rank=per_rank)
 
     def _place(self, plan: Plan) -> Plan:
         """The plan for the graph of these stages, checked against where they are."""
-        routes = getattr(self._stages[0], "routes", None)
+        rank, num_ranks, num_stages = (getattr(self.stages[0], n) for n in ("group_rank", "group_size", "num_stages"))
+        routes = self.stages[0].routes
         if routes is not None:
             plan = plan.with_graph(StageGraph.of(plan.num_stages, routes.edges))
-        if plan.num_stages != self._num_stages or plan.num_ranks != self.pp_group_size:
+        if plan.num_stages != num_stages or plan.num_ranks != num_ranks:
             raise PlanError(
-                f"the plan is for {plan.num_stages} stages on {plan.num_ranks} ranks, but there are {self._num_stages} stages "
-                f"on {self.pp_group_size} ranks"
+                f"the plan is for {plan.num_stages} stages on {plan.num_ranks} ranks, but there are {num_stages} stages "
+                f"on {num_ranks} ranks"
             )
-        here = tuple(sorted(stage.stage_index for stage in self._stages))
-        if here != plan.placement.stages_of(self.rank):
+        here = tuple(stage.stage_index for stage in self.stages)
+        if here != plan.placement.stages_of(rank):
             raise PlanError(
-                f"rank {self.rank} holds stages {list(here)}, but {plan.name or 'the plan'} places "
-                f"{list(plan.placement.stages_of(self.rank))} there; make the stages for those"
+                f"rank {rank} holds stages {list(here)}, but {plan.name or 'the plan'} places "
+                f"{list(plan.placement.stages_of(rank))} there; make the stages for those"
             )
         return plan
 
@@ -167,114 +151,15 @@ class Schedule(LegacySchedule):
 
     def lowered_plan(self, *, forward_only: bool = False) -> Plan:
         """The very plan that is run, messages and all."""
-        return self._program(FORWARD if forward_only else TRAIN).plan
+        return self._programs[FORWARD if forward_only else TRAIN].plan
 
-    def _lower(self, mode: int, adapters: Mapping[int, Any]) -> Plan:
-        plan = self.plan if mode == TRAIN else self.plan.forward_only()
-        shards = any(adapter.sharded for adapter in adapters.values()) and not plan.has(Op.UNSHARD)
-        reduce = (
-            mode == TRAIN and any(adapter.reduces for adapter in adapters.values()) and not plan.has(Op.REDUCE_GRAD)
-        )
-        if plan.is_lowered:
-            plan = add_unshard_reshard(plan) if shards else plan
-            return add_reduce_grad(plan) if reduce else plan
-        default: ReceivePolicy = Early() if mode == TRAIN else Ahead(2)
-        return lower(plan, receives=self._receives or default, shards=shards, reduce=reduce)
-
-    def _program(self, mode: int) -> Program:
-        program = self._programs.get(mode)
-        if program is None:
-            adapters = {stage.stage_index: adapt(stage.submod) for stage in self._stages}
-            plan = self._lower(mode, adapters)
-            check(plan)
-            try:
-                check(plan, sends="blocking")
-                reap = True
-            except DeadlockError:
-                reap = False  # it runs, since sends are asynchronous; only nothing may wait for one before the end
-            setting = Setting(
-                plan, grad=mode == TRAIN, reap=reap, adapters=adapters, custom=self._custom, rng=self._rng
-            )
-            program = Program(setting, self._stages, self._transport, context=partial(ActionContext, self))
-            self._programs[mode] = program
-        return program
-
-    def _current(self, mode: int) -> Program:
-        """The program, for the modules that the stages hold now; what is known of messages stays."""
-        program = self._program(mode)
-        if any(run.module is not run.stage.submod for run in program.runs.values()):
-            del self._programs[mode]
-            program, old = self._program(mode), program
-            program.saved = old.saved
-        return program
-
-    def _ask_everybody(self, answer: bytes) -> Sequence[bytes]:
-        return self._transport.gather("how the stages are driven", answer)
-
-    @cached_property
-    def _transport(self) -> Transport:
-        return transport_of(self._stages[0].group, self._stages[0].device)
-
-    def _connect(self, mode: int | None = None) -> Runner:
-        """Before the first step: find out whether all ranks are about to run the same, and can."""
-        if self._runner is None:
-            problem: Exception | None = None
-            facts: dict[str, str] = {}
-            try:
-                self._ties = self._shared()
-                facts = self._facts()
-                self._program(self._mode if mode is None else mode)
-            except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
-                problem = error
-            facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
-            try:
-                self._transport.agree("the first step of a schedule", facts)
-            except RanksDisagree:
-                if problem is None:
-                    raise
-            if problem is not None:
-                self._programs.clear()
-                raise problem
-            assert self._ties is not None, "made above"
-            self._ties.meet()
-            self._transport.connect(self._program(self._mode if mode is None else mode).channels)
-            self._runner = Runner(self._transport, dynamic=self._dynamic)
-        return self._runner
-
-    def _facts(self) -> dict[str, str]:
-        """What must be the same on every rank."""
-        routes = getattr(self._stages[0], "routes", None)
-        return {
-            "schedule": self.plan.name or type(self).__name__,
-            "plan": hashlib.sha256(dumps(self.plan).encode()).hexdigest()[:16],
-            "microbatches": str(self._n_microbatches),
-            "wires": "those of a chain" if routes is None else routes.wires,
-            "placement": str(self.plan.placement.ranks),
-            "loss": "with loss" if self._loss_fn is not None else "without loss",
-            "tied parameters": ", ".join(group.name for group in self._ties.known) if self._ties else "",
-            "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-            "penstock": __version__,
-            "torch": torch.__version__,
-        }
-
-    @property
-    def _mode(self) -> int:
-        """What `step` does."""
-        return TRAIN if self._has_backward and self.plan.has_backward else FORWARD
-
-    def register_custom_function(
-        self, computation_type: Op | type[Overlap] | ComputationType, custom_function: Callable[..., object]
-    ) -> None:
-        """Do actions of a kind with a function of your own: ``function(action, context)``. Before the first step.
-
-        A kind in torch's words (`ComputationType`) gets torch's kind of function, which drives the stages itself.
+    def register_custom_function(self, computation_type: ActionKind, custom_function: CustomFunction) -> None:
+        """Do actions of a kind (an `Op`, or `Overlap` for pairs) with a function of your own: ``function(action, context)``.
+        Before the first step.
         """
-        if isinstance(computation_type, ComputationType):
-            self.register_hand_function(computation_type, custom_function)
-            return
-        if self._programs:
+        if vars(self).get("_programs"):
             raise RunError("register_custom_function after the first step; the plan is bound by then. Call it before")
-        self._custom[computation_type] = custom_function
+        self._binding.custom[computation_type] = handled_by(custom_function, self)
 
     # -- steps
 
@@ -295,11 +180,8 @@ class Schedule(LegacySchedule):
 
         Without a `loss_fn` there is nothing to differentiate, and the step is an evaluation.
         """
-        if self._goes_by_hand(self._ask_everybody):
-            return self._run_by_hand(
-                args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs
-            )
-        return self._run(None, args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs)
+        given = Given(args, kwargs, target, loss_kwargs or {}, return_outputs)
+        return self._merge(self._run(given, train=self._trains), given, losses)
 
     def eval(
         self,
@@ -311,120 +193,89 @@ class Schedule(LegacySchedule):
         **kwargs: Any,
     ) -> Any:
         """The same forward only, without gradients; any batch size. Modules stay in the mode that they are in."""
-        if self._goes_by_hand(self._ask_everybody):
-            return self._run_by_hand(
-                args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs, backward=False
-            )
-        return self._run(
-            FORWARD, args, kwargs, target=target, losses=losses, keep=return_outputs, loss_kwargs=loss_kwargs
-        )
+        given = Given(args, kwargs, target, loss_kwargs or {}, return_outputs)
+        return self._merge(self._run(given, train=False), given, losses)
 
-    def _run(
-        self,
-        mode: int | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        target: Any,
-        losses: list[Tensor] | None,
-        keep: bool,
-        loss_kwargs: Mapping[str, Any] | None,
-    ) -> Any:
-        runner = self._connect(mode)
-        mode = self._mode if mode is None else mode
-        grad_enabled = torch.is_grad_enabled()
+    @property
+    def _trains(self) -> bool:
+        """Whether `step` differentiates."""
+        return self.loss_fn is not None
 
-        if self._rng is not None:
-            self._rng.step = self._steps
-        program = self._current(mode)
-        adapters = program.setting.adapters.values()
-        ties = self._ties if mode == TRAIN else None
+    def _mode(self, *, train: bool) -> int:
+        return TRAIN if train and self.plan.has_backward else FORWARD
 
-        def prepare() -> tuple[StepInputs, Any]:
-            """What can go wrong here goes wrong before anything is sent, and the other ranks hear of it."""
-            if mode == TRAIN and not grad_enabled:
-                raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
-            for adapter in adapters:
-                adapter.begin()
-            if ties is not None:
-                ties.begin()
-            return self._prepare(mode, args, kwargs, target=target, keep=keep, loss_kwargs=loss_kwargs)
+    def _run(self, given: Given, *, train: bool) -> Outcome:
+        """One step: prepare; tell the other ranks, run and conclude with them."""
+        runner = self._connect(train=train)
+        mode = self._mode(train=train)
+        program = self._programs.current(mode)
+        if self._binding.rng is not None:
+            self._binding.rng.step = self.steps
+        with _tended(program.setting.adapters.values(), self._ties if program.setting.grad else None):
+            outcome = runner.step(self._programs, mode, self._prepare(program, given))
+        self.steps += program.setting.grad
+        return outcome
 
-        self._forget_chunks()
-        failed = True
+    def _prepare(self, program: Program, given: Given) -> Prepared:
+        """What can go wrong here goes wrong before anything is sent, and the other ranks hear of it."""
         try:
-            outcome = runner.step(self._program, mode, prepare)
-            failed = False
-        finally:
-            if failed and ties is not None:
-                ties.restore()
-            for adapter in adapters:
-                adapter.end(failed=failed)
-        if ties is not None:
-            ties.finish()
-        self._steps += mode == TRAIN
-        if losses is not None and self._has_last:
-            losses[:] = outcome.losses
-        if not keep or not self._has_last:
-            return None
-        merged = merge_chunks(outcome.outputs, self._output_merge_spec)
-        self._keep_chunks(outcome.outputs, merged)
-        return merged
+            if program.setting.grad and self._needs_autograd and not torch.is_grad_enabled():
+                raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
+            for adapter in program.setting.adapters.values():
+                adapter.begin()
+            if program.setting.grad:
+                self._ties.begin()
+            inputs = self._cut(given, train=program.setting.grad)
+            key = (shapes_of(given.args, given.kwargs), program.frozen()) if self._has_first else None
+            return Prepared(inputs, key)
+        except BaseException as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+            return Prepared(error=error)
 
-    def _shared(self) -> Ties:
-        """The parameters that several stages hold."""
-        routes = getattr(self._stages[0], "routes", None)
-        found = [*self._tied, *(declared(self._stages) if routes is None else routes.ties)]
-        groups = list(dict.fromkeys(tuple(map(tuple, holders)) for holders in found))
-        stages = {stage.stage_index: stage for stage in self._stages}
-        return Ties(groups, stages, self.plan.placement, self._transport)
-
-    @property
-    def _has_first(self) -> bool:
-        return any(stage.is_first for stage in self._stages)
-
-    @property
-    def _has_last(self) -> bool:
-        return any(stage.is_last for stage in self._stages)
-
-    def _prepare(
-        self,
-        mode: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        target: Any,
-        keep: bool,
-        loss_kwargs: Mapping[str, Any] | None,
-    ) -> tuple[StepInputs, Any]:
-        """Cut what this rank's stages read into microbatches, and say what tells this shape of input from others."""
-        inputs = StepInputs(loss_kwargs=loss_kwargs or {}, keep_outputs=keep, loss_fn=self._loss_fn)
-        size = self._n_microbatches
-        captured = self._stages[0].routes is not None
-        if self._has_first and not args and not kwargs:
+    def _cut(self, given: Given, *, train: bool) -> StepInputs:
+        """What this rank's stages read, cut into microbatches."""
+        size, loss_fn = self.num_microbatches, self.loss_fn
+        inputs = StepInputs(loss_kwargs=given.loss_kwargs, keep_outputs=given.keep_outputs, loss_fn=loss_fn)
+        if given.args or given.kwargs:
+            inputs.args, inputs.kwargs = self._split(given)
+        elif self._has_first:
             raise RunError(
                 "rank of the first stage: step() without arguments; expected the model's input, step(x, ...)"
             )
-        if args or kwargs:
-            given = args if self._has_first or captured else ()
-            inputs.args, inputs.kwargs = split_batch(
-                given or args, kwargs, size, args_spec=self._args_chunk_spec, kwargs_spec=self._row_specs(args, kwargs)
-            )
-        if self._has_last and self._loss_fn is not None:
-            if isinstance(self._loss_fn, OwnLoss):
+        if self._has_last and loss_fn is not None:
+            if isinstance(loss_fn, OwnLoss):
                 inputs.targets = [None] * size
-            elif target is not None:
-                inputs.targets = split_target(target, size, target_spec=self._target_chunk_spec)
-            elif mode == TRAIN:
+            elif given.target is not None:
+                inputs.targets = split_target(given.target, size, target_spec=self._specs.target)
+            elif train:
                 raise RunError(
                     "rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)"
                 )
             inputs.weights = self._weights(inputs)
-        return inputs, (shapes_of(args, kwargs), self._program(mode).frozen()) if self._has_first else None
+        return inputs
+
+    def _split(self, given: Given) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        specs = self._specs
+        return split_batch(
+            given.args, given.kwargs, self.num_microbatches, args_spec=specs.args, kwargs_spec=specs.kwargs
+        )
 
     def _weights(self, inputs: StepInputs) -> list[float] | None:
         """What the loss of each microbatch is multiplied by before its backward; None: nothing. May be overridden."""
-        return shares(inputs, self._n_microbatches) if self.scale_grads else None
+        return shares(inputs, self.num_microbatches) if self.scale_grads else None
+
+    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Any:
+        """What the step gives to its caller, on the rank of the last stage."""
+        if losses is not None and self._has_last:
+            losses[:] = outcome.losses
+        return merge_chunks(outcome.outputs, self._specs.output) if given.keep_outputs and self._has_last else None
+
+    @property
+    def _has_first(self) -> bool:
+        return any(stage.is_first for stage in self.stages)
+
+    @property
+    def _has_last(self) -> bool:
+        return any(stage.is_last for stage in self.stages)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -434,15 +285,91 @@ class Schedule(LegacySchedule):
             schedule.step(batch, target=labels)
         print(recording.timeline.bubble_makespan)
         """
-        runner = self._connect()
-        recorder = Recorder(runner.transport)
-        runner.recorder = recorder
+        runner = self._connect(train=self._trains)
+        recorder = runner.recorder = Recorder(runner.transport)
         recording = Recording()
         try:
             yield recording
         finally:
             runner.recorder = None
         recording.finish(recorder, runner.transport)
+
+    # -- before the first step
+
+    @cached_property
+    def _transport(self) -> Transport:
+        return transport_of(self.stages[0].group, self.stages[0].device)
+
+    @cached_property
+    def _programs(self) -> Programs:
+        return Programs(self.plan, self.stages, self._transport, self._binding)
+
+    @cached_property
+    def _ties(self) -> Ties:
+        """The parameters that several stages hold."""
+        routes = self.stages[0].routes
+        found = [*self._tied, *(declared(self.stages) if routes is None else routes.ties)]
+        groups = list(dict.fromkeys(tuple(map(tuple, holders)) for holders in found))
+        stages = {stage.stage_index: stage for stage in self.stages}
+        return Ties(groups, stages, self.plan.placement, self._transport)
+
+    def _connect(self, *, train: bool) -> Runner:
+        """Before the first step: find out whether all ranks are about to run the same, and can."""
+        if self._runner is not None:
+            return self._runner
+        problem: Exception | None = None
+        facts: dict[str, str] = {}
+        channels: Collection[int] = ()
+        try:
+            facts = self._facts()
+            channels = self._programs[self._mode(train=train)].channels
+        except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
+            problem = error
+        facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
+        try:
+            self._transport.agree("the first step of a schedule", facts)
+        except RanksDisagree:
+            if problem is None:
+                raise
+        if problem is not None:
+            vars(self).pop("_programs", None)
+            raise problem
+        self._ties.meet()
+        self._transport.connect(channels)
+        self._runner = Runner(self._transport, dynamic=self._dynamic)
+        return self._runner
+
+    def _facts(self) -> dict[str, str]:
+        """What must be the same on every rank."""
+        routes = self.stages[0].routes
+        return {
+            "schedule": self.plan.name or type(self).__name__,
+            "plan": hashlib.sha256(dumps(self.plan).encode()).hexdigest()[:16],
+            "microbatches": str(self.num_microbatches),
+            "wires": "those of a chain" if routes is None else routes.wires,
+            "placement": str(self.plan.placement.ranks),
+            "loss": "with loss" if self.loss_fn is not None else "without loss",
+            "tied parameters": ", ".join(group.name for group in self._ties.known),
+            "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "penstock": __version__,
+            "torch": torch.__version__,
+        }
+
+
+@contextmanager
+def _tended(adapters: Iterable[DataParallel], ties: Ties | None) -> Iterator[None]:
+    """Around a step: however it ends, data parallelism goes on as before, and `.grad` of a failed step is what it was."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed and ties is not None:
+            ties.restore()
+        for adapter in adapters:
+            adapter.end(failed=failed)
+    if ties is not None:
+        ties.finish()
 
 
 def _own_loss(stage: PipelineStage) -> OwnLoss | None:

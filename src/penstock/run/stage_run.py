@@ -234,6 +234,14 @@ class StageRun:
 
     # -- around a step
 
+    def begin(self, inputs: StepInputs) -> None:
+        self.inputs = inputs
+
+    def results(self) -> tuple[list[Tensor], list[Any]]:
+        """The losses of the step, and its outputs if they were asked for; by microbatch."""
+        losses = [loss for loss in self.reported if loss is not None]
+        return losses, list(self.outputs) if self.inputs.keep_outputs else []
+
     def left_over(self) -> list[str]:
         index = self.stage.stage_index
         found = [f"weight work of stage {index}, microbatch {m}" for m, p in enumerate(self.pending) if p is not None]

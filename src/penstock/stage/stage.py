@@ -1,4 +1,4 @@
-"""PipelineStage: a module, its place in the pipeline, and the ranks that it speaks with."""
+"""PipelineStage: a module, its place in the pipeline, and its wires to other stages."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from penstock.stage.base import HOOKS, StageBase, place_in
-from penstock.stage.infer import Inference
+from penstock.errors import PlaceError, StageError
 from penstock.stage.routes import Routes
 
-__all__ = ["PipelineStage", "is_driven_by_hand", "place_in"]
 
-
-class PipelineStage(Inference, StageBase):
+class PipelineStage:
     """One stage of a pipeline.
 
         stage = PipelineStage(module, stage_index=0, num_stages=2, device=torch.device("cpu"))
@@ -24,6 +22,7 @@ class PipelineStage(Inference, StageBase):
     `group` is a process group, or None for the default one; ranks as threads (`penstock.comm.LocalWorld`) pass their
     transport. `input_args` and `output_args` (tensors, or what has their shape and dtype) are optional: penstock finds
     shapes by itself; given, they are checked. `dw_builder` makes the weight work of a split backward by hand.
+    `get_mesh(names, layout)` names the mesh on which arriving DTensors are put, where no parameter shows it.
     """
 
     routes: Routes | None = None  # set by capture; a hand-made stage reads all that the stage before it returns
@@ -36,26 +35,44 @@ class PipelineStage(Inference, StageBase):
         device: torch.device | str,
         input_args: Any = None,
         output_args: Any = None,
-        output_grads: Any = None,
-        input_grads: Any = None,
+        *,
         group: Any = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
-        self.get_mesh = get_mesh
+        if not isinstance(submodule, nn.Module):
+            raise StageError(f"a stage needs an nn.Module, got {type(submodule).__name__}")
+        if not 0 <= stage_index < num_stages:
+            raise PlaceError(f"stage_index={stage_index} with num_stages={num_stages}; expected 0 to {num_stages - 1}")
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
         self.input_args = input_args
         self.output_args = output_args
-        self.input_grads = input_grads
-        self.output_grads = output_grads
+        self.group = group
+        self.dw_builder = dw_builder
+        self.get_mesh = get_mesh
+        self.group_rank, self.group_size = place_in(group)
+        if self.group_size > num_stages:
+            raise StageError(f"{self.group_size} ranks for {num_stages} stages; expected at least one stage a rank")
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
 
     def __repr__(self) -> str:
         return f"PipelineStage({self.stage_index} of {self.num_stages}, {type(self.submod).__name__}, rank {self.group_rank})"
 
 
-def is_driven_by_hand(stage: Any) -> bool:
-    """Whether a step has to go through the stage's own methods: some of them are the user's, or checks are wanted."""
-    if not isinstance(stage, PipelineStage) or stage._runtime_validate:
-        return True
-    kind = type(stage)
-    return kind is not PipelineStage and any(getattr(kind, hook) is not getattr(PipelineStage, hook) for hook in HOOKS)
+def place_in(group: Any) -> tuple[int, int]:
+    """This rank and the number of ranks: of a process group, of a transport, of the default group, or one rank alone."""
+    if group is not None and hasattr(group, "num_ranks"):
+        return group.rank, group.num_ranks
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)

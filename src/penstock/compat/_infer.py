@@ -1,4 +1,4 @@
-"""Shapes for stages that are driven by hand: given by the user, or found with fake tensors, and passed down the stages.
+"""PipelineStage as programs drive it: shapes given by the user, or found with fake tensors, and passed down the stages.
 
 penstock's own steps need none of this: their messages describe themselves. A program that posts receives by itself has
 to know beforehand what will arrive. The model is not run: fake tensors have shapes and no numbers. Only where a module
@@ -8,83 +8,96 @@ does not take them (sharded parameters, custom kernels) it is run, on zeros, its
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ShapeError
-from penstock.stage.chunks import Chunks
-from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, mesh_of
-from penstock.stage.exchange import RecvInfo, as_tuple
-from penstock.stage.metadata import (
-    DTensorMeta,
+from penstock.compat._exchange import RecvInfo, as_tuple
+from penstock.compat._metadata import (
     InferenceMode,
     Metas,
-    StageMeta,
-    TensorMeta,
-    derive_grad_metas,
+    _derive_grad_metas,
+    _DTensorMeta,
+    _StageMeta,
+    _TensorMeta,
     extract_tensor_metas,
     validate_and_normalize_to_tuple,
     validate_tensors_metadata,
 )
+from penstock.compat._stage_base import _PipelineStageBase
+from penstock.dtypes import dtype_name, dtype_named
+from penstock.errors import ShapeError
+from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, mesh_of
 
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
+class PipelineStage(_PipelineStageBase):
+    """One stage of a pipeline, with everything that programs find on torch's; see `penstock.PipelineStage`.
 
-class Inference(Chunks):
-    """What a stage does before the first microbatch."""
+    stage = PipelineStage(module, stage_index=0, num_stages=2, device=torch.device("cpu"))
+    """
 
-    input_args: Any = None
-    output_args: Any = None
-    input_grads: Any = None
-    output_grads: Any = None
     _inference_mode: InferenceMode | None = None
     _model_args: tuple[Any, ...] = ()  # the model's arguments, for stages that read some of them
 
-    def _user_meta(self) -> StageMeta:
-        """What the user gave when the stage was made."""
-        return StageMeta(
-            extract_tensor_metas(validate_and_normalize_to_tuple(self.input_args)),
-            extract_tensor_metas(validate_and_normalize_to_tuple(self.output_args)),
-            extract_tensor_metas(validate_and_normalize_to_tuple(self.input_grads, True), allow_none=True),
-            extract_tensor_metas(validate_and_normalize_to_tuple(self.output_grads, True), allow_none=True),
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,  # from 0
+        num_stages: int,  # of the whole pipeline
+        device: torch.device | str,
+        input_args: Any = None,
+        output_args: Any = None,
+        output_grads: Any = None,
+        input_grads: Any = None,
+        group: Any = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
+        self.input_args, self.output_args = input_args, output_args
+        self.get_mesh = get_mesh
+        self._user_meta = _StageMeta(
+            extract_tensor_metas(validate_and_normalize_to_tuple(input_args)),
+            extract_tensor_metas(validate_and_normalize_to_tuple(output_args)),
+            extract_tensor_metas(validate_and_normalize_to_tuple(input_grads, True), allow_none=True),
+            extract_tensor_metas(validate_and_normalize_to_tuple(output_grads, True), allow_none=True),
         )
+        self._said = self._user_meta.inputs, self._user_meta.outputs
+
+    def _forget_what_changed(self) -> None:
+        """Shapes that a program has reset in `_user_meta` are no longer those of `input_args` and `output_args`."""
+        inputs, outputs = self._said
+        if self._user_meta.inputs is not inputs:
+            self.input_args = None
+        if self._user_meta.outputs is not outputs:
+            self.output_args = None
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
     ) -> Any:
-        """Learn the shapes of inputs and outputs, and tell the next stage.
-
-        `args` are the model's, on the first stage; elsewhere what the stage before gave if it sits on this rank, else
-        None, and it sends. What comes back is for the next stage, if that sits on this rank.
+        """Learn the shapes of inputs and outputs: `args` are the model's on the first stage, elsewhere what is known of the
+        outputs of the stage before. What is known of this stage's outputs comes back.
         """
         self.chunks = num_microbatches
-        user = self._user_meta()
+        user = self._user_meta
         self._inference_mode = InferenceMode("dynamic" if InferenceMode.needs_dynamic(user, has_backward) else "static")
-        before = self.stage_index - 1
+        found: Metas | None = args
         if self.is_first:
             found = extract_tensor_metas(as_tuple(args if args is not None else ()), allow_none=True)
-        else:
-            found = args if args is not None else self._recv_meta(before)
         if user.inputs is not None and found:
             validate_tensors_metadata(f"stage {self.stage_index}, input_args and what it gets", user.inputs, found)
         inputs = found if found or user.inputs is None else user.inputs
         self._mesh_cache.update_from_tensors(as_tuple(args) if self.is_first else ())
-        self._stage_meta = StageMeta(inputs, user.outputs, user.input_grads, user.output_grads)
+        self._stage_meta = _StageMeta(inputs, user.outputs, user.input_grads, user.output_grads)
         if user.outputs is None:
             example = as_tuple(args) if self.is_first else None
             self._configure_outputs_meta(self._shape_inference(example, kwargs))
         self._setup_forward_info(num_microbatches)
-        outputs = self._stage_meta.outputs
-        if not self.is_last and not self._is_same_rank(self.stage_index + 1):
-            self._send_meta(outputs, self.stage_index + 1)
-            return None
-        return outputs
+        return self._stage_meta.outputs
 
     def _prepare_backward_infra(
         self,
@@ -98,9 +111,9 @@ class Inference(Chunks):
         self.chunks = num_microbatches
         known = self._stage_meta
         if known.output_grads is None:
-            known.output_grads = derive_grad_metas(known.outputs or ())
+            known.output_grads = _derive_grad_metas(known.outputs or ())
         if known.input_grads is None and known.inputs is not None:
-            known.input_grads = derive_grad_metas(known.inputs)
+            known.input_grads = _derive_grad_metas(known.inputs)
         for microbatch in range(num_microbatches):
             self.grad_recv_info[microbatch] = self._create_grad_recv_info(self.act_send_info)
         self.grad_send_info = None
@@ -140,15 +153,20 @@ class Inference(Chunks):
         given = args if args is not None else tuple(self._example(meta) for meta in metas)
         return self._metas_of_call(given, self._keywords(kwargs or {}))
 
+    def _outputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What the module returns for the model's arguments; on the first stage."""
+        called, keywords = self._call_of((), args, kwargs)
+        return as_tuple(self.submod(*called, **keywords))
+
     def _metas_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Metas:
         outputs = as_tuple(_try(self.submod, args, kwargs, grad=True))
         self._mesh_cache.update_from_tensors(outputs)
         return extract_tensor_metas(outputs, allow_none=True) or ()
 
-    def _example(self, meta: TensorMeta | None) -> Any:
+    def _example(self, meta: _TensorMeta | None) -> Any:
         if meta is None:
             raise ShapeError(f"stage {self.stage_index} gets something that is no tensor from the stage before")
-        if isinstance(meta, DTensorMeta):
+        if isinstance(meta, _DTensorMeta):
             return meta.to_dtensor(self.device, self._mesh_cache.get_mesh(meta.mesh_cache_key)).detach().zero_()
         example = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device)
         return example.requires_grad_(meta.requires_grad)
@@ -171,47 +189,35 @@ class Inference(Chunks):
 
     # -- telling the next stage
 
-    def _send_meta(self, metas: Metas | None, dst_stage: int) -> None:
-        blob = torch.frombuffer(bytearray(json.dumps([_encode(m) for m in metas or ()]).encode()), dtype=torch.uint8)
-        size = torch.tensor([blob.numel()])
-        for tensor in (size.to(self.device), blob.to(self.device)):
-            self._post(self._op(tensor, dst_stage, sends=True)).wait()
+    def _decode_metas(self, description: bytes) -> Metas | None:
+        """What the stage before has said of its outputs."""
+        rows = json.loads(description)
+        return None if rows is None else tuple(map(self._decode, rows))
 
-    def _recv_meta(self, src_stage: int) -> Metas:
-        size = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._post(self._op(size, src_stage, sends=False)).wait()
-        blob = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
-        self._post(self._op(blob, src_stage, sends=False)).wait()
-        return tuple(self._decode(row) for row in json.loads(bytes(blob.tolist())))
-
-    @staticmethod
-    def _post(op: Any) -> Any:
-        if not isinstance(op, dist.P2POp):
-            return op.post()
-        if op.op is dist.isend:
-            return dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
-        return dist.irecv(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer)
-
-    def _decode(self, row: Any) -> TensorMeta | None:
+    def _decode(self, row: Any) -> _TensorMeta | None:
         if row is None:
             return None
         shape, stride, dtype, requires_grad, spread = row
-        meta = TensorMeta(torch.Size(shape), tuple(stride), _DTYPES[dtype], requires_grad)
+        meta = _TensorMeta(torch.Size(shape), tuple(stride), dtype_named(dtype), requires_grad)
         if spread is None:
             return meta
         layout = DTensorLayout.from_json(spread)
         mesh = mesh_of(self.submod, self.get_mesh, layout)
         example = from_local(torch.empty(shape, dtype=meta.dtype, device=self.device), layout, mesh)
-        found = DTensorMeta.from_dtensor(example.requires_grad_(requires_grad and meta.differentiable))  # type: ignore[arg-type]
+        found = _DTensorMeta.from_dtensor(example.requires_grad_(requires_grad and meta.differentiable))  # type: ignore[arg-type]
         self._mesh_cache.put(found.mesh_cache_key, mesh)
         return found
 
 
-def _encode(meta: TensorMeta | None) -> Any:
+def encode_metas(metas: Metas | None) -> bytes:
+    return json.dumps(None if metas is None else [_encode(meta) for meta in metas]).encode()
+
+
+def _encode(meta: _TensorMeta | None) -> Any:
     if meta is None:
         return None
     spread = None
-    if isinstance(meta, DTensorMeta):
+    if isinstance(meta, _DTensorMeta):
         spread = DTensorLayout(
             tuple(meta.global_shape),
             tuple(meta.global_stride),
@@ -219,10 +225,10 @@ def _encode(meta: TensorMeta | None) -> Any:
             meta.mesh_dim_names,
             _mesh_shape(meta),
         ).to_json()
-    return [list(meta.shape), list(meta.stride), str(meta.dtype), meta.requires_grad, spread]
+    return [list(meta.shape), list(meta.stride), dtype_name(meta.dtype), meta.requires_grad, spread]
 
 
-def _spelled(meta: DTensorMeta) -> Iterator[str]:
+def _spelled(meta: _DTensorMeta) -> Iterator[str]:
     for placement in meta.placements:
         if placement.is_shard():
             yield f"S{placement.dim}"
@@ -230,7 +236,7 @@ def _spelled(meta: DTensorMeta) -> Iterator[str]:
             yield "R" if placement.is_replicate() else f"P{placement.reduce_op}"
 
 
-def _mesh_shape(meta: DTensorMeta) -> tuple[int, ...]:
+def _mesh_shape(meta: _DTensorMeta) -> tuple[int, ...]:
     sizes = meta.mesh_layout.sizes
     return (sizes,) if isinstance(sizes, int) else tuple(sizes)
 
@@ -250,7 +256,7 @@ def _try(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bo
             return _fake(inner, args, kwargs, grad=grad)
         except Exception:  # noqa: BLE001  custom kernels, values that decide: whatever fake tensors cannot do
             pass
-    with _untouched(module), torch.set_grad_enabled(grad):
+    with untouched(module), torch.set_grad_enabled(grad):
         return pytree.tree_map_only(Tensor, _without_graph, module(*args, **kwargs))
 
 
@@ -279,7 +285,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _untouched(module: torch.nn.Module) -> Iterator[None]:
+def untouched(module: torch.nn.Module) -> Iterator[None]:
     """Put the random state and the buffers back."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if layout_of(buffer) is None]
     try:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_chunks, split_batch
 from penstock.errors import RunError, SplitError
-from penstock.run.orders import Orders
+from penstock.run.schedule import Schedule
 
 
-class Parts(Orders):
+class Parts(Schedule):
     """What a step is made of."""
 
-    _loss_fn: Callable[..., Tensor] | None
-    _args_chunk_spec: Any
-    _kwargs_chunk_spec: Any
-    _output_merge_spec: Any
-
-    def _init_parts(self) -> None:
-        self._loss_weights: list[float] | None = None  # the share of each microbatch in the batch, while a step runs
-        self._internal_losses: list[Any] = []
+    _internal_losses: list[Any]
+    _loss_weights: Sequence[float] | None = None  # the share of each microbatch in the batch, while a step runs
 
     def _step_microbatches(
         self,
@@ -38,7 +32,7 @@ class Parts(Orders):
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         calls = Microbatches([(tuple(args), dict(kwargs)) for args, kwargs in zip(arg_mbs, kwarg_mbs, strict=True)])
         empty = not any(args or kwargs for args, kwargs in calls)
-        return self.step(  # type: ignore[attr-defined]
+        return self.step(
             *(() if empty else (calls,)),
             target=None if target_mbs is None else Microbatches(target_mbs),
             losses=losses,
@@ -51,18 +45,18 @@ class Parts(Orders):
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """The arguments of each microbatch."""
         if not args and not kwargs:
-            return [()] * self._n_microbatches, [{}] * self._n_microbatches
+            return [()] * self.num_microbatches, [{}] * self.num_microbatches
         return split_batch(
             args,
             kwargs,
-            self._n_microbatches,
-            args_spec=self._args_chunk_spec,
+            self.num_microbatches,
+            args_spec=self._specs.args,
             kwargs_spec=self._row_specs(args, kwargs),
         )
 
     def _row_specs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         """The specs for keyword arguments: a tensor with a row for each microbatch, and not for each sample, is told so."""
-        specs, size = self._kwargs_chunk_spec, self._n_microbatches
+        specs, size = self._specs.kwargs, self.num_microbatches
         if not kwargs or size == 1 or not (specs is None or isinstance(specs, Mapping)):
             return specs
         rows = [
@@ -70,7 +64,7 @@ class Parts(Orders):
             for name, value in kwargs.items()
             if isinstance(value, Tensor) and value.dim() and value.size(0) == size and name not in (specs or {})
         ]
-        if not rows or batch_size_of(args, kwargs, args_spec=self._args_chunk_spec, kwargs_spec=specs) in (None, size):
+        if not rows or batch_size_of(args, kwargs, args_spec=self._specs.args, kwargs_spec=specs) in (None, size):
             return specs
         warnings.warn(
             f"keyword argument {', '.join(rows)} of step() has {size} rows, one for each microbatch, which gets its own. To hand "
@@ -80,7 +74,7 @@ class Parts(Orders):
         return {**(specs or {}), **dict.fromkeys(rows, TensorChunkSpec(0))}
 
     def _merge_outputs(self, output_chunks: list[Any]) -> Any:
-        return merge_chunks(output_chunks, self._output_merge_spec)
+        return merge_chunks(output_chunks, self._specs.output)
 
     def _check_inputs(
         self,
@@ -90,7 +84,7 @@ class Parts(Orders):
         losses: list[Any] | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Each list must be one, of one entry a microbatch."""
-        size = self._n_microbatches
+        size = self.num_microbatches
         for name, given in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
             if given is not None and not isinstance(given, list):
                 raise TypeError(f"{name} must be a list, got {type(given).__name__}")
@@ -101,21 +95,21 @@ class Parts(Orders):
         return [()] * size if arg_mbs is None else arg_mbs, [{}] * size if kwarg_mbs is None else kwarg_mbs
 
     def _compute_loss(self, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None = None) -> Tensor:
-        assert self._loss_fn is not None, "only asked for with a loss"
-        return self._loss_fn(output, target, **(loss_kwargs or {}))
+        assert self.loss_fn is not None, "only asked for with a loss"
+        return self.loss_fn(output, target, **(loss_kwargs or {}))
 
     def _maybe_compute_loss(
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """On the last stage, with a loss: compute and keep it."""
-        if stage.is_last and self._loss_fn is not None and target_mbs is not None:
+        if stage.is_last and self.loss_fn is not None and target_mbs is not None:
             missing = mb_index + 1 - len(self._internal_losses)
             self._internal_losses.extend([None] * missing)
             self._internal_losses[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
         """On the last stage: what its backward starts from, the loss by its weight in the batch."""
-        if not stage.is_last or self._loss_fn is None:
+        if not stage.is_last or self.loss_fn is None:
             return None
         kept = self._internal_losses
         loss: Tensor | None = kept[mb_index] if 0 <= mb_index < len(kept) else None
@@ -131,7 +125,7 @@ class Parts(Orders):
         many = stages if isinstance(stages, (list, tuple)) else [stages]
         if losses is not None and any(stage.is_last for stage in many):
             kept = [loss for loss in self._internal_losses if loss is not None]
-            if kept and len(kept) != self._n_microbatches:
-                raise RunError(f"{len(kept)} losses of {self._n_microbatches} microbatches; expected one each")
+            if kept and len(kept) != self.num_microbatches:
+                raise RunError(f"{len(kept)} losses of {self.num_microbatches} microbatches; expected one each")
             losses[:] = [loss.detach().clone() for loss in kept]
         self._internal_losses.clear()

@@ -110,6 +110,11 @@ def of_action(action: AnyAction) -> NamedAction:
     return NamedAction(action.stage, _KINDS[action.op], action.microbatch)
 
 
+def to_op(kind: ComputationType) -> Op | type[Overlap]:
+    """What penstock calls a kind of action."""
+    return Overlap if kind is ComputationType.OVERLAP_F_B else _OPS[kind]
+
+
 def of_code(code: int) -> NamedAction:
     """A packed action in these words."""
     return of_action(unpack(code))

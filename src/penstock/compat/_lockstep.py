@@ -11,11 +11,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
+from penstock.compat._vocabulary import NamedAction, Order, to_code
 from penstock.errors import DeadlockError
 from penstock.plan import Placement, Rules, StageGraph
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
 from penstock.plan.ops import ROWS
-from penstock.plan.vocabulary import NamedAction, Order, to_code
 
 
 def in_lockstep(

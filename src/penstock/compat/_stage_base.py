@@ -1,26 +1,30 @@
-"""One microbatch through one stage, driven by hand.
+"""The base of all stages that programs drive: one microbatch through one stage.
 
     output = stage.forward_one_chunk(0, (x,))
     stage.backward_one_chunk(0, loss=loss_fn(output, target))
 
-Programs override these methods or call them; a schedule whose stages override one of them goes through all of them.
+Programs override these methods, in a subclass or on an object, or call them; the steps of a schedule with such a stage go
+through all of them (`penstock.compat._by_hand`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ShapeError
+from penstock.compat._backward import stage_backward_input, stage_backward_weight
+from penstock.compat._exchange import Exchange, as_tuple
+from penstock.compat._metadata import validate_tensors_metadata
+from penstock.compat._state import is_overridden
+from penstock.errors import ShapeError, StageError
 from penstock.stage.backward import backward_input, backward_weight, run_backward_full, run_deferred
-from penstock.stage.exchange import Exchange, as_tuple
 from penstock.stage.keywords import accepted_keywords
-from penstock.stage.metadata import validate_tensors_metadata
 
 Grads = tuple[Tensor | None, ...]
 _BACKWARDS = (
@@ -31,8 +35,38 @@ _BACKWARDS = (
 )
 
 
-class Chunks(Exchange):
-    """Forward and backward."""
+class _PipelineStageBase(Exchange):
+    """The base of all stages. A subclass that calls no constructor sets at least `submod`, `num_stages`, `group_size`,
+    `group_rank` and `group`; that is enough to build a schedule and to read its order.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,  # from 0
+        num_stages: int,  # of the whole pipeline
+        device: torch.device | str,
+        group: Any = None,  # a process group, a transport, or None for the default group
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+    ) -> None:
+        super().__init__(submodule, stage_index, num_stages, device, group=group, dw_builder=dw_builder)
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
+    ) -> Any:
+        raise StageError(f"{type(self).__name__} does not say what it receives; override _prepare_forward_infra")
+
+    def _prepare_backward_infra(
+        self,
+        num_microbatches: int,
+        loss_fn: Any = None,
+        target: Any = None,
+        received_grad_meta: Any = None,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        raise StageError(
+            f"{type(self).__name__} does not say what gradients it receives; override _prepare_backward_infra"
+        )
 
     @cached_property
     def _accepted(self) -> frozenset[str] | None:
@@ -88,8 +122,8 @@ class Chunks(Exchange):
         return nullcontext() if no_sync is None else no_sync()
 
     def _owns_backward(self) -> bool:
-        """Whether no subclass has a backward of its own, from which weight work must not be hidden."""
-        return all(getattr(type(self), name) is getattr(Chunks, name) for name in _BACKWARDS)
+        """Whether no program has a backward of its own here, from which weight work must not be hidden."""
+        return not is_overridden(self, _PipelineStageBase, *_BACKWARDS)
 
     # -- backward
 
@@ -108,19 +142,36 @@ class Chunks(Exchange):
             )
         request = {"stage_output": loss if self.is_last else outputs, "output_grads": grads, "input_values": inputs}
         pending = self._pending.pop(bwd_chunk_id, None)
-        kind = "full" if full_backward or pending is None else "input"
-        found, _ = self.backward_maybe_with_nosync(kind, {**request, "pending": pending}, last_backward)
+        if pending is not None:
+            request["pending"] = pending
+        found: Grads = ()
         if self.dw_builder is not None:
+            found, _ = self.backward_maybe_with_nosync("full", request, last_backward=last_backward)
             runner = self.dw_builder()
             if full_backward:
                 runner()
             else:
                 self.dw_runner[bwd_chunk_id] = runner
-        elif not full_backward:
-            self.dw_runner[bwd_chunk_id] = _nothing
-            self._pending[bwd_chunk_id] = pending
+        elif full_backward:
+            found, _ = self.backward_maybe_with_nosync("full", request, last_backward=last_backward)
+        else:
+            found, rest = self._backward_input(request, last_backward)
+            self.dw_runner[bwd_chunk_id] = rest
         known = self._stage_meta.inputs
         self.bwd_cache[bwd_chunk_id] = found if known is None else found[: len(known)]
+
+    def _backward_input(self, request: dict[str, Any], last_backward: bool) -> tuple[Grads, Callable[..., None]]:
+        """The gradients of the inputs, and what does the weights' part. The first stage has nothing to hurry for."""
+        if self.is_first and "pending" not in request:
+            return (), partial(self._backward_rest, "full", request)
+        if isinstance(request["stage_output"], Tensor):
+            request["stage_output"] = (request["stage_output"],)
+        found, groups = self.backward_maybe_with_nosync("input", request, last_backward=last_backward)
+        rest = request if "pending" in request else {"stage_output": request["stage_output"], "param_groups": groups}
+        return found, partial(self._backward_rest, "weight", rest)
+
+    def _backward_rest(self, kind: str, request: dict[str, Any], last_backward: bool = False) -> None:
+        self.backward_maybe_with_nosync(kind, request, last_backward=last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weights' part of a backward that was split."""
@@ -131,32 +182,37 @@ class Chunks(Exchange):
                 f"stage {self.stage_index}: the weight work of microbatch {bwd_chunk_id} is not there; expected "
                 "backward_one_chunk(..., full_backward=False) for it before, and this once"
             )
-        self.dw_runner.pop(bwd_chunk_id)()
-        pending = self._pending.pop(bwd_chunk_id, None)
-        if pending is not None:
-            self.backward_maybe_with_nosync("weight", {"pending": pending}, last_backward)
+        runner = self.dw_runner.pop(bwd_chunk_id)
+        runner(**({"last_backward": last_backward} if isinstance(runner, partial) else {}))
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Grads, list[dict[str, Any]] | None]:
-        """Do the "full", "input" or "weight" part of a backward; the gradients of the inputs come back."""
+        """Do the "full", "input" or "weight" part of a backward; the gradients of the inputs come back, and after "input"
+        what "weight" needs, unless the forward has put it aside.
+        """
         pending = bwd_kwargs.get("pending")
         if backward_type == "weight":
-            backward_weight(pending)  # type: ignore[arg-type]
+            if pending is not None:
+                backward_weight(pending)
+            else:
+                stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"])
             return (), None
         roots, grads = _roots(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"])
-        inputs = bwd_kwargs["input_values"]
+        inputs, groups = bwd_kwargs["input_values"], None
         with nullcontext() if self._in_step or last_backward else self._no_sync():
-            if pending is None:
-                run_backward_full(roots, grads)
-            else:
+            if pending is not None:
                 leaves = [value for value in inputs if isinstance(value, Tensor) and value.is_leaf]
                 backward_input(roots, grads, pending, inputs=leaves)
                 if backward_type == "full":
                     backward_weight(pending)
+            elif backward_type == "full":
+                run_backward_full(roots, grads)
+            else:
+                _, groups = stage_backward_input(roots, grads, inputs, self.submod.parameters())
         known = self._stage_meta.inputs
         received = () if self.is_first else inputs if known is None else inputs[: len(known)]
-        return (*map(_take_grad, received), *(None for _ in inputs[len(received) :])), None
+        return (*map(_take_grad, received), *(None for _ in inputs[len(received) :])), groups
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients. Within a step there is nothing to divide: the schedule has scaled the loss."""
@@ -210,7 +266,3 @@ def _take_grad(value: Any) -> Tensor | None:
         return None
     grad, value.grad = value.grad, None
     return grad
-
-
-def _nothing() -> None:
-    """Stands for weight work that the stage itself remembers."""

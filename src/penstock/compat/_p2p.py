@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.stage.exchange import TransportOp
+from penstock.compat._exchange import TransportOp
 
 
 def batch_p2p(p2p_ops: Sequence[Any], desc: str | None = None) -> list[Any]:

@@ -1,7 +1,7 @@
 """What is known of the tensors of a stage before they exist: for receive buffers, and to check what arrives.
 
->>> expected = TensorMeta.from_tensor(torch.zeros(2, 3))
->>> expected.get_diff(TensorMeta.from_tensor(torch.zeros(2, 4)))
+>>> expected = _TensorMeta.from_tensor(torch.zeros(2, 3))
+>>> expected.get_diff(_TensorMeta.from_tensor(torch.zeros(2, 4)))
 ['shape mismatch: expected [2, 3], got [2, 4]', 'stride mismatch: expected (3, 1), got (4, 1)']
 
 Programs written for torch.distributed.pipelining speak of these; penstock's own steps describe their messages in band
@@ -35,7 +35,7 @@ MeshKey = tuple[tuple[str, ...], Any]  # the names of the dimensions of a mesh, 
 
 
 @dataclass(frozen=True, slots=True)
-class TensorMeta:
+class _TensorMeta:
     """A tensor without its numbers; of a DTensor, its local part."""
 
     shape: torch.Size
@@ -44,20 +44,20 @@ class TensorMeta:
     requires_grad: bool
 
     @staticmethod
-    def from_tensor(tensor: Tensor) -> TensorMeta:
+    def from_tensor(tensor: Tensor) -> _TensorMeta:
         if is_dtensor(tensor):
             raise ShapeError("this is a DTensor, and a plain tensor was expected; use from_dtensor")
-        return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+        return _TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def to_tensor(self, device: torch.device | str) -> Tensor:
         """A tensor with undefined numbers."""
-        return empty_like_meta(self, device).requires_grad_(self.requires_grad and self.differentiable)
+        return _make_tensor_from_meta(self, device).requires_grad_(self.requires_grad and self.differentiable)
 
     @property
     def differentiable(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
-    def get_diff(self, other: TensorMeta) -> list[str]:
+    def get_diff(self, other: _TensorMeta) -> list[str]:
         """What differs, in words. Whether a gradient is wanted depends on the step, and does not count."""
         if type(self) is not type(other):
             return [f"type mismatch: expected {_kind(self)}, got {_kind(other)}"]
@@ -70,7 +70,7 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class DTensorMeta(TensorMeta):
+class _DTensorMeta(_TensorMeta):
     """A DTensor without its numbers: its local part, and how it is spread over a mesh."""
 
     global_shape: torch.Size = torch.Size()  # noqa: RUF009  a tuple
@@ -80,11 +80,11 @@ class DTensorMeta(TensorMeta):
     mesh_layout: Any = None
 
     @staticmethod
-    def from_dtensor(dtensor: DTensor) -> DTensorMeta:
+    def from_dtensor(dtensor: DTensor) -> _DTensorMeta:
         if not is_dtensor(dtensor):
             raise ShapeError(f"a DTensor was expected, this is a {type(dtensor).__name__}; use from_tensor")
         local, mesh = dtensor._local_tensor, dtensor.device_mesh
-        return DTensorMeta(
+        return _DTensorMeta(
             local.shape,
             local.stride(),
             dtensor.dtype,
@@ -102,7 +102,7 @@ class DTensorMeta(TensorMeta):
 
     def to_dtensor(self, device: torch.device | str, mesh: Any) -> DTensor:
         """A DTensor with undefined numbers."""
-        made = self.wrap(empty_like_meta(self, device), mesh)
+        made = self.wrap(_make_tensor_from_meta(self, device), mesh)
         made.requires_grad_(self.requires_grad and self.differentiable)
         return made
 
@@ -114,9 +114,9 @@ class DTensorMeta(TensorMeta):
             local, mesh, self.placements, run_check=False, shape=self.global_shape, stride=self.global_stride
         )
 
-    def get_diff(self, other: TensorMeta) -> list[str]:
-        found = TensorMeta.get_diff(self, other)
-        if not isinstance(other, DTensorMeta):
+    def get_diff(self, other: _TensorMeta) -> list[str]:
+        found = _TensorMeta.get_diff(self, other)
+        if not isinstance(other, _DTensorMeta):
             return found
         for name in ("global_shape", "global_stride", "placements", "mesh_dim_names", "mesh_layout"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -125,11 +125,11 @@ class DTensorMeta(TensorMeta):
         return found
 
 
-Metas = tuple[TensorMeta | None, ...]
+Metas = tuple[_TensorMeta | None, ...]
 
 
 @dataclass(slots=True)
-class StageMeta:
+class _StageMeta:
     """All that is known of a stage: its inputs and outputs, and their gradients. None: not known yet."""
 
     inputs: Metas | None = None
@@ -144,7 +144,7 @@ class StageMeta:
         return any(metas is not None for metas in self._all())
 
     def has_dtensors(self) -> bool:
-        return any(isinstance(meta, DTensorMeta) for metas in self._all() for meta in metas or ())
+        return any(isinstance(meta, _DTensorMeta) for metas in self._all() for meta in metas or ())
 
     def is_complete_for_forward(self) -> bool:
         return self.inputs is not None and self.outputs is not None
@@ -157,7 +157,7 @@ class InferenceMode(Enum):
     DYNAMIC = "dynamic"
 
     @classmethod
-    def needs_dynamic(cls, meta: StageMeta, stage_has_backward: bool) -> bool:
+    def needs_dynamic(cls, meta: _StageMeta, stage_has_backward: bool) -> bool:
         """Whether what the user gave is not enough. How a DTensor's gradient is spread cannot be told from itself."""
         if not meta.is_complete_for_forward():
             return True
@@ -166,7 +166,7 @@ class InferenceMode(Enum):
         return meta.input_grads is None or meta.output_grads is None
 
 
-class MeshCache:
+class _MeshCache:
     """The meshes that arriving DTensors are put on, by the names and the layout of the sender's."""
 
     def __init__(self, get_mesh_cb: Callable[..., Any] | None = None) -> None:
@@ -189,7 +189,7 @@ class MeshCache:
     def update_from_tensors(self, tensors: Sequence[Any]) -> None:
         for tensor in tensors:
             if is_dtensor(tensor):
-                self.put(DTensorMeta.from_dtensor(tensor).mesh_cache_key, tensor.device_mesh)
+                self.put(_DTensorMeta.from_dtensor(tensor).mesh_cache_key, tensor.device_mesh)
 
     def __contains__(self, key: object) -> bool:
         return key in self._meshes
@@ -198,27 +198,27 @@ class MeshCache:
         return len(self._meshes)
 
 
-def _kind(meta: TensorMeta) -> str:
-    return "a DTensor" if isinstance(meta, DTensorMeta) else "a plain tensor"
+def _kind(meta: _TensorMeta) -> str:
+    return "a DTensor" if isinstance(meta, _DTensorMeta) else "a plain tensor"
 
 
-def empty_like_meta(meta: TensorMeta, device: torch.device | str) -> Tensor:
+def _make_tensor_from_meta(meta: _TensorMeta, device: torch.device | str) -> Tensor:
     """A plain tensor with undefined numbers; of a DTensor the local part."""
     return torch.empty_strided(tuple(meta.shape), tuple(meta.stride), dtype=meta.dtype, device=device)
 
 
-def derive_grad_metas(tensor_metas: Metas) -> Metas:
+def _derive_grad_metas(tensor_metas: Metas) -> Metas:
     """What the gradients of these tensors look like, as far as that can be told: not for DTensors."""
     return tuple(
-        TensorMeta(m.shape, m.stride, m.dtype, False)
-        if m is not None and not isinstance(m, DTensorMeta) and m.requires_grad
+        _TensorMeta(m.shape, m.stride, m.dtype, False)
+        if m is not None and not isinstance(m, _DTensorMeta) and m.requires_grad
         else None
         for m in tensor_metas
     )
 
 
-def extract_tensor_meta(tensor: Tensor) -> TensorMeta:
-    return DTensorMeta.from_dtensor(tensor) if is_dtensor(tensor) else TensorMeta.from_tensor(tensor)
+def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
+    return _DTensorMeta.from_dtensor(tensor) if is_dtensor(tensor) else _TensorMeta.from_tensor(tensor)
 
 
 def extract_tensor_metas(tensors: Sequence[Any] | None, *, allow_none: bool = False) -> Metas | None:
@@ -252,7 +252,7 @@ def validate_and_normalize_to_tuple(args: Any, allow_none: bool = False) -> tupl
 
 
 def validate_metadata(
-    desc: str, expected: TensorMeta, actual: Any, *, raise_on_mismatch: bool = False, warn_on_mismatch: bool = False
+    desc: str, expected: _TensorMeta, actual: Any, *, raise_on_mismatch: bool = False, warn_on_mismatch: bool = False
 ) -> list[str]:
     """Compare a tensor, or what is known of it, with what was expected; the differences in words."""
     found = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
@@ -266,7 +266,7 @@ def validate_metadata(
 
 def validate_tensors_metadata(
     desc: str,
-    expected: Sequence[TensorMeta | None],
+    expected: Sequence[_TensorMeta | None],
     actual: Sequence[Any],
     *,
     raise_on_mismatch: bool = True,

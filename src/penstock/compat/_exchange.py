@@ -17,9 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.compat._metadata import (
+    _derive_grad_metas,
+    _DTensorMeta,
+    _make_tensor_from_meta,
+    _TensorMeta,
+    to_local_if_dtensor,
+)
+from penstock.compat._state import StageState
 from penstock.errors import ShapeError, StageError
-from penstock.stage.metadata import DTensorMeta, TensorMeta, derive_grad_metas, empty_like_meta, to_local_if_dtensor
-from penstock.stage.state import StageState
 
 
 class RecvInfo:
@@ -30,7 +36,7 @@ class RecvInfo:
         input_name: str,
         source: int | None = None,
         buffer: Tensor | None = None,
-        tensor_meta: TensorMeta | None = None,
+        tensor_meta: _TensorMeta | None = None,
         *,
         is_root_arg: bool = False,
     ) -> None:
@@ -93,18 +99,20 @@ class Exchange(StageState):
                 raise StageError(f"{info!r} has no source to receive from")
             if info.buffer is None:
                 assert info.tensor_meta is not None, "checked above"
-                info.buffer = empty_like_meta(info.tensor_meta, self.device)
+                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
             ops.append(self._op(info.buffer, info.source, sends=False))
         return ops
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Receive the inputs of a microbatch."""
+        self._posted.add(("RECV_F", fwd_chunk_id))
         return self._get_recv_ops(self.args_recv_info[fwd_chunk_id])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Receive the gradients of the outputs of a microbatch."""
         if not self.has_backward or self.is_last:
             return []
+        self._posted.add(("RECV_B", bwd_chunk_id))
         return self._get_recv_ops(self.grad_recv_info[bwd_chunk_id])
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
@@ -119,6 +127,7 @@ class Exchange(StageState):
                         raise ShapeError(f"output {place} of stage {self.stage_index} is a {kind}; expected a tensor")
                     self._check_sent(place, output)
                     ops.append(self._op(to_local_if_dtensor(output, detach=True).contiguous(), stage, sends=True))
+        self._posted.add(("SEND_F", fwd_chunk_id))
         return ops
 
     def _check_sent(self, place: int, output: Tensor) -> None:
@@ -158,14 +167,15 @@ class Exchange(StageState):
             if grad is None:
                 grad = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device)
             ops.append(self._op(to_local_if_dtensor(grad, detach=True).contiguous(), stage, sends=True))
+        self._posted.add(("SEND_B", bwd_chunk_id))
         return ops
 
-    def _get_grad_send_meta(self, input_idx: int) -> TensorMeta | None:
+    def _get_grad_send_meta(self, input_idx: int) -> _TensorMeta | None:
         known = self._stage_meta
         if known.input_grads is not None and input_idx < len(known.input_grads):
             return known.input_grads[input_idx]
         if known.inputs is not None and input_idx < len(known.inputs):
-            return derive_grad_metas((known.inputs[input_idx],))[0]
+            return _derive_grad_metas((known.inputs[input_idx],))[0]
         raise ShapeError(
             f"stage {self.stage_index}: nothing is known of input {input_idx}, whose gradient is to be sent"
         )
@@ -180,7 +190,7 @@ class Exchange(StageState):
         """The gradients of the outputs, from the first stage that reads each."""
         metas = self._stage_meta.output_grads
         if metas is None:
-            metas = derive_grad_metas(self._stage_meta.outputs or ())
+            metas = _derive_grad_metas(self._stage_meta.outputs or ())
         infos = []
         for place, stages in act_send_info.items():
             source = next((stage for stage in stages if stage is not None), None)
@@ -234,7 +244,7 @@ class Exchange(StageState):
 
     def _leaf(self, info: RecvInfo) -> Tensor:
         tensor, meta = info.take().detach(), info.tensor_meta
-        if isinstance(meta, DTensorMeta):
+        if isinstance(meta, _DTensorMeta):
             tensor = meta.wrap(tensor, self._mesh_cache.get_mesh(meta.mesh_cache_key)).detach()
         wanted = meta is None or meta.requires_grad
         return tensor.requires_grad_(
@@ -252,7 +262,7 @@ class Exchange(StageState):
                 grads.append(None)
                 continue
             grad, meta = info.take(), info.tensor_meta
-            if isinstance(meta, DTensorMeta):
+            if isinstance(meta, _DTensorMeta):
                 grad = meta.wrap(grad, self._mesh_cache.get_mesh(meta.mesh_cache_key))
             grads.append(grad)
         return tuple(grads)

@@ -1,7 +1,6 @@
-"""What a stage that is driven by hand keeps: in the words of torch.distributed.pipelining, made when first asked for.
+"""What a stage keeps for programs that drive it: in the words of torch.distributed.pipelining, made when first asked for.
 
-Programs that drive stages themselves, or read them, find this state on the stage. penstock's own steps keep theirs in
-`penstock.run`, and touch none of it but `output_chunks`.
+penstock's own steps keep their state in `penstock.run`, and touch none of this but `output_chunks`.
 """
 
 from __future__ import annotations
@@ -10,50 +9,35 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import torch
-
+from penstock.compat._metadata import _MeshCache, _StageMeta
 from penstock.errors import StageError
+from penstock.parallel import DataParallel
 from penstock.stage.deferred import Deferral
-from penstock.stage.metadata import MeshCache, StageMeta
+from penstock.stage.stage import PipelineStage
 
 
-class StageState:
+class StageState(PipelineStage):
     """The attributes; a subclass that calls no constructor finds them too."""
 
-    submod: Any
-    stage_index: int
-    num_stages: int
-    device: torch.device
-    group: Any
-    group_rank: int
-    group_size: int
+    stage_index = 0
     dw_builder: Callable[[], Callable[..., None]] | None = None
     get_mesh: Callable[..., Any] | None = None
 
     chunks: int | None = None  # the number of microbatches
     grad_send_info: list[int | None] | None = None  # where the gradient of each input goes
-    _has_backward = False
+    has_backward = False  # whether gradients are wanted; a schedule with a loss says so
     _runtime_validate = False  # check every tensor against the metadata
     _splits = True  # whether the backward of some microbatch may come in two parts
     _in_step = False  # within a step of a schedule, which has scaled the loss and reduces by itself
-    _adapter: Any = None  # the data parallelism of the module, while a step runs
+    _adapter: DataParallel | None = None  # the data parallelism of the module, while a step runs
 
     @property
-    def is_first(self) -> bool:
-        return self.stage_index == 0
+    def _has_backward(self) -> bool:
+        return self.has_backward
 
-    @property
-    def is_last(self) -> bool:
-        return self.stage_index == self.num_stages - 1
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether gradients are wanted; a schedule with a loss says so."""
-        return self._has_backward
-
-    @has_backward.setter
-    def has_backward(self, has_backward: bool) -> None:
-        self._has_backward = has_backward
+    @_has_backward.setter
+    def _has_backward(self, wanted: bool) -> None:
+        self.has_backward = wanted
 
     @property
     def log_prefix(self) -> str:
@@ -92,12 +76,18 @@ class StageState:
         return {}
 
     @cached_property
-    def _stage_meta(self) -> StageMeta:
-        return StageMeta()
+    def _stage_meta(self) -> _StageMeta:
+        """What is known of the tensors of this stage. Programs reset its fields to None when shapes change."""
+        return _StageMeta()
 
     @cached_property
-    def _mesh_cache(self) -> MeshCache:
-        return MeshCache(self.get_mesh)
+    def _user_meta(self) -> _StageMeta:
+        """What the user gave when the stage was made; likewise."""
+        return _StageMeta()
+
+    @cached_property
+    def _mesh_cache(self) -> _MeshCache:
+        return _MeshCache(self.get_mesh)
 
     @cached_property
     def _deferral(self) -> Deferral:
@@ -107,6 +97,11 @@ class StageState:
     def _pending(self) -> dict[int, Any]:
         """By microbatch: the weight work that its forward began."""
         return {}
+
+    @cached_property
+    def _posted(self) -> set[tuple[str, int]]:
+        """The messages of this step that were asked for: their kind, and the microbatch."""
+        return set()
 
     @cached_property
     def stage_index_to_group_rank(self) -> dict[int, int]:
@@ -123,10 +118,16 @@ class StageState:
 
     def clear_runtime_states(self) -> None:
         """Forget the last step."""
-        for cache in (self.fwd_cache, self.bwd_cache, self.dw_runner, self._pending):
+        for cache in (self.fwd_cache, self.bwd_cache, self.dw_runner, self._pending, self._posted):
             cache.clear()
         self.output_chunks.clear()
         self._deferral.reset() if "_deferral" in self.__dict__ else None
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
             for info in infos or ():
                 info.buffer = None
+
+
+def is_overridden(thing: object, base: type, *names: str) -> bool:
+    """Whether a program has put something of its own in the place of a method: in a subclass, or on the object itself."""
+    kind, own = type(thing), vars(thing)
+    return any(name in own or getattr(kind, name, None) is not getattr(base, name) for name in names)

@@ -10,48 +10,45 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+from penstock.compat._lockstep import in_lockstep, with_bubbles
+from penstock.compat._state import is_overridden
+from penstock.compat._vocabulary import ComputationType, NamedAction, Order, of_code, order_of, plan_of, to_code
 from penstock.errors import IncompleteError, PlanError
-from penstock.lower import JustInTime
 from penstock.lower.in_turn import defer_receives, messages_in_turn
 from penstock.lower.reduce import reduce_grad
 from penstock.lower.shards import unshard_reshard
 from penstock.plan import Plan, check
-from penstock.plan.vocabulary import ComputationType, NamedAction, Order, of_code, order_of, plan_of, to_code
+from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
-from penstock.simulate.lockstep import in_lockstep, with_bubbles
 
+_SHARDING = (ComputationType.RESHARD, ComputationType.REDUCE_GRAD)  # the reduction ends with freeing what is gathered
 Format = Literal["compute_only", "compute_comms"]
 OrderDict = dict[int, list[NamedAction | None]]
 
 
-class Orders:
+class Orders(Schedule):
     """The order of a schedule: its own, or what a program has set."""
 
-    _stages: list[Any]
-    _n_microbatches: int
-    _num_stages: int
-    rank: int
-    pp_group_size: int
-    _given_plan: Plan | None
-    recipe: ClassVar[str | None]
+    _defer_pp_recv = False
 
     def _init_orders(self) -> None:
         self._order: OrderDict = {}  # set or filled by a program; empty: the schedule's own
         self._own_order: OrderDict | None = None  # the schedule's own, once somebody has asked
         self._order_with_comms: OrderDict | None = None  # set by a program
         self._mapping: dict[int, int] | None = None
-        self._defer_pp_recv = False
-        self._leaves_unsharded = False
+        self.rank, self.pp_group_size = self.stages[0].group_rank, self.stages[0].group_size
+        self._num_stages = self.stages[0].num_stages
+        self._tell_stages()
 
     def _forget_plan(self) -> None:
         """The order has changed: what was derived from it is made again."""
-        self._plan: Plan | None = None
-        self._programs: dict[int, Any] = {}
+        for name in ("plan", "_programs"):
+            vars(self).pop(name, None)
 
     def make_plan(self) -> Plan:
-        raise NotImplementedError
+        return self._order_plan() or super().make_plan()
 
     @property
     def pipeline_order(self) -> OrderDict:
@@ -59,7 +56,8 @@ class Orders:
         if self._order or not self._has_own_plan():
             return self._order
         if self._own_order is None:
-            self._own_order = order_of(self.make_plan().codes)
+            plan = self.make_plan() if self._order_with_comms is None else super().make_plan()
+            self._own_order = order_of(plan.codes)
         return self._own_order
 
     @pipeline_order.setter
@@ -69,10 +67,8 @@ class Orders:
         self._forget_plan()
 
     def _has_own_plan(self) -> bool:
-        return self.recipe is not None or self._given_plan is not None or self._overrides_order()
-
-    def _overrides_order(self) -> bool:
-        return type(self)._get_pipeline_order is not Orders._get_pipeline_order
+        own = self.recipe is not None or self._given_plan is not None
+        return own or is_overridden(self, Orders, "_get_pipeline_order")
 
     def _get_pipeline_order(self) -> OrderDict | None:
         """A subclass may give its order here."""
@@ -80,13 +76,22 @@ class Orders:
 
     def _order_plan(self) -> Plan | None:
         """The plan that a program has set; None: the schedule makes its own."""
-        size, stages = self._n_microbatches, self._num_stages
-        if self._order_with_comms is not None:
-            plan = plan_of(self._order_with_comms, num_microbatches=size, num_stages=stages)
-            self._leaves_unsharded = _leaves_unsharded(plan)
-            return plan
-        order = self._order or (self._get_pipeline_order() if self._overrides_order() else None)
-        return None if not order else plan_of(order, num_microbatches=size, num_stages=stages)
+        order: Order | None = self._order_with_comms or self._order
+        if not order and is_overridden(self, Orders, "_get_pipeline_order"):
+            order = self._get_pipeline_order()
+        if not order:
+            return None
+        return plan_of(order, num_microbatches=self.num_microbatches, num_stages=self._num_stages)
+
+    def _left_gathered(self) -> set[int]:
+        """The stages of this rank whose parameters are still gathered when the order ends, because it says so."""
+        gathered: set[int] = set()
+        for action in (self._order_with_comms or {}).get(self.rank, ()):
+            if action is not None and action.computation_type is ComputationType.UNSHARD:
+                gathered.add(action.stage_index)
+            elif action is not None and action.computation_type in _SHARDING:
+                gathered.discard(action.stage_index)
+        return gathered
 
     @property
     def pipeline_order_with_comms(self) -> OrderDict:
@@ -98,7 +103,6 @@ class Orders:
     @pipeline_order_with_comms.setter
     def pipeline_order_with_comms(self, order: OrderDict | None) -> None:
         self._order_with_comms = order
-        self._leaves_unsharded = False
         self._forget_plan()
 
     def _lowered_order(self) -> OrderDict:
@@ -107,7 +111,7 @@ class Orders:
         rows: dict[int, Sequence[int | None]] = {}
         for rank, actions in order.items():
             codes = unshard_reshard([to_code(action) for action in actions if action is not None])
-            rows[rank] = reduce_grad(codes, self._n_microbatches)
+            rows[rank] = reduce_grad(codes, self.num_microbatches)
         lowered = messages_in_turn(rows, mapping.__getitem__, self._num_stages)
         if self._defer_pp_recv:
             lowered = defer_receives(lowered, mapping.__getitem__)
@@ -132,15 +136,15 @@ class Orders:
             return [stage % self.pp_group_size for stage in range(self._num_stages)]
         recipe = get_schedule(self.recipe)
         per_rank = self._num_stages // self.pp_group_size
-        return recipe.place(recipe.sizes(self.pp_group_size, self._n_microbatches, per_rank)).ranks
+        return recipe.place(recipe.sizes(self.pp_group_size, self.num_microbatches, per_rank)).ranks
 
     def _tell_stages(self) -> None:
-        for stage in self._stages:
-            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        for stage in self.stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank  # type: ignore[attr-defined]
 
     def _validate_and_set_stage_mapping(self, actions: Order) -> None:
         """Check an order and take the placement of the stages from it."""
-        self._mapping = validate_order(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
+        self._mapping = validate_order(actions, self.pp_group_size, self._num_stages, self.num_microbatches)
         self._tell_stages()
 
     def _prepare_schedule_with_comms(self, actions: OrderDict, format: Format = "compute_only") -> None:  # noqa: A002
@@ -187,11 +191,6 @@ class Orders:
         return with_bubbles(self.pipeline_order, num_stages_global)
 
 
-def defers(defer_pp_recv: bool) -> dict[str, Any]:
-    """The receive policy that stands for torch's option."""
-    return {"receives": JustInTime()} if defer_pp_recv else {}
-
-
 def validate_order(order: Order, num_ranks: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
     """Prove an order complete and free of deadlocks; the rank of each stage."""
     if sorted(order) != list(range(num_ranks)):
@@ -206,16 +205,3 @@ def validate_order(order: Order, num_ranks: int, num_stages: int, num_microbatch
     if not plan.has_backward:
         raise IncompleteError("an order without a backward; expected a B, or an I and a W, for every F")
     return dict(enumerate(plan.placement.ranks))
-
-
-def _leaves_unsharded(plan: Plan) -> bool:
-    """Whether some stage is still gathered when the order ends."""
-    gathered: set[int] = set()
-    for row in plan.codes:
-        for code in row:
-            action = of_code(code)
-            if action.computation_type is ComputationType.UNSHARD:
-                gathered.add(action.stage_index)
-            elif action.computation_type is ComputationType.RESHARD:
-                gathered.discard(action.stage_index)
-    return bool(gathered)

@@ -1,0 +1,473 @@
+"""Schedules as programs written for torch.distributed.pipelining know them: `_PipelineSchedule` and its kin.
+
+Beside the step of `penstock.Schedule` they have orders that may be set, the parts of a step under the names by which
+programs call or override them, and steps through the stages' own methods where a program overrides one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from penstock import run
+from penstock.batch import split_target
+from penstock.compat._by_hand import HAND_HANDLERS, HandProgram, LoopProgram, PipelineContext, handled_by
+from penstock.compat._infer import PipelineStage, untouched
+from penstock.compat._parts import Parts
+from penstock.compat._pipeline_order import Orders
+from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._state import is_overridden
+from penstock.compat._vocabulary import ComputationType, plan_of, to_op
+from penstock.errors import PlanError, RunError, StageError
+from penstock.parallel import DataParallel, Unwrapped, adapt
+from penstock.plan import Plan
+from penstock.run.context import CustomFunction
+from penstock.run.inputs import Given
+from penstock.run.program import ActionKind, Program
+from penstock.run.programs import TRAIN, Programs
+from penstock.run.runner import Outcome, Runner
+from penstock.run.stage_run import StepInputs
+from penstock.schedules import get_schedule
+from penstock.stage.stage import place_in
+
+HAND = 2  # added to a mode: through the stages' own methods
+HOOKS = (
+    "forward_one_chunk",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "forward_maybe_with_nosync",
+    "backward_maybe_with_nosync",
+    "scale_grads",
+    "perform_reduce_grad",
+    "get_fwd_recv_ops",
+    "get_fwd_send_ops",
+    "get_bwd_recv_ops",
+    "get_bwd_send_ops",
+    "set_local_fwd_input",
+    "set_local_bwd_input",
+    "get_local_bwd_output",
+    "_prepare_forward_infra",
+    "_prepare_backward_infra",
+)
+"""Methods that programs override, in a subclass or on an object, to take part in a step."""
+
+
+def is_driven_by_hand(stage: Any) -> bool:
+    """Whether a step has to go through the stage's own methods: some of them are the user's, or checks are wanted."""
+    if not isinstance(stage, _PipelineStageBase):
+        return False
+    return stage._runtime_validate or is_overridden(stage, PipelineStage, *HOOKS)
+
+
+class HandPrograms(Programs):
+    """Beside penstock's own programs, those that drive the stages by hand."""
+
+    def __init__(self, schedule: _PipelineSchedule) -> None:
+        super().__init__(schedule.plan, schedule.stages, schedule._transport, schedule._binding)
+        self.schedule = schedule
+
+    def bind(self, mode: int) -> Program:
+        if mode < HAND:
+            return super().bind(mode)
+        schedule = self.schedule
+        for stage in self.stages:
+            if not isinstance(stage, _PipelineStageBase):
+                raise StageError(
+                    f"{stage!r} is driven by hand, because another stage or a function of yours is; make it with "
+                    "penstock.compat.PipelineStage"
+                )
+        plan = schedule._hand_plan()
+        plan = plan if mode == HAND + TRAIN else plan.forward_only()
+        setting = self.proved(plan, self.adapters(), grad=mode == HAND + TRAIN)
+        custom = {to_op(kind): handled_by(function) for kind, function in schedule._hand_functions.items()}
+        setting = replace(setting, handlers=HAND_HANDLERS, custom=custom)
+        program = LoopProgram if schedule._steps_itself() else HandProgram
+        return program(setting, self.stages, self.transport, schedule)  # type: ignore[arg-type]
+
+    def adapters(self) -> dict[int, DataParallel]:
+        return {
+            stage.stage_index: adapt(stage.submod) if isinstance(stage.submod, torch.nn.Module) else Unwrapped()
+            for stage in self.stages
+        }
+
+
+def _renamed(name: str) -> Any:
+    """An attribute of penstock's under torch's name; a program may set it."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
+class _PipelineSchedule(Orders, Parts):
+    """Stages and an order, ready to train, with everything that programs find on torch's schedules."""
+
+    _stages, _n_microbatches, _loss_fn = _renamed("stages"), _renamed("num_microbatches"), _renamed("loss_fn")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._init_driving()
+
+    @classmethod
+    def from_plan(cls, *args: Any, **options: Any) -> Self:
+        made = super().from_plan(*args, **options)
+        made._init_driving()
+        return made
+
+    def _init_driving(self) -> None:
+        self._init_orders()
+        self._internal_losses = []
+        self._backward_wanted: bool | None = None
+        self._by_hand: bool | None = None  # None: the ranks have not asked one another yet
+        self._hand_functions: dict[ComputationType, Callable[..., object]] = {}
+        self._knows_shapes = False  # a program has seen to it that the stages know their shapes
+        self.backward_counter: Counter[int] = Counter()
+        self.fwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
+        self.bwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
+        self.unshard_ops: dict[int, list[Any]] = {}
+        self.unsharded_stages: set[int] = set()
+
+    def _forget_plan(self) -> None:
+        super()._forget_plan()
+        self._by_hand = None
+
+    @property
+    def _has_backward(self) -> bool:
+        """Whether `step` differentiates: with a loss it does, unless a program says otherwise."""
+        return self.loss_fn is not None if self._backward_wanted is None else self._backward_wanted
+
+    @_has_backward.setter
+    def _has_backward(self, wanted: bool) -> None:
+        self._backward_wanted = wanted
+
+    @property
+    def _grad_scale_factor(self) -> int:
+        return self.num_microbatches if self.scale_grads else 1
+
+    @property
+    def _trains(self) -> bool:
+        return self._has_backward
+
+    def register_custom_function(
+        self, computation_type: ActionKind | ComputationType, custom_function: CustomFunction | Callable[..., object]
+    ) -> None:
+        """Do actions of a kind with a function of your own, before the first step. A kind in torch's words gets torch's
+        kind of function, which drives the stages itself: ``function(action, ctx)``.
+        """
+        if not isinstance(computation_type, ComputationType):
+            super().register_custom_function(computation_type, custom_function)
+            return
+        if computation_type in _MESSAGES:
+            known = sorted(kind.name for kind in ComputationType if kind not in _MESSAGES)
+            raise PlanError(f"a function for {computation_type!r}; expected one of {', '.join(known)}")
+        self._hand_functions[computation_type] = custom_function
+        self._forget_plan()
+
+    # -- whether a step goes through the stages' own methods
+
+    def _steps_itself(self) -> bool:
+        return is_overridden(self, Parts, "_step_microbatches")
+
+    def _needs_hands(self) -> bool:
+        return bool(self._hand_functions) or self._steps_itself() or any(map(is_driven_by_hand, self.stages))
+
+    def _mode(self, *, train: bool) -> int:
+        by_hand = self._by_hand or self._needs_hands()
+        return super()._mode(train=train) + (HAND if by_hand else 0)
+
+    @cached_property
+    def _programs(self) -> HandPrograms:
+        return HandPrograms(self)
+
+    def _connect(self, *, train: bool) -> Runner:
+        """Also ask one another whether steps go through the stages' own methods: on every rank or on none."""
+        if self._by_hand is None:
+            mine = b"by hand" if self._needs_hands() else b"bound"
+            self._by_hand = b"by hand" in self._transport.gather("how the stages are driven", mine)
+        return super()._connect(train=train)
+
+    def make_plan(self) -> Plan:
+        if self._steps_itself() and not self._has_own_plan() and not self._order:
+            per_rank = len(self.stages)  # nothing is said of the order: any that has these messages will do
+            return get_schedule("gpipe" if per_rank == 1 else "loopedbfs")(
+                self.pp_group_size, self.num_microbatches, stages_per_rank=per_rank
+            )
+        return super().make_plan()
+
+    def _hand_plan(self) -> Plan:
+        """What is done by hand, messages and care of parameters included."""
+        order = self.pipeline_order_with_comms if self._has_own_plan() or self._order else None
+        if self._order_with_comms is not None:
+            order = self._order_with_comms
+        if order is None:
+            return self._programs.lowered(TRAIN, {})
+        return plan_of(order, num_microbatches=self.num_microbatches, num_stages=self._num_stages)
+
+    # -- a step
+
+    def _run(self, given: Given, *, train: bool) -> Outcome:
+        first = self.stages[0]
+        if place_in(first.group) != (first.group_rank, first.group_size):
+            return self._rehearse(given)  # stages that stand for others: nobody is there to talk with
+        for stage in self.stages:
+            if isinstance(stage, PipelineStage):
+                stage._forget_what_changed()
+            if stage.is_last and isinstance(stage, _PipelineStageBase):
+                stage.output_chunks.clear()  # what the last step gave must not be alive beside what this one gives
+        self._validate_first(given)
+        try:
+            outcome = super()._run(given, train=train)
+        except BaseException:
+            for stage in self.stages:
+                if isinstance(stage, _PipelineStageBase):
+                    stage.clear_runtime_states()
+            raise
+        finally:
+            self._end_step()
+        for index in self._left_gathered():
+            self._gather(next(stage for stage in self.stages if stage.stage_index == index))
+        return outcome
+
+    def _cut(self, given: Given, *, train: bool) -> StepInputs:
+        inputs = super()._cut(given, train=train)
+        if inputs.targets is None and given.target is not None:
+            inputs.targets = split_target(given.target, self.num_microbatches, target_spec=self._specs.target)
+        if inputs.loss_fn is not None and is_overridden(self, Parts, "_compute_loss"):
+            inputs.loss_fn = lambda output, target, **options: self._compute_loss(output, target, options)
+        return inputs
+
+    def _split(self, given: Given) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        return self._split_inputs(given.args, given.kwargs)
+
+    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Any:
+        if losses is not None and self._has_last:
+            losses[:] = outcome.losses
+        outputs = outcome.outputs if given.keep_outputs and self._has_last else []
+        if not outputs:
+            return None
+        merged = self._merge_outputs(outputs)
+        # Let the last stage show what each microbatch gave: as views of what is returned, where that can be.
+        if isinstance(merged, Tensor) and all(isinstance(one, Tensor) and one.dim() for one in outputs):
+            sizes = [one.size(0) for one in outputs]
+            if sum(sizes) == merged.size(0) and merged.dim():
+                outputs = list(merged.split(sizes))
+        for stage in self.stages:
+            if stage.is_last and isinstance(stage, _PipelineStageBase):
+                stage.output_chunks[:] = outputs
+        return merged
+
+    def _begin_step(self, inputs: StepInputs) -> None:
+        """Of stages that are driven by hand."""
+        self._loss_weights = inputs.weights
+        self._internal_losses.clear()
+        self.backward_counter.clear()
+        self.unsharded_stages.clear()
+        self._tell_stages()
+
+    def _end_step(self) -> None:
+        self._loss_weights = None
+        self._internal_losses.clear()
+        self.fwd_recv_ops.clear()
+        self.bwd_recv_ops.clear()
+        for stage in self.stages:
+            if isinstance(stage, _PipelineStageBase):
+                stage._in_step, stage._adapter = False, None
+
+    def _call_own_loop(self, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, given: dict[str, Any]) -> None:
+        known = inspect.signature(self._step_microbatches).parameters
+        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **{k: v for k, v in given.items() if k in known})
+
+    def _validate_first(self, given: Given) -> None:
+        """Where every tensor is to be checked, the first stage is tried out before anything is told to other ranks."""
+        stage = self.stages[0]
+        if not isinstance(stage, PipelineStage) or not stage._runtime_validate or not stage.is_first:
+            return
+        if stage._stage_meta.outputs is None or not given.args:
+            return
+        arg_mbs, kwarg_mbs = self._split(given)
+        stage._validate_fwd_input(arg_mbs[0])
+        with untouched(stage.submod), torch.no_grad():
+            stage._validate_fwd_outputs(stage._outputs_of(arg_mbs[0], kwarg_mbs[0]))
+
+    def _rehearse(self, given: Given) -> Outcome:
+        arg_mbs, kwarg_mbs = self._split(given)
+        context = PipelineContext(self, arg_mbs, kwarg_mbs)
+        for stage in self.stages:
+            self._prepare_forward(stage, None, context)
+        self._prepare_backward(context, {})
+        return Outcome()
+
+    # -- before the first microbatch: the stages learn what they receive
+
+    def _prepare_forward(self, stage: Any, handed: Any, context: PipelineContext) -> None:
+        args, kwargs = (context.arg_mbs or [()])[0], (context.kwarg_mbs or [{}])[0]
+        stage._splits = stage.stage_index in self._split_stages()
+        stage._model_args = args
+        if not self._knows_shapes:
+            given = args if stage.is_first else handed
+            stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self._has_backward)
+
+    def _prepare_backward(self, context: PipelineContext, loss_kwargs: Any) -> None:
+        received: Any = None
+        for stage in reversed(self.stages) if self._has_backward and not self._knows_shapes else ():
+            received = stage._prepare_backward_infra(  # type: ignore[attr-defined]
+                self.num_microbatches,
+                loss_fn=self.loss_fn,
+                target=None if context.target_mbs is None else context.target_mbs[0],
+                received_grad_meta=received,
+                loss_kwargs=loss_kwargs,
+            )
+        self._validate_adjacent_stage_communication()
+
+    def _initialize_stages(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
+        """A loop of the user's own calls it before its first microbatch; a step has seen to it already."""
+
+    _initialize_stage = _initialize_stages
+
+    @property
+    def _stages_forward_initialized(self) -> bool:
+        """Whether stages that are driven by hand know their shapes. A program that has seen to that itself sets it; one that
+        sets it to False has them learn again, which they do by themselves when the shape of the input changes.
+        """
+        known = vars(self).get("_programs", {})
+        return self._knows_shapes or any(isinstance(one, HandProgram) and one.saved for one in known.values())
+
+    @_stages_forward_initialized.setter
+    def _stages_forward_initialized(self, known: bool) -> None:
+        self._knows_shapes = known
+        for program in vars(self).get("_programs", {}).values() if not known else ():
+            if isinstance(program, HandProgram):
+                program.saved.clear()
+
+    _stages_backward_initialized = _stage_forward_initialized = _stage_backward_initialized = (
+        _stages_forward_initialized
+    )
+
+    def _split_stages(self) -> set[int]:
+        """The stages that have a backward in two parts."""
+        rows = (self._order_with_comms or self.pipeline_order).values()
+        leaves = [leaf for row in rows for action in row if action is not None for leaf in action.leaves]
+        return {leaf.stage_index for leaf in leaves if leaf.computation_type is ComputationType.BACKWARD_INPUT}
+
+    def _validate_adjacent_stage_communication(self) -> None:
+        """By hand only neighbours talk: an order has no word for a message that skips a stage."""
+        for stage in self.stages:
+            index = stage.stage_index
+            received = stage.args_recv_info.get(0, ())  # type: ignore[attr-defined]
+            sources = {info.source for info in received if getattr(info, "source", None) is not None}
+            sent = stage.act_send_info.values()  # type: ignore[attr-defined]
+            targets = {there for places in sent for there in places if there is not None}
+            far = sorted((sources - {index - 1}) | (targets - {index + 1}))
+            if far:
+                raise RunError(
+                    f"stage {index} exchanges values with {far}, and stages driven by hand support adjacent-stage communication "
+                    "only; leave forward_one_chunk and its kin alone, and penstock's own steps send what skips stages too"
+                )
+
+    # -- parameters that are sharded
+
+    def _unshard(self, stage: _PipelineStageBase) -> None:
+        if stage._adapter is not None and stage._adapter.sharded:
+            stage._adapter.unshard()
+            self.unsharded_stages.add(stage.stage_index)
+
+    def _reshard(self, stage: _PipelineStageBase) -> None:
+        if stage._adapter is not None and stage._adapter.sharded:
+            stage._adapter.reshard()
+            self.unsharded_stages.discard(stage.stage_index)
+
+    def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
+        """A function that computes by itself asks here whether the parameters of its stage are gathered."""
+        index = stage.stage_index
+        if stage._adapter is not None and stage._adapter.sharded and index not in self.unsharded_stages:
+            raise AssertionError(f"stage {index} is sharded; expected {index}UNSHARD before its parameters are used")
+
+    @staticmethod
+    def _gather(stage: Any) -> None:
+        """The order leaves these parameters gathered, and a step ends with everything sharded."""
+        for module in stage.submod.modules():
+            if hasattr(module, "unshard"):
+                module.unshard()
+
+
+_MESSAGES = (ComputationType.SEND_F, ComputationType.RECV_F, ComputationType.SEND_B, ComputationType.RECV_B)
+
+
+class PipelineScheduleSingle(_PipelineSchedule, run.PipelineScheduleSingle):
+    """One stage a rank."""
+
+    @property
+    def _stage(self) -> Any:
+        return self.stages[0]
+
+
+class PipelineScheduleMulti(_PipelineSchedule, run.PipelineScheduleMulti):
+    """Several stages a rank."""
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+        self.use_full_backward = use_full_backward
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti):
+    """Several stages a rank, and an order that a program may give: computations, or these and their messages.
+
+    schedule = _PipelineScheduleRuntime(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule._load_csv("plan.csv", format="compute_comms")
+    """
+
+    def __init__(self, *args: Any, defer_pp_recv: bool = False, **options: Any) -> None:
+        super().__init__(*args, defer_pp_recv=defer_pp_recv, **options)
+        self._defer_pp_recv = defer_pp_recv
+
+
+class _ScheduleForwardOnly(PipelineScheduleSingle, run.ScheduleForwardOnly): ...
+
+
+class ScheduleGPipe(PipelineScheduleSingle, run.ScheduleGPipe): ...
+
+
+class Schedule1F1B(PipelineScheduleSingle, run.Schedule1F1B): ...
+
+
+class ScheduleZBH1(PipelineScheduleSingle, run.ScheduleZBH1): ...
+
+
+class ScheduleZBH2(PipelineScheduleSingle, run.ScheduleZBH2): ...
+
+
+class ScheduleLoopedBFS(_PipelineScheduleRuntime, run.ScheduleLoopedBFS): ...
+
+
+class ScheduleInterleaved1F1B(_PipelineScheduleRuntime, run.ScheduleInterleaved1F1B): ...
+
+
+class ScheduleInterleavedZeroBubble(_PipelineScheduleRuntime, run.ScheduleInterleavedZeroBubble): ...
+
+
+class ScheduleZBVZeroBubble(_PipelineScheduleRuntime, run.ScheduleZBVZeroBubble): ...
+
+
+class ScheduleDualPipeV(_PipelineScheduleRuntime, run.ScheduleDualPipeV): ...
+
+
+class ScheduleVHalf(_PipelineScheduleRuntime, run.ScheduleVHalf): ...
+
+
+class ScheduleVMin(_PipelineScheduleRuntime, run.ScheduleVMin): ...

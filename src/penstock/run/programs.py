@@ -1,0 +1,85 @@
+"""Programs: what a schedule runs on this rank, one program for each mode, bound when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.comm.transport import Transport
+from penstock.errors import DeadlockError
+from penstock.lower import Ahead, Early, ReceivePolicy, add_reduce_grad, add_unshard_reshard, lower
+from penstock.parallel import DataParallel, adapt
+from penstock.plan import Op, Plan, check
+from penstock.run.handlers import HANDLERS
+from penstock.run.program import ActionKind, Handler, Handlers, Program, Setting
+from penstock.run.rng import MicrobatchRng
+from penstock.stage.stage import PipelineStage
+
+TRAIN, FORWARD = 0, 1  # modes: a training step, or an evaluation
+
+
+@dataclass
+class Binding:
+    """How a schedule wants its plan bound."""
+
+    receives: ReceivePolicy | None = None  # how far ahead receives are posted; None: as suits the mode
+    rng: MicrobatchRng | None = None
+    handlers: Handlers = field(default_factory=lambda: HANDLERS)
+    custom: dict[ActionKind, Handler] = field(default_factory=dict)  # those of the user's own functions
+
+
+class Programs(dict[int, Program]):
+    """By mode, the program of this rank.
+
+    programs = Programs(plan, stages, transport, Binding())
+    programs[TRAIN]                    # lowered, proved and bound by now
+    """
+
+    def __init__(self, plan: Plan, stages: Sequence[PipelineStage], transport: Transport, binding: Binding) -> None:
+        super().__init__()
+        self.plan, self.stages, self.transport, self.binding = plan, stages, transport, binding
+
+    def __missing__(self, mode: int) -> Program:
+        program = self[mode] = self.bind(mode)
+        return program
+
+    def bind(self, mode: int) -> Program:
+        adapters = self.adapters()
+        plan = self.lowered(mode, adapters)
+        return Program(self.proved(plan, adapters, grad=mode == TRAIN), self.stages, self.transport)
+
+    def current(self, mode: int) -> Program:
+        """The program, for the modules that the stages hold now; what is known of messages stays."""
+        program = self[mode]
+        if any(run.module is not run.stage.submod for run in program.runs.values()):
+            old, self[mode] = program, self.bind(mode)
+            program = self[mode]
+            program.saved = old.saved
+        return program
+
+    def adapters(self) -> dict[int, DataParallel]:
+        """The data parallelism of each stage."""
+        return {stage.stage_index: adapt(stage.submod) for stage in self.stages}
+
+    def lowered(self, mode: int, adapters: Mapping[int, DataParallel]) -> Plan:
+        """The plan of a mode with its messages, and with what the data parallelism of the stages needs."""
+        plan = self.plan if mode == TRAIN else self.plan.forward_only()
+        shards = any(adapter.sharded for adapter in adapters.values()) and not plan.has(Op.UNSHARD)
+        reduces = any(adapter.reduces for adapter in adapters.values()) and not plan.has(Op.REDUCE_GRAD)
+        reduces = reduces and mode == TRAIN
+        if plan.is_lowered:
+            plan = add_unshard_reshard(plan) if shards else plan
+            return add_reduce_grad(plan) if reduces else plan
+        default: ReceivePolicy = Early() if mode == TRAIN else Ahead(2)
+        return lower(plan, receives=self.binding.receives or default, shards=shards, reduce=reduces)
+
+    def proved(self, plan: Plan, adapters: Mapping[int, DataParallel], *, grad: bool) -> Setting:
+        """A lowered plan that cannot go wrong, and what its actions are done with."""
+        check(plan)
+        try:
+            check(plan, sends="blocking")
+            reap = True
+        except DeadlockError:
+            reap = False  # it runs, since sends are asynchronous; only nothing may wait for one before the end
+        binding = self.binding
+        return Setting(plan, grad, reap, adapters, binding.handlers, binding.custom, binding.rng)
