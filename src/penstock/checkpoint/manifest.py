@@ -19,8 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.plain import dtype_of, num_bytes
-from penstock.errors import RunError
+from penstock.checkpoint.plain import num_bytes
+from penstock.dtypes import dtype_named
+from penstock.errors import RunError, StageError
 
 FILE = "penstock.json"
 FORMAT = 2
@@ -96,7 +97,7 @@ class Manifest:
             if facts["digest"] != hashlib.sha256(json.dumps(facts["checkpoint"]).encode()).hexdigest():
                 raise Damaged(f"{source} is damaged: its contents do not have the digest that stands in it")
             return _manifest(facts["checkpoint"])
-        except (ValueError, RecursionError, KeyError) as error:
+        except (ValueError, RecursionError, KeyError, StageError) as error:
             raise Damaged(f"{source} is no manifest of a checkpoint: {error}") from error
 
     @classmethod
@@ -197,7 +198,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 def _entry(name: str, value: object) -> Entry:
     facts = _known(value, {"shape": list, "dtype": str, "parts": list}, name)
-    shape, dtype = _sizes(name, facts["shape"]), dtype_of(facts["dtype"])
+    shape, dtype = _sizes(name, facts["shape"]), dtype_named(facts["dtype"])
     parts = tuple(_part(name, one) for one in facts["parts"])
     for part in parts:
         if len(part.start) != len(shape) or len(part.shape) != len(shape):

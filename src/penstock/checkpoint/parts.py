@@ -17,7 +17,8 @@ from torch import Tensor
 
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Damaged, Entry, Part
-from penstock.checkpoint.plain import dtype_of, num_bytes
+from penstock.checkpoint.plain import num_bytes
+from penstock.dtypes import dtype_named
 
 Block = tuple[str, tuple[int, ...], Tensor]  # the key, the first corner in the whole tensor, the values
 
@@ -98,7 +99,7 @@ def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
 
 def read_entry(folder: Path, entry: Entry, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """A block of a saved tensor, out of the parts that touch it."""
-    made = torch.zeros(shape, dtype=dtype_of(entry.dtype))
+    made = torch.zeros(shape, dtype=dtype_named(entry.dtype))
     for part in entry.parts:
         here, there = _common(start, shape, part)
         if here is not None:
@@ -108,7 +109,7 @@ def read_entry(folder: Path, entry: Entry, *, start: tuple[int, ...], shape: tup
 
 def read_part(folder: Path, part: Part, dtype: str) -> Tensor:
     """The values of one part, if its bytes are those that were written."""
-    kind = dtype_of(dtype)
+    kind = dtype_named(dtype)
     record = bytearray(part.length)
     file = folder / part.file
     try:

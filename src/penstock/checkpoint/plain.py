@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from penstock.errors import RunError
+from penstock.dtypes import dtype_name, dtype_named
+from penstock.errors import RunError, StageError
 
 _KIND, _VALUE = "~", "is"  # of a value that JSON does not know: {"~": "tuple", "is": [1, 2]}
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
@@ -81,7 +82,7 @@ def decode(value: Any) -> Any:
             return base64.b64decode(content, validate=True)
         if kind in ("tensor", "numpy", "numpy scalar"):
             return _array(kind, *content)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, StageError) as error:
         raise RunError(f"a saved {kind} cannot be read: {error}") from error
     raise RunError(f"a saved value is of the kind {kind!r}, which this penstock does not know")
 
@@ -89,7 +90,7 @@ def decode(value: Any) -> Any:
 def _array(kind: str, dtype: str, shape: list[int], data: str) -> Any:
     raw = bytearray(base64.b64decode(data, validate=True))
     if kind == "tensor":
-        made = torch.empty(0, dtype=dtype_of(dtype)) if not raw else torch.frombuffer(raw, dtype=dtype_of(dtype))
+        made = torch.empty(0, dtype=dtype_named(dtype)) if not raw else torch.frombuffer(raw, dtype=dtype_named(dtype))
         return made.reshape(shape)
     import numpy as np
 
@@ -100,21 +101,6 @@ def _array(kind: str, dtype: str, shape: list[int], data: str) -> Any:
 def _bytes_of(tensor: torch.Tensor) -> str:
     plain = tensor.detach().cpu().contiguous().flatten()
     return base64.b64encode(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"").decode()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: object) -> torch.dtype:
-    """
-    >>> dtype_of("bfloat16")
-    torch.bfloat16
-    """
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
-        raise RunError(f"{name!r} is no type of a tensor; expected one such as float32 or bfloat16")
-    return found
 
 
 def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

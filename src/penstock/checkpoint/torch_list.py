@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.manifest import Damaged, Entry, Manifest, Part, read_small
-from penstock.checkpoint.plain import dtype_name, dtype_of
+from penstock.dtypes import dtype_name, dtype_named
+from penstock.errors import StageError
 
 LIST = ".metadata"  # as torch calls it
 LIMIT = 1 << 30
@@ -44,7 +45,7 @@ def write_list(manifest: Manifest) -> bytes:
     names = {f"model.{name}": [f"model.{other}" for other in others] for name, others in manifest.aliases.items()}
     for key, entry in manifest.tensors.items():
         chunks = [ChunkStorageMetadata(Size(part.start), Size(part.shape)) for part in entry.parts]
-        properties = TensorProperties(dtype=dtype_of(entry.dtype))
+        properties = TensorProperties(dtype=dtype_named(entry.dtype))
         for name in (key, *names.get(key, ())):
             listed[name] = TensorStorageMetadata(properties, Size(entry.shape), chunks)
             paths[name] = _path(name)
@@ -71,7 +72,16 @@ def read_list(folder: Path) -> dict[str, Entry]:
     file = folder / LIST
     try:
         return _entries(_records(read_small(file, LIMIT)))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+        StageError,
+    ) as error:
         raise Damaged(f"{file}, torch's list of what the checkpoint holds, cannot be read: {error}") from error
 
 
@@ -252,4 +262,4 @@ def _size(value: Any) -> tuple[int, ...]:
 
 def _dtype(properties: _Record) -> str:
     name = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
-    return dtype_name(dtype_of(str(name).removeprefix("torch.")))
+    return dtype_name(dtype_named(str(name).removeprefix("torch.")))

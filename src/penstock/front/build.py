@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from torch import nn
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.capture import Pipe, PipeInfo, capture_layers, cuts_at, layer_names, materialise, pipeline, profile_layers
-from penstock.errors import CaptureError, PlanError, StageError
+from penstock.errors import CaptureError, PlanError, RanksDisagree
 from penstock.front.choose import Choice, Machine, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, without_calls
+from penstock.front.options import CutOptions, ModelOptions
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.stage.stage import PipelineStage
@@ -28,18 +31,15 @@ class Request:
 
     model: nn.Module
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    target: Any
     loss_fn: Callable[..., Any] | None
     schedule: str | Plan | Recipe
     microbatches: int
-    num_stages: int | None
-    placement: Placement | str | None
-    memory_limit: int | Sequence[int] | None
-    profile: Profile | str | Path | bool | None
-    weights: Any = None  # values for a model on the meta device
-    init: Callable[..., Any] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # for the capture: split_spec, dynamic_shapes, ...
+    of_model: ModelOptions
+    of_cut: CutOptions
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        return self.of_model.example_kwargs or {}
 
 
 @dataclass(frozen=True)
@@ -54,46 +54,81 @@ class Built:
 
 def build(request: Request, ends: Ends) -> Built:
     """Capture, decide on the first rank, and build what belongs on this one."""
-    machine = Machine() if request.profile is False else measure_machine(ends)
+    machine = Machine() if request.of_cut.profile is False else measure_machine(ends)
     text = ends.decide("profiling the model and choosing a schedule", lambda: _decide(request, ends, machine).dumps())
     choice = Choice.loads(text)
-    pipe = cut(request, choice)
-    if pipe.num_stages != choice.num_stages:
-        raise CaptureError(
-            f"the model falls into {pipe.num_stages} stages here, {choice.num_stages} were chosen; build the same model on "
-            "every rank"
-        )
+    pipes: list[Pipe] = []
+
+    def capture() -> dict[str, str]:
+        pipes.append(cut(request, choice))
+        return stage_facts(pipes[0], request)
+
+    same_everywhere("the stages of the model", ends.agree("capturing the model", capture))
+    pipe = pipes[0]
     here = choice.plan.placement.stages_of(ends.rank)
-    fill_meta([pipe.get_stage_module(k) for k in here], request, ends.device)
+    modules = [pipe.get_stage_module(k) for k in here]
+    ends.agree("the values of the model", lambda: fill_meta(modules, request, ends.device))
     return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
 
 
+def stage_facts(pipe: Pipe, request: Request) -> dict[str, str]:
+    """What must be the same on every rank of the stages, of which each rank will hold only some."""
+    modules = [pipe.get_stage_module(k) for k in range(pipe.num_stages)]
+    info = pipe.info()
+    parts = {
+        "parameters": [[[n, list(p.shape), str(p.dtype)] for n, p in m.named_parameters()] for m in modules],
+        "buffers": [[[n, list(b.shape), str(b.dtype)] for n, b in m.named_buffers()] for m in modules],
+        "shared parameters": sorted(str(shared.holders) for shared in info.shared.values()),
+        "wires": [[str(wire) for wire in wires] for wires in (*info.stage_inputs, *info.stage_outputs)],
+    }
+    count = sum(p.numel() for p in {id(p): p for m in modules for p in m.parameters()}.values())
+    return {
+        "stages": str(pipe.num_stages),
+        "number of parameters": f"{count:,}",
+        "rows of the example": str(batch_size_of(request.args, request.kwargs)),
+        **{name: hashlib.sha256(json.dumps(part).encode()).hexdigest()[:12] for name, part in parts.items()},
+    }
+
+
+def same_everywhere(what: str, everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raise on every rank if the facts of one differ; the text shows which, and on which ranks."""
+    names = [name for name in everyone[0] if len({facts[name] for facts in everyone}) > 1]
+    if names:
+        rows = "\n".join(
+            f"  rank {number}: " + ", ".join(f"{name} {facts[name]}" for name in names)
+            for number, facts in enumerate(everyone)
+        )
+        raise RanksDisagree(
+            f"{what} differ between the ranks:\n{rows}\nBuild the same model with the same example on every rank"
+        )
+
+
 def _decide(request: Request, ends: Ends, machine: Machine) -> Choice:
+    of_cut = request.of_cut
     wishes = Wishes(
         num_ranks=ends.num_ranks,
         num_microbatches=request.microbatches,
         schedule=_schedule_name(request.schedule),
         plan=request.schedule if isinstance(request.schedule, Plan) else None,
-        num_stages=request.num_stages,
-        placement=request.placement,
-        memory_limit=request.memory_limit,
+        num_stages=of_cut.count,
+        placement=of_cut.placement,
+        memory_limit=of_cut.memory_limit,
         machine=machine,
     )
     _check(wishes)
-    given = request.profile
-    if isinstance(given, Profile):
-        return choose(given, wishes)
-    if isinstance(given, str | Path):
-        return choose(Profile.load(given), wishes)
+    if isinstance(of_cut.profile, Profile):
+        return choose(of_cut.profile, wishes)
+    if isinstance(of_cut.profile, str | Path):
+        return choose(Profile.load(of_cut.profile), wishes)
     args, kwargs = microbatch_of(request)
-    marked = request.options.get("split_spec") is not None or request.options.get("split_policy") is not None
-    most = request.num_stages or (wishes.plan.num_stages if wishes.plan else 4 * ends.num_ranks)
-    if marked:
-        layers, where = pipeline(request.model, request.args, request.kwargs, **request.options), None
+    most = of_cut.count or (wishes.plan.num_stages if wishes.plan else 4 * ends.num_ranks)
+    capture = of_cut.of_capture
+    if of_cut.split_spec is not None or of_cut.split_policy is not None:
+        layers, where = pipeline(request.model, request.args, request.kwargs, **capture), None
         wishes = _with_stages(wishes, layers.num_stages)
     else:
-        layers, where = capture_layers(request.model, request.args, request.kwargs, num_stages=most, **request.options)
-    if given is False:
+        layers, where = capture_layers(request.model, request.args, request.kwargs, num_stages=most, **capture)
+    if of_cut.profile is False:
         return choose(_unmeasured(layers, where), wishes)
     measured = profile_layers(
         layers,
@@ -127,8 +162,6 @@ def _check(wishes: Wishes) -> None:
 
 
 def _with_stages(wishes: Wishes, num_stages: int) -> Wishes:
-    from dataclasses import replace
-
     if wishes.num_stages not in (None, num_stages):
         raise CaptureError(f"split_spec makes {num_stages} stages, num_stages={wishes.num_stages} were asked for")
     return replace(wishes, num_stages=num_stages)
@@ -138,7 +171,7 @@ def cut(request: Request, choice: Choice) -> Pipe:
     """Capture the model and cut it where the choice says."""
     where = choice.profile.metadata.get("places")
     if where is None:
-        return pipeline(request.model, request.args, request.kwargs, **request.options)
+        return pipeline(request.model, request.args, request.kwargs, **request.of_cut.of_capture)
     chosen = [tuple(where[boundary - 1]) for boundary in choice.boundaries]
     return pipeline(
         request.model,
@@ -146,7 +179,7 @@ def cut(request: Request, choice: Choice) -> Pipe:
         request.kwargs,
         num_stages=choice.num_stages,
         choose_cuts=cuts_at(chosen),
-        **request.options,
+        **request.of_cut.of_capture,
     )
 
 
@@ -160,12 +193,9 @@ def microbatch_of(request: Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _target_of(request: Request) -> Any:
-    if request.target is None:
-        return None
-    size = batch_size_of((request.target,))
-    if size is None or size < request.microbatches:
-        return request.target
-    return split_target(request.target, request.microbatches)[0]
+    target = request.of_model.example_target
+    size = None if target is None else batch_size_of((target,))
+    return target if size is None or size < request.microbatches else split_target(target, request.microbatches)[0]
 
 
 def _unmeasured(layers: Pipe, where: Any) -> Profile:
@@ -188,8 +218,6 @@ def _unmeasured(layers: Pipe, where: Any) -> Profile:
 
 def adopt(stages: Sequence[PipelineStage], schedule: str | Plan | Recipe, microbatches: int, ends: Ends) -> Built:
     """A plan for stages that the user made."""
-    if any(not isinstance(stage, PipelineStage) for stage in stages) or not stages:
-        raise StageError("stages takes the PipelineStages of this rank, or a number of stages")
     num_stages = stages[0].num_stages
     ranks = [0] * num_stages
     for rank, held in enumerate(ends.gather("the stages of each rank", [stage.stage_index for stage in stages])):
@@ -232,14 +260,14 @@ def _plan_for(placement: Placement, schedule: str | Plan | Recipe, microbatches:
 def fill_meta(modules: Sequence[nn.Module], request: Request, device: torch.device) -> None:
     """Give stages of a model without data their memory and values."""
     empty = any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    if request.weights is None and not empty:
+    if request.of_model.weights is None and not empty:
         return
-    if request.weights is None and request.init is None:
+    if request.of_model.weights is None and request.of_model.init is None:
         raise CaptureError(
             "the model is on the meta device and has no values; give weights= (a state dict, safetensors files, or a "
             "folder of them) or init=lambda name, tensor: ..."
         )
-    materialise(modules, request.weights, device=device, fill=request.init)
+    materialise(modules, request.of_model.weights, device=device, fill=request.of_model.init)
 
 
 def device_of(model: nn.Module | None, given: torch.device | str | None) -> torch.device:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.checkpoint.manifest import Entry, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
-from penstock.checkpoint.plain import dtype_of
+from penstock.dtypes import dtype_named
 from penstock.errors import StageError
 from penstock.front.names import StageTensors
 
@@ -82,7 +82,7 @@ def _value(parameter: Tensor, entry: Entry, place: Path, options: Mapping[str, A
     if entry.shape != tuple(parameter.shape):
         whole = read_entry(place, entry, start=(0,) * len(entry.shape), shape=entry.shape)
         return whole.to(parameter.device) if options.get("capturable") or options.get("fused") else whole
-    made = torch.empty_like(parameter.detach(), dtype=dtype_of(entry.dtype))
+    made = torch.empty_like(parameter.detach(), dtype=dtype_named(entry.dtype))
     chunk = chunk_of(made)
     if chunk is not None:
         start, local = chunk

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +16,26 @@ from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.capture import Pipe
 from penstock.comm.transport import Transport
-from penstock.errors import RunError, StageError
+from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
 from penstock.front.build import Built, Request, adopt, build, cut, device_of
 from penstock.front.choose import Choice
 from penstock.front.companions import Companions
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
+from penstock.front.forward import forward_plan
 from penstock.front.loading import copy_state, load_into
 from penstock.front.names import StageTensors, stage_tensors
+from penstock.front.options import check_named, sorted_options
 from penstock.front.saving import Contents, Saving, prepare, save
-from penstock.front.spread import receive_from, send_to
+from penstock.front.spread import Where, agree_on_rows, check_where, deliver, share_losses
 from penstock.front.weighted import WeightedSchedule
 from penstock.parallel import unwrap, wrap
-from penstock.plan import Placement, Plan
+from penstock.plan import Plan
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
 from penstock.simulate import Timeline
 from penstock.stage.stage import PipelineStage
-
-Where = Literal["all", "last"] | int | None
 
 
 @dataclass(frozen=True)
@@ -59,110 +59,53 @@ class Pipeline:
 
     Every rank makes the same call with the same model. In a process without torch.distributed there is one rank.
 
-    `example`, `example_kwargs`   what `step` will be called with: a batch; sizes count, values hardly. `example_target`
-                                  beside it lets the profile include the loss.
+    `example`        what `step` will be called with: a tuple of a batch's arguments; sizes count, values hardly.
     `loss_fn`        ``loss_fn(output, target)``; a model that returns its own loss (`labels=`) needs none.
     `schedule`       "auto": the fastest by simulation with measured costs; "search": one made for these costs, if that is
                      faster; or a name, a recipe, a plan.
     `microbatches`   into how many a batch is cut.
-    `stages`         a number of stages (`num_stages` says the same), or the `PipelineStage`s of this rank, made by hand.
-    `placement`      "loop", "v" or a `Placement`; `memory_limit`: bytes of a rank.
-    `profile`        a measured `Profile` or its file, to skip the measuring; False: cut by size, measure nothing.
-    `mesh`           a DeviceMesh with the dimensions "dp" and "pp"; `data_parallel` is "ddp" or "fsdp".
-    `group`          a process group, or a transport of `LocalWorld`; else all processes.
-    `weights`, `init`  values for a model on the meta device: a state dict or safetensors files, ``init(name, tensor)``.
-    `loss_scale`     a GradScaler: `step` scales the loss, and all ranks skip a step whose gradients overflow on one.
-    `share_loss`     False: no broadcast at the end of a step, `result.loss` is there on the last stage's rank alone.
-    `scale_grads`, `seed`, `rng`, `ties` and the chunk specs are those of a `Schedule`; `split_spec`, `split_policy`,
-    `dynamic_shapes`, `output_loss_value_spec` and `multi_use_param_spec` those of `pipeline`.
+
+    The other options are in four groups, whose fields say what each is (docs/guides/options.md has the table):
+
+    - of the model: `example_kwargs`, `example_target`, `weights`, `init`;
+    - of the cut: `stages` (a number, or the `PipelineStage`s of this rank), `num_stages`, `placement`, `memory_limit`, `profile`,
+      `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`, `multi_use_param_spec`;
+    - of the ranks: `group`, `mesh`, `data_parallel`, `device`;
+    - of the steps: `loss_scale`, `share_loss`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`, `ties`, `dynamic`,
+      `receives`, `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
     """
 
     def __init__(
         self,
         model: nn.Module | None = None,
-        example: tuple[Any, ...] = (),
+        example: Sequence[Any] = (),
         *,
-        example_kwargs: Mapping[str, Any] | None = None,
-        example_target: Any = None,
         loss_fn: Callable[..., Tensor] | None = None,
         schedule: str | Plan | Recipe = "auto",
         microbatches: int = 8,
-        stages: int | Sequence[PipelineStage] | None = None,
-        num_stages: int | None = None,
-        placement: Placement | str | None = None,
-        memory_limit: int | Sequence[int] | None = None,
-        profile: Profile | str | Path | bool | None = None,
-        mesh: Any = None,
-        data_parallel: Literal["ddp", "fsdp"] = "ddp",
-        group: Any = None,
-        device: torch.device | str | None = None,
-        weights: Any = None,
-        init: Callable[[str, Tensor], None] | None = None,
-        loss_scale: Any = None,
-        share_loss: bool = True,
-        scale_grads: bool = True,
-        seed: int = 0,
-        rng: Literal["per-microbatch"] | None = None,
-        ties: Iterable[Any] = (),
-        split_spec: Mapping[str, Any] | None = None,
-        split_policy: Callable[..., Any] | None = None,
-        dynamic_shapes: Mapping[str, Any] | None = None,
-        output_loss_value_spec: Any = None,
-        multi_use_param_spec: Any = None,
-        **chunk_specs: Any,
+        **options: Any,
     ) -> None:
-        made = [] if stages is None or isinstance(stages, int) else list(stages)
-        count = _one_of(num_stages, stages if isinstance(stages, int) else None)
-        if group is None and made:
-            group = made[0].group
+        of_model, of_cut, of_ranks, of_steps = sorted_options(options)
+        check_named(example, loss_fn, schedule, microbatches)
+        made = of_cut.made
+        if not made and not isinstance(model, nn.Module):
+            raise StageError(f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}")
+        group = made[0].group if of_ranks.group is None and made else of_ranks.group
+        self._ends = Ends.of(group, of_ranks.mesh, made[0].device if made else device_of(model, of_ranks.device))
         self._request: Request | None = None
-        self._ends = Ends.of(group, mesh, made[0].device if made else device_of(model, device))
-        if made:
-            self._built = adopt(made, schedule, microbatches, self._ends)
-        else:
-            if not isinstance(model, nn.Module):
-                raise StageError(
-                    f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}"
-                )
-            capture = {
-                "split_spec": split_spec,
-                "split_policy": split_policy,
-                "dynamic_shapes": dynamic_shapes,
-                "output_loss_value_spec": output_loss_value_spec,
-                "multi_use_param_spec": multi_use_param_spec,
-            }
-            request = Request(
-                model,
-                tuple(example),
-                example_kwargs or {},
-                example_target,
-                loss_fn,
-                schedule,
-                microbatches,
-                count,
-                placement,
-                memory_limit,
-                profile,
-                weights,
-                init,
-                {name: value for name, value in capture.items() if value is not None},
-            )
+        if isinstance(model, nn.Module) and not made:
+            request = Request(model, tuple(example), loss_fn, schedule, microbatches, of_model, of_cut)
             self._built = build(request, self._ends)
-            self._request = replace(request, model=nn.Module(), weights=None)  # the model's memory is the user's
+            # The model's memory is the user's.
+            self._request = replace(request, model=nn.Module(), of_model=replace(of_model, weights=None))
+        else:
+            self._built = adopt(made, schedule, microbatches, self._ends)
         for stage in self._built.stages:
-            stage.submod = wrap(stage.submod, data_parallel, self._ends.mesh)
-        self._ties = _ties(self._built, ties)
+            stage.submod = wrap(stage.submod, of_ranks.data_parallel, self._ends.mesh)
+        self._ties = _ties(self._built, of_steps.ties)
         self._tensors: StageTensors | None = None
-        self._scaler = loss_scale
-        self._share_loss = share_loss
-        self._options = {
-            "loss_fn": loss_fn,
-            "scale_grads": scale_grads,
-            "seed": seed,
-            "rng": rng,
-            "ties": [getattr(tie, "holders", tie) for tie in ties],
-            **chunk_specs,
-        }
+        self._of_steps = of_steps
+        self._options = of_steps.of_schedule(loss_fn)
         self._schedule = self._make_schedule(self._built.plan)
         self._saving: Saving | None = None  # a checkpoint that is being written
         self._smaller: dict[int, WeightedSchedule] = {}  # for evaluations of fewer rows than there are microbatches
@@ -256,14 +199,13 @@ class Pipeline:
 
         `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
         """
+        self._check_call("step", target, outputs)
         losses: list[Tensor] = []
-        one = torch.ones((), device=self._ends.device)
-        self._schedule.factor = 1.0 if self._scaler is None else float(self._scaler.scale(one))
+        self._schedule.factor = self._loss_factor()
         value = self._schedule.step(
             *args, target=target, losses=losses, return_outputs=outputs is not None, loss_kwargs=loss_kwargs, **kwargs
         )
-        if self._scaler is not None:
-            self._agree_on_overflow()
+        self._agree_on_overflow()
         return self._result(self._schedule, losses, value, outputs)
 
     def evaluate(
@@ -274,7 +216,11 @@ class Pipeline:
         loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Result:
-        """The loss of a batch, without gradients and in evaluation mode; any batch size."""
+        """The loss of a batch, without gradients and in evaluation mode; any batch size.
+
+        loss = pipe.evaluate(tokens, target=labels).loss
+        """
+        self._check_call("evaluate", target, outputs)
         schedule, losses = self._for_batch(args, kwargs), list[Tensor]()
         with self._in_eval_mode():
             value = schedule.eval(
@@ -288,11 +234,15 @@ class Pipeline:
         return self._result(schedule, losses, value, outputs)
 
     def predict(self, *args: Any, outputs: Where = "all", **kwargs: Any) -> Any:
-        """The model's output for a batch, in evaluation mode, on every rank (or where `outputs` says)."""
+        """The model's output for a batch, in evaluation mode, on every rank (or where `outputs` says).
+
+        scores = pipe.predict(tokens)
+        """
+        check_where(outputs, self.num_ranks)
         schedule = self._for_batch(args, kwargs)
         with self._in_eval_mode():
             value = schedule.eval(*args, return_outputs=outputs is not None, **kwargs)
-        return self._delivered(value, outputs)
+        return deliver(self._ends, value, outputs, last=self._last_rank)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -347,7 +297,7 @@ class Pipeline:
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
-        companions = Companions(optimizer, scheduler, data, self._scaler)
+        companions = Companions(optimizer, scheduler, data, self._of_steps.loss_scale)
         contents = Contents(self._schedule.steps, companions, extra or {})
         order = prepare(folder, self.tensors, self._ends, contents, keep=keep)
         if wait:
@@ -372,7 +322,7 @@ class Pipeline:
         All ranks check what they need, agree on what it is, and only then change anything: if one cannot, all raise.
         With or_older=True the newest whole one of those that `keep` has left is taken, and a warning says so.
         """
-        companions = Companions(optimizer, scheduler, data, self._scaler)
+        companions = Companions(optimizer, scheduler, data, self._of_steps.loss_scale)
         loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
         self._schedule.steps = loaded.step
         return dict(loaded.extra)
@@ -416,28 +366,47 @@ class Pipeline:
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
         return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
 
+    def _check_call(self, name: str, target: Any, outputs: Where) -> None:
+        """Say what cannot be before anything runs."""
+        check_where(outputs, self.num_ranks)
+        if not self._schedule.has_loss and (target is not None or name == "step"):
+            raise RunError(
+                f"{name}() {'with a target ' if target is not None else ''}without a loss: nothing could be differentiated or "
+                "reported. Give Pipeline(..., loss_fn=function), or call predict() for the outputs alone"
+            )
+
+    def _loss_factor(self) -> float:
+        scaler = self._of_steps.loss_scale
+        return 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._ends.device)))
+
     def _for_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightedSchedule:
-        """A schedule that cuts no more microbatches than there are rows."""
-        plan = self._built.plan
-        rows = batch_size_of(args, kwargs) if args or kwargs else None
+        """A schedule that cuts no more microbatches than there are rows; the same on every rank."""
+        rows, problem = None, None
+        try:
+            rows = batch_size_of(args, kwargs) if args or kwargs else None
+            if rows == 0:
+                raise SplitError("the batch has no rows; expected at least one")
+        except SplitError as error:
+            problem = error
+        rows, plan = agree_on_rows(self._ends, rows, problem), self._built.plan
         if rows is None or rows >= plan.num_microbatches:
             return self._schedule
         if rows not in self._smaller:
-            from penstock.front.forward import forward_plan
-
-            self._smaller[rows] = self._make_schedule(forward_plan(plan.placement, max(rows, 1)))
+            self._smaller[rows] = self._make_schedule(forward_plan(plan.placement, rows))
         return self._smaller[rows]
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
-        changed = [stage.submod for stage in self._built.stages if stage.submod.training]
-        for module in changed:
-            module.eval()
+        """All modules in evaluation mode; afterwards each is in the mode that it was in, frozen ones too."""
+        modules = {stage.submod: list(stage.submod.modules()) for stage in self._built.stages}
+        before = [(module, module.training) for held in modules.values() for module in held]
+        for stage in modules:
+            stage.eval()
         try:
             yield
         finally:
-            for module in changed:
-                module.train()
+            for module, training in before:
+                module.training = training
 
     @property
     def _last_rank(self) -> int:
@@ -446,35 +415,17 @@ class Pipeline:
     def _result(self, schedule: WeightedSchedule, losses: list[Tensor], value: Any, outputs: Where) -> Result:
         numbers = [float(loss) for loss in losses]
         total = schedule.total(numbers) if numbers else None
-        if self._share_loss and schedule.has_loss:
-            transport = self._ends.transport
-            shared = torch.full(
-                (schedule.num_microbatches + 1,), float("nan"), dtype=torch.float64, device=transport.device
-            )
-            if total is not None:
-                shared.copy_(torch.tensor([total, *numbers], dtype=torch.float64))
-            if transport.num_ranks > 1:
-                transport.broadcast(shared, self._last_rank)
-            self._ends.mean_over_replicas(shared[:1])
-            total, *numbers = shared.tolist()
-            if all(number != number for number in numbers):  # an evaluation without a target
-                total, numbers = (None, []) if not losses and self.rank == self._last_rank else (total, numbers)
-        return Result(total, tuple(numbers), self._delivered(value, outputs))
-
-    def _delivered(self, value: Any, outputs: Where) -> Any:
-        """The outputs on the ranks that want them."""
-        last, rank = self._last_rank, self.rank
-        if outputs is None or outputs == "last":
-            return value
-        wanted = range(self.num_ranks) if outputs == "all" else (int(outputs),)
-        others = [other for other in wanted if other != last]
-        if rank == last:
-            send_to(self._ends.transport, others, value)
-            return value if last in wanted else None
-        return receive_from(self._ends.transport, last) if rank in others else None
+        if self._of_steps.share_loss and schedule.has_loss:
+            last = self._last_rank
+            total, *numbers = share_losses(self._ends, total, numbers, count=schedule.num_microbatches, last=last)
+            if all(number != number for number in numbers) and not losses and self.rank == last:
+                total, numbers = None, []  # an evaluation without a target
+        return Result(total, tuple(numbers), deliver(self._ends, value, outputs, last=self._last_rank))
 
     def _agree_on_overflow(self) -> None:
         """If gradients overflow on one rank, every rank's scaler must see it, or some would step and some not."""
+        if self._of_steps.loss_scale is None:
+            return
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         finite = all(bool(torch.isfinite(inner_tensor(grad)).all()) for grad in grads)
         if self.any(not finite) and finite and grads:
@@ -485,12 +436,6 @@ def inner_tensor(tensor: Tensor) -> Tensor:
     from penstock.stage.dtensors import to_local
 
     return to_local(tensor.detach())
-
-
-def _one_of(first: int | None, second: int | None) -> int | None:
-    if first is not None and second is not None and first != second:
-        raise StageError(f"stages={second} and num_stages={first}; give one of them")
-    return second if first is None else first
 
 
 def _ties(built: Built, given: Iterable[Any]) -> list[tuple[tuple[int, str], ...]]:

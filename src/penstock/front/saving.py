@@ -27,8 +27,8 @@ from penstock.checkpoint import kept
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import FILE, Entry, Manifest, Part, SmallFile
 from penstock.checkpoint.parts import Block, chunk_of, write_parts
-from penstock.checkpoint.plain import dtype_name
 from penstock.checkpoint.torch_list import LIST, write_list
+from penstock.dtypes import dtype_name
 from penstock.errors import PenstockError, RunError, StepTimeout
 from penstock.front import moments
 from penstock.front.companions import Companions

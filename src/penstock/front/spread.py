@@ -1,19 +1,23 @@
-"""A value from one rank to others: the outputs of the last stage, for whoever wants them. Tensors and plain numbers."""
+"""Values from one rank to others: the loss, and the outputs of the last stage for whoever wants them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from penstock.comm.framing import complete, frame, receive_frame
 from penstock.comm.transport import Transport
 from penstock.dtypes import dtype_name, dtype_named
+from penstock.errors import RanksDisagree, RunError
+from penstock.front.ends import Ends
 from penstock.stage.boundary import Spec, flatten, unflatten
 from penstock.stage.dtensors import to_local
+
+Where = Literal["all", "last"] | int | None  # on which ranks the outputs are wanted
+_NOTHING, _FAILED = -1, -2  # in place of a number of rows
 
 
 def send_to(transport: Transport, ranks: Sequence[int], value: Any) -> None:
@@ -21,8 +25,10 @@ def send_to(transport: Transport, ranks: Sequence[int], value: Any) -> None:
     tensors, spec = flatten(value)
     local = [to_local(tensor.detach()).contiguous() for tensor in tensors]
     rows = [[list(tensor.shape), dtype_name(tensor.dtype)] for tensor in local]
-    described = frame(0, json.dumps([rows, spec.to_json()]).encode(), transport.device)
-    works = [transport.isend(tensor, rank) for rank in ranks for tensor in (*described, *local)]
+    text = bytearray(json.dumps([rows, spec.to_json()]).encode())
+    blob = torch.frombuffer(text, dtype=torch.uint8).to(transport.device)
+    length = torch.tensor([blob.numel()], dtype=torch.int64, device=transport.device)
+    works = [transport.isend(tensor, rank) for rank in ranks for tensor in (length, blob, *local)]
     for work in works:
         work.wait()
 
@@ -35,6 +41,59 @@ def receive_from(transport: Transport, rank: int) -> Any:
         transport.irecv(buffer, rank).wait()
         return buffer
 
-    _, description = complete(receive_frame(lambda parts: transport.irecv(parts[0], rank), transport.device))
-    rows, spec = json.loads(description)
+    length = int(receive([1], torch.int64).item())
+    rows, spec = json.loads(bytes(receive([length], torch.uint8).tolist()))
     return unflatten(Spec.from_json(spec), [receive(shape, dtype_named(dtype)) for shape, dtype in rows])
+
+
+def deliver(ends: Ends, value: Any, outputs: Where, *, last: int) -> Any:
+    """The outputs on the ranks that want them."""
+    if outputs is None or outputs == "last":
+        return value
+    wanted = range(ends.num_ranks) if outputs == "all" else (int(outputs),)
+    others = [other for other in wanted if other != last]
+    if ends.rank == last:
+        send_to(ends.transport, others, value)
+        return value if last in wanted else None
+    return receive_from(ends.transport, last) if ends.rank in others else None
+
+
+def check_where(outputs: Any, num_ranks: int) -> None:
+    """Before anything runs: whether there is such a place."""
+    if outputs in (None, "all", "last") or (type(outputs) is int and 0 <= outputs < num_ranks):
+        return
+    raise RunError(f'outputs={outputs!r}; expected "all", "last", a rank from 0 to {num_ranks - 1}, or nothing')
+
+
+def share_losses(ends: Ends, total: float | None, losses: Sequence[float], *, count: int, last: int) -> list[float]:
+    """The loss of the batch and of each microbatch, from the last stage's rank, on every rank."""
+    shared = torch.full((count + 1,), float("nan"), dtype=torch.float64, device=ends.transport.device)
+    if total is not None:
+        shared.copy_(torch.tensor([total, *losses], dtype=torch.float64))
+    if ends.transport.num_ranks > 1:
+        ends.transport.broadcast(shared, last)
+    ends.mean_over_replicas(shared[:1])
+    return [float(value) for value in shared]
+
+
+def agree_on_rows(ends: Ends, rows: int | None, problem: Exception | None) -> int | None:
+    """The rows of the batch, which are the same on all ranks that were given one; else every rank raises."""
+    if ends.transport.num_ranks == 1:
+        if problem is not None:
+            raise problem
+        return rows
+    table = torch.zeros(ends.transport.num_ranks, dtype=torch.float64, device=ends.transport.device)
+    table[ends.rank] = _FAILED if problem is not None else _NOTHING if rows is None else rows
+    ends.transport.sum(table)
+    found = [int(value) for value in table]
+    if problem is not None:
+        raise problem
+    if _FAILED in found:
+        raise RunError(f"rank {found.index(_FAILED)} was given a batch that cannot be cut, and says why")
+    given = {rank: count for rank, count in enumerate(found) if count != _NOTHING}
+    if len(set(given.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {count}" for rank, count in given.items())
+        raise RanksDisagree(
+            f"the ranks were given batches of different sizes (rows: {listed}); give every rank the same"
+        )
+    return next(iter(given.values()), None)

@@ -1,0 +1,204 @@
+"""What a Pipeline is asked for: its options in four groups, each checked before any work is done.
+
+of_model, of_cut, of_ranks, of_steps = sorted_options({"profile": False, "seed": 3})
+
+docs/guides/options.md has the table of all of them; a test holds it against the fields here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.balance import Profile
+from penstock.errors import PlanError, StageError, UnknownNameError
+from penstock.plan import Placement, Plan
+from penstock.schedules import Recipe, get_schedule
+from penstock.stage.stage import PipelineStage
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the model is called with, and where its values come from."""
+
+    example_kwargs: Mapping[str, Any] | None = None  # keyword arguments of the example
+    example_target: Any = None  # lets the profile include the loss
+    weights: Any = None  # a state dict; safetensors, .pt or .bin files; a folder of them; a checkpoint of torch's
+    init: Callable[[str, torch.Tensor], None] | None = None  # sets what has no value yet: init(name, tensor)
+
+    def __post_init__(self) -> None:
+        _is(self, "example_kwargs", Mapping, "a dictionary of arguments")
+        _is_callable(self, "init", "init(name, tensor)")
+
+
+@dataclass(frozen=True)
+class CutOptions:
+    """Into which stages, on which ranks, by what costs."""
+
+    stages: int | Sequence[PipelineStage] | None = None  # how many, or those of this rank, made by hand
+    num_stages: int | None = None  # says the same as a number of `stages`
+    placement: Placement | str | None = None  # "loop", "v", or one of your own
+    memory_limit: int | Sequence[int] | None = None  # bytes of a rank, or of each
+    profile: Profile | str | Path | bool | None = None  # measured before, or its file; False: cut by size
+    split_spec: Mapping[str, Any] | None = None
+    split_policy: Callable[..., Any] | None = None
+    dynamic_shapes: Mapping[str, Any] | None = None
+    output_loss_value_spec: Any = None
+    multi_use_param_spec: Any = None
+
+    def __post_init__(self) -> None:
+        made = self.stages
+        if isinstance(made, Sequence) and (not made or any(not isinstance(one, PipelineStage) for one in made)):
+            raise StageError("stages takes the PipelineStages of this rank, or a number of stages")
+        for name in ("stages", "num_stages"):
+            value = getattr(self, name)
+            if value is not None and (name == "num_stages" or not isinstance(value, Sequence)):
+                _is_count(name, value)
+        if isinstance(made, int) and self.num_stages not in (None, made):
+            raise StageError(f"stages={made} and num_stages={self.num_stages}; give one of them")
+        if self.placement not in ("loop", "v", None) and not isinstance(self.placement, Placement):
+            raise PlanError(f'placement={self.placement!r}; expected "loop", "v" or a Placement')
+        limits = self.memory_limit if isinstance(self.memory_limit, Sequence) else [self.memory_limit]
+        if any(
+            limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)) for limit in limits
+        ):
+            raise PlanError(
+                f"memory_limit={self.memory_limit!r}; expected bytes of a rank, or a list with those of each"
+            )
+        _is(self, "profile", Profile | str | Path | bool, "a Profile, its file, or False")
+        if self.profile is True:
+            raise PlanError("profile=True; leave it out to measure, or give a Profile, its file, or False")
+        _is(self, "split_spec", Mapping, "{name of a module: SplitPoint}")
+        _is_callable(self, "split_policy", "a function of the captured module")
+
+    @property
+    def count(self) -> int | None:
+        return self.stages if isinstance(self.stages, int) else self.num_stages
+
+    @property
+    def made(self) -> list[PipelineStage]:
+        """Stages made by hand."""
+        return list(self.stages) if isinstance(self.stages, Sequence) else []
+
+    @property
+    def of_capture(self) -> dict[str, Any]:
+        """Those that `pipeline` takes."""
+        names = ("split_spec", "split_policy", "dynamic_shapes", "output_loss_value_spec", "multi_use_param_spec")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """Who takes part, and where."""
+
+    group: Any = None  # a process group, or a transport of LocalWorld; else all processes
+    mesh: Any = None  # a DeviceMesh with the dimensions "dp" and "pp"
+    data_parallel: str = "ddp"  # or "fsdp": what the replicas of a mesh are
+    device: torch.device | str | None = None  # else that of the model's parameters
+
+    def __post_init__(self) -> None:
+        if self.data_parallel not in ("ddp", "fsdp"):
+            raise StageError(f'data_parallel={self.data_parallel!r}; expected "ddp" or "fsdp"')
+        if self.mesh is not None and not hasattr(self.mesh, "mesh_dim_names"):
+            raise StageError(
+                f"mesh is a {type(self.mesh).__name__}; expected init_device_mesh(..., mesh_dim_names=(...))"
+            )
+        if self.device is not None:
+            try:
+                torch.device(self.device)
+            except (RuntimeError, TypeError) as error:
+                raise StageError(f"device={self.device!r}: {error}") from error
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step goes. All but the first two are those of a `Schedule`."""
+
+    loss_scale: Any = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
+    share_loss: bool = True  # False: no broadcast at the end of a step; the loss is on the last stage's rank alone
+    scale_grads: bool = True
+    seed: int = 0
+    rng: str | None = None  # "per-microbatch": random numbers by seed, stage, microbatch and step
+    ties: Iterable[Any] = ()
+    dynamic: bool = False
+    receives: Any = None
+    args_chunk_spec: Any = None
+    kwargs_chunk_spec: Any = None
+    target_chunk_spec: Any = None
+    output_merge_spec: Any = None
+
+    def __post_init__(self) -> None:
+        if self.rng not in (None, "per-microbatch"):
+            raise StageError(f'rng={self.rng!r}; expected "per-microbatch", or nothing')
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise StageError(f"seed={self.seed!r}; expected a whole number")
+        if self.loss_scale is not None and not all(
+            hasattr(self.loss_scale, name) for name in ("scale", "step", "update")
+        ):
+            raise StageError(f"loss_scale is a {type(self.loss_scale).__name__}; expected a torch.amp.GradScaler")
+        if not isinstance(self.ties, Iterable):
+            raise StageError(
+                f"ties is a {type(self.ties).__name__}; expected [penstock.tie([(0, name), (3, name)]), ...]"
+            )
+        object.__setattr__(self, "ties", list(self.ties))
+
+    def of_schedule(self, loss_fn: Any) -> dict[str, Any]:
+        """Those that `Schedule` takes."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("loss_scale", "share_loss")}
+        return {**given, "loss_fn": loss_fn, "ties": [getattr(tie, "holders", tie) for tie in self.ties]}
+
+
+GROUPS = (ModelOptions, CutOptions, RankOptions, StepOptions)
+FIRST = ("model", "example", "loss_fn", "schedule", "microbatches")  # the named parameters of Pipeline
+
+
+def sorted_options(given: Mapping[str, Any]) -> tuple[ModelOptions, CutOptions, RankOptions, StepOptions]:
+    """The options in their groups; one that does not exist is an error that names the nearest."""
+    known = {f.name: group for group in GROUPS for f in fields(group)}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*FIRST, *known], n=1, cutoff=0.5)
+            meant = f"did you mean {near[0]}=?" if near else "docs/guides/options.md has them all"
+            raise UnknownNameError(f"Pipeline has no option {name}=; {meant}")
+    of_model, of_cut, of_ranks, of_steps = (
+        {name: value for name, value in given.items() if known[name] is group} for group in GROUPS
+    )
+    return ModelOptions(**of_model), CutOptions(**of_cut), RankOptions(**of_ranks), StepOptions(**of_steps)
+
+
+def check_named(example: Any, loss_fn: Any, schedule: Any, microbatches: Any) -> None:
+    """The same for the parameters that have a name in Pipeline itself."""
+    if not isinstance(example, tuple | list):
+        raise StageError(
+            f"example is a {type(example).__name__}; expected a tuple of the model's arguments: example=(x,)"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise StageError(f"loss_fn is a {type(loss_fn).__name__}; expected a function: loss_fn(output, target)")
+    if isinstance(schedule, str):
+        if schedule not in ("auto", "search"):
+            get_schedule(schedule)
+    elif not isinstance(schedule, Plan | Recipe):
+        raise PlanError(f'schedule={schedule!r}; expected "auto", "search", the name of a schedule, a Plan or a Recipe')
+    _is_count("microbatches", microbatches)
+
+
+def _is_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name}={value!r}; expected a whole number from 1")
+
+
+def _is(options: Any, name: str, kind: Any, expected: str) -> None:
+    value = getattr(options, name)
+    if value is not None and not isinstance(value, kind):
+        raise StageError(f"{name} is a {type(value).__name__}; expected {expected}")
+
+
+def _is_callable(options: Any, name: str, expected: str) -> None:
+    value = getattr(options, name)
+    if value is not None and not callable(value):
+        raise StageError(f"{name} is a {type(value).__name__}; expected {expected}")
