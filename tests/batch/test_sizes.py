@@ -27,7 +27,7 @@ def test_an_even_batch_is_cut_as_chunk_cuts_it(batch_size, num_microbatches):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "num_microbatches", "says"), [(3, 4, "batch of 3"), (3, 0, "is 0"), (0, 1, "of 0")]
+    ("batch_size", "num_microbatches", "says"), [(3, 4, "batch of 3"), (3, 0, "is 0"), (0, 1, "no rows")]
 )
 def test_sizes_that_cannot_be(batch_size, num_microbatches, says):
     with pytest.raises(SplitError, match=says):

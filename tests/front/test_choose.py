@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from penstock.front.choose import Choice, Machine, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
 from penstock.front.machine import measure_machine, without_calls
+from penstock.front.options import FIRST, GROUPS
 from penstock.plan import Placement
 from penstock.schedules import get_schedule
 
@@ -172,3 +175,10 @@ def test_a_search_that_finds_nothing_better_says_so() -> None:
     found = choose(uneven(), Wishes(1, 4, schedule="search"))
     assert found.plan.name != "searched"
     assert found.why.endswith("a search found none that is faster")
+
+
+def test_the_table_of_options_is_whole() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/guides/options.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted([*FIRST, *(f.name for group in GROUPS for f in fields(group))])

@@ -132,7 +132,7 @@ def test_the_loss_goes_down_and_the_run_says_what_it_does(finished: tuple[Path, 
 @pytest.mark.xdist_group("train")
 def test_equals_the_unpipelined_run_step_by_step_with_dropout(finished: tuple[Path, str]) -> None:
     folder, _ = finished
-    options = TrainOptions.loads((folder / "options.json").read_text())
+    options = TrainOptions.of_file(folder / "options.json")
     job = make_job(options)
     choice = Choice.loads(read(folder)["choice"])
     args, _ = job.batch(0)

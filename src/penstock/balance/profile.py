@@ -130,7 +130,7 @@ class Profile:
         """Read what `dumps` wrote."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise BalanceError(f"this is no profile: not JSON ({error})") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise BalanceError(f'this is no profile: expected a JSON object with "format": "{_FORMAT}"')
@@ -140,12 +140,17 @@ class Profile:
         if unknown or not isinstance(data.get("layers"), list):
             raise BalanceError(f"the profile needs a list 'layers' and no unknown entries, got {sorted(data)}")
         crossing = data.get("crossing_bytes")
-        return cls(
-            layers=tuple(_layer_from_json(row) for row in data["layers"]),
-            shared_parameters=data.get("shared_parameters", {}),
-            crossing_bytes=None if crossing is None else tuple(crossing),
-            metadata=data.get("metadata", {}),
-        )
+        try:
+            return cls(
+                layers=tuple(_layer_from_json(row) for row in data["layers"]),
+                shared_parameters=data.get("shared_parameters", {}),
+                crossing_bytes=None if crossing is None else tuple(crossing),
+                metadata=data.get("metadata", {}),
+            )
+        except BalanceError:
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            raise BalanceError(f"the profile has an entry of another kind than expected: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a JSON file."""
@@ -154,7 +159,10 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile from a JSON file."""
-        return cls.loads(Path(path).read_text(encoding="utf-8"))
+        try:
+            return cls.loads(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise BalanceError(f"{path} is no profile: no text ({error})") from error
 
 
 def _check_profile(profile: Profile) -> None:

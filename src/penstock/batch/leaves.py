@@ -66,10 +66,8 @@ def cut_leaves(
         hint = ""
         if batch.source is not None:
             hint = f". If {batch.source.path} is no batch, write {batch.source.path.write('Replicate()')}"
-        raise SplitError(
-            f"{batch} is smaller than the number of microbatches, {num_microbatches}: "
-            f"use at most {max(batch.size, 1)} microbatches, or a larger batch{hint}"
-        )
+        advice = f"use at most {batch.size} microbatches, or a larger batch" if batch.size else "the batch has no rows"
+        raise SplitError(f"{batch} is smaller than the number of microbatches, {num_microbatches}: {advice}{hint}")
     return [_split_leaf(leaf, num_microbatches, batch, strict) for leaf in leaves]
 
 

@@ -24,10 +24,12 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     """
     if num_microbatches < 1:
         raise SplitError(f"num_microbatches is {num_microbatches}; expected 1 or more")
+    if batch_size < 1:
+        raise SplitError(f"the batch has no rows; expected at least one for each of {num_microbatches} microbatches")
     if batch_size < num_microbatches:
         raise SplitError(
             f"a batch of {batch_size} cannot be cut into {num_microbatches} microbatches: "
-            f"use a batch of {num_microbatches} or more, or at most {max(batch_size, 1)} microbatches"
+            f"use a batch of {num_microbatches} or more, or at most {batch_size} microbatches"
         )
     rows, larger = divmod(batch_size, num_microbatches)
     return (rows + 1,) * larger + (rows,) * (num_microbatches - larger)

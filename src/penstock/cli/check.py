@@ -11,7 +11,8 @@ from penstock.cli import options
 
 @click.command()
 @options.plan_file
-def command(file: Path) -> None:
+@options.limit
+def command(file: Path, *, limit: int) -> None:
     """Prove that the plan in FILE.csv is complete, well placed, well ordered and cannot deadlock.
 
     Exits with 0 if it is, and with 1 and the reason on stderr if it is not. A plan with communication is also tried
@@ -24,7 +25,7 @@ def command(file: Path) -> None:
     from penstock.errors import DeadlockError
     from penstock.plan import check, load
 
-    plan = load(file, name=file.stem)
+    plan = load(file, limit=limit, name=file.stem)
     check(plan)
     click.echo(
         f"{file}: right. {plan.num_ranks} ranks, {plan.num_stages} stages, {plan.num_microbatches} microbatches, "

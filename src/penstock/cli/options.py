@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
+from penstock.plan.text import LIMIT
+
 if TYPE_CHECKING:
     from penstock.plan import Plan
     from penstock.simulate import Costs, Timeline
@@ -63,6 +65,9 @@ _DRAWINGS: Final = (
 
 plan_file = click.argument(
     "file", type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path), metavar="FILE.csv"
+)
+limit = click.option(
+    "--limit", type=click.IntRange(min=1), default=LIMIT, show_default=True, help="Bytes of FILE.csv that are read."
 )
 output = click.option(
     "--output",

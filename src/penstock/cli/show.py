@@ -12,10 +12,11 @@ from penstock.cli import options
 
 @click.command()
 @options.plan_file
+@options.limit
 @options.costs
 @options.as_json
 @options.drawings
-def command(file: Path, *, as_json: bool, **given: Any) -> None:
+def command(file: Path, *, limit: int, as_json: bool, **given: Any) -> None:
     """Prove the plan in FILE.csv, time it and show it: a table, or with an option a drawing, a page or a trace.
 
     Times are per rank and microbatch; the file may be penstock's or torch's, with communication or without.
@@ -29,7 +30,7 @@ def command(file: Path, *, as_json: bool, **given: Any) -> None:
     from penstock.plan import check, load
     from penstock.simulate import simulate
 
-    plan = load(file, name=file.stem)
+    plan = load(file, limit=limit, name=file.stem)
     check(plan)
     timeline = simulate(plan, options.costs_of(plan, given))
     options.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])

@@ -131,6 +131,7 @@ class Choice:
 
     @classmethod
     def loads(cls, text: str) -> Choice:
+        """Read what `dumps` wrote."""
         data: dict[str, Any] = json.loads(text)
         return cls(
             plan=replace(loads(data["plan"]), name=data["schedule"], placement=Placement.of(data["placement"])),

@@ -294,16 +294,14 @@ class Pipeline:
         next steps, and a `Saving` comes back.
         """
         began = time.perf_counter()
-        if self._saving is not None:
-            before, self._saving = self._saving, None
-            before.wait()
+        if self._saving is not None and not self._saving.told:
+            self._saving.wait()
         companions = Companions(optimizer, scheduler, data, self._of_steps.loss_scale)
         contents = Contents(self._schedule.steps, companions, extra or {})
         order = prepare(folder, self.tensors, self._ends, contents, keep=keep)
+        self._saving = None if wait else Saving(order, self._ends, began)
         if wait:
             save(order, self._ends)
-        else:
-            self._saving = Saving(order, self._ends, began)
         return self._saving
 
     def load(
@@ -398,15 +396,18 @@ class Pipeline:
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
         """All modules in evaluation mode; afterwards each is in the mode that it was in, frozen ones too."""
-        modules = {stage.submod: list(stage.submod.modules()) for stage in self._built.stages}
-        before = [(module, module.training) for held in modules.values() for module in held]
-        for stage in modules:
+        stages = [stage.submod for stage in self._built.stages]
+        before = [(module, module.training) for stage in stages for module in stage.modules()]
+        training = [stage for stage in stages if stage.training]
+        for stage in stages:
             stage.eval()
         try:
             yield
         finally:
-            for module, training in before:
-                module.training = training
+            for stage in training:
+                stage.train()  # a captured one has a graph for each mode
+            for module, mode in before:
+                module.training = mode
 
     @property
     def _last_rank(self) -> int:

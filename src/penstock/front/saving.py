@@ -163,6 +163,7 @@ class Saving:
         blocks = [(key, start, values.detach().to("cpu", copy=True)) for key, start, values in order.blocks]
         self.blocked = time.perf_counter() - began
         self.seconds = 0.0
+        self.told = False  # whether `wait` has said how it ended
         self._order, self._ends = replace(order, blocks=blocks), ends
         self._error: Exception | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
@@ -178,6 +179,7 @@ class Saving:
         """Wait for the end; every rank calls it, and if it went wrong on one, all raise."""
         ends, place = self._ends, self._order.place
         self._written.wait()
+        self.told = True
         try:
             ends.agree(f"writing the checkpoint {place}", self._outcome)
             self._thread.join()

@@ -36,6 +36,7 @@ from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
 
 _ACTIVATIONS = MESSAGES - TRAINING
+LIMIT = 16_000_000  # bytes of a plan file: about two million actions
 _Cell = AnyAction | str | int | None
 
 
@@ -49,12 +50,20 @@ def dump(plan: Plan, path: str | PathLike[str]) -> None:
     Path(path).write_text(dumps(plan), encoding="utf-8")
 
 
-def load(path: str | PathLike[str], **known: object) -> Plan:
+def load(path: str | PathLike[str], *, limit: int = LIMIT, **known: object) -> Plan:
     """Read a CSV file, torch's or penstock's own.
+
+    A file of more than `limit` bytes is refused: reading takes about thirty times its size in memory.
 
     `known` is what the file cannot tell: ``placement``, ``graph``, ``num_microbatches``, ``name``; by default they are
     read off the actions, as in `Plan.of`.
     """
+    size = Path(path).stat().st_size
+    if size > limit:
+        raise ParseError(
+            f"{path} has {size:,} bytes; plans are read up to {limit:,}. If it is a plan, load(path, limit={size}) reads it, and "
+            f"takes about {30 * size / 1e9:.1f} GB"
+        )
     try:
         string = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -16,7 +16,7 @@ from penstock.train.check import Checked, check, set_rate
 from penstock.train.generate import generate
 from penstock.train.job import Job
 from penstock.train.measure import measure_memory, measure_step
-from penstock.train.options import OPTIONS, TrainOptions
+from penstock.train.options import OPTIONS, TrainOptions, read_json
 from penstock.train.screen import Screen
 
 CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
@@ -72,10 +72,10 @@ class Run:
         file = options.folder / CHOICE
         if not options.resume or not file.is_file():
             return {}
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = read_json(file)
         size = int(os.environ.get("WORLD_SIZE", "1"))
         now = {"ranks": size, "microbatches": options.microbatches, "asked": [options.schedule, options.stages]}
-        if any(kept.get(name) != value for name, value in now.items()):
+        if any(kept.get(name) != value for name, value in now.items()) or not {"schedule", "stages"} <= kept.keys():
             return {}
         return {
             "schedule": kept["schedule"],

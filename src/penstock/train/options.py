@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import PenstockError, PlanError, SplitError
 from penstock.schedules import get_schedule
@@ -68,13 +69,33 @@ class TrainOptions:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def loads(cls, text: str) -> TrainOptions:
-        return cls(**json.loads(text))
+    def of_file(cls, file: Path) -> TrainOptions:
+        """Those that a run has written down."""
+        data = read_json(file)
+        defaults = asdict(cls())
+        kinds = {**defaults, "build": "", "stages": 1, "data": "", "threads": 1}  # those whose default is None
+        for name, value in data.items():
+            wanted = type(kinds.get(name))
+            fits = value is None if defaults.get(name, 0) is None and value is None else type(value) is wanted
+            if name not in kinds or not (fits or (wanted is float and type(value) is int)):
+                raise PenstockError(f"{file} says {name!r:.60}: {value!r:.60}, which is no option of penstock train")
+        return cls(**data)
 
     def resumed(self, given: Collection[str]) -> TrainOptions:
         """With `resume`: the options that the run in the folder had, but for those that are `given` now."""
         file = self.folder / OPTIONS
         if not self.resume or not file.is_file():
             return self
-        before = self.loads(file.read_text(encoding="utf-8"))
+        before = self.of_file(file)
         return replace(before, **{name: getattr(self, name) for name in {"resume", "output", *given}})
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file that a run has written."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PenstockError(f"{file} cannot be read: {error}; if the run is lost, give another --output") from error
+    if not isinstance(data, dict):
+        raise PenstockError(f"{file} holds a {type(data).__name__}; expected what penstock train wrote there")
+    return data

@@ -19,6 +19,7 @@ from penstock.front.explain import rank_rows, stage_rows
 from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.simulate import Costs, Timeline, simulate
 from penstock.train.check import Checked
+from penstock.train.options import read_json
 from penstock.train.page import render
 
 REPORT, PAGE = "report.json", "report.html"
@@ -72,7 +73,7 @@ def read(folder: str | Path) -> dict[str, Any]:
         raise PenstockError(
             f"{folder} has no {REPORT}: give the output folder of a `penstock train` that went to its end"
         )
-    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    data = read_json(file)
     if data.get("format") != _FORMAT:
         raise PenstockError(f"{file} has format {data.get('format')!r}, this penstock reads {_FORMAT}")
     return data
@@ -81,6 +82,13 @@ def read(folder: str | Path) -> dict[str, Any]:
 def rewrite(folder: str | Path) -> Path:
     """Make the page again from the figures."""
     data = read(folder)
+    try:
+        return _page(folder, data)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise PenstockError(f"{Path(folder) / REPORT} does not hold the figures of a run: {error!r}") from error
+
+
+def _page(folder: str | Path, data: dict[str, Any]) -> Path:
     choice = Choice.loads(data["choice"])
     measured = _timeline_from_json(data["measured"])
     costs = choice.costs if choice.is_timed else _scaled(choice.costs, measured)

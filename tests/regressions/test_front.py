@@ -1,0 +1,306 @@
+"""What the front door let through, or said badly; each test tells what happened before."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import penstock
+from penstock.balance import LayerCost, Profile
+from penstock.batch import microbatch_sizes
+from penstock.comm import LocalTransport, LocalWorld
+from penstock.errors import BalanceError, PenstockError, RanksDisagree, RunError, SplitError, UnknownNameError
+from penstock.plan import load
+from penstock.train import report
+from penstock.train.options import TrainOptions
+from tests.checkpoint.pipes import WIDTH, batch, make
+from tests.front.models import batch as words
+from tests.front.models import loss_fn
+from tests.front.models import make as make_model
+
+
+def by_hand(transport: LocalTransport, module: nn.Module, **options: Any) -> penstock.Pipeline:
+    stage = penstock.PipelineStage(module, transport.rank, transport.num_ranks, "cpu", group=transport)
+    settings = {"schedule": "1f1b", "loss_fn": nn.functional.mse_loss, "microbatches": 4, **options}
+    return penstock.Pipeline(stages=[stage], **settings)
+
+
+def test_13_3_evaluation_leaves_frozen_modules_frozen() -> None:
+    """`evaluate` and `predict` called train() on the whole stage afterwards: a batch norm that the user had frozen moved its
+    statistics from the next step on."""
+
+    def run(transport: LocalTransport) -> list[bool]:
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+        module[1].eval()
+        pipe = by_hand(transport, module, microbatches=2)
+        before = module[1].state_dict()["running_mean"].clone()
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        pipe.evaluate(x, target=y)
+        pipe.predict(x)
+        modes = [m.training for m in module.modules()]
+        pipe.step(x, target=y)
+        assert torch.equal(module[1].state_dict()["running_mean"], before)
+        with pytest.raises(PenstockError):
+            pipe.evaluate(x, target=y[:1])  # also after a failure
+        assert [m.training for m in module.modules()] == modes
+        return modes
+
+    assert LocalWorld(2).run(run) == [[True, True, False, True]] * 2
+
+
+def test_13_3_captured_stages_go_back_to_training() -> None:
+    tokens, labels = words()
+    pipe = penstock.Pipeline(make_model(dropout=0.5), (tokens,), loss_fn=loss_fn, microbatches=4, profile=False)
+    first = pipe.evaluate(tokens, target=labels).loss
+    assert pipe.evaluate(tokens, target=labels).loss == first, "no dropout"
+    assert pipe.step(tokens, target=labels).loss != pipe.step(tokens, target=labels).loss, "dropout"
+
+
+@pytest.mark.parametrize("profile", [None, False])
+def test_13_5_another_model_on_one_rank_is_refused(profile: Any) -> None:
+    """With 4 layers on one rank and 6 on another the ranks trained something that was no model at all."""
+
+    def run(transport: LocalTransport) -> str:
+        model = make_model(layers=4 + 2 * transport.rank)
+        with pytest.raises(RanksDisagree) as caught:
+            penstock.Pipeline(model, (words()[0],), group=transport, loss_fn=loss_fn, profile=profile, microbatches=4)
+        return str(caught.value)
+
+    for text in LocalWorld(2).run(run):
+        assert "number of parameters" in text
+        assert "rank 0" in text
+        assert "rank 1" in text
+
+
+@pytest.mark.parametrize("other", ["width", "type", "tie", "buffer", "rows"])
+def test_13_5_and_so_is_one_that_differs_in_a_detail(other: str) -> None:
+    def run(transport: LocalTransport) -> None:
+        model = make_model(tied=other == "tie" and transport.rank == 1)
+        tokens = words(rows=8)[0]
+        if transport.rank == 1:
+            if other == "width":
+                model.blocks[1].up = nn.Linear(16, 40).double()
+                model.blocks[1].down = nn.Linear(40, 16).double()
+            elif other == "type":
+                model = model.float()
+            elif other == "buffer":
+                model.register_buffer("more", torch.zeros(3))
+                model.head.register_buffer("scale", torch.ones(31, dtype=torch.float64))
+                model.head.register_forward_hook(lambda m, _, y: y * m.scale)
+            elif other == "rows":
+                tokens = words(rows=4)[0]
+        with pytest.raises(PenstockError, match=r"differ|failed|match|Build the same"):
+            penstock.Pipeline(model, (tokens,), group=transport, loss_fn=loss_fn, profile=False, microbatches=4)
+
+    LocalWorld(2).run(run)
+
+
+def test_13_7_a_target_without_a_loss_is_said() -> None:
+    """`step(x, target=y)` without a loss gave no gradients and no error."""
+
+    def run(transport: LocalTransport) -> None:
+        pipe = by_hand(transport, nn.Linear(WIDTH, WIDTH), loss_fn=None)
+        x, y = batch(0)
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(RunError, match=r"without a loss.*loss_fn=function"):
+                call(x, target=y)
+        with pytest.raises(RunError, match="without a loss"):
+            pipe.step(x)
+        assert pipe.predict(x).shape == y.shape
+
+    LocalWorld(2).run(run)
+
+
+def test_13_8_evaluating_different_rows_harms_nothing() -> None:
+    """Ranks with fewer rows than microbatches took another plan than the others; their messages met the wrong receives, and
+    nothing worked afterwards."""
+
+    def run(transport: LocalTransport) -> float | None:
+        pipe = by_hand(transport, nn.Linear(WIDTH, WIDTH))
+        x, y = batch(0)
+        rows = 4 if transport.rank == 0 else 2
+        for call in (pipe.evaluate, pipe.predict):
+            with pytest.raises(RanksDisagree, match="rank 0: 4, rank 1: 2"):
+                call(x[:rows], **({"target": y[:rows]} if call == pipe.evaluate else {}))
+        with pytest.raises(PenstockError, match=r"no rows|cannot be cut"):
+            pipe.evaluate(x[: 4 * transport.rank], target=y)
+        pipe.meet("a barrier afterwards")
+        assert pipe.evaluate(x[:2], target=y[:2]).loss is not None
+        assert pipe.predict(x).shape == y.shape
+        return pipe.step(x, target=y).loss
+
+    first, second = LocalWorld(2).run(run)
+    assert first == second
+
+
+# -- errors that teach
+
+
+def never(*_: Any) -> Tensor:
+    raise AssertionError("work was done before the options were looked at")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss_func": None}, "no option loss_func=; did you mean loss_fn="),
+    ({"micro_batches": 4}, "no option micro_batches=; did you mean microbatches="),
+    ({"zzz": 1}, r"no option zzz=; docs/guides/options\.md"),
+    ({"example": torch.ones(3)}, r"example=\(x,\)"),
+    ({"microbatches": 0}, "microbatches=0; expected a whole number from 1"),
+    ({"microbatches": "8"}, "microbatches='8'"),
+    ({"microbatches": True}, "microbatches=True"),
+    ({"schedule": "1f2b"}, "1f2b"),
+    ({"schedule": None}, "schedule=None"),
+    ({"placement": "w"}, "placement='w'"),
+    ({"memory_limit": "12 GB"}, "memory_limit='12 GB'"),
+    ({"num_stages": -1}, "num_stages=-1"),
+    ({"stages": 2, "num_stages": 3}, "give one of them"),
+    ({"stages": []}, "PipelineStages of this rank"),
+    ({"stages": [nn.Linear(1, 1)]}, "PipelineStages of this rank"),
+    ({"profile": 3}, "profile is a int"),
+    ({"profile": True}, "leave it out to measure"),
+    ({"profile": "no such file"}, "no such file"),
+    ({"data_parallel": "dpp"}, "data_parallel='dpp'"),
+    ({"mesh": 3}, "mesh is a int"),
+    ({"device": "gpu"}, "device='gpu'"),
+    ({"loss_fn": 3}, "loss_fn is a int"),
+    ({"loss_scale": 3}, "loss_scale is a int"),
+    ({"rng": "per-step"}, "rng='per-step'"),
+    ({"seed": "x"}, "seed='x'"),
+    ({"ties": 3}, "ties is a int"),
+    ({"example_kwargs": 3}, "example_kwargs is a int"),
+    ({"init": 3}, "init is a int"),
+    ({"split_spec": 3}, "split_spec is a int"),
+    ({"split_policy": 3}, "split_policy is a int"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), WRONG, ids=[str(sorted(one)[0]) + str(i) for i, (one, _) in enumerate(WRONG)]
+)
+def test_13_11_a_wrong_option_is_named_before_any_work(options: dict[str, Any], words: str) -> None:
+    """A misspelt option was reported by another class, after the model had been captured and measured."""
+
+    class Untouched(nn.Module):
+        forward = never
+
+    settings: dict[str, Any] = {"model": Untouched(), "example": (torch.ones(4, 2),), **options}
+    with pytest.raises(PenstockError, match=words):
+        penstock.Pipeline(**settings)
+
+
+def test_13_11_an_unknown_option_is_an_unknown_name() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean"):
+        penstock.Pipeline(nn.Linear(1, 1), (torch.ones(1, 1),), shedule="1f1b")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda pipe, x, y: pipe.step(x, target=y, outputs="first"), "outputs='first'"),
+        (lambda pipe, x, y: pipe.predict(x, outputs=7), "outputs=7"),
+        (lambda pipe, x, y: pipe.evaluate(x[:0], target=y[:0]), "no rows"),
+        (lambda pipe, x, y: pipe.step(x[:0], target=y[:0]), "no rows"),
+        (lambda pipe, x, y: pipe.save("/dev/null/checkpoint"), "Not a directory"),
+        (lambda pipe, x, y: pipe.save("here", keep=0), "keep=0"),
+        (lambda pipe, x, y: pipe.save("here", scheduler=3), "scheduler is a int"),
+        (lambda pipe, x, y: pipe.load("nowhere"), "is no checkpoint"),
+        (lambda pipe, x, y: penstock.load("nowhere"), "is no checkpoint"),
+        (lambda pipe, x, y: pipe.load_state_dict({}), "lacks tensors"),
+        (lambda pipe, x, y: pipe.clip_grad_norm_(1.0, norm_type=0), "norm_type=0"),
+    ],
+)
+def test_13_11_calls_that_cannot_be_say_what_to_write(
+    call: Callable[..., Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipe, _ = make()
+    with pytest.raises(PenstockError, match=words):
+        call(pipe, *batch(0))
+
+
+def test_13_11_no_rows_are_no_microbatches() -> None:
+    """The advice for an empty batch was "use at most 1 microbatches"."""
+    with pytest.raises(SplitError, match="the batch has no rows"):
+        microbatch_sizes(0, 4)
+
+
+# -- files
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(data=st.data(), value=JSON)
+def test_13_11_any_profile_is_read_or_refused(data: st.DataObject, value: Any) -> None:
+    whole = Profile((LayerCost("a", 1.0, output_bytes=8, shared=frozenset({"w"})), LayerCost("b", 2.0)), {"w": 8}, (4,))
+    body = json.loads(whole.dumps())
+    target: Any = body
+    while True:
+        key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
+        if not isinstance(target[key], dict | list) or not target[key] or data.draw(st.booleans()):
+            target[key] = value
+            break
+        target = target[key]
+    with suppress(BalanceError):
+        Profile.loads(json.dumps(body))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "3", "[]", '{"format": 3}'])
+def test_13_11_what_a_run_left_behind_may_be_damaged(tmp_path: Path, text: str) -> None:
+    """JSONDecodeError, AttributeError and KeyError came out of files that had been cut off."""
+    for name in ("options.json", "report.json"):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(PenstockError):
+        TrainOptions(resume=True, output=str(tmp_path)).resumed([])
+    with pytest.raises(PenstockError):
+        report.rewrite(tmp_path)
+    with pytest.raises(BalanceError):
+        Profile.loads(text)
+    (tmp_path / "profile.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(BalanceError, match="no text"):
+        Profile.load(tmp_path / "profile.json")
+
+
+@given(st.dictionaries(st.sampled_from(["ranks", "schedule", "stages", "resume", "learning_rate", "what"]), JSON))
+def test_13_11_any_options_are_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "options.json"
+    file.write_text(json.dumps(options))
+    with suppress(PenstockError):
+        TrainOptions.of_file(file)
+
+
+def test_13_13_a_plan_file_is_bounded(tmp_path: Path) -> None:
+    """A plan file of 118 MB took 3.6 GB and more than 200 s."""
+    file = tmp_path / "plan.csv"
+    file.write_text("0F0,0B0\n")
+    with file.open("ab") as stream:
+        os.truncate(stream.fileno(), 200_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PenstockError, match=r"200,000,000 bytes; plans are read up to 16,000,000.*limit=200000000"):
+            load(file)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    file.write_text("0F0,0B0\n")
+    assert load(file, limit=8).num_actions == 2
+    with pytest.raises(PenstockError, match="8 bytes; plans are read up to 7"):
+        load(file, limit=7)
