@@ -25,6 +25,7 @@ from penstock.cli.main import main
 from penstock.errors import PenstockError
 from penstock.front import Choice
 from penstock.front.build import Request, cut
+from penstock.front.options import CutOptions, ModelOptions
 from penstock.train.check import Unpipelined
 from penstock.train.job import Job, data_as_function, make_job
 from penstock.train.options import OPTIONS, TrainOptions
@@ -136,7 +137,7 @@ def test_equals_the_unpipelined_run_step_by_step_with_dropout(finished: tuple[Pa
     job = make_job(options)
     choice = Choice.loads(read(folder)["choice"])
     args, _ = job.batch(0)
-    request: Any = Request(job.model, args, {}, None, None, "1f1b", 4, None, None, None, False)
+    request = Request(job.model, args, None, "1f1b", 4, ModelOptions(), CutOptions(profile=False))
     plain = Unpipelined(job, job.model, range(4), whole=cut(request, choice), seed=options.seed)
     expected = [plain.step(step, job.batch(step)) for step in range(options.steps)]
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
