@@ -78,8 +78,8 @@ class _Ways:
             for stage in range(half):
                 mirror = 2 * half - 1 - stage
                 stay[stage * size + number] = begins[mirror] + times[mirror] - begins[stage]
-        fastest = (tuple(map(min, zip(*rows, strict=True))) for rows in (before, after))
-        return cls(*fastest, alone, tuple(stay), forward, back, weight)
+        first, last = (tuple(map(min, zip(*rows, strict=True))) for rows in (before, after))
+        return cls(first, last, alone, tuple(stay), forward, back, weight)
 
 
 def _least_times(job: Job) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:

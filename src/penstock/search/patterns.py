@@ -15,8 +15,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.plan import Plan
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, STAGE, STAGE_SHIFT, Op, parts
+from penstock.plan import Op, Plan
+from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, STAGE, STAGE_SHIFT, parts
 from penstock.search.job import Job
 from penstock.search.listing import Urgency
 
