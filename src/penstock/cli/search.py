@@ -56,7 +56,8 @@ def command(
 
     Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. Without
     --stages-per-rank 1, 2 and 4 are tried, and the search goes on with the best of them. The result comes with a floor,
-    which no schedule with as many stages and as much memory can beat, and the gap to it: at 0 % it is proved to be the best there is.
+    which no schedule with as many stages and as much memory can beat, and the gap to it: at 0 % it is proved to be the
+    best there is.
 
     \b
     Examples:
