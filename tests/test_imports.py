@@ -21,11 +21,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # the planning half
     "plan": ("errors",),
     "schedules": ("plan",),
-    "simulate": ("schedules",),
-    "lower": ("simulate",),
-    "show": ("lower",),
-    "balance": ("lower",),
-    "search": ("lower",),
+    "lower": ("schedules",),
+    "simulate": ("lower",),
+    "show": ("simulate",),
+    "balance": ("simulate",),
+    "search": ("simulate",),
     "studio": ("show",),
     # the running half
     "dtypes": ("errors",),
@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "comm": ("plan", "dtypes"),
     "parallel": ("plan", "dtypes"),
     "stage": ("plan", "dtypes", "nest"),
-    "run": ("stage", "comm", "parallel", "batch", "lower"),
+    "run": ("stage", "comm", "parallel", "batch", "simulate"),
     "capture": ("stage", "batch", "balance"),
     "checkpoint": ("stage",),
     # the front door

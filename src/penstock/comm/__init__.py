@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.local import LocalTransport, LocalWorld
-from penstock.comm.messages import Work
-from penstock.comm.transport import FailureRecord, Store, Transport
+from penstock.comm.transport import FailureRecord, Store, Transport, Work
 
 __all__ = ["DistributedTransport", "FailureRecord", "LocalTransport", "LocalWorld", "Store", "Transport", "Work"]

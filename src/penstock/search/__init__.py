@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from penstock.search.floor import floor
-from penstock.search.lane import Searched
-from penstock.search.search import search
+from penstock.search.search import Searched, search
 
 __all__ = ["Searched", "floor", "search"]
