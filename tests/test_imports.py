@@ -21,11 +21,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # the planning half
     "plan": ("errors",),
     "schedules": ("plan",),
-    "lower": ("schedules",),
-    "simulate": ("lower",),
-    "show": ("simulate",),
-    "balance": ("simulate",),
-    "search": ("simulate",),
+    "simulate": ("schedules",),
+    "lower": ("simulate",),
+    "show": ("lower",),
+    "balance": ("lower",),
+    "search": ("lower",),
     "studio": ("show",),
     # the running half
     "dtypes": ("errors",),
@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "comm": ("plan", "dtypes"),
     "parallel": ("plan", "dtypes"),
     "stage": ("plan", "dtypes", "nest"),
-    "run": ("stage", "comm", "parallel", "batch", "simulate"),
+    "run": ("stage", "comm", "parallel", "batch", "lower"),
     "capture": ("stage", "batch", "balance"),
     "checkpoint": ("stage",),
     # the front door

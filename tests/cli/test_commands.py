@@ -274,3 +274,21 @@ def test_search_says_what_memory_is_needed() -> None:
     done = run("search", "--memory", "0.5")
     assert done.exit_code == 1
     assert "memory_limit=0.5 on rank 0" in done.output
+
+
+def test_plans_can_hold_less(tmp_path: Path) -> None:
+    plain = figures("plan", "gpipe", "-p", "2", "-m", "6")
+    assert plain["peak_activations"] == [6, 6]
+    moved = figures("plan", "gpipe", "-p", "2", "-m", "6", "--recompute", "0", "--offload", "1")
+    assert moved["peak_activations"] == [1, 3]
+    assert moved["makespan"] <= plain["makespan"] + 6
+    file = tmp_path / "plan.csv"
+    ok("plan", "gpipe", "-p", "2", "-m", "6", "-o", file)
+    text = ok("show", file, "--offload", "all")
+    assert "copies" in text
+    assert "O offload" in text
+    for wrong in ("1-", "x", "0,,1", "-3"):
+        done = run("plan", "gpipe", "--recompute", wrong)
+        assert done.exit_code == 2
+        assert "expected all, or numbers such as 0-3,6" in done.stderr
+    assert "expected 0 to 3" in run("plan", "gpipe", "--offload", "4").stderr

@@ -57,6 +57,10 @@ _COSTS: Final = (
         help="Time of a message between two ranks.",
     ),
 )
+_LESS_MEMORY: Final = (
+    click.option("--recompute", metavar="STAGES", help="Run forwards again before their backwards: all, or 0-3,6."),
+    click.option("--offload", metavar="STAGES", help="Move what forwards saved off the device: all, or 0-3,6."),
+)
 _DRAWINGS: Final = (
     click.option("--svg", type=_OUTPUT, metavar="FILE", help="Write a drawing."),
     click.option("--html", type=_OUTPUT, metavar="FILE", help="Write a page for the browser: zoom, hover, memory."),
@@ -89,6 +93,11 @@ def costs(command: _Command) -> _Command:
     return _with(command, _COSTS)
 
 
+def less_memory(command: _Command) -> _Command:
+    """--recompute, --offload."""
+    return _with(command, _LESS_MEMORY)
+
+
 def drawings(command: _Command) -> _Command:
     """--svg, --html, --trace."""
     return _with(command, _DRAWINGS)
@@ -107,6 +116,28 @@ def costs_of(plan: Plan, given: dict[str, Any]) -> Costs:
     names = ("forward", "backward_input", "backward_weight", "latency")
     per_rank = -(-plan.num_stages // plan.num_ranks)
     return Costs.per_rank(num_stages=plan.num_stages, stages_per_rank=per_rank, **{name: given[name] for name in names})
+
+
+def holding_less(plan: Plan, costs: Costs, given: dict[str, Any]) -> Plan:
+    """The plan with what `less_memory` was given."""
+    from penstock.lower import offload, recompute
+
+    if given["offload"] is not None:
+        plan = offload(plan, _stages(given["offload"]), costs=costs)
+    return plan if given["recompute"] is None else recompute(plan, _stages(given["recompute"]), costs=costs)
+
+
+def _stages(written: str) -> list[int] | None:
+    """``all`` as None, ``0-3,6`` as [0, 1, 2, 3, 6]."""
+    if written == "all":
+        return None
+    found: list[int] = []
+    for part in written.split(","):
+        first, dash, last = part.partition("-")
+        if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
+            raise click.BadParameter(f"{written!r} names no stages; expected all, or numbers such as 0-3,6")
+        found += range(int(first), int(last or first) + 1)
+    return found
 
 
 def write_drawings(timeline: Timeline, *, svg: Path | None, html: Path | None, trace: Path | None) -> None:

@@ -14,6 +14,7 @@ from penstock.cli import options
 @click.argument("name")
 @options.sizes
 @options.costs
+@options.less_memory
 @click.option("--lowered", is_flag=True, help="With sends and receives: all that a rank does, not only its computing.")
 @options.as_json
 @options.output
@@ -38,6 +39,7 @@ def command(
     Examples:
       penstock plan 1f1b --ranks 4 --microbatches 8
       penstock plan zbv -p 8 -m 24 --forward 18.5 --backward-input 18.1 --backward-weight 9.3 --latency 0.6 --json
+      penstock plan gis -p 8 -m 24 -v 4 --offload 0-15 --recompute 16-31
       penstock plan interleaved1f1b --stages-per-rank 4 --lowered -o plan.csv --html plan.html
     """
     from penstock.cli.figures import print_timeline
@@ -47,10 +49,12 @@ def command(
     from penstock.simulate import simulate
 
     plan = get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank)
+    costs = options.costs_of(plan, given)
+    plan = options.holding_less(plan, costs, given)
     if lowered:
         plan = lower(plan)
     check(plan)
-    timeline = simulate(plan, options.costs_of(plan, given))
+    timeline = simulate(plan, costs)
     if output is not None:
         dump(plan, output)
     options.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])

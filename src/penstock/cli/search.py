@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from penstock.simulate import Costs
 
 _STAGES_PER_RANK: Final = (1, 2, 4)  # what is tried when nothing is said
+_EFFORT: Final = 3_000_000  # actions to place when nothing is said about tries: about ten seconds
+_FIRST: Final = 0.15  # the share of the tries in which each number of stages a rank is tried, if there are several
 
 
 @click.command()
@@ -30,7 +32,9 @@ _STAGES_PER_RANK: Final = (1, 2, 4)  # what is tried when nothing is said
 @click.option(
     "--placement", type=click.Choice(["loop", "v"]), help="How stages lie on ranks.  [default: both are tried]"
 )
-@click.option("--tries", type=click.IntRange(min=1), default=200, show_default=True, help="Schedules to make and time.")
+@click.option(
+    "--tries", type=click.IntRange(min=1), metavar="N", help="Schedules to make and time.  [default: about ten seconds]"
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same schedule.")
 @options.as_json
 @options.output
@@ -42,7 +46,7 @@ def command(
     stages_per_rank: int | None,
     memory: float | None,
     placement: Literal["loop", "v"] | None,
-    tries: int,
+    tries: int | None,
     seed: int,
     as_json: bool,
     output: Path | None,
@@ -51,8 +55,9 @@ def command(
     """Search the fastest schedule for these costs, in which no rank holds more than --memory.
 
     Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. Without
-    --stages-per-rank 1, 2 and 4 are tried. The result comes with a floor, which no schedule with as many stages can beat,
-    and the gap to it: at 0 % it is proved to be the best there is.
+    --stages-per-rank 1, 2 and 4 are tried, and the search goes on with the best of them. The result comes with a floor,
+    which no schedule with as many stages and as much memory can beat, and the gap to it: at 0 % it is proved to be the
+    best there is.
 
     \b
     Examples:
@@ -65,12 +70,17 @@ def command(
     from penstock.simulate import Costs
 
     times = {name: given[name] for name in ("forward", "backward_input", "backward_weight", "latency")}
-    wishes = {"memory_limit": memory, "placement": placement, "tries": tries, "seed": seed}
-    each = [
-        _search(ranks, microbatches, Costs.per_rank(num_stages=ranks * v, stages_per_rank=v, **times), **wishes)
-        for v in ([stages_per_rank] if stages_per_rank else _STAGES_PER_RANK)
-    ]
-    found = min(each, key=lambda one: one.makespan)
+    wishes = {"memory_limit": memory, "placement": placement, "seed": seed}
+
+    def searched(per_rank: int, share: float) -> Searched:
+        costs = Costs.per_rank(num_stages=ranks * per_rank, stages_per_rank=per_rank, **times)
+        wanted = tries or max(50, _EFFORT // (3 * costs.num_stages * microbatches))
+        return _search(ranks, microbatches, costs, tries=max(1, round(wanted * share)), **wishes)
+
+    several = [stages_per_rank] if stages_per_rank else [*_STAGES_PER_RANK]
+    if len(several) > 1:
+        several = [min(several, key=lambda per_rank: searched(per_rank, _FIRST).makespan)]
+    found = searched(several[0], 1.0)
     timeline = found.timeline
     if output is not None:
         dump(found.plan, output)

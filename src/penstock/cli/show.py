@@ -14,6 +14,7 @@ from penstock.cli import options
 @options.plan_file
 @options.limit
 @options.costs
+@options.less_memory
 @options.as_json
 @options.drawings
 def command(file: Path, *, limit: int, as_json: bool, **given: Any) -> None:
@@ -31,7 +32,9 @@ def command(file: Path, *, limit: int, as_json: bool, **given: Any) -> None:
     from penstock.simulate import simulate
 
     plan = load(file, limit=limit, name=file.stem)
+    costs = options.costs_of(plan, given)
+    plan = options.holding_less(plan, costs, given)
     check(plan)
-    timeline = simulate(plan, options.costs_of(plan, given))
+    timeline = simulate(plan, costs)
     options.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
     print_timeline(timeline, as_json=as_json)

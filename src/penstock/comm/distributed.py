@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from penstock.comm.line import Line
+from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.pulse import Pulse, address_towards, heartbeat
 from penstock.comm.store import Departure, DistributedStore
 from penstock.comm.switchboard import Switchboard
-from penstock.comm.transport import FailureRecord, Receive, Send, Transport, Work
+from penstock.comm.transport import FailureRecord, Transport
 from penstock.comm.watcher import Watcher
 from penstock.errors import PenstockError, StepTimeout, TransportError
 
@@ -35,10 +36,7 @@ _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to 
 class DistributedTransport(Transport):
     """A process group as a transport; ranks are ranks in the group. Every rank of the group makes one.
 
-        transport = DistributedTransport.of(mesh.get_group("pp"))
-
-    Backends other than gloo get two groups of their own, one for each direction, so that a send to the next rank
-    cannot block one to the previous rank. That part is written for accelerators and not tested on any.
+    transport = DistributedTransport.of(mesh.get_group("pp"))
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str = "cpu") -> None:
@@ -46,12 +44,16 @@ class DistributedTransport(Transport):
         self.device = torch.device(device)
         self.rank = group.rank()
         self.num_ranks = group.size()
-        backend = group._get_backend(self.device)
-        self._gloo: Any = backend if isinstance(backend, dist.ProcessGroupGloo) else None
-        self._channels = _channels(group, backend, self.device)
-        self.timeout = _timeout(backend)
+        self.backend: Any = group._get_backend(self.device)
+        self.backend_name = _backend_name(group, self.device)
+        self.bound = _timeout(self.backend)
+        self.timeout = self.bound.total_seconds()
         patience = heartbeat()
-        self.store: DistributedStore = _store(group, self.device, patience)
+        self.place = _place(group, self.device)
+        own = self.place.clone()  # a connection of our own, whose waits we may bound
+        self.store: DistributedStore = DistributedStore(own, self.rank, self.num_ranks, bound=patience)
+        self._host_backend = _host_backend(group, self.place, self.bound)
+        self._gloo: Any = self._host_backend if isinstance(self._host_backend, dist.ProcessGroupGloo) else None
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
         self.store.silent = self.pulse.look
@@ -72,7 +74,10 @@ class DistributedTransport(Transport):
         transports = _OF_GROUP.setdefault(group, {})
         kind = torch.device(device).type
         if kind not in transports:
-            transports[kind] = cls(group, device=device)
+            made = cls
+            if kind != "cpu":
+                from penstock.comm.accelerator import AcceleratorTransport as made
+            transports[kind] = made(group, device=device)
         return transports[kind]
 
     # -- messages
@@ -96,12 +101,11 @@ class DistributedTransport(Transport):
         return None if self._switchboard is None else self._switchboard.line(peer, *self._backend_calls(peer))
 
     def _backend_calls(self, peer: int) -> tuple[Send, Receive]:
-        (out, number), (back, _) = (self._channels(self._peer(peer), up) for up in (self.rank < peer, peer < self.rank))
-        return partial(out.send, dstRank=number, tag=_TAG), partial(back.recv, srcRank=number, tag=_TAG)
+        # The backend itself, not the group: one dispatch less for each message.
+        send, receive, number = self._host_backend.send, self._host_backend.recv, self._peer(peer)
+        return partial(send, dstRank=number, tag=_TAG), partial(receive, srcRank=number, tag=_TAG)
 
     def waiter(self) -> Callable[[Work], object]:
-        if self.device.type != "cpu":
-            return methodcaller("wait")  # on an accelerator a bound would make the host wait for the stream
         if self._waiter[0] != self.timeout:
             self._waiter = self.timeout, methodcaller("wait", timedelta(seconds=self.timeout))
         return self._waiter[1]
@@ -247,36 +251,33 @@ def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _channels(group: dist.ProcessGroup, backend: Any, device: torch.device) -> Callable[[int, bool], tuple[Any, int]]:
-    """From (peer, does the message go to a higher rank) to whose send and recv to call, and the peer's rank there."""
-    if device.type == "cpu":
-        # The backend itself, not the group: one dispatch less for each message.
-        channel = backend if isinstance(backend, dist.ProcessGroupGloo) else group
-        return lambda peer, upward: (channel, peer)
-    ranks = dist.get_process_group_ranks(group)
-    up, down = (dist.new_group(ranks, use_local_synchronization=True) for _ in ("up", "down"))
-
-    def directed(peer: int, upward: bool) -> tuple[Any, int]:
-        channel = up if upward else down
-        return channel, dist.get_group_rank(channel, ranks[peer])
-
-    return directed
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend of the group for a device, as in `init_process_group("cpu:gloo,cuda:nccl")`."""
+    known = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
+    return str(known.get(device.type, dist.get_backend(group)))
 
 
-def _timeout(backend: Any) -> float:
+def _host_backend(group: dist.ProcessGroup, place: Any, bound: timedelta) -> Any:
+    """What carries messages in host memory: the group's own backend, or a gloo of penstock's own beside it."""
+    host = torch.device("cpu")
+    if host in group._device_types:
+        found = group._get_backend(host)
+        return found if isinstance(found, dist.ProcessGroupGloo) else group
+    return dist.ProcessGroupGloo(PrefixStore("control", place), group.rank(), group.size(), bound)
+
+
+def _timeout(backend: Any) -> timedelta:
     options = getattr(backend, "options", None)
-    bound = getattr(options, "_timeout", timedelta(minutes=30))
-    return float(bound.total_seconds())
+    bound: timedelta = getattr(options, "_timeout", timedelta(minutes=30))
+    return bound
 
 
-def _store(group: dist.ProcessGroup, device: torch.device, bound: float) -> DistributedStore:
-    """Keys of this group and of this life of it: groups side by side, and one made again, must not meet."""
+def _place(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The part of the store for this group and this life of it: groups side by side, and one made again, must not meet."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
     name = hashlib.sha1(f"{group.group_name}|{ranks}|{device.type}".encode()).hexdigest()[:16]
     base = PrefixStore(f"penstock/{name}", _get_default_store())
-    life = base.add(f"lives/{group.rank()}", 1)
-    own = PrefixStore(str(life), base).clone()  # type: ignore[attr-defined]  # a connection of our own, whose waits we may bound
-    return DistributedStore(own, group.rank(), group.size(), bound=bound)
+    return PrefixStore(str(base.add(f"lives/{group.rank()}", 1)), base)
 
 
 def _connection_lost(text: str) -> bool:

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.comm.transport import Receive, Send, Work
+from penstock.comm.messages import Receive, Send, Work
 
 LIMIT = 1 << 17
 """Bytes of the largest message that goes over a socket. A larger one gains from a backend's thread, which overlaps it."""

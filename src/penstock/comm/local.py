@@ -25,7 +25,8 @@ from torch import Tensor
 
 from penstock.comm.baton import Baton, Waiting
 from penstock.comm.crew import Crew
-from penstock.comm.transport import FailureRecord, Receive, Send, Store, Transport, Work
+from penstock.comm.messages import Receive, Send, Work
+from penstock.comm.transport import FailureRecord, Store, Transport
 from penstock.errors import PenstockError, RunError, ShapeError, TransportError
 
 Arguments = ParamSpec("Arguments")

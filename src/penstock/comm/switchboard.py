@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.comm.line import Line
-from penstock.comm.transport import Receive, Send, Store
+from penstock.comm.messages import Receive, Send
+from penstock.comm.transport import Store
 from penstock.errors import PenstockError
 
 _HELLO = struct.Struct("<32sII")  # secret, rank, how often the rank that listens has connected

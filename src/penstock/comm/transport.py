@@ -1,42 +1,27 @@
 """What the runtime asks of a transport: messages between ranks, small facts through a store, and news of failures.
 
-The hot path costs no Python frame: ``sender``, ``receiver`` and ``waiter`` are resolved once, before the first step,
-and are C callables over torch.distributed.
-
-    send, recv, wait = transport.sender(1), transport.receiver(1), transport.waiter()
-    posted = recv([buffer]), send([tensor])
-    for work in posted:
-        wait(work)                     # raises what the backend raises ...
-    transport.explain(error, ...)      # ... which becomes PeerFailed, StepTimeout or TransportError here, when needed
+transport.connect([1, 2])          # all ranks, after the same meeting
+transport.begin_step()
+...                                # messages of the step; transport.failed tells of other ranks' failures
+transport.end_step(fine=True)
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from penstock.dtypes import dtype_name
-from penstock.errors import PeerFailed, PenstockError, RanksDisagree, ShapeError
-
-
-class Work(Protocol):
-    """A message on its way. It is waited for exactly once."""
-
-    def wait(self, timeout: timedelta = ..., /) -> object: ...
-
-
-Send: TypeAlias = "Callable[[list[Tensor]], Work | None]"
-"""Sends its only tensor, which is contiguous. None: there is nothing to wait for, and the tensor may be changed."""
-Receive: TypeAlias = "Callable[[list[Tensor]], Work]"
-"""Receives into its only tensor, which is contiguous and has the shape and type of what comes."""
+from penstock.comm.messages import Messages
+from penstock.errors import PeerFailed, RanksDisagree, RunError
 
 
 class Store(Protocol):
@@ -95,70 +80,51 @@ class FailureRecord:
         return PeerFailed(self.rank, self.stage, self.action, self.microbatch, self.cause)
 
 
-class Transport(ABC):
-    """One rank's end of the messages between ``num_ranks`` ranks.
+class Transport(Messages):
+    """One rank's end of all that the ranks tell one another.
 
-    Messages of one ordered pair of ranks arrive in the order in which they are sent, and the k-th send meets the k-th
-    receive. Tensors are contiguous, and a buffer has the shape and the type of what arrives in it.
-
-    ``timeout``  seconds that any single wait may take; waiters taken before it is set keep their bound.
     ``failed``   during a step: the failure that some other rank posted, or None. A plain attribute, cheap to read.
     ``epoch``    the number of the current or last step, the same on every rank. A failure belongs to an epoch.
     ``meetings`` how often all ranks met (gather, agree), likewise.
     """
 
-    rank: int
-    num_ranks: int
     store: Store
-    timeout: float
-    device: torch.device
     failed: FailureRecord | None = None
     epoch: int = 0
     meetings: int = 0
+    _busy: threading.Lock
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        made = super().__new__(cls)
+        made._busy = threading.Lock()
+        return made
 
     # -- messages
 
-    def connect(self, peers: Collection[int]) -> None:  # noqa: B027  most have nothing to do
+    @property
+    def control(self) -> Messages:
+        """Messages in host memory, for what ranks tell one another about a step. Where the messages of the step are in
+        host memory too, they are the same ones."""
+        return self
+
+    def connect(self, peers: Collection[int]) -> None:
         """Get the ways to these peers ready. All ranks call it after the same meeting, each with those that call it with
         this one, and before the first message that must be quick."""
 
-    @abstractmethod
-    def sender(self, peer: int) -> Send:
-        """The call that sends a tensor to ``peer``."""
-
-    @abstractmethod
-    def receiver(self, peer: int) -> Receive:
-        """The call that receives a tensor from ``peer``."""
-
-    @abstractmethod
-    def waiter(self) -> Callable[[Work], object]:
-        """The call that waits for a message, at most ``timeout`` seconds."""
-
-    @abstractmethod
-    def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
-        """What an error of a posted or awaited message means: PeerFailed, StepTimeout or TransportError.
-
-        ``what`` says what was waited for ("the input of 3F0"). The failure is posted, so that the others hear of it.
-        """
-
-    def isend(self, tensor: Tensor, peer: int) -> Work:
-        """Send, with every error explained; for code that does not count microseconds."""
-        return self._checked(self.sender(peer), tensor, peer, what=f"a send of {_kind_of(tensor)}")
-
-    def irecv(self, tensor: Tensor, peer: int) -> Work:
-        """Receive, with every error explained; for code that does not count microseconds."""
-        return self._checked(self.receiver(peer), tensor, peer, what=f"a receive of {_kind_of(tensor)}")
-
-    def _checked(self, post: Send | Receive, tensor: Tensor, peer: int, *, what: str) -> Work:
-        if not tensor.is_contiguous():
-            raise ShapeError(f"{what}, which is not contiguous; write tensor.contiguous()")
-        try:
-            work = post([tensor])
-        except (RuntimeError, ValueError) as error:
-            raise self.explain(error, peer=peer, what=what) from error
-        return _CheckedWork(self, work, peer, what=what)
-
     # -- steps and failures
+
+    @contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Around everything that the ranks do together: two threads of one process cannot do so at once."""
+        if not self._busy.acquire(blocking=False):
+            raise RunError(
+                f"rank {self.rank}: {what} while another thread of this process, or a hook in a step, is in one; the ranks of a "
+                "pipeline do one thing after another. Call it from one thread, or hold a lock of your own around it"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def begin_step(self) -> int:
         """Begin the next epoch: from here on ``failed`` tells of other ranks' failures in it."""
@@ -220,28 +186,34 @@ class Transport(ABC):
     def sum(self, tensor: Tensor) -> None:
         """Make the small tensor, on every rank, the sum over all ranks: up a tree to rank 0, and down again."""
         parent, children = self.family()
+        given, tensor, control = tensor, tensor.cpu(), self.control
         # Receives first: a message that is awaited goes out at once, one that is not costs a question and an answer.
         total = torch.empty_like(tensor)
-        answer = [] if parent is None else [self.irecv(total, parent)]
+        answer = [] if parent is None else [control.irecv(total, parent)]
         parts = [torch.empty_like(tensor) for _ in children]
-        for work in [self.irecv(part, child) for part, child in zip(parts, children, strict=True)]:
+        for work in [control.irecv(part, child) for part, child in zip(parts, children, strict=True)]:
             work.wait()
         for part in parts:
             tensor += part
         if parent is not None:
-            self.isend(tensor, parent).wait()
+            control.isend(tensor, parent).wait()
             answer[0].wait()
             tensor.copy_(total)
-        for work in [self.isend(tensor, child) for child in children]:
+        for work in [control.isend(tensor, child) for child in children]:
             work.wait()
+        if tensor is not given:
+            given.copy_(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the source's small tensor, down a tree."""
         parent, children = self.family(source)
+        small = tensor.cpu()
         if parent is not None:
-            self.irecv(tensor, parent).wait()
-        for work in [self.isend(tensor, child) for child in children]:
+            self.control.irecv(small, parent).wait()
+        for work in [self.control.isend(small, child) for child in children]:
             work.wait()
+        if small is not tensor:
+            tensor.copy_(small)
 
     def family(self, root: int = 0) -> tuple[int | None, list[int]]:
         """This rank's parent and children in a tree of all ranks; the root has no parent."""
@@ -255,39 +227,22 @@ class Transport(ABC):
 
         Each rank in turn asks rank 0 for the time; the quickest of ``rounds`` answers counts.
         """
-        reading = torch.zeros(1, dtype=torch.float64, device=self.device)
+        reading, control = torch.zeros(1, dtype=torch.float64), self.control
         if self.rank == 0:
             for peer in range(1, self.num_ranks):
                 for _ in range(rounds):
-                    self.irecv(reading, peer).wait()
+                    control.irecv(reading, peer).wait()
                     reading.fill_(time.perf_counter())
-                    self.isend(reading, peer).wait()
+                    control.isend(reading, peer).wait()
             return 0.0
         answers = []
         for _ in range(rounds):
             asked = time.perf_counter()
-            self.isend(reading, 0).wait()
-            self.irecv(reading, 0).wait()
+            control.isend(reading, 0).wait()
+            control.irecv(reading, 0).wait()
             answered = time.perf_counter()
             answers.append((answered - asked, reading.item() - (asked + answered) / 2))
         return min(answers)[1]
-
-
-class _CheckedWork:
-    """A message whose wait explains its errors."""
-
-    __slots__ = ("_peer", "_transport", "_what", "_work")
-
-    def __init__(self, transport: Transport, work: Work | None, peer: int, *, what: str) -> None:
-        self._transport, self._work, self._peer, self._what = transport, work, peer, what
-
-    def wait(self, timeout: timedelta | None = None, /) -> None:
-        if self._work is None:
-            return
-        try:
-            self._transport.waiter()(self._work) if timeout is None else self._work.wait(timeout)
-        except RuntimeError as error:
-            raise self._transport.explain(error, peer=self._peer, what=self._what) from error
 
 
 def failure_key(epoch: int) -> str:
@@ -297,10 +252,6 @@ def failure_key(epoch: int) -> str:
 def meeting_folder(meeting: int) -> str:
     """Where the ranks post for a meeting; under "called" stands who came first, after how many steps, and what for."""
     return f"meeting/{meeting}"
-
-
-def _kind_of(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def _differences(everyone: Sequence[Mapping[str, str]]) -> str:

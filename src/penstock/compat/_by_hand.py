@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from penstock.comm.framing import Receiving
-from penstock.comm.transport import Transport, Work
+from penstock.comm.messages import Work
+from penstock.comm.transport import Transport
 from penstock.compat._infer import encode_metas
 from penstock.compat._metadata import _make_tensor_from_meta
 from penstock.compat._p2p import batch_p2p

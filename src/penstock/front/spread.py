@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from penstock.comm.framing import complete, frame, receive_frame
 from penstock.comm.transport import Transport
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import RanksDisagree, RunError
@@ -25,10 +26,9 @@ def send_to(transport: Transport, ranks: Sequence[int], value: Any) -> None:
     tensors, spec = flatten(value)
     local = [to_local(tensor.detach()).contiguous() for tensor in tensors]
     rows = [[list(tensor.shape), dtype_name(tensor.dtype)] for tensor in local]
-    text = bytearray(json.dumps([rows, spec.to_json()]).encode())
-    blob = torch.frombuffer(text, dtype=torch.uint8).to(transport.device)
-    length = torch.tensor([blob.numel()], dtype=torch.int64, device=transport.device)
-    works = [transport.isend(tensor, rank) for rank in ranks for tensor in (length, blob, *local)]
+    described = frame(0, json.dumps([rows, spec.to_json()]).encode())
+    works = [transport.control.isend(part, rank) for rank in ranks for part in described]
+    works += [transport.isend(tensor, rank) for rank in ranks for tensor in local]
     for work in works:
         work.wait()
 
@@ -41,8 +41,8 @@ def receive_from(transport: Transport, rank: int) -> Any:
         transport.irecv(buffer, rank).wait()
         return buffer
 
-    length = int(receive([1], torch.int64).item())
-    rows, spec = json.loads(bytes(receive([length], torch.uint8).tolist()))
+    _, description = complete(receive_frame(lambda parts: transport.control.irecv(parts[0], rank)))
+    rows, spec = json.loads(description)
     return unflatten(Spec.from_json(spec), [receive(shape, dtype_named(dtype)) for shape, dtype in rows])
 
 

@@ -1,11 +1,13 @@
-"""One file a pass: Plan -> Plan (messages, shards, reduction, merging), and all of them in order."""
+"""One file a pass: Plan -> Plan (messages, shards, reduction, merging, holding less), and all that lowering takes in order."""
 
 from __future__ import annotations
 
 from penstock.lower.lower import lower, lower_rank
 from penstock.lower.merge import merge_backward
 from penstock.lower.messages import Ahead, Early, JustInTime, ReceivePolicy, add_messages
+from penstock.lower.offload import offload
 from penstock.lower.one_order import add_messages_in_one_order
+from penstock.lower.recompute import recompute
 from penstock.lower.reduce import add_reduce_grad
 from penstock.lower.shards import add_unshard_reshard
 
@@ -21,4 +23,6 @@ __all__ = [
     "lower",
     "lower_rank",
     "merge_backward",
+    "offload",
+    "recompute",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.comm.framing import Receiving
-from penstock.comm.transport import Work
+from penstock.comm.messages import Work
 from penstock.errors import ShapeError
 from penstock.run.channel import Channel
 from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, wire

@@ -10,7 +10,8 @@ from typing import NoReturn, TypeVar
 from torch import Tensor
 
 from penstock.comm.framing import Receiving, frame, receive_frame
-from penstock.comm.transport import Transport, Work
+from penstock.comm.messages import Work
+from penstock.comm.transport import Transport
 from penstock.errors import PenstockError
 from penstock.run.layout import DATA, POISON
 
@@ -29,6 +30,8 @@ class Channel:
         self.peer = peer
         self.send = transport.sender(peer)
         self.recv = transport.receiver(peer)
+        self.tell = transport.control.sender(peer)  # what a message of a cold step looks like
+        self.hear = transport.control.receiver(peer)
         self.wait = wait
         self.transport = transport
         self.device = transport.device
@@ -64,15 +67,16 @@ class Channel:
 
     def post_described(self, description: bytes, tensors: list[Tensor]) -> None:
         """Send a message of a cold step."""
-        self._post_all([*frame(DATA, description, self.device), *tensors])
+        self._post_all(frame(DATA, description), tensors)
 
     def post_poison(self) -> None:
         """Send, in place of a message of a cold step, that none will come."""
-        self._post_all(frame(POISON, b"", self.device))
+        self._post_all(frame(POISON, b""), [])
 
-    def _post_all(self, parts: list[Tensor]) -> None:
+    def _post_all(self, description: list[Tensor], tensors: list[Tensor]) -> None:
         try:
-            works = [work for part in parts if (work := self.send([part])) is not None]
+            works = [work for part in description if (work := self.tell([part])) is not None]
+            works += [work for tensor in tensors if (work := self.send([tensor])) is not None]
         except RuntimeError as error:
             self.fail(error)
         self.sent.extend(works)
@@ -94,7 +98,7 @@ class Channel:
 
     def receive_description(self) -> Receiving[bytes]:
         """Receive the description of a message of a cold step; its tensors follow."""
-        kind, description = yield from receive_frame(self.recv, self.device)
+        kind, description = yield from receive_frame(self.hear)
         if kind == POISON:
             raise Poisoned
         return description

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from penstock.comm.transport import Transport, Work
+from penstock.comm.messages import Work
+from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.parallel import DataParallel
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan, unpack

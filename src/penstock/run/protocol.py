@@ -50,14 +50,15 @@ class Preambles:
         parents = [None if stage == 0 else placement.rank_of(stage - 1) for stage in first]
         rank = transport.rank
         self.parent = parents[rank]
-        self.receive = None if self.parent is None else transport.receiver(self.parent)
+        control = transport.control
+        self.receive = None if self.parent is None else control.receiver(self.parent)
         self.children = [child for child, parent in enumerate(parents) if parent == rank]
-        self.send = [transport.sender(child) for child in self.children]
-        self.wait = transport.waiter()
+        self.send = [control.sender(child) for child in self.children]
+        self.wait = control.waiter()
 
     def hear(self) -> tuple[Preamble, KeyboardInterrupt | None]:
         assert self.receive is not None, "the first rank has nobody to hear from"
-        numbers = torch.empty(5, dtype=torch.int64, device=self.transport.device)
+        numbers = torch.empty(5, dtype=torch.int64)
         interrupt = None
         try:
             self.wait(self.receive([numbers]))
@@ -69,7 +70,7 @@ class Preambles:
         """Tell the children; what went wrong with one that cannot be reached comes back, when all others know."""
         failed: PenstockError | KeyboardInterrupt | None = None
         if self.send:
-            numbers = torch.tensor(astuple(preamble), dtype=torch.int64, device=self.transport.device)
+            numbers = torch.tensor(astuple(preamble), dtype=torch.int64)
             for child, send in zip(self.children, self.send, strict=True):
                 try:
                     work = send([numbers])
@@ -97,7 +98,7 @@ def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset(
     if transport.num_ranks == 1:
         return found
     parent, children = transport.family()
-    flag = torch.tensor([0 if ok else 1], dtype=torch.int64, device=transport.device)
+    flag = torch.tensor([0 if ok else 1], dtype=torch.int64)
     for child in children:
         flag += _ask(transport, child, lost, found)
     if parent is not None:
@@ -110,10 +111,10 @@ def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset(
 
 
 def _ask(transport: Transport, peer: int, lost: frozenset[int], found: Verdict) -> torch.Tensor:
-    answer = torch.ones(1, dtype=torch.int64, device=transport.device)
+    answer = torch.ones(1, dtype=torch.int64)
     if peer not in lost:
         try:
-            transport.irecv(answer, peer).wait()
+            transport.control.irecv(answer, peer).wait()
         except PenstockError as error:
             answer.fill_(1)
             found.unreachable = found.unreachable or error
@@ -126,7 +127,7 @@ def _tell(transport: Transport, peer: int, flag: torch.Tensor, lost: frozenset[i
     if peer in lost:
         return
     try:
-        transport.isend(flag, peer).wait()
+        transport.control.isend(flag, peer).wait()
     except PenstockError as error:
         flag.fill_(1)
         found.unreachable = found.unreachable or error

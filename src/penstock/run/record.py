@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 
-from penstock.comm.transport import Transport, Work
+from penstock.comm.messages import Work
+from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.plan import Plan
 from penstock.run.channel import Wait

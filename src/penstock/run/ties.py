@@ -130,16 +130,16 @@ class Ties:
         return self._receive(owner, group)
 
     def _send(self, rank: int, grad: Tensor | None) -> None:
-        flag = torch.tensor([grad is not None], dtype=torch.int64, device=self.transport.device)
-        works = [self.transport.isend(flag, rank)]
+        flag = torch.tensor([grad is not None], dtype=torch.int64)
+        works = [self.transport.control.isend(flag, rank)]
         if grad is not None:
             works.append(self.transport.isend(wire(grad), rank))
         for work in works:
             work.wait()
 
     def _receive(self, rank: int, group: _Group) -> Tensor | None:
-        flag = torch.empty(1, dtype=torch.int64, device=self.transport.device)
-        self.transport.irecv(flag, rank).wait()
+        flag = torch.empty(1, dtype=torch.int64)
+        self.transport.control.irecv(flag, rank).wait()
         if not flag.item():
             return None
         grad = torch.empty_like(group.mine[0].detach(), memory_format=torch.contiguous_format)

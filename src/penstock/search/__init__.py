@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.search.floor import floor
-from penstock.search.search import Searched, search
+from penstock.search.lane import Searched
+from penstock.search.search import search
 
 __all__ = ["Searched", "floor", "search"]

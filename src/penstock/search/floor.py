@@ -1,28 +1,136 @@
-"""floor(job): a time that no schedule for the job can beat, whatever its memory. It is what the gap is measured from."""
+"""floor(job): a time that no schedule for the job can beat. It is what the gap is measured from.
+
+Every bound looks at one rank, which has a certain amount of work to do, and at times at which it can do little of it.
+
+*At the beginning* no input gradient can be on the rank before one microbatch has gone all the way to the end and back to
+here. Until then the rank can do forwards only, not before the first microbatch reaches it, and no more of them than its
+memory holds, for nothing is released yet. The rest of that time it is idle.
+
+*At the end*, once its last forward is over, that microbatch still has all its way to go to the end and back to the first
+stage. Meanwhile the rank can only do the gradients of what it holds. And once its last input gradient is over, that one
+still has to go on to the first stage, while the rank can only do the weight gradients of what it holds.
+
+The beginning comes before the first input gradient, the end after the last forward or input gradient. So both idle times
+count, unless the memory is so large that all forwards may come before the first input gradient; then beginning and end as seen
+from the last forward may be one and the same time, and only the larger counts.
+
+With unit costs, two stages a rank as a V and room for k activations, the rank at the turn is idle for 3 p - k slots at the
+beginning and for 3 p - 2 k - 1 at the end: the bound 6 m + 6 p - 3 k - 1 of arXiv 2405.15362.
+
+*All the time* a rank holds no more than its memory, and each microbatch stays for as long as its way to the end and back takes.
+Memory times time is therefore at least the sum over all microbatches.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
 from penstock.search.job import Job
+
+_Item = tuple[float, float]  # the time that it takes, the memory that it needs
 
 
 def floor(job: Job) -> float:
-    """The largest of three lower bounds of the makespan.
+    """No schedule ends before, with these costs, this placement, and this memory on each rank.
 
-    A rank cannot begin before the first microbatch has reached its first stage, and then has all its work to do. Of that,
-    all forwards and input gradients come before the last input gradient has gone on to the stages before. And one
-    microbatch alone has its way to go, there and back.
+    >>> from penstock.plan import Placement
+    >>> from penstock.simulate import Costs
+    >>> costs = Costs.per_rank(num_stages=32, stages_per_rank=4)
+    >>> [round(4 * floor(Job.of(Placement.loop(8, 4), 24, costs, memory))) - 288 for memory in (8, 5)]
+    [7, 19]
     """
-    forward, back, weight, crossing = job.forward, job.backward_input, job.backward_weight, job.crossing
-    placement, count = job.placement, job.num_microbatches
-    bounds = [
-        sum(forward) + sum(back) + 2 * sum(crossing) + weight[0],
-    ]
-    for rank in range(placement.num_ranks):
-        stages = placement.stages_of(rank)
-        first = stages[0]
-        head = sum(forward[:first]) + sum(crossing[:first])
-        both = count * sum(forward[stage] + back[stage] for stage in stages)
-        bounds.append(head + both + count * sum(weight[stage] for stage in stages))
-        tail = sum(back[:first]) + sum(crossing[:first]) + weight[0] if first else 0.0
-        bounds.append(head + both + tail)
-    return max(bounds)
+    ways = _Ways.of(job)
+    return max([ways.alone, *(_of_rank(job, ways, rank) for rank in range(job.placement.num_ranks))])
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """How long the fastest microbatch takes along its chain. One number for each link."""
+
+    before: tuple[float, ...]  # from the beginning until it may begin the link
+    after: tuple[float, ...]  # from the end of the link until its last weight gradient, on the first stage, is over
+    alone: float  # all of it
+    stay: tuple[float, ...]  # by stage and microbatch: from the begin of the forward to the end of the input gradient
+    forward: tuple[float, ...]  # by stage and microbatch: the time of each op
+    back: tuple[float, ...]
+    weight: tuple[float, ...]
+
+    @classmethod
+    def of(cls, job: Job) -> _Ways:
+        size, half = job.num_microbatches, job.placement.num_stages
+        forward, back, weight = _least_times(job)
+        stages = job.stage_of_link
+        before: list[list[float]] = []
+        after: list[list[float]] = []
+        stay = [0.0] * (half * size)
+        alone = inf
+        for number in range(size):
+            times = [(forward if link < half else back)[s * size + number] for link, s in enumerate(stages)]
+            steps = [time + job.crossing[link * size + number] for link, time in enumerate(times)]
+            total = sum(steps) + weight[number]
+            begins = [0.0, *accumulate(steps)][:-1]
+            before.append(begins)
+            after.append([total - begin - time for begin, time in zip(begins, times, strict=True)])
+            alone = min(alone, total)
+            for stage in range(half):
+                mirror = 2 * half - 1 - stage
+                stay[stage * size + number] = begins[mirror] + times[mirror] - begins[stage]
+        first, last = (tuple(map(min, zip(*rows, strict=True))) for rows in (before, after))
+        return cls(first, last, alone, tuple(stay), forward, back, weight)
+
+
+def _least_times(job: Job) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """By stage and microbatch, what F, I and W take at least: a backward in one piece, or a fused pair, may take less."""
+    costs, size, half = job.costs, job.num_microbatches, job.placement.num_stages
+    forward, back, weight = [], [], []
+    for stage in range(half):
+        for number in range(size):
+            task, mirror = stage * size + number, (2 * half - 1 - stage) * size + number
+            f, i, w = job.time[task], job.time[mirror], job.weight_time[mirror]
+            whole = i + w - costs.overhead if costs.backward is None else costs.backward[stage] + costs.overhead
+            both = min(i + w, whole)
+            if costs.overlap is not None:
+                fused = (costs.overlap + costs.overhead) / 2
+                f, both = min(f, fused), min(both, fused)
+            forward.append(f)
+            back.append(min(i, both))
+            weight.append(both - back[-1])
+    return tuple(forward), tuple(back), tuple(weight)
+
+
+def _of_rank(job: Job, ways: _Ways, rank: int) -> float:
+    size, half, limit = job.num_microbatches, job.placement.num_stages, job.limits[rank] * (1 + 1e-9)
+    stages = job.placement.stages_of(rank)
+    cells = [stage * size + number for stage in stages for number in range(size)]
+    held, kept = job.held, job.kept
+    forwards = [(ways.forward[cell], held[cell]) for cell in cells]
+    gradients = [(ways.back[cell] + ways.weight[cell], held[cell]) for cell in cells]
+    weights = [(ways.weight[cell], kept[cell]) for cell in cells]
+    work = sum(time for time, _ in forwards) + sum(time for time, _ in gradients)
+
+    returns = min(ways.before[2 * half - 1 - stage] for stage in stages)
+    begins = min(ways.before[stage] for stage in stages)
+    filling = max(begins, returns - _most(forwards, limit))
+    since_back = min(ways.after[2 * half - 1 - stage] for stage in stages) - _most(weights, limit)
+    since_forward = min(ways.after[stage] for stage in stages) - min(
+        _most([*gradients, *weights], limit), sum(time for time, _ in gradients)
+    )
+    area = sum(ways.stay[cell] * held[cell] + ways.weight[cell] * kept[cell] for cell in cells)
+    crowded = begins + area / limit if limit else 0.0
+    if sum(memory for _, memory in forwards) > limit:
+        return max(crowded, work + filling + max(0.0, since_back, since_forward))
+    return max(crowded, work + max(filling + max(0.0, since_back), since_forward))
+
+
+def _most(items: Iterable[_Item], limit: float) -> float:
+    """The longest time that items within the limit of memory can take; the last may be taken in part."""
+    time, room = 0.0, limit
+    for worth, memory in sorted(items, key=lambda item: item[0] / item[1] if item[1] else inf, reverse=True):
+        if memory <= room:
+            time, room = time + worth, room - memory
+        else:
+            return time + worth * room / memory
+    return time

@@ -1,15 +1,21 @@
-"""Job: what is to be scheduled, with every number that the scheduler asks for often worked out once."""
+"""Job: what is to be scheduled, with every number that the scheduler asks for often worked out once.
+
+The life of a microbatch is a chain: the forwards of all stages, then their input gradients in reverse. With S stages it has
+2 S links, numbered along the chain. A *task* is one link for one microbatch, and is numbered `link * num_microbatches +
+microbatch`; so the task that comes after task t in its microbatch's life is t + num_microbatches. Weight gradients are no
+tasks: nobody waits for them, and each may be done from its input gradient on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
 from penstock.errors import PlanError
-from penstock.plan import Op, Placement, Rules, StageGraph
-from penstock.plan.actions import key_of, stage_of
+from penstock.plan import Placement
+from penstock.plan.actions import backward_input, backward_weight, forward
 from penstock.simulate import Costs
 
 
@@ -49,59 +55,89 @@ class Job:
         return job
 
     @cached_property
-    def forward(self) -> tuple[float, ...]:
-        return tuple(time + self.costs.overhead for time in self.costs.forward)
+    def num_links(self) -> int:
+        return 2 * self.placement.num_stages
 
     @cached_property
-    def backward_input(self) -> tuple[float, ...]:
-        return tuple(time + self.costs.overhead for time in self.costs.backward_input)
+    def num_tasks(self) -> int:
+        return self.num_links * self.num_microbatches
 
     @cached_property
-    def backward_weight(self) -> tuple[float, ...]:
-        return tuple(time + self.costs.overhead for time in self.costs.backward_weight)
+    def stage_of_link(self) -> tuple[int, ...]:
+        stages = range(self.placement.num_stages)
+        return (*stages, *reversed(stages))
+
+    @cached_property
+    def rank_of_link(self) -> tuple[int, ...]:
+        return tuple(map(self.placement.rank_of, self.stage_of_link))
+
+    @cached_property
+    def backward_links(self) -> tuple[tuple[int, ...], ...]:
+        """By rank: the links that are input gradients."""
+        half = self.placement.num_stages
+        return tuple(
+            tuple(link for link in range(half, 2 * half) if self.rank_of_link[link] == rank)
+            for rank in range(self.placement.num_ranks)
+        )
+
+    def _per_task(self, value: Callable[[int], float]) -> tuple[float, ...]:
+        """A number of a link, for each of its tasks."""
+        return tuple(value(link) for link in range(self.num_links) for _ in range(self.num_microbatches))
+
+    @cached_property
+    def time(self) -> tuple[float, ...]:
+        """By task: how long it takes."""
+        costs, half = self.costs, self.placement.num_stages
+        both = (costs.forward, costs.backward_input)
+        return self._per_task(lambda link: both[link >= half][self.stage_of_link[link]] + costs.overhead)
+
+    @cached_property
+    def weight_time(self) -> tuple[float, ...]:
+        """By task: how long the weight gradient of its stage takes."""
+        return self._per_task(lambda link: self.costs.backward_weight[self.stage_of_link[link]] + self.costs.overhead)
 
     @cached_property
     def crossing(self) -> tuple[float, ...]:
-        """By stage: how long its output takes to the next stage, and that one's gradient back; 0 on the same rank."""
-        ranks, costs = self.placement.ranks, self.costs
-        sizes = costs.output_bytes if costs.bandwidth is not None else None
-        times = []
-        for stage in range(self.placement.num_stages - 1):
-            size = 0.0 if sizes is None or costs.bandwidth is None else sizes[stage] / costs.bandwidth
-            times.append(0.0 if ranks[stage] == ranks[stage + 1] else costs.latency + size)
-        return (*times, 0.0)
+        """By task: how long its result takes to where the next task of its microbatch is done; 0 on the same rank."""
+        return self._per_task(self._crossing)
+
+    def _crossing(self, link: int) -> float:
+        if link + 1 == self.num_links or self.rank_of_link[link] == self.rank_of_link[link + 1]:
+            return 0.0
+        costs = self.costs
+        if costs.bandwidth is None or costs.output_bytes is None:
+            return costs.latency
+        before = min(self.stage_of_link[link], self.stage_of_link[link + 1])  # a gradient is as large as the output
+        return costs.latency + costs.output_bytes[before] / costs.bandwidth
 
     @cached_property
-    def inputs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """By stage: the stages whose forward its own forward needs, and how long their values are under way."""
-        return self._arrivals(Op.F)
+    def held(self) -> tuple[float, ...]:
+        """By task: what its stage holds for the microbatch from the forward to the input gradient."""
+        return self._per_task(lambda link: self.costs.held_to_input[self.stage_of_link[link]])
 
     @cached_property
-    def gradients(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """By stage: the stages whose input gradient its own needs, and how long their values are under way."""
-        return self._arrivals(Op.I)
-
-    def _arrivals(self, op: Op) -> tuple[tuple[tuple[int, float], ...], ...]:
-        stages = range(self.placement.num_stages)
-        rules = Rules(StageGraph.chain(len(stages)), self.placement, lowered=False)
-        sources = [[stage_of(key) for key in rules.arrivals(key_of(op, stage))] for stage in stages]
-        return tuple(tuple((s, self.crossing[min(s, stage)]) for s in found) for stage, found in enumerate(sources))
+    def kept(self) -> tuple[float, ...]:
+        """By task: what its stage still holds from the input gradient to the weight gradient."""
+        return self._per_task(lambda link: self.costs.held_to_weight[self.stage_of_link[link]])
 
     @cached_property
-    def place(self) -> tuple[int, ...]:
-        """By stage: which of its rank's stages it is, from 0."""
-        return tuple(self.placement.stages_of(rank).index(stage) for stage, rank in enumerate(self.placement.ranks))
-
-    @cached_property
-    def reserve(self) -> tuple[float, ...]:
-        """By stage: what its rank's later stages hold for one microbatch.
-
-        A forward leaves that much free. So the oldest microbatch can always go on, and the memory cannot fill up with
-        microbatches that are half-way.
-        """
-        held = self.costs.held_to_input
-        stages_of = self.placement.stages_of
+    def codes(self) -> tuple[int, ...]:
+        """By task: the packed action."""
+        half, numbers = self.placement.num_stages, range(self.num_microbatches)
+        pack = (forward, backward_input)
         return tuple(
-            sum(held[later] for later in stages_of(rank) if later > stage)
-            for stage, rank in enumerate(self.placement.ranks)
+            pack[link >= half](stage, number) for link, stage in enumerate(self.stage_of_link) for number in numbers
         )
+
+    def weight_code(self, task: int) -> int:
+        """The packed weight gradient that the task, an input gradient, leaves to be done."""
+        link, microbatch = divmod(task, self.num_microbatches)
+        return backward_weight(self.stage_of_link[link], microbatch)
+
+    @cached_property
+    def pace(self) -> float:
+        """The time that the busiest rank has for one microbatch."""
+        costs = self.costs
+        each = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
+        times = [sum(three) + 3 * costs.overhead for three in each]
+        return max(sum(times[s] for s in self.placement.stages_of(r)) for r in range(self.placement.num_ranks))

@@ -1,196 +1,135 @@
-"""A list scheduler: whenever a rank is free, it does the most urgent of the actions that are ready and fit its memory.
+"""A list scheduler: whenever a rank is free, it does the most urgent of what is ready and fits its memory.
 
-Forwards and input gradients are done by urgency; weight gradients, which nobody waits for, fill the gaps between, and are
-done at once when the memory is full.
+Each rank does its forwards in one fixed order, so that memory cannot fill up with microbatches that are half-way, while
+an input gradient may overtake another. Weight gradients, which nobody waits for, fill the gaps; the oldest is done at once
+when the memory is full and that lets a more urgent forward begin. A rank may also wait a little for something more urgent
+that is under way instead of doing what is ready.
 """
 
 from __future__ import annotations
 
-import heapq
-import random
+from collections import deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from math import inf
 
-from penstock.plan import Op, Plan
-from penstock.plan.actions import (
-    MICROBATCH,
-    MICROBATCH_SHIFT,
-    OP,
-    STAGE,
-    STAGE_SHIFT,
-    backward_input,
-    backward_weight,
-    forward,
-    parts,
-)
 from penstock.search.job import Job
-
-_NOTHING = (inf, -1, -1)
-_SHAKEN = 0.1  # the share of microbatches that are moved by themselves
-
-
-Keys = list[list[float]]
 
 
 @dataclass(frozen=True)
 class Urgency:
-    """What comes first: the ready action of a rank with the least key.
+    """What comes first: the ready task of a rank with the least key."""
 
-    `forward` and `backward` have a key for each stage and microbatch; both grow with the microbatch. A weight gradient is
-    done when there is nothing more urgent for at least `patience` times its own time.
-    """
+    keys: list[float]  # by task; within a link they grow with the microbatch
+    patience: float  # a weight gradient fills a gap of at least `patience` times its own time
+    hold: float  # how long a rank waits for a more urgent task that is under way, as a share of a microbatch's time
 
-    forward: Keys
-    backward: Keys
-    patience: float
-
-    @classmethod
-    def by_lags(cls, job: Job, *, forward_lag: float, backward_lag: float, turn: float, patience: float) -> Urgency:
-        """By few numbers, all in microbatches; the stages of a rank are counted from 0.
-
-        The forward of microbatch m on the rank's stage k is as urgent as that of m + `forward_lag` on stage k - 1; with a lag
-        of 0 a microbatch is rushed through, with a large one the ranks work stage by stage. Likewise `backward_lag`, on the
-        way back. `turn` is how much less urgent gradients are than forwards.
-        """
-        numbers = range(job.num_microbatches)
-        ranks = job.placement.ranks
-        last = [len(job.placement.stages_of(rank)) - 1 for rank in ranks]
-        return cls(
-            [[m + place * forward_lag for m in numbers] for place in job.place],
-            [[m + turn + (last[s] - place) * backward_lag for m in numbers] for s, place in enumerate(job.place)],
-            patience,
-        )
-
-    @classmethod
-    def by_plan(cls, job: Job, plan: Plan, *, patience: float) -> Urgency:
-        """In the order of a plan: the gaps are filled anew, and what would make a rank wait may be overtaken."""
-        size, stages = job.num_microbatches, range(job.placement.num_stages)
-        urgency = cls([[0.0] * size for _ in stages], [[0.0] * size for _ in stages], patience)
-        for codes in plan.codes:
-            for position, code in enumerate(part for packed in codes for part in parts(packed)):
-                op = code & OP
-                if op != Op.W:
-                    table = urgency.forward if op == Op.F else urgency.backward
-                    table[code >> STAGE_SHIFT & STAGE][code >> MICROBATCH_SHIFT & MICROBATCH] = float(position)
-        return urgency
-
-    def shaken(self, rng: random.Random, spread: float) -> Urgency:
-        """The same with each stage, and a few microbatches, a little more or less urgent."""
-
-        def shake(row: list[float]) -> list[float]:
-            shift = rng.gauss(0.0, spread)
-            return sorted(key + shift + (rng.gauss(0.0, spread) if rng.random() < _SHAKEN else 0.0) for key in row)
-
-        patience = rng.random() if rng.random() < 0.5 else self.patience
-        return Urgency([shake(row) for row in self.forward], [shake(row) for row in self.backward], patience)
-
-
-class Listing:
-    """One run of the scheduler: `codes`, the ranks' packed actions, and `end`, when the last one is over."""
-
-    def __init__(self, job: Job, urgency: Urgency) -> None:
-        self.job = job
-        size, stages = job.num_microbatches, range(job.placement.num_stages)
-        self.patience = urgency.patience
-        self.forward_key, self.backward_key = urgency.forward, urgency.backward
-        self.done = ([0] * len(stages), [0] * len(stages), [0] * len(stages))  # how many F, I, W of each stage
-        self.forward_end = [[inf] * size for _ in stages]
-        self.backward_end = [[inf] * size for _ in stages]
-        ranks = job.placement.num_ranks
-        self.held = [0.0] * ranks
-        self.clock = [0.0] * ranks
-        self.codes: list[list[int]] = [[] for _ in range(ranks)]
-        self.asleep: set[int] = set()  # ranks that have nothing to wait for until another rank does something
-        self.queue = [(0.0, rank) for rank in range(ranks)]
-        while self.queue:
-            self._turn(*heapq.heappop(self.queue))
-        self.end = max(self.clock)
-        self.complete = all(
-            len(codes) == 3 * size * len(job.placement.stages_of(r)) for r, codes in enumerate(self.codes)
-        )
-
-    def _turn(self, now: float, rank: int) -> None:
-        """A rank is free: begin something, or wait."""
-        best, soon = self._urgent(now, rank)
-        if best is _NOTHING:
-            stage = self._owed(rank)
-            if stage >= 0 and soon - now >= self.patience * self.job.backward_weight[stage]:
-                best = (0.0, 2, stage)
-            elif soon < inf:
-                heapq.heappush(self.queue, (soon, rank))
-                return
-            else:
-                self.clock[rank] = max(self.clock[rank], now if self.codes[rank] else 0.0)
-                self.asleep.add(rank)
-                return
-        self._begin(now, rank, best[1], best[2])
-
-    def _urgent(self, now: float, rank: int) -> tuple[tuple[float, int, int], float]:
-        """The most urgent forward or input gradient that is ready; and when the next other one will be."""
-        job = self.job
-        forwards, inputs, _ = self.done
-        room = job.limits[rank] * (1 + 1e-9) - self.held[rank]
-        best, soon = _NOTHING, inf
-        for stage in job.placement.stages_of(rank):
-            ready = self._input_ready(stage)
-            if ready <= now:
-                best = min(best, (self.backward_key[stage][inputs[stage]], 1, stage))
-            elif ready < soon:
-                soon = ready
-            if forwards[stage] < job.num_microbatches and job.costs.held_to_input[stage] + job.reserve[stage] <= room:
-                ready = self._forward_ready(stage)
-                if ready <= now:
-                    best = min(best, (self.forward_key[stage][forwards[stage]], 0, stage))
-                elif ready < soon:
-                    soon = ready
-        return best, soon
-
-    def _forward_ready(self, stage: int) -> float:
-        ready, number = 0.0, self.done[0][stage]
-        for source, crossing in self.job.inputs[stage]:
-            ready = max(ready, self.forward_end[source][number] + crossing)
-        return ready
-
-    def _input_ready(self, stage: int) -> float:
-        number = self.done[1][stage]
-        if number >= self.done[0][stage]:
-            return inf
-        ready = self.forward_end[stage][number]
-        for source, crossing in self.job.gradients[stage]:
-            ready = max(ready, self.backward_end[source][number] + crossing)
-        return ready
-
-    def _owed(self, rank: int) -> int:
-        """The stage whose weight gradient is owed longest; -1: none is."""
-        _, inputs, weights = self.done
-        owing = [
-            (weights[stage], -stage) for stage in self.job.placement.stages_of(rank) if weights[stage] < inputs[stage]
+    def forwards(self, job: Job) -> list[list[int]]:
+        """By rank: its forwards, in order."""
+        size, keys = job.num_microbatches, self.keys
+        return [
+            sorted(
+                (task for stage in job.placement.stages_of(rank) for task in range(stage * size, stage * size + size)),
+                key=keys.__getitem__,
+            )
+            for rank in range(job.placement.num_ranks)
         ]
-        return -min(owing)[1] if owing else -1
 
-    def _begin(self, now: float, rank: int, kind: int, stage: int) -> None:
-        job, number = self.job, self.done[kind][stage]
-        self.done[kind][stage] += 1
-        to_input, to_weight = job.costs.held_to_input[stage], job.costs.held_to_weight[stage]
-        wakes: tuple[tuple[int, float], ...] = ()
-        if kind == 0:
-            end = self.forward_end[stage][number] = now + job.forward[stage]
-            self.held[rank] += to_input
-            self.codes[rank].append(forward(stage, number))
-            wakes = job.gradients[stage]
-        elif kind == 1:
-            end = self.backward_end[stage][number] = now + job.backward_input[stage]
-            self.held[rank] += to_weight - to_input
-            self.codes[rank].append(backward_input(stage, number))
-            wakes = job.inputs[stage]
+
+@dataclass(frozen=True)
+class Listing:
+    """One run of the scheduler: when the last action is over, and what each rank does, in order."""
+
+    end: float
+    done: list[list[int]]  # by rank: tasks; -1 - task stands for the weight gradient of that task's stage
+
+    def codes(self, job: Job) -> tuple[tuple[int, ...], ...]:
+        """The packed actions of each rank."""
+        return tuple(tuple(job.codes[t] if t >= 0 else job.weight_code(-1 - t) for t in done) for done in self.done)
+
+
+def list_schedule(job: Job, urgency: Urgency) -> Listing | None:
+    """Run the scheduler; None if the ranks block one another for want of memory.
+
+    One long function, because the search is as good as it is fast: every name in the loop is a local one.
+    """
+    size, num_tasks, half = job.num_microbatches, job.num_tasks, job.num_tasks // 2
+    times, weight_times, crossing, held, kept = job.time, job.weight_time, job.crossing, job.held, job.kept
+    rank_of_link, backward_links = job.rank_of_link, job.backward_links
+    keys, patience, hold = urgency.keys, urgency.patience, urgency.hold * job.pace
+    ranks = range(job.placement.num_ranks)
+    forwards = urgency.forwards(job)
+    for order in forwards:
+        order.append(-1)  # no forward is left
+    begun = [0 for _ in ranks]  # how many forwards
+    next_back = [link * size for link in range(job.num_links)]  # by backward link: its next task
+    ready = [0.0] * size + [inf] * num_tasks  # by task: when what it needs has arrived
+    room = [limit * (1 + 1e-9) for limit in job.limits]
+    owed: list[deque[int]] = [deque() for _ in ranks]  # input gradients whose weight gradients are to be done
+    done: list[list[int]] = [[] for _ in ranks]
+    clock = [0.0 for _ in ranks]  # when each rank is free
+    due = [0.0 for _ in ranks]  # when it looks for something to begin; later than its clock: it waits
+    queue = [(0.0, rank) for rank in ranks]
+    while queue:
+        now, rank = heappop(queue)
+        if now != due[rank]:
+            continue  # it was called earlier
+        # 1. The most urgent that is ready (best), what is under way (soon), the most urgent worth waiting for (coming).
+        best, best_key, soon, coming, coming_key = -1, inf, inf, inf, inf
+        until = now + hold
+        for link in backward_links[rank]:
+            task = next_back[link]
+            if (time := ready[task]) <= now:
+                if (key := keys[task]) < best_key:
+                    best, best_key = task, key
+            elif time < inf:
+                if time < soon:
+                    soon = time
+                if time <= until and (key := keys[task]) < coming_key:
+                    coming, coming_key = time, key
+        waiting = owed[rank]
+        task = forwards[rank][begun[rank]]
+        if task >= 0 and (time := ready[task]) < inf and ((key := keys[task]) < best_key or best < 0):
+            missing = held[task] - room[rank]
+            if time <= now:
+                if missing <= 0.0:
+                    best, best_key = task, key
+                elif waiting and (best < 0 or missing <= kept[waiting[0]]):
+                    best, soon, coming_key = -1, inf, inf  # a weight gradient makes room for it
+            elif missing <= 0.0 or waiting:
+                if time < soon:
+                    soon = time
+                if missing <= 0.0 and time <= until and key < coming_key:
+                    coming, coming_key = time, key
+        if best >= 0 and coming_key < best_key:
+            best, soon = -1, coming
+        # 2. Begin it, or a weight gradient, or wait.
+        if best < 0:
+            if waiting and soon - now >= patience * weight_times[waiting[0]]:
+                task = waiting.popleft()
+                room[rank] += kept[task]
+                done[rank].append(-1 - task)
+                clock[rank] = soon = now + weight_times[task]
+            due[rank] = soon
+            if soon < inf:
+                heappush(queue, (soon, rank))
+            continue
+        done[rank].append(best)
+        end = clock[rank] = due[rank] = now + times[best]
+        heappush(queue, (end, rank))
+        if best < half:
+            room[rank] -= held[best]
+            begun[rank] += 1
         else:
-            end = now + job.backward_weight[stage]
-            self.held[rank] -= to_weight
-            self.codes[rank].append(backward_weight(stage, number))
-        self.clock[rank] = end
-        heapq.heappush(self.queue, (end, rank))
-        for woken, _ in wakes:
-            other = job.placement.ranks[woken]
-            if other in self.asleep:
-                self.asleep.discard(other)
-                heapq.heappush(self.queue, (max(self.clock[other], now), other))
+            room[rank] += held[best] - kept[best]
+            waiting.append(best)
+            next_back[best // size] = best + 1 if (best + 1) % size else num_tasks
+        # 3. Tell the rank that goes on with it.
+        after = best + size
+        if after < num_tasks:
+            arrival = ready[after] = end + crossing[best]
+            other = rank_of_link[after // size]
+            if clock[other] < due[other] and arrival < due[other]:
+                due[other] = arrival if arrival > clock[other] else clock[other]
+                heappush(queue, (due[other], other))
+    return Listing(max(clock), done) if sum(map(len, done)) == half * 3 else None

@@ -86,6 +86,7 @@ class Costs:
         latency: float = 0.0,
         held_to_input: float = 1.0,
         held_to_weight: float | None = None,
+        kept_input: float = 0.0,
         overlap: float | None = None,
         overhead: float = 0.0,
     ) -> Costs:
@@ -103,6 +104,7 @@ class Costs:
             backward_weight=each(backward_weight),
             held_to_input=each(held_to_input),
             held_to_weight=each(held_to_input if held_to_weight is None else held_to_weight),
+            kept_input=each(kept_input),
             latency=latency,
             overlap=overlap,
             overhead=overhead,

@@ -1,0 +1,198 @@
+"""Messages between accelerators: data over communicators whose order is proved, everything else over host memory.
+
+Communicators such as NCCL's run what they are given one after another, on a stream of their own, and the first message makes
+them, which blocks the host until the other rank joins. So each pair of ranks has two of its own, one for each direction; all
+of them are made, and used once, before the first step, in an order that is the same on every rank. Then only what the lowered
+plan orders is ordered, and the check of the plan (`queues="direction"`) is the proof for what runs.
+
+What ranks tell one another about a step (preamble, verdict, descriptions, flags, clocks) goes over gloo and lines, in host
+memory: a warm step never makes the host wait for the device. `wait` makes the current stream wait. A peer that dies
+is noticed by its connections in host memory, or by the heartbeat; the communicators are then aborted, so that no stream stays
+stuck. The user's own process group is only asked for its backend, timeout and options.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from operator import methodcaller
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Backend, PrefixStore
+
+from penstock.comm.distributed import DistributedTransport
+from penstock.comm.messages import Messages, Receive, Send, Work
+from penstock.comm.transport import FailureRecord
+from penstock.errors import PenstockError, TransportError
+
+_TAG = 0x9E57
+_CARRIED = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
+)
+"""The types that every backend knows. Others travel as bytes."""
+_FAREWELL = 10.0  # seconds that the device may take, when this rank leaves, to finish what was sent
+
+
+class AcceleratorTransport(DistributedTransport):
+    """A process group whose tensors are on accelerators. `DistributedTransport.of(group, device="cuda")` makes it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str) -> None:
+        super().__init__(group, device=device)
+        self._ways: dict[int, Way] = {}
+        self._control = Control(self)
+
+    @property
+    def control(self) -> Messages:
+        return self._control
+
+    def connect(self, peers: Collection[int]) -> None:
+        super().connect(peers)
+        # Two ranks that meet in this order meet without a cycle: everybody takes the pairs in the order of the lower rank.
+        for peer in sorted(peers, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
+            self._way(peer).open()
+
+    def sender(self, peer: int) -> Send:
+        return self._way(peer).send
+
+    def receiver(self, peer: int) -> Receive:
+        return self._way(peer).receive
+
+    def waiter(self) -> Callable[[Work], object]:
+        return methodcaller("wait")  # the stream waits; a bound would make the host wait for it
+
+    def _way(self, peer: int) -> Way:
+        if peer not in self._ways:
+            self._ways[peer] = Way(self._peer(peer), self)
+        return self._ways[peer]
+
+    def _unwatch(self, *, fine: bool) -> None:
+        for way in self._ways.values():
+            with suppress(RuntimeError):  # a communicator that was aborted has said so
+                way.settle()
+        super()._unwatch(fine=fine)
+
+    def break_connections(self, record: FailureRecord) -> None:
+        super().break_connections(record)
+        for way in self._ways.values():
+            way.abort()
+
+    def close(self) -> None:
+        if not self._closed and not self._broken and self._ways:
+            self._let_the_device_finish()
+        super().close()
+
+    def _let_the_device_finish(self) -> None:
+        """What was issued may still be on its way to others: poll for it, since a wait of the host could not be ended."""
+        done = torch.Event(device=self.device)
+        done.record()
+        end = time.monotonic() + _FAREWELL
+        while not done.query() and time.monotonic() < end:
+            time.sleep(0.005)
+
+
+class Control(Messages):
+    """The messages in host memory of a transport whose other messages are not."""
+
+    def __init__(self, transport: AcceleratorTransport) -> None:
+        self.rank, self.num_ranks, self.timeout = transport.rank, transport.num_ranks, transport.timeout
+        self.device = torch.device("cpu")
+        self._transport = transport
+
+    def sender(self, peer: int) -> Send:
+        return DistributedTransport.sender(self._transport, peer)
+
+    def receiver(self, peer: int) -> Receive:
+        return DistributedTransport.receiver(self._transport, peer)
+
+    def waiter(self) -> Callable[[Work], object]:
+        return DistributedTransport.waiter(self._transport)
+
+    def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
+        return self._transport.explain(error, peer=peer, what=what)
+
+
+class Way:
+    """The communicators between this rank and a peer. Before the first message they are made and used once."""
+
+    def __init__(self, peer: int, transport: AcceleratorTransport) -> None:
+        self._peer, self._transport = peer, transport
+        self._there = int(transport.rank < peer)  # the peer's rank in a communicator of two
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # on its way, and kept alive until it is there
+        self._out: Any = None
+        self._back: Any = None
+
+    def open(self) -> None:
+        """Make both communicators, if they are not there, and use them: the host waits for the peer, here and never again."""
+        if self._out is not None:
+            return
+        transport, lower = self._transport, self._transport.rank < self._peer
+        pair = f"{min(transport.rank, self._peer)}-{max(transport.rank, self._peer)}"
+        up, down = (_communicator(transport, f"{pair}/{name}", int(not lower)) for name in ("up", "down"))
+        self._out, self._back = (up, down) if lower else (down, up)
+        for use in (self._out.send, self._back.recv) if lower else (self._back.recv, self._out.send):
+            use([torch.zeros(1, dtype=torch.uint8, device=transport.device)], self._there, _TAG).wait()
+
+    def send(self, tensors: list[Tensor]) -> None:
+        """Nobody waits for a send: it is forgotten when it is done, which is asked without waiting."""
+        if self._out is None:
+            self.open()
+        sent, tensor = self._sent, _as_carried(tensors[0])
+        while sent and sent[0][0].is_completed():
+            sent.popleft()[0].wait()  # nothing waits, but the memory is now seen to be free on this stream as well
+        sent.append((self._out.send([tensor], self._there, _TAG), tensor))
+
+    def receive(self, tensors: list[Tensor]) -> Work:
+        if self._back is None:
+            self.open()
+        work: Work = self._back.recv([_as_carried(tensors[0])], self._there, _TAG)
+        return work
+
+    def settle(self) -> None:
+        """After a step: what comes on the current stream, perhaps a change of what was sent, waits for the sends."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def abort(self) -> None:
+        for backend in (self._out, self._back) if self._out is not None else ():
+            with suppress(RuntimeError):
+                backend.abort()
+
+
+def _as_carried(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
+
+
+def _communicator(transport: AcceleratorTransport, name: str, rank: int) -> Any:
+    """A communicator of two ranks, of the backend and with the timeout and options of the user's group.
+
+    It is made by itself and not as a group of torch's list of groups, since making one of those is a matter of all
+    processes of the world (for NCCL with `device_id` even of those that it does not concern).
+    """
+    kind, given, timeout = transport.backend_name, transport.backend, transport.bound
+    store = PrefixStore(f"communicators/{name}", transport.place)
+    plugin = Backend._plugins.get(kind.upper())
+    if plugin is not None and not plugin.extended_api:
+        return plugin.creator_fn(store, rank, 2, timeout)
+    if plugin is not None:
+        options: Any = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+        options.store, options.group_rank, options.group_size, options.timeout = store, rank, 2, timeout
+        options.group_id = f"penstock {name}"
+        return plugin.creator_fn(options, getattr(given, "options", None))
+    maker = getattr(dist, f"ProcessGroup{kind.upper()}", None)
+    if maker is None or not hasattr(maker, "Options"):
+        raise TransportError(
+            f"penstock does not know how to make communicators of the backend {kind!r} of {transport.device}; it knows nccl, "
+            "xccl and those that are registered with torch.distributed.Backend.register_backend"
+        )
+    made = maker.Options()
+    for field in ("is_high_priority_stream", "config"):
+        if hasattr(given.options, field):
+            setattr(made, field, getattr(given.options, field))
+    made._timeout = timeout
+    return maker(store, rank, 2, made)

@@ -1,0 +1,69 @@
+"""Which microbatches of which stages a pass is asked to change, and where their forwards and backwards stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from penstock.errors import PlanError
+from penstock.plan import Op, Plan
+from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, STAGE, STAGE_SHIFT, parts, text, with_op
+from penstock.plan.ops import CHOICES, COMPUTES, INPUT_GRADIENTS
+
+Stages = Iterable[int] | Mapping[int, Iterable[int]] | None  # some, some microbatches of some, or all
+
+
+class Life(NamedTuple):
+    """What one forward saved: from the slot of its forward to that of its backward in the list of a rank."""
+
+    code: int  # the packed F
+    forward: int
+    backward: int
+    between: int  # how many slots of computing lie between the two
+
+
+def wanted(plan: Plan, stages: Stages) -> dict[int, frozenset[int]]:
+    """By stage: the microbatches that are asked for."""
+    if not plan.has_backward:
+        raise PlanError(
+            "the plan has no backward, so nothing that a forward saved is held for one; expected a training plan"
+        )
+    every = range(plan.num_microbatches)
+    chosen: Mapping[int, Iterable[int]]
+    if stages is None:
+        chosen = dict.fromkeys(range(plan.num_stages), every)
+    else:
+        chosen = stages if isinstance(stages, Mapping) else dict.fromkeys(stages, every)
+    for stage, microbatches in chosen.items():
+        if stage not in range(plan.num_stages):
+            raise PlanError(f"stage {stage} of a plan with {plan.num_stages}; expected 0 to {plan.num_stages - 1}")
+        for microbatch in microbatches:
+            if microbatch not in every:
+                raise PlanError(f"microbatch {microbatch} of stage {stage}; expected 0 to {plan.num_microbatches - 1}")
+    return {stage: frozenset(microbatches) for stage, microbatches in chosen.items()}
+
+
+def lives(plan: Plan, rank: int, stages: Stages) -> Iterator[Life]:
+    """Of what is asked for, all that lie on this rank, in the order of their backwards.
+
+    Those that hold less already are left out where all are asked for, and an error where they are named.
+    """
+    chosen = wanted(plan, stages)
+    taken = {with_op(code, Op.F): code for code in plan.codes[rank] if code & OP in CHOICES}
+    begun: dict[int, tuple[int, int]] = {}  # by packed F: its slot, and how many slots of computing there were before
+    computed = 0
+    for slot, code in enumerate(plan.codes[rank]):
+        for part in parts(code):
+            stage, microbatch = part >> STAGE_SHIFT & STAGE, part >> MICROBATCH_SHIFT & MICROBATCH
+            if part & OP == Op.F:
+                begun[part] = slot, computed
+            elif part & OP in INPUT_GRADIENTS and microbatch in chosen.get(stage, ()):
+                forward = with_op(part, Op.F)
+                if forward not in taken:
+                    begin, before = begun[forward]
+                    yield Life(forward, begin, slot, computed - before - 1)
+                elif stages is not None:
+                    raise PlanError(
+                        f"the plan has {text(taken[forward])} already; expected one way to hold less of a microbatch"
+                    )
+        computed += code & OP in COMPUTES

@@ -1,0 +1,120 @@
+"""Pass: hold the inputs of stages alone, and run their forwards again before their backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from penstock.errors import PlanError
+from penstock.lower.chosen import Stages, lives
+from penstock.plan import Op, Plan
+from penstock.plan.actions import OP, parts, stage_of, with_op
+from penstock.plan.ops import BESIDE
+from penstock.simulate import Costs, Timeline, simulate
+
+_SWEEPS = 8
+_ROUNDING = 1e-9
+
+
+def recompute(
+    plan: Plan,
+    stages: Stages = None,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+) -> Plan:
+    """The plan with an R before the backward of every microbatch, of some stages, or of some microbatches of a stage.
+
+    >>> from penstock.schedules import get_schedule
+    >>> print(*recompute(get_schedule("1f1b")(2, 3), [0]).lines(), sep="\\n")
+    rank 0: 0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    >>> print(*recompute(get_schedule("1f1b")(2, 3), {0: [1]}).lines(), sep="\\n")
+    rank 0: 0F0 0F1 0B0 0F2 0R1 0B1 0B2
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+
+    The forward then leaves its input alone. A backward that follows its forward at once is given no R: there is nothing to
+    be saved by it. An R stands right before its backward, and needs nothing from other ranks, so it runs while the rank
+    waits for the gradient. Given `costs`, those that would not run in a wait are moved up into an earlier one where that
+    makes the step shorter, as far as `memory_limit` (as in `Timeline.peak_memory`, one number or one a rank) allows; without
+    a limit, as far as no rank's peak grows.
+    """
+    made = plan.with_codes(_with_recompute(plan, rank, stages) for rank in range(plan.num_ranks))
+    return made if costs is None else _moved_up(made, costs, memory_limit)
+
+
+def _with_recompute(plan: Plan, rank: int, stages: Stages) -> list[int]:
+    before = {life.backward: life.code for life in lives(plan, rank, stages) if life.between}
+    made: list[int] = []
+    for slot, code in enumerate(plan.codes[rank]):
+        if slot in before:
+            made.append(with_op(before[slot], Op.R))
+        made.append(code)
+    return made
+
+
+def _moved_up(plan: Plan, costs: Costs, memory_limit: float | Sequence[float] | None) -> Plan:
+    """Sweep after sweep: move Rs up into waits, rank by rank, and keep what makes the step shorter."""
+    best = simulate(plan, costs)
+    limits = _limits(best, memory_limit)
+    for _ in range(_SWEEPS):
+        before = best.makespan
+        for rank, limit in enumerate(limits):
+            tried = best
+            for _ in range(_SWEEPS):  # what one move brings may show only after the next
+                codes = _sweep(tried, rank, costs, limit)
+                if tuple(codes) == tried.plan.codes[rank]:
+                    break
+                rows = [codes if other == rank else row for other, row in enumerate(tried.plan.codes)]
+                tried = simulate(plan.with_codes(rows), costs)
+                if tried.peak_memory[rank] > max(limit, best.peak_memory[rank]) * (1 + _ROUNDING):
+                    break
+                if tried.makespan < best.makespan * (1 - _ROUNDING):
+                    best = tried
+        if best.makespan >= before:
+            break
+    return best.plan
+
+
+def _limits(timeline: Timeline, memory_limit: float | Sequence[float] | None) -> Sequence[float]:
+    ranks = timeline.plan.num_ranks
+    if memory_limit is None:
+        return timeline.peak_memory
+    limits = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * ranks
+    if len(limits) != ranks:
+        raise PlanError(f"memory_limit has {len(limits)} numbers for {ranks} ranks; expected one, or one a rank")
+    return limits
+
+
+def _sweep(timeline: Timeline, rank: int, costs: Costs, limit: float) -> list[int]:
+    """The list of a rank in which each wait takes the next Rs, as many as it and the memory have room for.
+
+    An R that its backward does not wait for stays where it is: it is in a wait already.
+    """
+    codes, starts, ends = timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank]
+    slots = [slot for slot, code in enumerate(codes) if code & OP not in BESIDE]
+    begun = {part: slot for slot in slots for part in parts(codes[slot]) if part & OP == Op.F}
+    late = [a for a, b in pairwise(slots) if codes[a] & OP == Op.R and starts[b] <= ends[a] * (1 + _ROUNDING)]
+    full, kept = (costs.sizes(what) or () for what in (Op.R.row.takes, Op.R.row.spares))
+    moved: dict[int, int] = {}  # from the slot of an R to the one that it goes before
+    more: list[tuple[float, float]] = []  # what moved Rs hold more: until when, and how much
+    now, next_late = 0.0, 0
+    for slot in slots:
+        while next_late < len(late) and late[next_late] <= slot:
+            next_late += 1
+        while next_late < len(late):
+            place = late[next_late]
+            stage = stage_of(codes[place])
+            extra = full[stage] - kept[stage]
+            peak = max((held for time, held in timeline.memory[rank] if now <= time <= starts[place]), default=0.0)
+            fits = now + costs.time(Op.R, stage) + costs.overhead <= starts[slot] * (1 + _ROUNDING)
+            held = sum(size for until, size in more if until > now)
+            if not fits or begun[with_op(codes[place], Op.F)] >= slot or peak + held + extra > limit * (1 + _ROUNDING):
+                break
+            moved[place] = slot
+            more.append((starts[place], extra))
+            now += costs.time(Op.R, stage) + costs.overhead
+            next_late += 1
+        now = ends[slot]
+    before = {target: [codes[place] for place in moved if moved[place] == target] for target in moved.values()}
+    return [c for slot, code in enumerate(codes) for c in (*before.get(slot, ()), *(() if slot in moved else (code,)))]

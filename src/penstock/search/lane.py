@@ -1,0 +1,156 @@
+"""Lane: the search with one placement. Known schedules, then many runs of the list scheduler, the best of which are refined."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, product
+from math import inf
+
+from penstock.plan import Plan, StageGraph
+from penstock.schedules import all_schedules, generalised_interleaved
+from penstock.search.floor import floor
+from penstock.search.job import Job
+from penstock.search.listing import list_schedule
+from penstock.search.patterns import AsPlanned, Block, Groups, Manner, Pattern
+from penstock.simulate import Costs, Timeline, simulate
+
+_ROUNDING = 1e-9
+_ELITE = 2  # how many patterns of each family are refined side by side
+_SEEDS = 0.4  # the share of the tries that start from nothing
+_PATIENT = 0.9  # the share of the tries in which a change for the worse may stay
+_WORSE = 0.004  # how much worse at most, at first
+_FAMILIES: tuple[type[Pattern], ...] = (Groups, Groups, Groups, Block, AsPlanned)  # as often as they are refined
+_USUAL = (Manner(0.0, 0.0), Manner(0.5, 0.0), Manner(0.5, 0.1), Manner(1.0, 0.35))
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The best schedule that was found, and how good it can be at most."""
+
+    plan: Plan
+    costs: Costs
+    floor: float  # no schedule with these costs, this placement and this memory ends before
+    origin: str  # "search", or the name of the known schedule that nothing surpassed
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.plan, self.costs)
+
+    @property
+    def makespan(self) -> float:
+        return self.timeline.makespan
+
+    @property
+    def gap(self) -> float:
+        """How much longer it takes than the floor, as a share of it: 0 is proved to be the best, but for rounding."""
+        longer = self.makespan / self.floor - 1 if self.floor else 0.0
+        return longer if abs(longer) > _ROUNDING else 0.0
+
+
+@dataclass
+class Entry:
+    """A pattern that is being refined, and when its schedule ends."""
+
+    end: float
+    pattern: Pattern
+
+
+class Lane:
+    """The search for one job, from one seed. `end` is the shortest time so far."""
+
+    def __init__(self, job: Job, graph: StageGraph, seed: int) -> None:
+        self.job, self.graph = job, graph
+        self.bound = floor(job)
+        self.end = inf
+        self.elite: dict[type[Pattern], list[Entry]] = {}  # by family; the shortest first
+        self.rng = random.Random(seed)
+
+    def known(self) -> Iterator[Searched]:
+        """The known schedules that fit the memory."""
+        for plan in self._plans:
+            found = Searched(plan, self.job.costs, self.bound, plan.name)
+            peaks = zip(found.timeline.peak_memory, self.job.limits, strict=True)
+            if found.makespan < self.end and all(peak <= limit * (1 + 1e-9) for peak, limit in peaks):
+                self.end = found.makespan
+                yield found
+
+    @cached_property
+    def _plans(self) -> list[Plan]:
+        """The known schedules for this placement, whether they fit or not."""
+        placement, count = self.job.placement, self.job.num_microbatches
+        ranks, per_rank = placement.num_ranks, placement.num_stages // placement.num_ranks
+        groups = [generalised_interleaved.recipe(g, zero_bubble=True) for g in self._groups] if per_rank > 1 else []
+        plans = []
+        for recipe in (*all_schedules(), *groups):
+            if recipe.stages_per_rank in (None, per_rank):
+                sizes = recipe.sizes(ranks, count, per_rank)
+                if recipe.place(sizes) == placement:
+                    plan = recipe(ranks, count, stages_per_rank=per_rank, graph=self.graph)
+                    plans += [plan] if plan.has_backward else []
+        return plans
+
+    @property
+    def _groups(self) -> list[int]:
+        """Sizes of groups, from half the number of ranks to a little more than all: at most eight."""
+        ranks = self.job.placement.num_ranks
+        sizes = range(-(-ranks // 2), ranks + 3)
+        return [*sizes[:: -(-len(sizes) // 8)]]
+
+    def search(self, tries: int, *, afresh: bool) -> Iterator[Searched]:
+        """That many runs of the list scheduler; gives what is better than all before. `afresh` begins with new patterns."""
+        seeds = islice(self._starts(), max(1, int(tries * _SEEDS)) if afresh else 0)
+        for number in range(tries):
+            parent = None
+            pattern = next(seeds, None)
+            if pattern is None:
+                parent = self._any_entry()
+                pattern = parent.pattern.shaken(self.job, self.rng)
+            listing = list_schedule(self.job, pattern.urgency(self.job))
+            if listing is None:
+                continue
+            worse = _WORSE * max(0.0, 1 - number / (tries * _PATIENT))
+            self._keep(Entry(listing.end, pattern), parent, worse)
+            if listing.end < self.end * (1 - 1e-12):
+                self.end = listing.end
+                plan = Plan(
+                    self.job.placement, self.graph, self.job.num_microbatches, listing.codes(self.job), "searched"
+                )
+                yield Searched(plan, self.job.costs, self.bound, "search")
+
+    def _any_entry(self) -> Entry:
+        """Every other time of the best family, otherwise of any; the better ones more often."""
+        if self.rng.random() < 0.5:
+            entries = min(self.elite.values(), key=lambda entries: entries[0].end)
+        else:
+            entries = self.elite[self.rng.choice([family for family in _FAMILIES if family in self.elite])]
+        return entries[int(len(entries) * self.rng.random() ** 2)]
+
+    def _keep(self, entry: Entry, parent: Entry | None, worse: float) -> None:
+        """A child that is not much worse takes its parent's place; a new pattern joins if it is good and its time is new."""
+        entries = self.elite.setdefault(type(entry.pattern), [])
+        if parent is not None:
+            if entry.end <= parent.end * (1 + worse):
+                parent.end, parent.pattern = entry.end, entry.pattern
+        elif all(abs(entry.end - other.end) > _ROUNDING * other.end for other in entries):
+            entries.append(entry)
+        entries.sort(key=lambda one: one.end)
+        del entries[_ELITE:]
+
+    def _starts(self) -> Iterator[Pattern]:
+        """First what never fails: one microbatch after another. Then what is usual for the placement, then anything."""
+        job, rng = self.job, self.rng
+        yield Groups.of(job, Manner(), group=1)
+        loop = job.placement.kind == "loop"
+        if loop:
+            for manner, group in product(_USUAL[:3], self._groups):
+                yield Groups.of(job, manner, group=group)
+        for manner, plan in product(_USUAL[1:3], self._plans):
+            yield AsPlanned.of(job, plan, manner)
+        while True:
+            if rng.random() < (0.2 if loop else 0.9):
+                yield Block.any(job, rng)
+            else:
+                yield Groups.any(job, rng.choice(_USUAL), rng)
