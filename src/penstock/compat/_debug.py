@@ -6,6 +6,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from penstock.compat._siblings import found_in
+
+__getattr__ = found_in(__name__)
+
 
 def friendly_debug_info(v: object) -> str:
     """A value in a few words: of a tensor its shape, its type and whether it requires a gradient.

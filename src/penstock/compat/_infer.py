@@ -22,6 +22,7 @@ from penstock.compat._metadata import (
     Metas,
     _derive_grad_metas,
     _DTensorMeta,
+    _StageForwardMeta,
     _StageMeta,
     _TensorMeta,
     extract_tensor_metas,
@@ -85,7 +86,7 @@ class PipelineStage(_PipelineStageBase):
         self.chunks = num_microbatches
         user = self._user_meta
         self._inference_mode = InferenceMode("dynamic" if InferenceMode.needs_dynamic(user, has_backward) else "static")
-        found: Metas | None = args
+        found: Metas | None = args.forward_metas if isinstance(args, _StageForwardMeta) else args
         if self.is_first:
             found = extract_tensor_metas(as_tuple(args if args is not None else ()), allow_none=True)
         if user.inputs is not None and found:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -148,6 +148,26 @@ class _StageMeta:
 
     def is_complete_for_forward(self) -> bool:
         return self.inputs is not None and self.outputs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _StageForwardMeta:
+    """What a stage says of its outputs to the stage after it."""
+
+    forward_metas: Metas
+
+
+@dataclass(frozen=True, slots=True)
+class _StageBackwardMeta:
+    """What a stage says of the gradients of its inputs to the stage before it."""
+
+    backward_metas: Metas
+
+
+class GetMeshCallback(Protocol):
+    """The user's function that names the mesh on which an arriving DTensor is put."""
+
+    def __call__(self, dim_names: tuple[str, ...], layout: Any, /) -> Any: ...
 
 
 class InferenceMode(Enum):

@@ -23,7 +23,6 @@ from penstock.plan import Plan, check
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
 
-_SHARDING = (ComputationType.RESHARD, ComputationType.REDUCE_GRAD)  # the reduction ends with freeing what is gathered
 Format = Literal["compute_only", "compute_comms"]
 OrderDict = dict[int, list[NamedAction | None]]
 
@@ -81,17 +80,21 @@ class Orders(Schedule):
             order = self._get_pipeline_order()
         if not order:
             return None
-        return plan_of(order, num_microbatches=self.num_microbatches, num_stages=self._num_stages)
+        return self._plan_of(order)
+
+    def _plan_of(self, order: Order) -> Plan:
+        """The plan of an order. A plan frees in the end what it has gathered; an order need not say so."""
+        kind = ComputationType.RESHARD
+        rows = {
+            rank: [*row, *(NamedAction(stage, kind) for stage in sorted(_gathered_at_the_end(row, (kind,))))]
+            for rank, row in order.items()
+        }
+        return plan_of(rows, num_microbatches=self.num_microbatches, num_stages=self._num_stages)
 
     def _left_gathered(self) -> set[int]:
         """The stages of this rank whose parameters are still gathered when the order ends, because it says so."""
-        gathered: set[int] = set()
-        for action in (self._order_with_comms or {}).get(self.rank, ()):
-            if action is not None and action.computation_type is ComputationType.UNSHARD:
-                gathered.add(action.stage_index)
-            elif action is not None and action.computation_type in _SHARDING:
-                gathered.discard(action.stage_index)
-        return gathered
+        freed = (ComputationType.RESHARD, ComputationType.REDUCE_GRAD)  # the reduction ends with freeing them
+        return _gathered_at_the_end((self._order_with_comms or {}).get(self.rank, ()), freed)
 
     @property
     def pipeline_order_with_comms(self) -> OrderDict:
@@ -205,3 +208,14 @@ def validate_order(order: Order, num_ranks: int, num_stages: int, num_microbatch
     if not plan.has_backward:
         raise IncompleteError("an order without a backward; expected a B, or an I and a W, for every F")
     return dict(enumerate(plan.placement.ranks))
+
+
+def _gathered_at_the_end(row: Sequence[NamedAction | None], freed: Sequence[ComputationType]) -> set[int]:
+    """The stages of a row that are gathered and, by actions of the kinds in `freed`, not freed again."""
+    gathered: set[int] = set()
+    for action in row:
+        if action is not None and action.computation_type is ComputationType.UNSHARD:
+            gathered.add(action.stage_index)
+        elif action is not None and action.computation_type in freed:
+            gathered.discard(action.stage_index)
+    return gathered

@@ -24,7 +24,7 @@ from penstock.compat._parts import Parts
 from penstock.compat._pipeline_order import Orders
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._state import is_overridden
-from penstock.compat._vocabulary import ComputationType, plan_of, to_op
+from penstock.compat._vocabulary import ComputationType, to_op
 from penstock.errors import PlanError, RunError, StageError
 from penstock.parallel import DataParallel, Unwrapped, adapt
 from penstock.plan import Plan
@@ -200,12 +200,9 @@ class _PipelineSchedule(Orders, Parts):
 
     def _hand_plan(self) -> Plan:
         """What is done by hand, messages and care of parameters included."""
-        order = self.pipeline_order_with_comms if self._has_own_plan() or self._order else None
-        if self._order_with_comms is not None:
-            order = self._order_with_comms
-        if order is None:
+        if self._order_with_comms is None and not self._order and not self._has_own_plan():
             return self._programs.lowered(TRAIN, {})
-        return plan_of(order, num_microbatches=self.num_microbatches, num_stages=self._num_stages)
+        return self._plan_of(self.pipeline_order_with_comms)
 
     # -- a step
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from penstock.compat._vocabulary import ComputationType, NamedAction, plan_of
+from penstock.compat._siblings import found_in
+from penstock.compat._vocabulary import ComputationType, NamedAction, plan_of, to_op
 from penstock.compat.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -21,9 +22,11 @@ from penstock.compat.schedules import (
     get_schedule_class,
 )
 from penstock.errors import PlanError
+from penstock.plan import Op
 from penstock.show import to_svg
 from penstock.simulate import Costs, Timeline, simulate
 
+__getattr__ = found_in(__name__, "schedules", "stage")
 Rows = list[list[NamedAction | None]]
 
 
@@ -33,6 +36,22 @@ class OpKey(NamedTuple):
     stage_index: int
     computation_type: ComputationType
     microbatch_index: int
+
+
+class _ComputationTypeVisual(NamedTuple):
+    """How a kind of action is drawn."""
+
+    color: str
+    text: str = ""
+    width: int = 1
+
+
+action_type_to_color_mapping = {
+    kind: _ComputationTypeVisual(of.row.colour, of.row.letter)
+    if isinstance(of, Op)
+    else _ComputationTypeVisual("#334155")
+    for kind, of in ((kind, to_op(kind)) for kind in ComputationType)
+}
 
 
 def get_schedule_ops(

@@ -8,6 +8,10 @@ from typing import Any
 from torch import fx, nn
 from torch.export.unflatten import _ModuleFrame
 
+from penstock.compat._siblings import found_in
+
+__getattr__ = found_in(__name__)
+
 
 def _outline_submodules(orig_graph: fx.Graph) -> fx.GraphModule:
     """Put the calls of an exported graph back into the modules that they came from, in their order."""

@@ -9,11 +9,14 @@ from torch.utils import _pytree as pytree
 
 from penstock.capture import PipeInfo
 from penstock.compat._metadata import (
+    GetMeshCallback,
     InferenceMode,
     _derive_grad_metas,
     _DTensorMeta,
     _make_tensor_from_meta,
     _MeshCache,
+    _StageBackwardMeta,
+    _StageForwardMeta,
     _StageMeta,
     _TensorMeta,
     extract_tensor_meta,
@@ -24,21 +27,28 @@ from penstock.compat._metadata import (
     validate_static_arg_grad_correspondence,
     validate_tensors_metadata,
 )
+from penstock.compat._metadata import MeshKey as MeshCacheKey
+from penstock.compat._siblings import found_in
 from penstock.errors import PlanError
 from penstock.errors import ShapeError as PipeliningMetadataError
 from penstock.errors import ShapeError as PipeliningShapeError
 from penstock.plan import Placement
 
+__getattr__ = found_in(__name__)
 TensorMeta = _TensorMeta | _DTensorMeta
 
 __all__ = [
+    "GetMeshCallback",
     "InferenceMode",
+    "MeshCacheKey",
     "PipeInfo",
     "PipeliningMetadataError",
     "PipeliningShapeError",
     "TensorMeta",
     "_DTensorMeta",
     "_MeshCache",
+    "_StageBackwardMeta",
+    "_StageForwardMeta",
     "_StageMeta",
     "_TensorMeta",
     "_derive_grad_metas",

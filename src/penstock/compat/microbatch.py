@@ -18,8 +18,10 @@ from penstock.batch import (
 )
 from penstock.batch import split_args_kwargs_into_chunks as _split
 from penstock.batch.masks import block_mask_batch
+from penstock.compat._siblings import found_in
 
 DEFAULT_CHUNK_DIM = 0
+__getattr__ = found_in(__name__)
 _LossReducer = _CustomReducer
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch.distributed as dist  # noqa: F401  programs patch what stands here
@@ -59,6 +60,7 @@ SEND_F, RECV_F = _ComputationType.SEND_F, _ComputationType.RECV_F
 SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
 OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE_GRAD
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
+_action_regex = re.compile(rf"(\d+)({'|'.join(kind.value for kind in _ComputationType if kind != OVERLAP_F_B)})(\d*)")
 __getattr__ = found_in(__name__, "_utils", "microbatch", "stage")
 
 _ONE_STAGE: tuple[Any, ...] = (ScheduleGPipe, Schedule1F1B, ScheduleZBH1, ScheduleZBH2, PipelineScheduleSingle)
@@ -124,6 +126,15 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
 def _validate_schedule(actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
     """Prove an order complete and free of deadlocks; the rank of each stage."""
     return validate_order(actions, pp_group_size, num_stages, num_microbatches)
+
+
+def _requires_reduce_grad(action_type: _ComputationType) -> bool:
+    """Whether gradients of parameters are there after an action of this kind."""
+    return action_type in (FULL_BACKWARD, BACKWARD_WEIGHT)
+
+
+def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:
+    """Compiled stages run under every schedule here: there is nothing to refuse."""
 
 
 def _get_profiler_function_name(action: _Action) -> str:

@@ -1,0 +1,50 @@
+"""Every name that torch's package and its modules have can be imported from penstock's, and none is torch's own."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import types
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining as theirs
+
+from penstock.errors import UnknownNameError
+
+PACKAGE = theirs.__name__
+MODULES = ["", *(module.name for module in pkgutil.iter_modules(theirs.__path__))]
+
+
+def home(value: Any) -> str:
+    """The module in which something was made, as far as it can be told."""
+    return value.__name__ if isinstance(value, types.ModuleType) else str(getattr(value, "__module__", None))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_name_of_torchs_modules_is_there(module: str) -> None:
+    suffix = f".{module}" if module else ""
+    torchs = importlib.import_module(PACKAGE + suffix)
+    ours = importlib.import_module("penstock.compat" + suffix)
+    missing, strangers, different = [], [], []
+    for name, value in vars(torchs).items():
+        if name.startswith("__"):
+            continue
+        if not hasattr(ours, name):
+            missing.append(name)
+            continue
+        found = getattr(ours, name)
+        if home(found).startswith(PACKAGE):
+            strangers.append(name)
+        elif not home(value).startswith((PACKAGE, "logging", "None")) and isinstance(value, (type, types.ModuleType)):
+            different += [] if found is value or home(found).startswith("penstock") else [name]
+    assert not missing, f"penstock.compat{suffix} lacks {missing}: a program that imports one of them does not start"
+    assert not strangers, f"penstock.compat{suffix} hands out torch's own {strangers}"
+    assert not different, f"penstock.compat{suffix} has something else under {different}"
+
+
+def test_what_is_inside_torchs_functions_says_so_when_it_is_used() -> None:
+    from penstock.compat._IR import DetachExecutor  # type: ignore[attr-defined]
+
+    with pytest.raises(UnknownNameError, match=r"penstock\.pipeline"):
+        DetachExecutor(None)
