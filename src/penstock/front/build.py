@@ -15,6 +15,7 @@ from torch import nn
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.capture import Pipe, PipeInfo, capture_layers, cuts_at, layer_names, materialise, pipeline, profile_layers
+from penstock.checkpoint.weights import open_weights
 from penstock.errors import CaptureError, PlanError, RanksDisagree
 from penstock.front.choose import Choice, Machine, Wishes, choose
 from penstock.front.ends import Ends
@@ -258,16 +259,23 @@ def _plan_for(placement: Placement, schedule: str | Plan | Recipe, microbatches:
 
 
 def fill_meta(modules: Sequence[nn.Module], request: Request, device: torch.device) -> None:
-    """Give stages of a model without data their memory and values."""
+    """Give stages of a model without data their memory and values, and others the values that were given for them."""
+    weights, init = request.of_model.weights, request.of_model.init
     empty = any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    if request.of_model.weights is None and not empty:
+    if weights is None and not empty:
         return
-    if request.of_model.weights is None and request.of_model.init is None:
+    if weights is None and init is None:
         raise CaptureError(
-            "the model is on the meta device and has no values; give weights= (a state dict, safetensors files, or a "
-            "folder of them) or init=lambda name, tensor: ..."
+            "the model is on the meta device and has no values; give weights= (a state dict, files of safetensors or of "
+            "torch, a folder of them, a checkpoint) or init=lambda name, tensor: ..."
         )
-    materialise(modules, request.of_model.weights, device=device, fill=request.of_model.init)
+    source = None if weights is None else open_weights(weights)
+    report = materialise(modules, source, device=device, fill=init)
+    if report.missing and init is None:
+        listed = ", ".join(report.missing[:6]) + (" ..." if len(report.missing) > 6 else "")
+        raise CaptureError(
+            f"weights= has no value for {listed}; give init=lambda name, tensor: ... for what is to be set otherwise"
+        )
 
 
 def device_of(model: nn.Module | None, given: torch.device | str | None) -> torch.device:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.capture import Pipe
+from penstock.checkpoint.weights import open_weights
 from penstock.comm.transport import Transport
 from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
@@ -27,6 +28,7 @@ from penstock.front.forward import forward_plan
 from penstock.front.loading import copy_state, load_into
 from penstock.front.names import StageTensors, stage_tensors
 from penstock.front.options import check_named, sorted_options
+from penstock.front.publish import Origin, save_pretrained
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, agree_on_rows, check_where, deliver, share_losses
 from penstock.front.weighted import WeightedSchedule
@@ -98,8 +100,10 @@ class Pipeline:
             self._built = build(request, self._ends)
             # The model's memory is the user's.
             self._request = replace(request, model=nn.Module(), of_model=replace(of_model, weights=None))
+            self._origin = Origin.of(model)
         else:
             self._built = adopt(made, schedule, microbatches, self._ends)
+            self._origin = Origin()
         for stage in self._built.stages:
             stage.submod = wrap(stage.submod, of_ranks.data_parallel, self._ends.mesh)
         self._ties = _ties(self._built, of_steps.ties)
@@ -108,6 +112,8 @@ class Pipeline:
         self._options = of_steps.of_schedule(loss_fn)
         self._schedule = self._make_schedule(self._built.plan)
         self._saving: Saving | None = None  # a checkpoint that is being written
+        if made and of_model.weights is not None:
+            copy_state(self.tensors, open_weights(of_model.weights), strict=True)
         self._smaller: dict[int, WeightedSchedule] = {}  # for evaluations of fewer rows than there are microbatches
 
     # -- what there is
@@ -324,6 +330,16 @@ class Pipeline:
         loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
         self._schedule.steps = loaded.step
         return dict(loaded.extra)
+
+    def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+        """Write the weights as sharded safetensors, each rank its own; for a transformers model with its config.
+
+            pipe.save_pretrained("mine/")
+            model = AutoModelForCausalLM.from_pretrained("mine/")        # without penstock
+
+        All ranks call it. The names are those of the user's model, and what has several names is written once.
+        """
+        save_pretrained(folder, self.tensors, self._ends, self._origin, max_shard_bytes=max_shard_bytes)
 
     # -- for programs around a pipeline
 

@@ -1,0 +1,219 @@
+"""Weights by name, wherever they are: each tensor is read when somebody asks for it, and nothing else is.
+
+weights = open_weights("llama/")       # safetensors or torch files, a folder or an index of them, a checkpoint
+weights["model.layers.0.mlp.up_proj.weight"]
+
+A pipeline asks for the tensors of its own stages, so no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from abc import abstractmethod
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.manifest import FILE, Entry, Manifest, read_small
+from penstock.checkpoint.parts import read_entry
+from penstock.checkpoint.torch_list import LIST, read_list
+from penstock.errors import StageError
+
+Source = Mapping[str, Tensor] | str | Path | Sequence[str | Path]
+INDEX_LIMIT = 1 << 28  # bytes of an index file
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_NESTED = ("model", "state_dict", "model_state_dict", "module")  # where programs keep the weights in a file of torch's
+
+
+class WeightFile(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for."""
+
+    known: Mapping[str, Any]  # the names, and what is known of each
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """The tensor of a name that is known."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.known:
+            raise KeyError(name)
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.known)
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.known
+
+
+class Safetensors(WeightFile):
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.known = dict.fromkeys(self._call(lambda opened: opened.keys()))
+
+    def read(self, name: str) -> Tensor:
+        found: Tensor = self._call(lambda opened: opened.get_tensor(name))
+        return found
+
+    def _call(self, ask: Any) -> Any:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise StageError(f"{self.file} needs the package safetensors: pip install safetensors") from error
+        try:
+            with safe_open(self.file, framework="pt") as opened:
+                return ask(opened)
+        except (SafetensorError, OSError) as error:
+            raise StageError(f"{self.file} cannot be read as safetensors: {error}") from error
+
+
+class TorchFile(WeightFile):
+    """What `torch.save` wrote: mapped into memory, and read with weights_only."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            whole = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+        except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            raise StageError(
+                f"{file} cannot be read as tensors alone: {str(error).splitlines()[0]}. Save model.state_dict() with torch.save"
+            ) from error
+        for name in _NESTED:
+            if isinstance(whole, Mapping) and isinstance(whole.get(name), Mapping):
+                whole = whole[name]
+        if not isinstance(whole, Mapping) or not any(isinstance(value, Tensor) for value in whole.values()):
+            raise StageError(f"{file} holds a {type(whole).__name__}; expected a dictionary of names and tensors")
+        self.known = {str(name): value for name, value in whole.items() if isinstance(value, Tensor)}
+
+    def read(self, name: str) -> Tensor:
+        found: Tensor = self.known[name]
+        return found
+
+
+class CheckpointFolder(WeightFile):
+    """A checkpoint: penstock's own, whose parts have digests, or torch's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if (folder / FILE).is_file():
+            manifest = Manifest.read(folder)
+            listed = dict(manifest.tensors)
+            for name, others in manifest.aliases.items():
+                if f"model.{name}" in listed:
+                    listed |= {f"model.{other}": listed[f"model.{name}"] for other in others}
+        else:
+            listed = read_list(folder)
+        inner = {key.removeprefix("model."): entry for key, entry in listed.items() if key.startswith("model.")}
+        self.known = inner or listed
+
+    def read(self, name: str) -> Tensor:
+        entry: Entry = self.known[name]
+        if all(part.sha256 for part in entry.parts):
+            return read_entry(self.folder, entry, start=(0,) * len(entry.shape), shape=entry.shape)
+        made = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+        for part in entry.parts:
+            values = self._unchecked(part.file, part.offset, part.length)
+            if tuple(values.shape) != part.shape:
+                raise StageError(
+                    f"{self.folder / part.file}: a part of {name} is {list(values.shape)}, not {list(part.shape)}"
+                )
+            made[tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))] = values
+        return made
+
+    def _unchecked(self, file: str, offset: int, length: int) -> Tensor:
+        """A record of torch's, which has no digest."""
+        try:
+            with (self.folder / file).open("rb") as stream:
+                stream.seek(offset)
+                found = torch.load(io.BytesIO(stream.read(length)), map_location="cpu", weights_only=True)
+        except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise StageError(f"{self.folder / file} cannot be read: {str(error).splitlines()[0]}") from error
+        if not isinstance(found, Tensor):
+            raise StageError(f"{self.folder / file} holds a {type(found).__name__} where a tensor should be")
+        return found
+
+
+class _Together(WeightFile):
+    """Several files as one; each is opened when a name in it is asked for."""
+
+    def __init__(self, where: Mapping[str, Path]) -> None:
+        self.known = dict(where)
+        self._opened: dict[Path, WeightFile] = {}
+
+    def read(self, name: str) -> Tensor:
+        file: Path = self.known[name]
+        if file not in self._opened:
+            self._opened[file] = _open_file(file)
+        return self._opened[file][name]
+
+
+def open_weights(source: Source) -> Mapping[str, Tensor]:
+    """Weights by name out of a dictionary, a file, several, a folder, or a checkpoint."""
+    if isinstance(source, Mapping):
+        return source
+    paths = [Path(source)] if isinstance(source, str | Path) else [Path(path) for path in source]
+    parts: list[Any] = [_open_path(path) for path in paths]
+    return ChainMap(*parts)
+
+
+def _open_path(path: Path) -> WeightFile:
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise StageError(f"{path} does not exist; expected a file or a folder with weights")
+    return _of_index(path) if path.name.endswith(".index.json") else _open_file(path)
+
+
+def _open_folder(folder: Path) -> WeightFile:
+    if (folder / FILE).is_file() or (folder / LIST).is_file():
+        return CheckpointFolder(folder)
+    for kind in (".safetensors", *_OF_TORCH):
+        indices = sorted(folder.glob(f"*{kind}.index.json"))
+        if indices:
+            return _of_index(indices[0])
+        files = sorted(folder.glob(f"*{kind}"))
+        if files:
+            return _Together({name: file for file in files for name in _open_file(file)})
+    raise StageError(f"{folder} has no weights; expected .safetensors, {', '.join(_OF_TORCH)} files, or a checkpoint")
+
+
+def _of_index(index: Path) -> WeightFile:
+    """Which file has which name, as transformers writes it."""
+    try:
+        where = json.loads(read_small(index, INDEX_LIMIT))["weight_map"]
+        if not isinstance(where, dict):
+            raise TypeError("weight_map is no object")
+        files = {name: index.parent / Path(str(file)).name for name, file in where.items()}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StageError(f"{index} is no index of weights: {error!r}") from error
+    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    if missing:
+        raise StageError(
+            f"{index} names {', '.join(missing[:4])}, which {'is' if len(missing) == 1 else 'are'} not there"
+        )
+    return _Together(files)
+
+
+def _open_file(file: Path) -> WeightFile:
+    """By its suffix; if that says nothing, by its first bytes."""
+    if file.suffix == ".safetensors":
+        return Safetensors(file)
+    if file.suffix in _OF_TORCH or _is_zip(file):
+        return TorchFile(file)
+    return Safetensors(file)
+
+
+def _is_zip(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(2) == b"PK"
+    except OSError as error:
+        raise StageError(f"{file} cannot be read: {error}") from error

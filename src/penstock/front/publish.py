@@ -1,0 +1,155 @@
+"""A pipeline's weights as other programs read them: sharded safetensors with an index, and the config of a transformers model.
+
+pipe.save_pretrained("mine/")
+model = AutoModelForCausalLM.from_pretrained("mine/")        # without penstock
+
+Each rank writes the tensors of its own stages, so no rank ever holds the whole model. What has several names is
+written once, under the name that comes first in the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import RunError
+from penstock.front.ends import Ends
+from penstock.front.names import StageTensors
+
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is remembered of the user's model when its stages have been cut."""
+
+    names: frozenset[str] = frozenset()  # the first name of each parameter and buffer
+    kind: str = ""
+    configs: Mapping[str, Any] | None = None  # of a transformers model: config, generation_config
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Origin:
+        names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+        found = {name: getattr(model, name, None) for name in ("config", "generation_config")}
+        configs = {name: one for name, one in found.items() if hasattr(one, "save_pretrained")}
+        return cls(frozenset(names), type(model).__name__, configs)
+
+
+def save_pretrained(
+    folder: str | Path, tensors: StageTensors, ends: Ends, origin: Origin, *, max_shard_bytes: int
+) -> None:
+    """Every rank of every replica calls it."""
+    place = Path(folder)
+    mine: dict[str, Tensor] = {}
+
+    def look() -> list[list[Any]]:
+        _safetensors()
+        if max_shard_bytes < 1:
+            raise RunError(f"max_shard_bytes={max_shard_bytes}; expected a number of bytes")
+        for name, value in tensors.state.items():
+            if name not in tensors.elsewhere:
+                mine[_published(name, tensors, origin)] = value
+        return [[name, value.nbytes] for name, value in mine.items()]
+
+    everyone = ends.agree("what is to be written", look)[: ends.num_ranks]  # the replicas hold the same names
+    shards = _shards(everyone, max_shard_bytes)
+    whole = {name: _plain(value) for name, value in mine.items()}  # a sharded one is put together on all its replicas
+
+    def write() -> None:
+        if ends.replica > 0:
+            return
+        place.mkdir(parents=True, exist_ok=True)
+        for number, (rank, names) in enumerate(shards):
+            if rank == ends.rank:
+                file = place / _name(number, len(shards))
+                fresh = file.with_name(file.name + ".writing")
+                _safetensors().save_file(
+                    {name: whole[name].cpu().contiguous() for name in names}, fresh, {"format": "pt"}
+                )
+                fresh.replace(file)
+
+    def finish() -> str:
+        sizes = dict(row for rows in everyone for row in rows)
+        where = {name: _name(number, len(shards)) for number, (_, names) in enumerate(shards) for name in names}
+        written = set(where.values())
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(sizes[name] for name in where)},
+                "weight_map": dict(sorted(where.items())),
+            }
+            (place / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            written.add(_INDEX)
+        for file in place.iterdir():
+            if _SHARD.fullmatch(file.name) and file.name not in written:
+                file.unlink()  # of an earlier save with other stages
+        for name, config in (origin.configs or {}).items():
+            _write_config(name, config, place, origin, tensors)
+        return str(place)
+
+    ends.agree(f"writing the weights to {place}", write)
+    ends.decide(f"the index of the weights in {place}", finish)
+
+
+_INDEX = "model.safetensors.index.json"
+
+
+def _name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _published(name: str, tensors: StageTensors, origin: Origin) -> str:
+    """Of several names, the one that the model itself has first; transformers ties the others to it."""
+    spellings = (name, *tensors.aliases.get(name, ()))
+    return next((spelling for spelling in spellings if spelling in origin.names), name)
+
+
+def _shards(everyone: list[list[list[Any]]], most: int) -> list[tuple[int, list[str]]]:
+    """(rank, names) of each file, in the order of the ranks; a name that several ranks hold goes to the first."""
+    seen: set[str] = set()
+    shards: list[tuple[int, list[str]]] = []
+    for rank, rows in enumerate(everyone):
+        names: list[str] = []
+        size = 0
+        for name, length in rows:
+            if name in seen:
+                continue
+            seen.add(name)
+            if names and size + length > most:
+                shards.append((rank, names))
+                names, size = [], 0
+            names.append(name)
+            size += length
+        if names:
+            shards.append((rank, names))
+    return shards
+
+
+def _plain(value: Tensor) -> Tensor:
+    """The whole of a tensor that is spread over replicas."""
+    full = getattr(value.detach(), "full_tensor", None)
+    return value.detach() if full is None else full()
+
+
+def _write_config(name: str, config: Any, place: Path, origin: Origin, tensors: StageTensors) -> None:
+    own = copy.deepcopy(config)
+    if name == "config":
+        own.architectures = [origin.kind]
+        dtype = next((value.dtype for value in tensors.parameters.values() if value.is_floating_point()), None)
+        if dtype is not None and hasattr(own, "dtype"):
+            own.dtype = dtype
+    own.save_pretrained(place)
+
+
+def _safetensors() -> Any:
+    try:
+        from safetensors import torch as found
+    except ImportError as error:
+        raise RunError("save_pretrained needs the package safetensors: pip install safetensors") from error
+    return found
