@@ -1,0 +1,160 @@
+// Communicators over sockets of one host.
+#include "group.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <thread>
+
+namespace sim {
+namespace {
+
+std::mutex made_mutex;
+std::vector<std::string>& made() {
+  static auto* all = new std::vector<std::string>;
+  return *all;
+}
+
+struct Hello {
+  int rank;
+  int toward_listener;
+};
+
+std::pair<sockaddr_un, socklen_t> address(const std::string& name) {
+  sockaddr_un found{};
+  found.sun_family = AF_UNIX;
+  TORCH_CHECK(name.size() + 1 < sizeof(found.sun_path), "too long a name for a socket: ", name);
+  std::memcpy(found.sun_path + 1, name.data(), name.size());  // a name without a file
+  return {found, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+}
+
+std::string fresh_name() {
+  static std::atomic<int> number{0};
+  return "penstock-sim-" + std::to_string(getpid()) + "-" + std::to_string(number++);
+}
+
+}  // namespace
+
+std::vector<std::string> communicators_made() {
+  std::lock_guard<std::mutex> lock(made_mutex);
+  return made();
+}
+
+void forget_communicators() {
+  std::lock_guard<std::mutex> lock(made_mutex);
+  made().clear();
+}
+
+Communicator::Communicator(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int size, double bound)
+    : name(name), rank(rank), size(size), stream(new_stream(current_device())), to(size, -1), from(size, -1) {
+  auto key = [&](int who) { return name + "/" + std::to_string(who); };
+  auto mine = fresh_name();
+  int door = socket(AF_UNIX, SOCK_STREAM, 0);
+  auto [here, length] = address(mine);
+  TORCH_CHECK(bind(door, reinterpret_cast<sockaddr*>(&here), length) == 0 && listen(door, 2 * size) == 0, "cannot listen");
+  store->set(key(rank), std::vector<uint8_t>(mine.begin(), mine.end()));
+  auto limit = std::chrono::milliseconds(static_cast<int64_t>(bound * 1e3));
+  for (int peer = 0; peer < rank; ++peer) {
+    store->wait({key(peer)}, limit);
+    auto where = store->get(key(peer));
+    auto [there, there_length] = address({where.begin(), where.end()});
+    for (int toward : {1, 0}) {
+      int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+      TORCH_CHECK(connect(fd, reinterpret_cast<sockaddr*>(&there), there_length) == 0, "rank ", peer, " has left while communicator ", name, " was made");
+      Hello hello{rank, toward};
+      TORCH_CHECK(::write(fd, &hello, sizeof hello) == sizeof hello, "cannot greet rank ", peer);
+      (toward ? to : from)[peer] = fd;
+    }
+  }
+  for (int expected = 2 * (size - 1 - rank); expected > 0; --expected) {
+    pollfd waiting{door, POLLIN, 0};
+    TORCH_CHECK(poll(&waiting, 1, static_cast<int>(limit.count())) == 1, "communicator ", name, ": not all of ", size, " ranks have joined in ", bound, " s");
+    int fd = accept(door, nullptr, nullptr);
+    Hello hello{};
+    TORCH_CHECK(::read(fd, &hello, sizeof hello) == sizeof hello, "a rank left while communicator ", name, " was made");
+    (hello.toward_listener ? from : to)[hello.rank] = fd;
+  }
+  close(door);
+  std::lock_guard<std::mutex> lock(made_mutex);
+  made().push_back(name);
+}
+
+void Communicator::abort() { aborted = true; }
+
+// A peer that is gone looks like one that is slow: only an abort ends the wait.
+void Communicator::write_all(int fd, const char* data, size_t bytes) {
+  while (bytes > 0) {
+    TORCH_CHECK(!aborted, "communicator ", name, " was aborted");
+    pollfd ready{fd, POLLOUT, 0};
+    if (poll(&ready, 1, 20) != 1) continue;
+    auto done = ::send(fd, data, bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (done > 0) data += done, bytes -= done;
+    else std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+void Communicator::read_all(int fd, char* data, size_t bytes) {
+  while (bytes > 0) {
+    TORCH_CHECK(!aborted, "communicator ", name, " was aborted");
+    pollfd ready{fd, POLLIN, 0};
+    if (poll(&ready, 1, 20) != 1) continue;
+    auto done = ::recv(fd, data, bytes, MSG_DONTWAIT);
+    if (done > 0) data += done, bytes -= done;
+    else std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+void Communicator::send(int peer, const char* data, size_t bytes) {
+  uint64_t size = bytes;
+  char taken = 0;
+  write_all(to[peer], reinterpret_cast<const char*>(&size), sizeof size);
+  write_all(to[peer], data, bytes);
+  read_all(to[peer], &taken, 1);  // the receive runs
+}
+
+void Communicator::receive(int peer, char* data, size_t bytes) {
+  uint64_t size = 0;
+  char taken = 1;
+  read_all(from[peer], reinterpret_cast<char*>(&size), sizeof size);
+  TORCH_CHECK(size == bytes, "communicator ", name, ": a message of ", size, " bytes was received as one of ", bytes);
+  write_all(from[peer], &taken, 1);
+  read_all(from[peer], data, bytes);
+}
+
+std::vector<std::vector<char>> Communicator::exchange(const char* data, size_t bytes) {
+  std::vector<std::vector<char>> all(size, std::vector<char>(bytes));
+  std::string wrong;
+  std::thread sender([&] {
+    try {
+      uint64_t length = bytes;
+      for (int peer = 0; peer < size; ++peer) {
+        if (peer == rank) continue;
+        write_all(to[peer], reinterpret_cast<const char*>(&length), sizeof length);
+        write_all(to[peer], data, bytes);
+      }
+    } catch (const std::exception& error) {
+      wrong = error.what();
+    }
+  });
+  try {
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == rank) {
+        std::memcpy(all[peer].data(), data, bytes);
+        continue;
+      }
+      uint64_t length = 0;
+      read_all(from[peer], reinterpret_cast<char*>(&length), sizeof length);
+      all[peer].resize(length);
+      read_all(from[peer], all[peer].data(), length);
+    }
+  } catch (const std::exception& error) {
+    wrong = error.what();
+  }
+  sender.join();
+  TORCH_CHECK(wrong.empty(), wrong);
+  return all;
+}
+
+}  // namespace sim
