@@ -23,6 +23,7 @@ from penstock.compat._exchange import Exchange, as_tuple
 from penstock.compat._metadata import validate_tensors_metadata
 from penstock.compat._state import is_overridden
 from penstock.errors import ShapeError, StageError
+from penstock.parallel import unwrap
 from penstock.stage.backward import backward_input, backward_weight, run_backward_full, run_deferred
 from penstock.stage.keywords import accepted_keywords
 
@@ -70,7 +71,7 @@ class _PipelineStageBase(Exchange):
 
     @cached_property
     def _accepted(self) -> frozenset[str] | None:
-        return accepted_keywords(self.submod)
+        return accepted_keywords(unwrap(self.submod))
 
     # -- forward
 

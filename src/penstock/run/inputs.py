@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.batch import Microbatches, sizes_of, weights
 from penstock.errors import StageError
+from penstock.run.protocol import UNKNOWN, Rows
 from penstock.run.stage_run import StepInputs
 from penstock.stage.boundary import flatten
 
@@ -23,6 +24,12 @@ class Given:
     target: Any = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     keep_outputs: bool = True
+
+    def rows(self, specs: Specs, *, of_target: bool) -> Rows:
+        """How many rows there are, where the default rule cuts: along the first dimension."""
+        cut_otherwise = specs.args is not None or not self.args
+        arguments = UNKNOWN if cut_otherwise else _rows_of(self.args[0])
+        return Rows(arguments, _rows_of(self.target) if of_target and specs.target is None else UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -63,3 +70,10 @@ def _plain(value: Any) -> Any:
     except StageError:
         return f"{type(value).__module__}.{type(value).__qualname__}"
     return value
+
+
+def _rows_of(value: Any) -> int:
+    """Of a tensor; where the rows of a nest are, only its owner knows."""
+    if isinstance(value, Microbatches):
+        return sum(sizes_of(list(value)) or (UNKNOWN,))
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else UNKNOWN

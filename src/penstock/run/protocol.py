@@ -11,7 +11,7 @@ there. So both exchanges are carried to their end, and KeyboardInterrupt comes a
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 
@@ -20,6 +20,28 @@ from penstock.errors import PenstockError
 from penstock.plan import Placement
 
 FAILED = -1  # in place of a signature: the first stage's rank failed before it knew one
+UNKNOWN = -1  # in place of a number of rows: nothing was given here, or no rule says where its rows are
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows of the model's arguments, and of the target, a rank was given."""
+
+    arguments: int = UNKNOWN
+    target: int = UNKNOWN
+
+    def differs_from(self, first: Rows) -> str:
+        """What is wrong, if this rank's rows do not fit those of the first stage's rank; "" if they may."""
+        for name, mine, theirs in (
+            ("the input", self.arguments, first.arguments),
+            ("the target", self.target, first.target),
+        ):
+            if UNKNOWN not in (mine, theirs) and mine != theirs:
+                return f"{mine} rows of {name} here, {theirs} there"
+        rows, targets = first.arguments, self.target
+        if UNKNOWN not in (rows, targets) and (not rows or not targets or (targets % rows and rows % targets)):
+            return f"{targets} rows of the target here, {rows} rows of the input there"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +53,8 @@ class Preamble:
     signature: int  # a number for the shapes of the first stage's input, or FAILED
     cold: int  # 1: messages describe themselves
     num_microbatches: int
+    rows: int = UNKNOWN  # of the model's arguments
+    target_rows: int = UNKNOWN
 
     @property
     def failed(self) -> bool:
@@ -58,7 +82,7 @@ class Preambles:
 
     def hear(self) -> tuple[Preamble, KeyboardInterrupt | None]:
         assert self.receive is not None, "the first rank has nobody to hear from"
-        numbers = torch.empty(5, dtype=torch.int64)
+        numbers = torch.empty(len(fields(Preamble)), dtype=torch.int64)
         interrupt = None
         try:
             self.wait(self.receive([numbers]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from penstock.errors import PeerFailed, PenstockError, RanksDisagree, RunError, 
 from penstock.plan import Action, AnyAction, Op
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.program import Call, Program, parts_of
-from penstock.run.protocol import FAILED, Preamble, Preambles, verdict
+from penstock.run.protocol import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.record import Recorder
 from penstock.run.stage_run import StepInputs
 from penstock.stage.intercept import intercepted
@@ -27,6 +27,7 @@ class Prepared:
 
     inputs: StepInputs = field(default_factory=StepInputs)
     key: Hashable = None  # tells one shape of input from another, on the rank of the first stage
+    rows: Rows = field(default_factory=Rows)
     error: BaseException | None = None  # what was given here is wrong; the other ranks must hear of it
 
 
@@ -87,7 +88,8 @@ class Runner:
             self.preambles = Preambles(self.transport, program.plan.placement)
         size = program.plan.num_microbatches
         if self.preambles.parent is None:
-            preamble = Preamble(self.transport.epoch, mode, *self.signature(program, mode, prepared), size)
+            known = (*self.signature(program, mode, prepared), size, *astuple(prepared.rows))
+            preamble = Preamble(self.transport.epoch, mode, *known)
             unreachable = self.preambles.tell(preamble)
             return preamble, error or unreachable
         try:
@@ -99,11 +101,12 @@ class Runner:
             error = error or explained
         unreachable = self.preambles.tell(preamble)
         error = error or unreachable
-        mine = Preamble(self.transport.epoch, mode, preamble.signature, preamble.cold, size)
-        if mine != preamble and error is None and not preamble.failed:
+        mine = replace(preamble, epoch=self.transport.epoch, mode=mode, num_microbatches=size)
+        rows = prepared.rows.differs_from(Rows(preamble.rows, preamble.target_rows))
+        if (mine != preamble or rows) and error is None and not preamble.failed:
+            what = rows or f"this rank is about to run {mine}, rank {self.preambles.parent} {preamble}"
             error = RanksDisagree(
-                f"rank {self.transport.rank} is about to run {mine}, "
-                f"rank {self.preambles.parent} {preamble}. Call the same on every rank"
+                f"rank {self.transport.rank}: {what}. Call the same, with the same batch, on every rank"
             )
             self.report(None, error)
         return preamble, error

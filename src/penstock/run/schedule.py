@@ -206,15 +206,16 @@ class Schedule:
 
     def _run(self, given: Given, *, train: bool) -> Outcome:
         """One step: prepare; tell the other ranks, run and conclude with them."""
-        runner = self._connect(train=train)
-        mode = self._mode(train=train)
-        program = self._programs.current(mode)
-        if self._binding.rng is not None:
-            self._binding.rng.step = self.steps
-        with _tended(program.setting.adapters.values(), self._ties if program.setting.grad else None):
-            outcome = runner.step(self._programs, mode, self._prepare(program, given))
-        self.steps += program.setting.grad
-        return outcome
+        with self._transport.alone("step() or eval()"):
+            runner = self._connect(train=train)
+            mode = self._mode(train=train)
+            program = self._programs.current(mode)
+            if self._binding.rng is not None:
+                self._binding.rng.step = self.steps
+            with _tended(program.setting.adapters.values(), self._ties if program.setting.grad else None):
+                outcome = runner.step(self._programs, mode, self._prepare(program, given))
+            self.steps += program.setting.grad
+            return outcome
 
     def _prepare(self, program: Program, given: Given) -> Prepared:
         """What can go wrong here goes wrong before anything is sent, and the other ranks hear of it."""
@@ -227,7 +228,7 @@ class Schedule:
                 self._ties.begin()
             inputs = self._cut(given, train=program.setting.grad)
             key = (shapes_of(given.args, given.kwargs), program.frozen()) if self._has_first else None
-            return Prepared(inputs, key)
+            return Prepared(inputs, key, given.rows(self._specs, of_target=self._has_first or self._has_last))
         except BaseException as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
             return Prepared(error=error)
 
@@ -334,8 +335,8 @@ class Schedule:
         if problem is not None:
             vars(self).pop("_programs", None)
             raise problem
+        self._transport.connect({*channels, *self._ties.peers})
         self._ties.meet()
-        self._transport.connect(channels)
         self._runner = Runner(self._transport, dynamic=self._dynamic)
         return self._runner
 
@@ -350,6 +351,7 @@ class Schedule:
             "placement": str(self.plan.placement.ranks),
             "loss": "with loss" if self.loss_fn is not None else "without loss",
             "tied parameters": ", ".join(group.name for group in self._ties.known),
+            "kind of device": self.stages[0].device.type,
             "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
             "penstock": __version__,
             "torch": torch.__version__,

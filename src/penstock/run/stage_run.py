@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.nest import map_tensors
+from penstock.parallel import unwrap
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.expected import check_given
 from penstock.run.rng import MicrobatchRng
@@ -66,7 +67,7 @@ class StageRun:
         self.reported: list[Tensor | None] = [None] * num_microbatches  # of `board`, once they are there
         self.board: tuple[Tensor, ...] = ()  # a place for each loss of a step
         self.outputs: list[Any] = [None] * num_microbatches
-        self.accepted = accepted_keywords(self.module)
+        self.accepted = accepted_keywords(unwrap(self.module))
         self.chain = stage.routes is None
         self.bound: Sequence[Sequence[Any]] | None = None  # a captured stage's arguments, of each microbatch of a step
         self.taken = [] if stage.routes is None else [(box, _moves(stage.routes, box)) for box in inboxes.values()]

@@ -58,6 +58,14 @@ class Ties:
                 mine[id(parameter)] = parameter
         return _Group(tuple(ranks), tuple(mine.values()), f"{holders[0][1]} of stage {holders[0][0]}")
 
+    @property
+    def peers(self) -> set[int]:
+        """The ranks with which this one exchanges gradients."""
+        mine, found = self.transport.rank, set()
+        for owner, *others in (group.ranks for group in self.known):
+            found |= {*others} if mine == owner else {owner} if mine in others else set()
+        return found
+
     def meet(self) -> None:
         """Compare what the ranks hold, and let every holder start from the owner's value."""
         if not self.known:

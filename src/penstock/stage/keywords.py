@@ -9,11 +9,8 @@ import torch
 
 def accepted_keywords(module: torch.nn.Module) -> frozenset[str] | None:
     """The keyword arguments that a module's forward takes; None: any."""
-    inner = module
-    while isinstance(inner, (torch.nn.parallel.DistributedDataParallel,)):
-        inner = inner.module
     try:
-        parameters = inspect.signature(inner.forward).parameters.values()
+        parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
         return None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
