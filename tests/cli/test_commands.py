@@ -15,6 +15,7 @@ from penstock.cli.main import COMMANDS, main
 from penstock.lower import lower
 from penstock.plan import check, dump, load
 from penstock.schedules import all_schedules, get_schedule
+from penstock.simulate import Costs, dump_costs
 
 
 def run(*arguments: str | Path) -> Result:
@@ -268,6 +269,25 @@ def test_search_finds_a_plan_within_the_memory(tmp_path: Path) -> None:
     assert found["gap"] == pytest.approx(found["makespan"] / found["floor"] - 1)
     ok("check", str(file))
     assert "the best there is" in ok("search", "--ranks", "1", "--tries", "1")
+
+
+def test_links_and_a_file_of_costs(tmp_path: Path) -> None:
+    times = ("--forward", "10", "--backward-input", "10", "--backward-weight", "10", "--json")
+    sizes = ("--ranks", "8", "--microbatches", "24")
+    assert json.loads(ok("plan", "1f1b", *sizes, *times, "--link", "6-7=30"))["makespan"] == 1650.0
+    one_way = json.loads(ok("plan", "1f1b", *sizes, *times, "--link", "6>7=30"))["makespan"]
+    assert 930.0 < one_way < 1650.0
+    found = json.loads(ok("search", *sizes, *times, "-v", "1", "--memory", "16", "--link", "6-7=30", "--tries", "50"))
+    assert found["makespan"] == 820.0
+    file = tmp_path / "costs.json"
+    dump_costs(Costs.per_stage([1.0, 2.0], [1.0, 2.0], [1.0, 2.0]), file)
+    done = json.loads(ok("plan", "1f1b", "-p", "2", "-m", "3", "--costs", str(file), "--json"))
+    assert done["makespan"] == 2 * 9 + 3
+    assert (
+        json.loads(ok("search", "-p", "2", "-m", "3", "--costs", str(file), "--tries", "5", "--json"))["makespan"] < 21
+    )
+    assert "costs of 2 stages, the plan 4" in run("plan", "zbv", "-p", "2", "--costs", str(file)).output
+    assert "expected A-B=T or A>B=T" in run("plan", "1f1b", "--link", "6=7").output
 
 
 def test_search_says_what_memory_is_needed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from penstock.errors import PlanError
 from penstock.lower import lower
 from penstock.plan import Op, Placement, check
-from penstock.schedules import Recipe, all_schedules
+from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.search import floor, search
 from penstock.search.job import Job
-from penstock.simulate import Costs, simulate
+from penstock.simulate import Costs, Link, simulate
 
 TIMES = st.lists(st.floats(0.1, 10.0), min_size=24, max_size=24)
 
@@ -170,6 +171,50 @@ def test_memory_between_the_known_schedules_is_used() -> None:
     assert bubbles[0] < 0.19
     assert bubbles[1] <= bubbles[0] + 0.002
     assert bubbles[2] < 0.15
+
+
+@pytest.mark.parametrize("latency", [10.0, 30.0, 60.0])
+def test_one_slow_link_costs_its_latency_once(latency: float) -> None:
+    """Re-planned by PipeMorph (NSDI 2026): 799, 862 and 855; the best of the known schedules: 800, 1080 and 1560."""
+    costs = Costs.per_rank(num_stages=8, forward=10.0, backward_input=10.0, backward_weight=10.0)
+    slow = replace(costs, links=(Link(6, 7, latency), Link(7, 6, latency)))
+    found = search(8, 24, slow, memory_limit=16.0)
+    assert found.makespan == pytest.approx(790 + latency)
+    assert found.gap == 0.0
+
+
+def test_uneven_stages() -> None:
+    """The first stage is short, the last long: a tenth less than V-Min, the only known schedule for this memory."""
+    sizes = [0.3, *[0.5] * 14, 0.75]
+    costs = replace(Costs.per_stage(sizes, sizes, sizes), held_to_input=(0.5,) * 16, held_to_weight=(0.5,) * 16)
+    fixed = simulate(get_schedule("v-min")(8, 24), costs)
+    assert max(fixed.peak_memory) == 4.0
+    assert search(8, 24, costs, memory_limit=4.0).makespan <= 0.9 * fixed.makespan
+
+
+def test_unequal_microbatches_and_ranks() -> None:
+    costs = Costs.per_rank(num_stages=8, stages_per_rank=2, latency=0.1)
+    costs = replace(costs, microbatches=(1.0, 0.5, 2.0, 1.0, 0.25, 1.0, 1.5, 0.75), ranks=(1.0, 1.0, 1.5, 1.0))
+    found = search(4, 8, costs, memory_limit=4.0, tries=60)
+    check(found.plan)
+    assert max(found.timeline.peak_memory) <= 4.0 * (1 + 1e-9)
+    assert found.gap >= 0.0
+    for recipe in all_schedules():
+        if recipe.stages_per_rank in (None, 2) and recipe.name != "forward":
+            known = simulate(recipe(4, 8, stages_per_rank=2), costs)
+            if max(known.peak_memory) <= 4.0:
+                assert found.makespan <= known.makespan * (1 + 1e-9)
+
+
+def test_a_placement_is_given_up_only_if_its_own_floor_says_so() -> None:
+    """A loop can be the best loop there is, and still be slower than a V."""
+    sizes = [0.3, *[0.5] * 14, 0.75]
+    costs = replace(Costs.per_stage(sizes, sizes, sizes), held_to_input=(0.5,) * 16, held_to_weight=(0.5,) * 16)
+    both = search(8, 24, costs, memory_limit=8.0, tries=60)
+    loop = search(8, 24, costs, memory_limit=8.0, tries=60, placement="loop")
+    assert loop.gap == 0.0
+    assert both.makespan < 0.9 * loop.makespan
+    assert both.floor < loop.floor
 
 
 def test_a_limit_for_each_rank() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -12,9 +13,10 @@ from penstock.plan.text import LIMIT
 
 if TYPE_CHECKING:
     from penstock.plan import Plan
-    from penstock.simulate import Costs, Timeline
+    from penstock.simulate import Costs, Link, Timeline
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_LINK: Final = re.compile(r"(\d{1,6})([->])(\d{1,6})=(\d{1,15}(?:\.\d{1,15})?)")
 _TIME: Final = click.FloatRange(min=0)
 _OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
 
@@ -55,6 +57,20 @@ _COSTS: Final = (
         show_default=True,
         metavar="T",
         help="Time of a message between two ranks.",
+    ),
+    click.option(
+        "--link",
+        "links",
+        multiple=True,
+        metavar="A-B=T",
+        help="Time of a message between ranks A and B, both ways; A>B=T for one way. May be given several times.",
+    ),
+    click.option(
+        "--costs",
+        "costs_file",
+        type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
+        metavar="FILE.json",
+        help="Read all costs from a file instead; see `penstock.simulate.files`.",
     ),
 )
 _LESS_MEMORY: Final = (
@@ -111,11 +127,43 @@ def _with(command: _Command, options: tuple[Callable[[_Command], _Command], ...]
 
 def costs_of(plan: Plan, given: dict[str, Any]) -> Costs:
     """What `costs` was given, for this plan: with v stages a rank each costs 1/v."""
-    from penstock.simulate import Costs
+    return read_costs(plan.num_stages, -(-plan.num_stages // plan.num_ranks), given)
 
-    names = ("forward", "backward_input", "backward_weight", "latency")
-    per_rank = -(-plan.num_stages // plan.num_ranks)
-    return Costs.per_rank(num_stages=plan.num_stages, stages_per_rank=per_rank, **{name: given[name] for name in names})
+
+def read_costs(num_stages: int, stages_per_rank: int, given: dict[str, Any]) -> Costs:
+    """What `costs` was given, for so many stages; a file of costs must have as many."""
+    from dataclasses import replace
+
+    from penstock.simulate import Costs, load_costs
+
+    if given["costs_file"] is not None:
+        costs = load_costs(given["costs_file"])
+        if costs.num_stages != num_stages:
+            raise click.UsageError(
+                f"{given['costs_file']} has costs of {costs.num_stages} stages, the plan {num_stages}; "
+                "say how many with --stages-per-rank, or choose another schedule"
+            )
+    else:
+        names = ("forward", "backward_input", "backward_weight", "latency")
+        costs = Costs.per_rank(
+            num_stages=num_stages, stages_per_rank=stages_per_rank, **{name: given[name] for name in names}
+        )
+    return replace(costs, links=(*costs.links, *_links(given["links"]))) if given["links"] else costs
+
+
+def _links(texts: tuple[str, ...]) -> list[Link]:
+    from penstock.simulate import Link
+
+    found = []
+    for text in texts:
+        match = _LINK.fullmatch(text)
+        if match is None:
+            raise click.BadParameter(f"{text!r}; expected A-B=T or A>B=T, such as 6-7=30", param_hint="--link")
+        one, other, latency = int(match[1]), int(match[3]), float(match[4])
+        found.append(Link(one, other, latency))
+        if match[2] == "-":
+            found.append(Link(other, one, latency))
+    return found
 
 
 def holding_less(plan: Plan, costs: Costs, given: dict[str, Any]) -> Plan:

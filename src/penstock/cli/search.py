@@ -67,17 +67,18 @@ def command(
     from penstock.cli.figures import print_timeline
     from penstock.plan import dump
     from penstock.show.numbers import percent, summary, time_text
-    from penstock.simulate import Costs
+    from penstock.simulate import load_costs
 
-    times = {name: given[name] for name in ("forward", "backward_input", "backward_weight", "latency")}
     wishes = {"memory_limit": memory, "placement": placement, "seed": seed}
 
     def searched(per_rank: int, share: float) -> Searched:
-        costs = Costs.per_rank(num_stages=ranks * per_rank, stages_per_rank=per_rank, **times)
+        costs = options.read_costs(ranks * per_rank, per_rank, given)
         wanted = tries or max(50, _EFFORT // (3 * costs.num_stages * microbatches))
         return _search(ranks, microbatches, costs, tries=max(1, round(wanted * share)), **wishes)
 
     several = [stages_per_rank] if stages_per_rank else [*_STAGES_PER_RANK]
+    if given["costs_file"] is not None and stages_per_rank is None:
+        several = [max(1, load_costs(given["costs_file"]).num_stages // ranks)]
     if len(several) > 1:
         several = [min(several, key=lambda per_rank: searched(per_rank, _FIRST).makespan)]
     found = searched(several[0], 1.0)

@@ -3,8 +3,8 @@
 Every bound looks at one rank, which has a certain amount of work to do, and at times at which it can do little of it.
 
 *At the beginning* no input gradient can be on the rank before one microbatch has gone all the way to the end and back to
-here. Until then the rank can do forwards only, not before the first microbatch reaches it, and no more of them than its
-memory holds, for nothing is released yet. The rest of that time it is idle.
+here. Until then the rank can do forwards only, those of each stage not before the first microbatch reaches it, and no more
+than its memory holds, for nothing is released yet. The rest of that time it is idle.
 
 *At the end*, once its last forward is over, that microbatch still has all its way to go to the end and back to the first
 stage. Meanwhile the rank can only do the gradients of what it holds. And once its last input gradient is over, that one
@@ -23,7 +23,7 @@ Memory times time is therefore at least the sum over all microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -90,7 +90,7 @@ def _least_times(job: Job) -> tuple[tuple[float, ...], tuple[float, ...], tuple[
         for number in range(size):
             task, mirror = stage * size + number, (2 * half - 1 - stage) * size + number
             f, i, w = job.time[task], job.time[mirror], job.weight_time[mirror]
-            whole = i + w - costs.overhead if costs.backward is None else costs.backward[stage] + costs.overhead
+            whole = i + w - costs.overhead if job.whole_time is None else job.whole_time[mirror]
             both = min(i + w, whole)
             if costs.overlap is not None:
                 fused = (costs.overlap + costs.overhead) / 2
@@ -106,14 +106,19 @@ def _of_rank(job: Job, ways: _Ways, rank: int) -> float:
     stages = job.placement.stages_of(rank)
     cells = [stage * size + number for stage in stages for number in range(size)]
     held, kept = job.held, job.kept
-    forwards = [(ways.forward[cell], held[cell]) for cell in cells]
+
+    def forwards_of(stage: int) -> list[_Item]:
+        return [(ways.forward[cell], held[cell]) for cell in range(stage * size, stage * size + size)]
+
+    forwards = [item for stage in stages for item in forwards_of(stage)]
     gradients = [(ways.back[cell] + ways.weight[cell], held[cell]) for cell in cells]
     weights = [(ways.weight[cell], kept[cell]) for cell in cells]
     work = sum(time for time, _ in forwards) + sum(time for time, _ in gradients)
 
     returns = min(ways.before[2 * half - 1 - stage] for stage in stages)
     begins = min(ways.before[stage] for stage in stages)
-    filling = max(begins, returns - _most(forwards, limit))
+    early = [item for s in stages for item in _within(returns - ways.before[s], forwards_of(s))]
+    filling = max(begins, returns - _most(early, limit))
     since_back = min(ways.after[2 * half - 1 - stage] for stage in stages) - _most(weights, limit)
     since_forward = min(ways.after[stage] for stage in stages) - min(
         _most([*gradients, *weights], limit), sum(time for time, _ in gradients)
@@ -125,10 +130,25 @@ def _of_rank(job: Job, ways: _Ways, rank: int) -> float:
     return max(crowded, work + max(filling + max(0.0, since_back), since_forward))
 
 
+def _within(time: float, items: list[_Item]) -> Iterator[_Item]:
+    """The items that are worth most for their memory and take no longer than `time` together; the last in part."""
+    for worth, memory in sorted(items, key=_density, reverse=True):
+        if worth >= time:
+            if worth and time > 0.0:
+                yield time, memory * time / worth
+            return
+        yield worth, memory
+        time -= worth
+
+
+def _density(item: _Item) -> float:
+    return item[0] / item[1] if item[1] else inf
+
+
 def _most(items: Iterable[_Item], limit: float) -> float:
     """The longest time that items within the limit of memory can take; the last may be taken in part."""
     time, room = 0.0, limit
-    for worth, memory in sorted(items, key=lambda item: item[0] / item[1] if item[1] else inf, reverse=True):
+    for worth, memory in sorted(items, key=_density, reverse=True):
         if memory <= room:
             time, room = time + worth, room - memory
         else:

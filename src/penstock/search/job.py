@@ -44,9 +44,11 @@ class Job:
             raise PlanError(
                 f"memory_limit has {len(limits)} numbers for {placement.num_ranks} ranks; expected one a rank"
             )
+        costs.check_sizes(placement.num_stages, placement.num_ranks, num_microbatches)
         job = cls(placement, num_microbatches, costs, limits)
+        largest = max(costs.microbatches or (1.0,))
         for rank in ranks:
-            least = sum(costs.held_to_input[stage] for stage in placement.stages_of(rank))
+            least = largest * sum(costs.held_to_input[stage] for stage in placement.stages_of(rank))
             if limits[rank] < least * (1 - 1e-9):
                 raise PlanError(
                     f"memory_limit={limits[rank]:g} on rank {rank}, whose stages hold {least:g} for a single microbatch; "
@@ -80,35 +82,53 @@ class Job:
             for rank in range(self.placement.num_ranks)
         )
 
-    def _per_task(self, value: Callable[[int], float]) -> tuple[float, ...]:
-        """A number of a link, for each of its tasks."""
-        return tuple(value(link) for link in range(self.num_links) for _ in range(self.num_microbatches))
+    @cached_property
+    def sizes(self) -> tuple[float, ...]:
+        """By microbatch: how large it is."""
+        return self.costs.microbatches or (1.0,) * self.num_microbatches
+
+    def _per_task(
+        self, value: Callable[[int], float], *, fixed: Callable[[int], float] | None = None
+    ) -> tuple[float, ...]:
+        """A number of a link for each of its tasks, by the size of the microbatch; `fixed` comes on top, whatever the size."""
+        links = [(value(link), fixed(link) if fixed else 0.0) for link in range(self.num_links)]
+        return tuple(each * size + more for each, more in links for size in self.sizes)
+
+    def _times(self, per_stage: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """By task: a time on its rank. There is one list of times for forwards, and one for gradients."""
+        half, slow = self.placement.num_stages, self.costs.ranks or (1.0,) * self.placement.num_ranks
+        return self._per_task(
+            lambda link: per_stage[link >= half][self.stage_of_link[link]] * slow[self.rank_of_link[link]],
+            fixed=lambda _: self.costs.overhead,
+        )
 
     @cached_property
     def time(self) -> tuple[float, ...]:
         """By task: how long it takes."""
-        costs, half = self.costs, self.placement.num_stages
-        both = (costs.forward, costs.backward_input)
-        return self._per_task(lambda link: both[link >= half][self.stage_of_link[link]] + costs.overhead)
+        return self._times((self.costs.forward, self.costs.backward_input))
 
     @cached_property
     def weight_time(self) -> tuple[float, ...]:
         """By task: how long the weight gradient of its stage takes."""
-        return self._per_task(lambda link: self.costs.backward_weight[self.stage_of_link[link]] + self.costs.overhead)
+        return self._times((self.costs.backward_weight, self.costs.backward_weight))
+
+    @cached_property
+    def whole_time(self) -> tuple[float, ...] | None:
+        """By task: how long a backward in one piece takes, if that is no sum of the two halves."""
+        return None if self.costs.backward is None else self._times((self.costs.backward, self.costs.backward))
 
     @cached_property
     def crossing(self) -> tuple[float, ...]:
         """By task: how long its result takes to where the next task of its microbatch is done; 0 on the same rank."""
-        return self._per_task(self._crossing)
+        return self._per_task(lambda link: self._crossing(link)[1], fixed=lambda link: self._crossing(link)[0])
 
-    def _crossing(self, link: int) -> float:
+    def _crossing(self, link: int) -> tuple[float, float]:
+        """The latency after a link, and the time of its bytes."""
         if link + 1 == self.num_links or self.rank_of_link[link] == self.rank_of_link[link + 1]:
-            return 0.0
-        costs = self.costs
-        if costs.bandwidth is None or costs.output_bytes is None:
-            return costs.latency
-        before = min(self.stage_of_link[link], self.stage_of_link[link + 1])  # a gradient is as large as the output
-        return costs.latency + costs.output_bytes[before] / costs.bandwidth
+            return 0.0, 0.0
+        way = self.costs.link(self.rank_of_link[link], self.rank_of_link[link + 1])
+        before = min(self.stage_of_link[link : link + 2])  # a gradient is as large as the output
+        return way.latency, self.costs.transfer(way, before)
 
     @cached_property
     def held(self) -> tuple[float, ...]:
@@ -136,8 +156,11 @@ class Job:
 
     @cached_property
     def pace(self) -> float:
-        """The time that the busiest rank has for one microbatch."""
-        costs = self.costs
-        each = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
-        times = [sum(three) + 3 * costs.overhead for three in each]
-        return max(sum(times[s] for s in self.placement.stages_of(r)) for r in range(self.placement.num_ranks))
+        """The time that the busiest rank has for one microbatch, on average."""
+        work = [0.0] * self.placement.num_ranks
+        half = self.num_tasks // 2
+        for task, time in enumerate(self.time):
+            work[self.rank_of_link[task // self.num_microbatches]] += time + (
+                self.weight_time[task] if task >= half else 0.0
+            )
+        return max(work) / self.num_microbatches

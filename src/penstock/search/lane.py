@@ -32,7 +32,7 @@ class Searched:
 
     plan: Plan
     costs: Costs
-    floor: float  # no schedule with these costs, this placement and this memory ends before
+    floor: float  # no schedule with these costs, this memory and the placements that were tried ends before
     origin: str  # "search", or the name of the known schedule that nothing surpassed
 
     @cached_property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Literal
 
 from penstock.errors import PlanError
@@ -47,20 +49,32 @@ def search(
             best = found
         if progress is not None:
             progress(done, best)
-        if not found.gap:
-            break
     assert best is not None, "the list scheduler always comes to an end"
     check(best.plan)
     return best
 
 
 def _better_ones(lanes: list[Lane], first: int, rest: int) -> Iterator[Searched]:
-    """All lanes for some tries, then the best of them for the rest."""
+    """All lanes for some tries, then the best of them for the rest. Their floor is the least of theirs.
+
+    A lane whose own floor is no shorter than the best so far has nothing to give.
+    """
+    least = min(lane.bound for lane in lanes)
+
+    def hopeful(lane: Lane) -> bool:
+        return lane.bound < min(other.end for other in lanes) * (1 - 1e-9)
+
     for lane in lanes:
-        yield from lane.known()
-        yield from lane.search(first, afresh=True)
-    if rest:
-        yield from min(lanes, key=lambda lane: lane.end).search(rest, afresh=False)
+        for found in chain(lane.known(), lane.search(first, afresh=True) if hopeful(lane) else ()):
+            yield replace(found, floor=least)
+            if not hopeful(lane):
+                break
+    lane = min(lanes, key=lambda lane: lane.end)
+    if rest and hopeful(lane):
+        for found in lane.search(rest, afresh=False):
+            yield replace(found, floor=least)
+            if not hopeful(lane):
+                break
 
 
 def _placements(given: Placement | Literal["loop", "v"] | None, num_ranks: int, num_stages: int) -> Iterable[Placement]:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import Costs, Link
+from penstock.simulate.files import dump_costs, dumps_costs, load_costs, loads_costs
 from penstock.simulate.idle import Idle
 from penstock.simulate.simulate import simulate
 from penstock.simulate.timeline import Message, Span, Timeline
 
-__all__ = ["Costs", "Idle", "Message", "Span", "Timeline", "simulate"]
+__all__ = [
+    "Costs",
+    "Idle",
+    "Link",
+    "Message",
+    "Span",
+    "Timeline",
+    "dump_costs",
+    "dumps_costs",
+    "load_costs",
+    "loads_costs",
+    "simulate",
+]

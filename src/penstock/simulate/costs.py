@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import inf
+from typing import Final, NamedTuple
 
 from penstock.errors import PlanError
 from penstock.plan import Op, Plan
 from penstock.plan.ops import NOTHING, Kind
+
+
+class Link(NamedTuple):
+    """The way from one rank to another, where it differs from the others: `Link(6, 7, latency=30.0)`."""
+
+    sender: int
+    receiver: int
+    latency: float
+    bandwidth: float | None = None  # bytes a unit of time; None: no limit
+
+
+_NOT_PER_STAGE: Final = ("links", "microbatches", "ranks")
 
 
 @dataclass(frozen=True)
@@ -37,16 +51,27 @@ class Costs:
     unshard: float = 0.0  # gather the parameters of a stage
     reshard: float = 0.0
     reduce_grad: float = 0.0
+    links: tuple[Link, ...] = ()  # ordered pairs of ranks with a latency and a bandwidth of their own
+    microbatches: tuple[float, ...] | None = None  # by microbatch: its times and bytes are so many times those above
+    ranks: tuple[float, ...] | None = None  # by rank: its compute actions take so many times as long as said above
 
     def __post_init__(self) -> None:
-        lengths = {f.name: len(getattr(self, f.name)) for f in fields(self) if isinstance(getattr(self, f.name), tuple)}
+        stages = [f.name for f in fields(self) if f.name not in _NOT_PER_STAGE]
+        lengths = {name: len(getattr(self, name)) for name in stages if isinstance(getattr(self, name), tuple)}
         if len(set(lengths.values())) != 1:
             raise PlanError(f"costs for different numbers of stages: {lengths}; expected one number a stage in each")
-        for f in fields(self):
-            value = getattr(self, f.name)
+        for name in (*stages, "microbatches", "ranks"):
+            value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else () if value is None else (value,)
             if not all(0 <= number < inf for number in numbers):
-                raise PlanError(f"costs: {f.name}={value}; expected finite numbers >= 0")
+                raise PlanError(f"costs: {name}={value}; expected finite numbers >= 0")
+        for link in self.links:
+            slow = link.bandwidth is not None and (not 0 < link.bandwidth < inf or self.output_bytes is None)
+            if min(link[:2]) < 0 or link.sender == link.receiver or not 0 <= link.latency < inf or slow:
+                raise PlanError(
+                    f"costs: {link}; expected two ranks and a finite latency >= 0; a bandwidth must be above 0 and needs "
+                    "output_bytes"
+                )
         if self.copy_bandwidth == 0:
             raise PlanError("costs: copy_bandwidth=0; expected more than 0, or None for copies as quick as the forward")
         if self.bandwidth is not None and (self.bandwidth <= 0 or self.output_bytes is None):
@@ -57,6 +82,32 @@ class Costs:
     @property
     def num_stages(self) -> int:
         return len(self.forward)
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], Link]:
+        return {link[:2]: link for link in self.links}
+
+    def link(self, sender: int, receiver: int) -> Link:
+        """The way from one rank to another."""
+        return self._links.get((sender, receiver)) or Link(sender, receiver, self.latency, self.bandwidth)
+
+    def transfer(self, link: Link, stage: int) -> float:
+        """How long what a stage sends (or its gradient) occupies a link, for a microbatch of size 1."""
+        return self.output_bytes[stage] / link.bandwidth if link.bandwidth is not None and self.output_bytes else 0.0
+
+    def check_sizes(self, num_stages: int, num_ranks: int, num_microbatches: int) -> None:
+        """Raises PlanError if these are not the costs of a plan of this size."""
+        if self.num_stages != num_stages:
+            raise PlanError(f"costs for {self.num_stages} stages, a plan for {num_stages}; expected the same")
+        for what, given, wanted in (
+            ("microbatches", self.microbatches, num_microbatches),
+            ("ranks", self.ranks, num_ranks),
+        ):
+            if given is not None and len(given) != wanted:
+                raise PlanError(f"costs with {len(given)} {what}, a plan with {wanted}; expected one number for each")
+        for link in self.links:
+            if max(link[:2]) >= num_ranks:
+                raise PlanError(f"costs: {link} on {num_ranks} ranks; expected ranks from 0 to {num_ranks - 1}")
 
     def time(self, op: Op, stage: int) -> float:
         """How long an action of this kind takes on this stage, without the overhead of a compute action."""

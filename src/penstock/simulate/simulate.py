@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import chain
 from typing import NamedTuple
 
-from penstock.errors import DeadlockError, PlanError
+from penstock.errors import DeadlockError
 from penstock.plan import Plan
 from penstock.plan.actions import (
     KEY,
@@ -27,17 +27,17 @@ from penstock.simulate.timeline import Timeline
 _NEVER = -1.0
 _SINGLE = COMPUTES - {OVERLAP}
 _HALVES = tuple(tuple(half - op for half in row.halves) for op, row in enumerate(ROWS))  # from a whole to its halves
-_Need = tuple[list[float], int, float]  # when it is there (by microbatch), its key, the latency to add
+_Need = tuple[list[float], int, list[float]]  # when it is done, its key, how long it takes to here; by microbatch
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """When would each action of this plan start and end?
 
-    A rank does its actions in order; a compute action starts when the rank is free and what it needs is there. A
-    copy occupies the copy engine of its rank, and waits for those before it there. A
-    message occupies no rank: it leaves when it is posted on both sides and the one before it on the same ordered pair
-    of ranks has left, and arrives after the latency and, given a bandwidth, its bytes. In a compute-only plan a value
-    that crosses ranks arrives after the latency. Given `overhead` and `posting`, a compute action occupies its rank that
+    A rank does its actions in order; a compute action starts when the rank is free and what it needs is there. A copy
+    occupies the copy engine of its rank, and waits for those before it there. A message occupies no rank: it leaves when
+    it is posted on both sides and the one before it on the same ordered pair of ranks has left, and arrives after the
+    latency and, given a bandwidth, its bytes. In a compute-only plan a value that crosses ranks arrives after the latency
+    and its bytes, as if it were alone on its way. Given `overhead` and `posting`, a compute action occupies its rank that
     much longer, and a send or receive occupies it for that long before the message is posted.
 
     >>> from penstock.schedules import get_schedule
@@ -45,8 +45,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     9.0
     """
     costs = Costs.unit(plan) if costs is None else costs
-    if costs.num_stages != plan.num_stages:
-        raise PlanError(f"costs for {costs.num_stages} stages, a plan for {plan.num_stages}; expected the same")
+    costs.check_sizes(plan.num_stages, plan.num_ranks, plan.num_microbatches)
     return _Run(plan, costs).timeline()
 
 
@@ -57,7 +56,8 @@ class _Link(NamedTuple):
     here: list[float]  # when this half was posted, by microbatch
     there: list[float]  # when the other half was
     channel: list[float]  # one number: from when on the ordered pair of ranks is free
-    transfer: float  # the time on the wire, without latency
+    transfer: list[float]  # the time on the wire, by microbatch
+    latency: float
     done: list[float]  # when it arrived
     recv: int  # the key of the receiving half
 
@@ -74,6 +74,9 @@ class _Run:
         m = plan.num_microbatches
         self.done: defaultdict[int, list[float]] = defaultdict(lambda: [_NEVER] * m)
         self.posted: defaultdict[int, list[float]] = defaultdict(lambda: [_NEVER] * m)  # sends and receives, by key
+        self.scale = costs.microbatches
+        self.sizes = [*self.scale] if self.scale else [1.0] * m
+        self.at_once = [0.0] * m
         self.duration = _durations(plan, costs)
         self.cursor = [0] * plan.num_ranks
         self.clock = [0.0] * plan.num_ranks
@@ -113,19 +116,26 @@ class _Run:
     def needs_of(self, key: int) -> list[_Need]:
         found = self.needs.get(key)
         if found is None:
-            rank_of = self.plan.placement.rank_of
-            here = rank_of(stage_of(key))
             found = self.needs[key] = [
-                (self.done[need], need, 0.0 if rank_of(stage_of(need)) == here else self.costs.latency)
-                for need in self.plan.rules.needs(key)
+                (self.done[need], need, self.way(stage_of(need), stage_of(key))) for need in self.plan.rules.needs(key)
             ]
         return found
+
+    def way(self, stage: int, other: int) -> list[float]:
+        """By microbatch: how long a value takes from stage to stage where no message is in the plan."""
+        here, there = self.plan.placement.rank_of(stage), self.plan.placement.rank_of(other)
+        if here == there:
+            return self.at_once
+        link = self.costs.link(here, there)
+        transfer = self.costs.transfer(link, min(stage, other))
+        return [link.latency + transfer * size for size in self.sizes]
 
     def advance(self, rank: int) -> None:
         """Work through the list of a rank as far as it goes."""
         codes, now = self.plan.codes[rank], self.clock[rank]
         starts, ends, needs, done, waiting = self.starts[rank], self.ends[rank], self.needs, self.done, self.waiting
         duration, ready, posting = self.duration, self.ready, self.costs.posting
+        scale, overhead = self.scale, self.costs.overhead
         messages, single, halves = MESSAGES, _SINGLE, _HALVES
         for at in range(self.cursor[rank], len(codes)):
             code = codes[at]
@@ -151,12 +161,12 @@ class _Run:
                 if time < 0.0:
                     self.park(rank, need[1] | code & MICROBATCH_FIELD)
                     break
-                time += need[2]
+                time += need[2][microbatch]
                 if time > begin:
                     begin = time
             else:
                 starts.append(begin)
-                now = begin + duration[key]
+                now = begin + (duration[key] if scale is None else duration[key] * scale[microbatch] + overhead)
                 ends.append(now)
                 done[key][microbatch] = now
                 if code in waiting:
@@ -185,7 +195,7 @@ class _Run:
         starts, ends = self.starts[rank], self.ends[rank]
         if code & OP in COPIES:  # what it needs stands before it, here or on the engine
             starts.append(max(now, self.copier[rank]))
-            self.copier[rank] = starts[-1] + self.duration[code & KEY]
+            self.copier[rank] = starts[-1] + self.duration[code & KEY] * self.sizes[code >> MICROBATCH_SHIFT]
             ends.append(self.copier[rank])
             self.complete(code, ends[-1])
             return now
@@ -196,14 +206,14 @@ class _Run:
         begin = now
         both = split_overlap(code)
         for part in both:
-            for times, need, latency in self.needs_of(part & KEY):
+            for times, need, way in self.needs_of(part & KEY):
                 time = times[part >> MICROBATCH_SHIFT]
                 if time < 0.0:
                     self.park(rank, need | part & MICROBATCH_FIELD)
                     return _NEVER
-                begin = max(begin, time + latency)
+                begin = max(begin, time + way[part >> MICROBATCH_SHIFT])
         starts.append(begin)
-        first, second = (self.duration[part & KEY] for part in both)
+        first, second = map(self.took, both)
         fused = self.costs.overlap
         ends.append(begin + (first + second if fused is None else fused + self.costs.overhead))
         for part, end in zip(both, (begin + first if fused is None else ends[-1], ends[-1]), strict=True):
@@ -212,18 +222,24 @@ class _Run:
                 self.complete(part + half, end)
         return ends[-1]
 
+    def took(self, code: int) -> float:
+        """How long a compute action occupies its rank."""
+        if self.scale is None:
+            return self.duration[code & KEY]
+        return self.duration[code & KEY] * self.scale[code >> MICROBATCH_SHIFT] + self.costs.overhead
+
     def message(self, code: int, now: float) -> bool:
         """Post one half of a message; the second half to be posted sends it on its way."""
         microbatch = code >> MICROBATCH_SHIFT & MICROBATCH
-        needs, here, there, channel, transfer, done, recv = self.links.get(code & KEY) or self.link(code & KEY)
+        needs, here, there, channel, transfer, latency, done, recv = self.links.get(code & KEY) or self.link(code & KEY)
         for times in needs:
             if times[microbatch] < 0.0:
                 return False
         here[microbatch] = now
         if there[microbatch] >= 0.0:
-            leave = max(now, there[microbatch], channel[0]) + transfer
+            leave = max(now, there[microbatch], channel[0]) + transfer[microbatch]
             channel[0] = leave
-            done[microbatch] = leave + self.costs.latency
+            done[microbatch] = leave + latency
             recv |= code & MICROBATCH_FIELD
             if recv in self.waiting:
                 self.wake(recv)
@@ -233,17 +249,16 @@ class _Run:
         """All that is known of a message before it is sent, by the key of either half."""
         other, is_send = partner_of(key), key & OP in SENDS
         send, recv = (key, other) if is_send else (other, key)
-        rank_of = self.plan.placement.rank_of
         stages = stage_of(send), stage_of(recv)
-        transfer = 0.0
-        if self.costs.bandwidth is not None and self.costs.output_bytes is not None:
-            transfer = self.costs.output_bytes[min(stages)] / self.costs.bandwidth
+        way = self.costs.link(*map(self.plan.placement.rank_of, stages))
+        transfer = self.costs.transfer(way, min(stages))
         found = self.links[key] = _Link(
             needs=[need[0] for need in self.needs_of(key)] if is_send else [],
             here=self.posted[key],
             there=self.posted[other],
-            channel=self.channels[rank_of(stages[0]), rank_of(stages[1])],
-            transfer=transfer,
+            channel=self.channels[way.sender, way.receiver],
+            transfer=[transfer * size for size in self.sizes],
+            latency=way.latency,
             done=self.done[recv],
             recv=recv,
         )
@@ -251,10 +266,12 @@ class _Run:
 
 
 def _durations(plan: Plan, costs: Costs) -> dict[int, float]:
-    """By key: how long an action occupies its rank."""
+    """By key: how long an action occupies its rank; without the overhead where microbatches differ in size."""
+    overhead = 0.0 if costs.microbatches is not None else costs.overhead
+    slow = costs.ranks or (1.0,) * plan.num_ranks
     return {
-        key_of(op, stage): costs.time(op, stage) + (costs.overhead if op.is_compute else 0.0)
+        key_of(op, stage): costs.time(op, stage) * slow[rank] + overhead if op.is_compute else costs.time(op, stage)
         for op in Op
         if not op.is_message
-        for stage in range(plan.num_stages)
+        for stage, rank in enumerate(plan.placement.ranks)
     }

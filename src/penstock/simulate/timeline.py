@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.plan import Plan
-from penstock.plan.actions import OP, AnyAction, partner_of, parts, stage_of, unpack
+from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, AnyAction, partner_of, parts, stage_of, unpack
 from penstock.plan.ops import BESIDE, CHOICES, COMPUTES, NOTHING, RECEIVES, ROWS, SENDS, Op
 from penstock.simulate.costs import Costs
 from penstock.simulate.idle import Idle, idle_of
@@ -134,7 +134,7 @@ class Timeline:
 
     def _curve(self, rank: int, costs: Costs) -> Curve:
         sizes = [(costs.sizes(row.takes), costs.sizes(row.leaves)) for row in ROWS]
-        kept, none = self.plan.has_backward, costs.sizes(NOTHING)
+        kept, none, scale = self.plan.has_backward, costs.sizes(NOTHING), costs.microbatches
         chosen = [code for code in self.plan.codes[rank] if code & OP in CHOICES]
         spared = {code & ~OP: costs.sizes(ROWS[code & OP].spares) for code in chosen}
         changes: list[tuple[float, float]] = []
@@ -146,7 +146,8 @@ class Timeline:
                     leaves = spared.get(part & ~OP) if kept else none
                 for time, size in ((start, takes), (end, leaves)):
                     if size is not None:
-                        now, of = size[stage_of(part)], part & ~OP
+                        of = part & ~OP
+                        now = size[stage_of(part)] * (scale[part >> MICROBATCH_SHIFT & MICROBATCH] if scale else 1.0)
                         changes.append((time, now - level.get(of, 0.0)))
                         level[of] = now
         held, curve = 0.0, [(self.start, 0.0)]
