@@ -180,7 +180,7 @@ def test_the_run_has_a_handler(op: Op) -> None:
     assert (op in HANDLERS) != (op.name in NOT_RUN)
 
 
-ROW = 'Kind.COMPUTE, "pretend", "#123456", "forward", choice=True, training=True'
+ROW = 'OpKind.COMPUTE, "pretend", "#123456", "forward", choice=True, training=True'
 PRETEND = {
     "plan/ops.py": [
         ("\n    @property\n    def row(", "    PRETEND = {number}\n\n    @property\n    def row("),

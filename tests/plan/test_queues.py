@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.compat._in_turn import messages_in_turn
 from penstock.errors import DeadlockError
 from penstock.lower import lower
-from penstock.lower.in_turn import messages_in_turn
 from penstock.plan import Plan, check
 from penstock.plan.queues import Layout, QueueRun
 from penstock.schedules import get_schedule

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.compat._in_turn import defer_receives, messages_in_turn
 from penstock.compat._vocabulary import NamedAction, codes_of, of_code, slots_of, to_code
-from penstock.lower.in_turn import defer_receives, messages_in_turn
 from penstock.lower.merge import merge
 from penstock.lower.reduce import reduce_grad
 from penstock.lower.shards import unshard_reshard

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.compat._in_turn import defer_receives, messages_in_turn
 from penstock.compat._lockstep import in_lockstep, with_bubbles
 from penstock.compat._state import is_overridden
 from penstock.compat._vocabulary import ComputationType, NamedAction, Order, of_code, order_of, plan_of, to_code
 from penstock.errors import IncompleteError, PlanError
-from penstock.lower.in_turn import defer_receives, messages_in_turn
 from penstock.lower.reduce import reduce_grad
 from penstock.lower.shards import unshard_reshard
 from penstock.plan import Plan, check

@@ -45,18 +45,18 @@ class Op(IntEnum):
 
     @property
     def is_compute(self) -> bool:
-        return self.row.kind is Kind.COMPUTE
+        return self.row.kind is OpKind.COMPUTE
 
     @property
     def is_message(self) -> bool:
-        return self.row.kind is Kind.MESSAGE
+        return self.row.kind is OpKind.MESSAGE
 
     @property
     def has_microbatch(self) -> bool:
-        return self.row.kind is not Kind.CARE
+        return self.row.kind is not OpKind.CARE
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """What an action works on, and what it occupies meanwhile."""
 
     COMPUTE = "compute"  # a stage and a microbatch; occupies its rank
@@ -69,7 +69,7 @@ class Kind(Enum):
 class Row:
     """What is particular to one op. Names of costs and sizes are those of fields of `penstock.simulate.Costs`."""
 
-    kind: Kind
+    kind: OpKind
     word: str  # for people
     colour: str
     cost: str  # what it takes; a field that is None: as much as its halves together
@@ -85,36 +85,23 @@ class Row:
     spares: str | None = None  # and what the forward leaves instead of all it made, where this op will come
 
 
+_GREY: Final = "#94a3b8"
 _TABLE: Final = {
-    Op.F: Row(Kind.COMPUTE, "forward", "#2f6fdb", "forward", takes="held_to_input"),
-    Op.I: Row(
-        Kind.COMPUTE, "backward to inputs", "#f2a33a", "backward_input", training=True, leaves="held_to_weight"
-    ),
-    Op.W: Row(Kind.COMPUTE, "backward to weights", "#8a4fd6", "backward_weight", training=True, leaves=NOTHING),
-    Op.B: Row(
-        Kind.COMPUTE, "backward", "#0d8a68", "backward", training=True, halves=(Op.I, Op.W), leaves=NOTHING
-    ),
-    Op.SEND_F: Row(
-        Kind.MESSAGE, "send activation", "#94a3b8", "posting", partner=Op.RECV_F, sends=True, peer=1
-    ),
-    Op.RECV_F: Row(Kind.MESSAGE, "receive activation", "#94a3b8", "posting", partner=Op.SEND_F, peer=-1),
-    Op.SEND_B: Row(
-        Kind.MESSAGE, "send gradient", "#94a3b8", "posting", training=True, partner=Op.RECV_B, sends=True, peer=-1
-    ),
-    Op.RECV_B: Row(
-        Kind.MESSAGE, "receive gradient", "#94a3b8", "posting", training=True, partner=Op.SEND_B, peer=1
-    ),
-    Op.UNSHARD: Row(Kind.CARE, "gather parameters", "#8593a8", "unshard", letter="U"),
-    Op.RESHARD: Row(Kind.CARE, "drop gathered parameters", "#a9b4c4", "reshard", letter="D"),
-    Op.REDUCE_GRAD: Row(Kind.CARE, "reduce gradients", "#64748b", "reduce_grad", letter="G", training=True),
-    Op.R: Row(
-        Kind.COMPUTE, "recompute", "#d1477a", "forward", training=True, choice=True, takes="held_to_input",
-        spares="kept_input",
-    ),
-    Op.O: Row(Kind.COPY, "offload", "#7c8f2b", "copy", training=True, choice=True, partner=Op.L, leaves=NOTHING),
-    Op.L: Row(
-        Kind.COPY, "load", "#b58a1f", "copy", training=True, choice=True, partner=Op.O, takes="held_to_input"
-    ),
+    Op.F: Row(OpKind.COMPUTE, "forward", "#2f6fdb", "forward", takes="held_to_input"),
+    Op.I: Row(OpKind.COMPUTE, "backward to inputs", "#f2a33a", "backward_input", training=True, leaves="held_to_weight"),
+    Op.W: Row(OpKind.COMPUTE, "backward to weights", "#8a4fd6", "backward_weight", training=True, leaves=NOTHING),
+    Op.B: Row(OpKind.COMPUTE, "backward", "#0d8a68", "backward", training=True, halves=(Op.I, Op.W), leaves=NOTHING),
+    Op.SEND_F: Row(OpKind.MESSAGE, "send activation", _GREY, "posting", partner=Op.RECV_F, sends=True, peer=1),
+    Op.RECV_F: Row(OpKind.MESSAGE, "receive activation", _GREY, "posting", partner=Op.SEND_F, peer=-1),
+    Op.SEND_B: Row(OpKind.MESSAGE, "send gradient", _GREY, "posting", training=True, partner=Op.RECV_B, sends=True, peer=-1),
+    Op.RECV_B: Row(OpKind.MESSAGE, "receive gradient", _GREY, "posting", training=True, partner=Op.SEND_B, peer=1),
+    Op.UNSHARD: Row(OpKind.CARE, "gather parameters", "#8593a8", "unshard", letter="U"),
+    Op.RESHARD: Row(OpKind.CARE, "drop gathered parameters", "#a9b4c4", "reshard", letter="D"),
+    Op.REDUCE_GRAD: Row(OpKind.CARE, "reduce gradients", "#64748b", "reduce_grad", letter="G", training=True),
+    Op.R: Row(OpKind.COMPUTE, "recompute", "#d1477a", "forward", training=True, choice=True, takes="held_to_input",
+              spares="kept_input"),
+    Op.O: Row(OpKind.COPY, "offload", "#7c8f2b", "copy", training=True, choice=True, partner=Op.L, leaves=NOTHING),
+    Op.L: Row(OpKind.COPY, "load", "#b58a1f", "copy", training=True, choice=True, partner=Op.O, takes="held_to_input"),
 }  # fmt: skip
 ROWS: Final = tuple(_TABLE[op] for op in Op)
 
@@ -129,13 +116,13 @@ def doing(op: Op) -> frozenset[int]:
 
 
 OPS: Final = _where(lambda row: True)
-COMPUTES: Final = _where(lambda row: row.kind is Kind.COMPUTE) | {OVERLAP}
-MESSAGES: Final = _where(lambda row: row.kind is Kind.MESSAGE)
+COMPUTES: Final = _where(lambda row: row.kind is OpKind.COMPUTE) | {OVERLAP}
+MESSAGES: Final = _where(lambda row: row.kind is OpKind.MESSAGE)
 SENDS: Final = _where(lambda row: row.sends)
 RECEIVES: Final = MESSAGES - SENDS
-COPIES: Final = _where(lambda row: row.kind is Kind.COPY)
+COPIES: Final = _where(lambda row: row.kind is OpKind.COPY)
 BESIDE: Final = MESSAGES | COPIES  # leave their rank free for other things
-CARES: Final = _where(lambda row: row.kind is Kind.CARE)
+CARES: Final = _where(lambda row: row.kind is OpKind.CARE)
 COUNTED: Final = OPS - CARES  # belong to a microbatch
 CHOICES: Final = _where(lambda row: row.choice)
 TRAINING: Final = _where(lambda row: row.training)

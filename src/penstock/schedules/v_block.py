@@ -24,7 +24,7 @@ INTERVAL = 6  # F, I and W of two stages
 
 
 @dataclass(frozen=True)
-class Block:
+class BuildingBlock:
     """Distances in slots along the path of a microbatch: down the V and up again, forward and backward."""
 
     forward_there: int  # from rank to rank, on the way from the first rank to the last
@@ -36,7 +36,7 @@ class Block:
     backward_back: int  # from rank to rank, through the first stages, to the first rank
 
 
-def rank_actions(block: Block, sizes: Sizes, rank: int) -> list[int]:
+def rank_actions(block: BuildingBlock, sizes: Sizes, rank: int) -> list[int]:
     """The actions of one rank in the order of their slots."""
     there, back = rank, sizes.num_stages - 1 - rank
     last, hops = sizes.num_ranks - 1, sizes.num_ranks - 1 - rank

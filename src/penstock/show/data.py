@@ -14,7 +14,7 @@ from penstock.plan import Op, Plan
 from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, PEER_SHIFT, parts, stage_of, with_op
 from penstock.plan.ops import ROWS
 from penstock.show.colours import paint, rank_colour, shades
-from penstock.show.rows import Box, boxes, extent, has_copies
+from penstock.show.rows import Bar, bars, extent, has_copies
 from penstock.simulate import Timeline
 
 _NONE = -1
@@ -37,7 +37,7 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, Any]:
         return round(time - covered.start, digits)
 
     kinds = (False, True) if has_copies(plan) else (False,)
-    rows = [_row(boxes(timeline, rank, copies=copies), keys, at) for copies in kinds for rank in range(plan.num_ranks)]
+    rows = [_row(bars(timeline, rank, copies=copies), keys, at) for copies in kinds for rank in range(plan.num_ranks)]
     messages = _messages(timeline, keys, at)
     return {
         "name": name,
@@ -104,8 +104,8 @@ class _Keys:
         return made
 
 
-def _row(boxes: Iterable[Box], keys: _Keys, at: Callable[[float], float]) -> dict[str, Any]:
-    row = sorted((at(start), at(end), place, code) for place, (code, start, end) in enumerate(boxes))
+def _row(bars: Iterable[Bar], keys: _Keys, at: Callable[[float], float]) -> dict[str, Any]:
+    row = sorted((at(start), at(end), place, code) for place, (code, start, end) in enumerate(bars))
     firsts = [parts(code)[0] for _, _, _, code in row]
     pairs = {
         place: [keys.number(split[1]), split[1] >> MICROBATCH_SHIFT & MICROBATCH]

@@ -11,7 +11,7 @@ from penstock.plan.ops import COPIES, MESSAGES
 from penstock.simulate import Timeline
 
 
-class Box(NamedTuple):
+class Bar(NamedTuple):
     """One packed action that occupies its rank, or its rank's copy engine: everything but a message."""
 
     code: int
@@ -19,11 +19,11 @@ class Box(NamedTuple):
     end: float
 
 
-def boxes(timeline: Timeline, rank: int, *, copies: bool = False) -> Iterator[Box]:
+def bars(timeline: Timeline, rank: int, *, copies: bool = False) -> Iterator[Bar]:
     """The actions of one rank that occupy it, or its copy engine, in their order."""
     for code, start, end in zip(timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
         if code & OP not in MESSAGES and (code & OP in COPIES) == copies:
-            yield Box(code, start, end)
+            yield Bar(code, start, end)
 
 
 def has_copies(plan: Plan) -> bool:
@@ -52,6 +52,6 @@ def extent(timeline: Timeline) -> Extent:
     """
     start, end = timeline.start, timeline.start + timeline.makespan
     for rank in range(timeline.plan.num_ranks):
-        for box in (*boxes(timeline, rank), *boxes(timeline, rank, copies=True)):
-            start, end = min(start, box.start), max(end, box.end)
+        for bar in (*bars(timeline, rank), *bars(timeline, rank, copies=True)):
+            start, end = min(start, bar.start), max(end, bar.end)
     return Extent(start, end)

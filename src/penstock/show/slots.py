@@ -8,13 +8,13 @@ from typing import Final, NamedTuple
 
 from penstock.plan.actions import OP
 from penstock.plan.ops import COMPUTES
-from penstock.show.rows import Box, boxes, extent, has_copies
+from penstock.show.rows import Bar, bars, extent, has_copies
 from penstock.simulate import Timeline
 
 _FINEST: Final = 12  # columns that the shortest action may take; beyond that the slots are rounded
 
 
-class Slot(NamedTuple):
+class Cell(NamedTuple):
     """One packed action on one rank, over the columns from `column` on."""
 
     column: int
@@ -35,8 +35,8 @@ class Grid:
 
     unit: float  # the time of one column
     exact: bool  # whether every action starts and ends on a column; if not, the times are rounded
-    rows: tuple[tuple[Slot, ...], ...]  # one a rank, in the order of columns
-    copies: tuple[tuple[Slot, ...], ...] = ()  # likewise, of the copy engines, where a plan uses them
+    rows: tuple[tuple[Cell, ...], ...]  # one a rank, in the order of columns
+    copies: tuple[tuple[Cell, ...], ...] = ()  # likewise, of the copy engines, where a plan uses them
 
     @property
     def num_columns(self) -> int:
@@ -62,30 +62,30 @@ def cut(timeline: Timeline) -> Grid:
     return Grid(unit, False, tuple(slots[:ranks]), tuple(slots[ranks:]))
 
 
-_Spans = list[Box]
+_Spans = list[Bar]
 
 
-def _from_start(timeline: Timeline, rank: int, begin: float, *, copies: bool) -> Iterator[Box]:
-    """The boxes of one rank, counted from `begin`. The care of parameters has no column when it takes no time."""
-    for code, start, end in boxes(timeline, rank, copies=copies):
+def _from_start(timeline: Timeline, rank: int, begin: float, *, copies: bool) -> Iterator[Bar]:
+    """The bars of one rank, counted from `begin`. The care of parameters has no column when it takes no time."""
+    for code, start, end in bars(timeline, rank, copies=copies):
         if end > start or code & OP in COMPUTES:
-            yield Box(code, start - begin, end - begin)
+            yield Bar(code, start - begin, end - begin)
 
 
-def _exact(spans: _Spans, unit: float) -> Iterator[Slot]:
+def _exact(spans: _Spans, unit: float) -> Iterator[Cell]:
     for code, start, end in spans:
         column = round(start / unit)
         width = round(end / unit) - column
         if width:
-            yield Slot(column, width, code)
+            yield Cell(column, width, code)
 
 
-def _rounded(spans: _Spans, unit: float) -> Iterator[Slot]:
+def _rounded(spans: _Spans, unit: float) -> Iterator[Cell]:
     free = 0
     for code, start, end in spans:
         column = max(free, round(start / unit))
         free = max(column + 1, round(end / unit))
-        yield Slot(column, free - column, code)
+        yield Cell(column, free - column, code)
 
 
 def _common_unit(spans: Iterable[_Spans]) -> float | None:

@@ -11,7 +11,7 @@ from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage
 from penstock.plan.ops import OVERLAP
 from penstock.show.colours import Paint, paint, shades
 from penstock.show.numbers import time_text
-from penstock.show.slots import Grid, Slot, cut
+from penstock.show.slots import Cell, Grid, cut
 from penstock.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class _Layout:
         line = "".join(mark.ljust(self.cell * every) for mark in marks[::every])
         return line[: (last - first) * self.cell].rstrip()
 
-    def row(self, row: Iterable[Slot], first: int, last: int) -> Iterator[Piece]:
+    def row(self, row: Iterable[Cell], first: int, last: int) -> Iterator[Piece]:
         at = first
         for slot in row:
             begin, end = max(slot.column, first), min(slot.column + slot.width, last)
@@ -162,7 +162,7 @@ class _Layout:
     def idle(self, columns: int) -> Piece:
         return Piece(self.marks.idle.ljust(self.cell) * columns, _DIM)
 
-    def action(self, slot: Slot, begin: int, end: int) -> Iterator[Piece]:
+    def action(self, slot: Cell, begin: int, end: int) -> Iterator[Piece]:
         """The columns from `begin` to `end` of one action: its label first, then what shows that it goes on."""
         if not self.coloured:
             more = self.marks.more.ljust(self.cell)

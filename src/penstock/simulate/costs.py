@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from penstock.errors import PlanError
 from penstock.plan import Op, Plan
-from penstock.plan.ops import NOTHING, Kind
+from penstock.plan.ops import NOTHING, OpKind
 
 
 class Link(NamedTuple):
@@ -112,7 +112,7 @@ class Costs:
     def time(self, op: Op, stage: int) -> float:
         """How long an action of this kind takes on this stage, without the overhead of a compute action."""
         cost = getattr(self, op.row.cost)
-        if cost is None and op.row.kind is Kind.COPY:
+        if cost is None and op.row.kind is OpKind.COPY:
             return self.held_to_input[stage] / self.copy_bandwidth if self.copy_bandwidth else self.forward[stage]
         if cost is None:
             return sum(self.time(half, stage) for half in op.row.halves)

@@ -2,7 +2,7 @@
 
 The ranks take turns, one action each; a send follows its action at once, and its receive is appended, at that very
 moment, to the list of the rank at the other end. So all lists together follow one sequence in which no receive comes
-before its send, and receives may even block. `Early` (see messages.py) posts receives sooner; this order is what
+before its send, and receives may even block. `penstock.lower.Early` posts receives sooner; this order is what
 existing programs load, save and compare.
 """
 
