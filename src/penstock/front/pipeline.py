@@ -361,6 +361,15 @@ class Pipeline:
         """Wait for all ranks; `what` says in an error what for."""
         self._ends.decide(what, str)
 
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """A small value that JSON can hold, of each rank of each replica, on all of them."""
+        return self._ends.agree(what, lambda: value)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and speaks for all."""
+        return self._ends.is_first
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         total = torch.tensor([float(flag)], dtype=torch.float64, device=self.transport.device)

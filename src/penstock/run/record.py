@@ -26,6 +26,16 @@ class Recorder:
         self.waited = 0.0
         self.plan: Plan | None = None
 
+    @property
+    def busy(self) -> float:
+        """Seconds in which this rank did something in the last step, and did not wait."""
+        return sum(self.ends) - sum(self.starts)
+
+    @property
+    def span(self) -> float:
+        """Seconds from the beginning of its first action to the end of its last."""
+        return max(self.ends, default=0.0) - min(self.starts, default=0.0)
+
     def watched(self, program: Program, calls: Sequence[Call]) -> list[Call]:
         """The calls of a step, each of which notes its times."""
         self.plan = program.plan

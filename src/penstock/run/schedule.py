@@ -286,14 +286,25 @@ class Schedule:
             schedule.step(batch, target=labels)
         print(recording.timeline.bubble_makespan)
         """
-        runner = self._connect(train=self._trains)
-        recorder = runner.recorder = Recorder(runner.transport)
         recording = Recording()
-        try:
+        with self.watch() as recorder:
             yield recording
+        recording.finish(recorder, recorder.transport)
+
+    @contextmanager
+    def watch(self) -> Iterator[Recorder]:
+        """Time the actions of this rank in the steps inside; no rank is asked or waited for.
+
+        with schedule.watch() as recorder:
+            schedule.step(batch, target=labels)
+        print(recorder.busy, recorder.span)
+        """
+        runner = self._connect(train=self._trains)
+        runner.recorder = recorder = Recorder(runner.transport)
+        try:
+            yield recorder
         finally:
             runner.recorder = None
-        recording.finish(recorder, runner.transport)
 
     # -- before the first step
 

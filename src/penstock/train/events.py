@@ -1,0 +1,178 @@
+"""What happens in a training run, as a stream of events: one for each step, with the figures of all ranks.
+
+    log = penstock.train.EventLog(pipe, "tensorboard", folder="runs/mine")
+    for step, (tokens, labels) in enumerate(loader):
+        with log.step(step, optimizer=optimizer, tokens=tokens.numel()) as event:
+            event.loss = pipe.step(tokens, target=labels).loss
+            event.norm = pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    log.close()
+
+The time and the memory of a step are the largest over the ranks: the others wait for the slowest, and the fullest is the one
+that runs out. The ranks meet once a step for that, with a few numbers; without an EventLog they do not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from penstock.front import Pipeline
+from penstock.train.loggers import Logger, open_logger
+
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank had of a step, for example ``RankFigures(seconds=0.21, busy=0.17, span=0.2, memory=812_000_000)``."""
+
+    seconds: float  # of the whole step, with the optimizer
+    busy: float  # in which it did something in the pipeline
+    span: float  # from its first action in the pipeline to its last
+    memory: int  # bytes: the peak on an accelerator, what is resident on a CPU
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One step of a run, ready to be written down.
+
+    >>> figures = [RankFigures(2.0, busy=1.5, span=2.0, memory=10), RankFigures(1.9, busy=0.5, span=1.0, memory=30)]
+    >>> event = StepEvent.of(7, loss=3.5, norm=1.0, rate=0.1, tokens=100, ranks=figures)
+    >>> event.seconds, event.memory, event.bubble, event.tokens_per_second
+    (2.0, 30, 0.5, 50.0)
+    """
+
+    step: int
+    loss: float | None
+    norm: float | None  # of the gradients, before they were clipped
+    rate: float | None  # the learning rate of the first group
+    seconds: float  # of the slowest rank
+    tokens_per_second: float | None
+    bubble: float  # the share of the ranks' time in the pipeline in which they waited
+    memory: int  # bytes of the fullest rank
+    time: float  # when it ended, in seconds since 1970
+    ranks: tuple[RankFigures, ...]
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        *,
+        loss: float | None,
+        norm: float | None,
+        rate: float | None,
+        tokens: int,
+        ranks: Iterable[RankFigures],
+    ) -> StepEvent:
+        listed = tuple(ranks)
+        seconds = max(rank.seconds for rank in listed)
+        whole = max(rank.span for rank in listed) * len(listed)
+        return cls(
+            step=step,
+            loss=loss,
+            norm=norm,
+            rate=rate,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds if tokens and seconds > 0 else None,
+            bubble=max(0.0, 1.0 - sum(rank.busy for rank in listed) / whole) if whole > 0 else 0.0,
+            memory=max(rank.memory for rank in listed),
+            time=time.time(),
+            ranks=listed,
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The figures as loggers take them: names to numbers, without those that are not known."""
+        found = {
+            "loss": self.loss,
+            "gradient_norm": self.norm,
+            "learning_rate": self.rate,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "bubble": self.bubble,
+            "memory": self.memory,
+        }
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+
+@dataclass
+class Noted:
+    """What the body of `EventLog.step` fills in."""
+
+    loss: float | None = None
+    norm: float | None = None
+
+
+class EventLog:
+    """Writes the events of a run to loggers: names ("jsonl", "tensorboard", "wandb", "mlflow") or objects of your own.
+
+        log = EventLog(pipe, "jsonl", "tensorboard", folder="runs/mine")
+
+    Every rank makes it and calls `step`; the first rank writes.
+    """
+
+    def __init__(
+        self, pipe: Pipeline, *loggers: str | Logger, folder: str | Path = "runs", first_step: int = 0
+    ) -> None:
+        self.pipe = pipe
+        self._loggers: list[Logger] = []
+        pipe.decide("the loggers of a run", lambda: self._open(loggers, Path(folder), first_step))
+
+    def _open(self, loggers: Iterable[str | Logger], folder: Path, first_step: int) -> str:
+        """On the first rank; the others hear of it if that fails."""
+        self._loggers = [
+            open_logger(one, folder, first_step=first_step) if isinstance(one, str) else one for one in loggers
+        ]
+        return ""
+
+    @contextmanager
+    def step(self, step: int, *, optimizer: torch.optim.Optimizer | None = None, tokens: int = 0) -> Iterator[Noted]:
+        """Around a training step: `tokens` (or rows) that it takes; the body fills in the loss and the norm."""
+        noted = Noted()
+        rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None
+        if self.pipe.transport.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+        began = time.perf_counter()
+        with self.pipe.schedule.watch() as recorder:
+            yield noted
+        mine = RankFigures(time.perf_counter() - began, recorder.busy, recorder.span, _memory(self.pipe))
+        ranks = [RankFigures(**post) for post in self.pipe.gather("figures of a step", asdict(mine))]
+        if self.pipe.is_first:
+            event = StepEvent.of(step, loss=noted.loss, norm=noted.norm, rate=rate, tokens=tokens, ranks=ranks)
+            for logger in self._loggers:
+                logger.step(event)
+
+    def validation(self, step: int, loss: float) -> None:
+        """Note a validation loss."""
+        for logger in self._loggers:
+            logger.validation(step, loss)
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        while self._loggers:
+            self._loggers.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _memory(pipe: Pipeline) -> int:
+    if pipe.transport.device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated())
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text(encoding="ascii").split()[1]) * _PAGE if statm.is_file() else 0

@@ -1,0 +1,171 @@
+"""Where the events of a run go: JSON lines, TensorBoard, Weights & Biases, MLflow. Each is found when it is asked for.
+
+    logger = open_logger("tensorboard", Path("runs/mine"))
+
+A logger of your own has the three methods of `Logger`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from penstock.errors import PenstockError, UnknownNameError
+
+if TYPE_CHECKING:
+    from penstock.train.events import StepEvent
+
+EVENTS: Final = "events.jsonl"
+
+
+class Logger(Protocol):
+    """What an `EventLog` writes to.
+
+    class Printer:
+        def step(self, event): print(event.step, event.loss)
+        def validation(self, step, loss): print(step, "validation", loss)
+        def close(self): ...
+    """
+
+    def step(self, event: StepEvent) -> None: ...
+
+    def validation(self, step: int, loss: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_logger(name: str, folder: Path, *, first_step: int = 0) -> Logger:
+    """The logger of that name, which writes below `folder`; a run that goes on begins with `first_step`.
+
+    >>> open_logger("excel", Path("runs"))
+    Traceback (most recent call last):
+    penstock.errors.UnknownNameError: there is no logger 'excel'; there are jsonl, mlflow, tensorboard, wandb
+    """
+    kind = LOGGERS.get(name)
+    if kind is None:
+        raise UnknownNameError(f"there is no logger {name!r}; there are {', '.join(sorted(LOGGERS))}")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return kind(folder, first_step)
+    except ModuleNotFoundError as error:
+        raise PenstockError(
+            f'the logger {name!r} needs the package {error.name}, which is not installed: pip install "penstock[log]"'
+        ) from error
+
+
+class JsonLines:
+    """One JSON object a line in ``events.jsonl``: all figures, of each rank too.
+
+    {"kind": "step", "step": 0, "loss": 5.5, "seconds": 0.2, ..., "ranks": [{"seconds": 0.2, "busy": 0.17, ...}, ...]}
+    {"kind": "validation", "step": 40, "loss": 3.1, "time": 1700000000.0}
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        file = folder / EVENTS
+        before = file.read_text(encoding="utf-8").splitlines() if first_step and file.is_file() else []
+        self._stream = file.open("w", encoding="utf-8")
+        for line in before:
+            if json.loads(line)["step"] < first_step:  # what a crash left beyond the checkpoint happens again
+                self._stream.write(line + "\n")
+
+    def step(self, event: StepEvent) -> None:
+        self._write({"kind": "step", **asdict(event)})
+
+    def validation(self, step: int, loss: float) -> None:
+        self._write({"kind": "validation", "step": step, "loss": loss, "time": time()})
+
+    def _write(self, said: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(said) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class TensorBoard:
+    """Scalars for ``tensorboard --logdir FOLDER``: ``train/loss``, ``train/bubble``, ..., ``validation/loss``."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
+
+    def step(self, event: StepEvent) -> None:
+        for name, value in event.metrics.items():
+            self._writer.add_scalar(f"train/{name}", value, event.step, walltime=event.time)
+        for rank, figures in enumerate(event.ranks):
+            self._writer.add_scalar(f"rank {rank}/seconds", figures.seconds, event.step, walltime=event.time)
+            self._writer.add_scalar(f"rank {rank}/memory", figures.memory, event.step, walltime=event.time)
+
+    def validation(self, step: int, loss: float) -> None:
+        self._writer.add_scalar("validation/loss", loss, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases. ``WANDB_MODE``, ``WANDB_PROJECT`` and the like are heeded; without a mode it is offline."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            dir=str(folder),
+            project=os.environ.get("WANDB_PROJECT", "penstock"),
+            mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]  # the user's word
+            config={"folder": str(folder), "first_step": first_step},
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def step(self, event: StepEvent) -> None:
+        self._run.log({"step": event.step, **{f"train/{name}": value for name, value in event.metrics.items()}})
+
+    def validation(self, step: int, loss: float) -> None:
+        self._run.log({"step": step, "validation/loss": loss})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, at ``MLFLOW_TRACKING_URI`` or in ``mlflow.db`` in the folder."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        from mlflow import MlflowClient
+
+        place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "penstock")
+        self._client = MlflowClient(tracking_uri=place)
+        found = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        tags = {"mlflow.runName": folder.name, "first_step": str(first_step)}
+        self._run = self._client.create_run(experiment, tags=tags).info.run_id
+
+    def step(self, event: StepEvent) -> None:
+        self._send({f"train/{name}": value for name, value in event.metrics.items()}, event.step)
+
+    def validation(self, step: int, loss: float) -> None:
+        self._send({"validation/loss": loss}, step)
+
+    def _send(self, values: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time() * 1000)
+        self._client.log_batch(self._run, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+LOGGERS: Final[dict[str, Callable[[Path, int], Logger]]] = {
+    "jsonl": JsonLines,
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
