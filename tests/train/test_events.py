@@ -131,9 +131,12 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     written("wandb", tmp_path)
+    wandb.teardown()  # ends the process that writes the file
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = list(history(file))
     assert [row["train/loss"] for row in rows[:3]] == [2.0, 1.875, 1.75]
