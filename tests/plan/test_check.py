@@ -182,7 +182,7 @@ def test_overlapped_pairs() -> None:
 
 def test_numbers_that_are_no_actions() -> None:
     with pytest.raises(IncompleteError, match="no packed actions"):
-        check(Plan(Placement.loop(1), StageGraph.chain(1), 1, ((0, 13),)))
+        check(Plan(Placement.loop(1), StageGraph.chain(1), 1, ((0, 30),)))
 
 
 def test_a_deadlock_of_computing() -> None:
