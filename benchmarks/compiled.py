@@ -1,0 +1,142 @@
+"""Compiled stages: what their split backward costs, and what zero bubble costs with them; two gloo ranks, one thread each.
+
+    .venv/bin/python benchmarks/compiled.py                      # inductor; two workloads, four programs a workload
+    .venv/bin/python benchmarks/compiled.py --backend aot_eager
+
+The programs of a workload live in the same two processes and take turns, step by step, so that noise hits all alike:
+compiled stages under 1F1B, zero bubble and ZBV, and eager stages under zero bubble. Wanted: zero bubble and ZBV at most
+1.05 of compiled 1F1B, and on small layers at most 0.9 of eager zero bubble; (F + I + W) / (F + B) at most 1.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from step import SCHEDULES, Workload, _step, measure, spawn, stages_of
+from torch import nn
+
+WORKLOADS = {
+    "small": Workload("64 linear layers of width 64, 16 microbatches", 64, 16, (4, 64)),
+    "blocks": Workload("transformer blocks of width 256, sequence 128", 4, 8, (1, 128, 256)),
+}
+PROGRAMS = {
+    "1F1B": ("1F1B", True),
+    "zero bubble": ("zero bubble", True),
+    "ZBV": ("ZBV", True),
+    "eager zero bubble": ("zero bubble", False),
+}
+
+
+def build(workload: Workload, backend: str, rank: int) -> dict[str, Callable[[], None]]:
+    """One step of each program on this rank, on copies of the same layers."""
+    import penstock
+
+    torch.manual_seed(0)
+    layers = [workload.module() for _ in range(workload.layers)]
+    batch = torch.randn(workload.microbatches * workload.shape[0], *workload.shape[1:])
+    target = torch.randn_like(batch)
+    found: dict[str, Callable[[], None]] = {}
+    for program, (schedule, compiled) in PROGRAMS.items():
+        name, per_rank, kind = SCHEDULES[schedule]
+        num_stages = 2 * per_rank
+        size = len(layers) // num_stages
+        mine = stages_of(kind, rank, per_rank)
+        modules = [nn.Sequential(*copy.deepcopy(layers[i * size : (i + 1) * size])) for i in mine]
+        if compiled:
+            modules = [torch.compile(module, backend=backend) for module in modules]  # type: ignore[misc]
+        stages = [
+            penstock.PipelineStage(module, i, num_stages, torch.device("cpu"))
+            for i, module in zip(mine, modules, strict=True)
+        ]
+        given: Any = stages[0] if per_rank == 1 else stages
+        runner = getattr(penstock, name)(given, workload.microbatches, loss_fn=nn.MSELoss())
+        args = (batch,) if 0 in mine else ()
+        kwargs = {"target": target} if num_stages - 1 in mine else {}
+        found[program] = _step(runner, args, kwargs)
+    return found
+
+
+def worker(rank: int, store: str, options: argparse.Namespace, queue: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch._dynamo.config.recompile_limit = 64  # one process holds the code of four programs
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for key in options.workloads:
+        queue.put((rank, key, measure(build(WORKLOADS[key], options.backend, rank), options.rounds)))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def paired(ours: list[float], theirs: list[float]) -> float:
+    """The median of paired ratios over the least disturbed half of the rounds."""
+    pairs = sorted(zip(ours, theirs, strict=True), key=sum)
+    return statistics.median(a / b for a, b in pairs[: max(3, len(pairs) // 2)])
+
+
+def one_stage(workload: Workload, backend: str, rounds: int) -> float:
+    """(F + I + W) / (F + B) of one compiled stage, without messages."""
+    from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*(workload.module() for _ in range(workload.layers // 4)))
+    compiled = torch.compile(module, backend=backend)
+    x = torch.randn(*workload.shape)
+    grad = torch.ones_like(x)
+    deferral = Deferral(compiled)  # type: ignore[arg-type]
+
+    def whole() -> None:
+        leaf = x.detach().requires_grad_()
+        compiled(leaf).backward(grad)
+
+    def split() -> None:
+        leaf = x.detach().requires_grad_()
+        output, pending = run_deferred(deferral, compiled, (leaf,), {})
+        backward_input([output], [grad], pending, inputs=[leaf])
+        backward_weight(pending)
+
+    times: dict[str, list[float]] = {"whole": [], "split": []}
+    for number in range(rounds * 4):
+        for name, run in (("whole", whole), ("split", split)):
+            start = time.process_time()
+            for _ in range(20):
+                run()
+            if number >= 3:
+                times[name].append(time.process_time() - start)
+    return paired(times["split"], times["whole"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    for key in options.workloads:
+        ratio = one_stage(WORKLOADS[key], options.backend, options.rounds)
+        print(f"{WORKLOADS[key].name:48} one stage: (F + I + W) / (F + B) = {ratio:.2f}", flush=True)
+    rows: dict[str, list[dict[str, list[float]]]] = {}
+    for _, key, times in spawn(worker, options):
+        rows.setdefault(key, []).append(times)
+    for key, results in rows.items():
+        for program in ("zero bubble", "ZBV"):
+            plain = statistics.mean(paired(times[program], times["1F1B"]) for times in results)
+            eager = statistics.mean(paired(times[program], times["eager zero bubble"]) for times in results)
+            print(
+                f"{WORKLOADS[key].name:48} compiled {program:11} / compiled 1F1B {plain:.2f}  / eager zero bubble {eager:.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
