@@ -295,6 +295,22 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value if node is None else node.build([map_tensors(function, child) for child in node.children])
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a value, in the order in which they stand in it.
+
+    >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": (2, [torch.tensor(3)])})]
+    [1, 3]
+    """
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
 def has_tensor(value: Any, depth: int = 6) -> bool:
     """Whether a tensor hides in attributes or items: a cache of attention keys keeps its layers in a list."""
     return _finds_tensor(value, depth, set())

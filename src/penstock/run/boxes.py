@@ -209,6 +209,9 @@ class Outbox:
         self.inbox = inbox
         self.grad = grad
         self.select = select  # which outputs of the stage; None: the output as it is
+        self.repeated: frozenset[int] = (
+            frozenset()
+        )  # microbatches whose forward is run again: until then nothing is kept
         self.tensors: list[list[Tensor] | None] = [None] * num_microbatches
         self.specs: list[Any] = [None] * num_microbatches
         self.buffers: list[list[Tensor | None] | None] = [None] * num_microbatches  # gradients, arriving or there
@@ -226,10 +229,23 @@ class Outbox:
         tensors, spec = flatten(output)
         if self.inbox is not None:
             self.inbox.put(microbatch, tensors, spec)
-            if not self.grad:
+            if not self.grad or microbatch in self.repeated:
                 return
         self.tensors[microbatch] = tensors
         self.specs[microbatch] = spec
+
+    def keep_again(self, microbatch: int, output: Any) -> None:
+        """After a forward that was run again: the same with its graph, from which the backward starts."""
+        if self.select is not None:
+            output = tuple(output[place] for place in self.select)
+        self.tensors[microbatch], self.specs[microbatch] = flatten(output)
+
+    def _sent(self, microbatch: int) -> None:
+        """A value that went out stays for its gradient, unless there will be none, or another is made for it."""
+        if not self.grad or (
+            microbatch in self.repeated and all(tensor.grad_fn is None for tensor in self.tensors[microbatch] or ())
+        ):
+            self.tensors[microbatch] = self.specs[microbatch] = None
 
     def send(self, microbatch: int) -> None:
         """SEND_F of a warm step."""
@@ -238,8 +254,7 @@ class Outbox:
         post = self.channel.post  # type: ignore[union-attr]
         for tensor in tensors:  # type: ignore[union-attr]
             post(wire(tensor))
-        if not self.grad:
-            self.tensors[microbatch] = self.specs[microbatch] = None
+        self._sent(microbatch)
 
     def send_described(self, microbatch: int) -> None:
         """SEND_F of a cold step."""
@@ -249,8 +264,7 @@ class Outbox:
         layout = Layout(tuple(map(TensorLayout.of, tensors)), self.specs[microbatch])
         self.layouts[microbatch] = layout
         self.channel.post_described(layout.encode(), list(map(wire, tensors)))
-        if not self.grad:
-            self.tensors[microbatch] = self.specs[microbatch] = None
+        self._sent(microbatch)
 
     # -- backward
 

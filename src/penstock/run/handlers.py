@@ -32,6 +32,18 @@ def _backward_weight(program: Program, action: Action, cold: bool) -> Call:
     return partial(program.runs[action.stage].backward_weight, _microbatch(action))
 
 
+def _recompute(program: Program, action: Action, cold: bool) -> Call:
+    return partial(program.runs[action.stage].recompute, _microbatch(action))
+
+
+def _offload(program: Program, action: Action, cold: bool) -> Call:
+    return partial(program.runs[action.stage].offload, _microbatch(action))
+
+
+def _load(program: Program, action: Action, cold: bool) -> Call:
+    return partial(program.runs[action.stage].load, _microbatch(action))
+
+
 def _send_forward(program: Program, action: Action, cold: bool) -> Call:
     box: Any = program.message_box(action)
     return partial(box.send_described if cold else box.send, action.microbatch)
@@ -84,6 +96,9 @@ HANDLERS: Handlers = {
     Op.UNSHARD: _unshard,
     Op.RESHARD: _reshard,
     Op.REDUCE_GRAD: _reduce_grad,
+    Op.R: _recompute,
+    Op.O: _offload,
+    Op.L: _load,
     Overlap: _overlap,
 }
 

@@ -24,6 +24,7 @@ from penstock.run.reaping import reap_points
 from penstock.run.rng import MicrobatchRng
 from penstock.run.stage_run import StageRun, StepInputs
 from penstock.stage.dtensors import mesh_of
+from penstock.stage.offload import Elsewhere
 from penstock.stage.stage import PipelineStage
 
 Call = Callable[[], object]
@@ -76,6 +77,7 @@ class Setting:
     handlers: Handlers
     custom: Handlers  # those of the user, which stand before the others
     rng: MicrobatchRng | None = None
+    elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host
 
 
 class Program:
@@ -107,8 +109,8 @@ class Program:
     def _connect(self) -> None:
         """Make the boxes and the stages between them."""
         graph, placement, size = self.plan.graph, self.plan.placement, self.plan.num_microbatches
-        split = [(a.stage, a.microbatch) for action in self.actions for a in parts_of(action) if a.op is Op.I]
-        self.splits = bool(split)  # whether a backward comes in two parts here
+        chosen = {op: self._microbatches(op) for op in (Op.I, Op.R, Op.O)}
+        self.splits = bool(chosen[Op.I])  # whether a backward comes in two parts here
         grad = self.setting.grad
         for stage in self.stages.values():
             for producer in graph.producers(stage.stage_index):
@@ -132,9 +134,20 @@ class Program:
                 inboxes={p: self.inboxes[p] for p in graph.producers(index)},
                 outboxes=[box for (producer, _), box in self.outboxes.items() if producer == index],
                 grad=grad,
-                split=frozenset(m for s, m in split if s == index and m is not None),
+                split=chosen[Op.I].get(index, frozenset()),
                 rng=self.setting.rng,
+                repeated=chosen[Op.R].get(index, frozenset()),
+                moved=chosen[Op.O].get(index, frozenset()),
+                elsewhere=self.setting.elsewhere,
             )
+
+    def _microbatches(self, op: Op) -> dict[int, frozenset[int]]:
+        """By stage of this rank: the microbatches for which there is such an action."""
+        found = [part for action in self.actions for part in parts_of(action) if part.op is op]
+        return {
+            stage: frozenset(part.microbatch for part in found if part.stage == stage and part.microbatch is not None)
+            for stage in {part.stage for part in found}
+        }
 
     def _inbox(self, producer: int, stage: PipelineStage) -> Inbox:
         plan = self.plan

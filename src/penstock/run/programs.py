@@ -13,6 +13,7 @@ from penstock.plan import Op, Plan, check
 from penstock.run.handlers import HANDLERS
 from penstock.run.program import ActionKind, Handler, Handlers, Program, Setting
 from penstock.run.rng import MicrobatchRng
+from penstock.stage.offload import Elsewhere
 from penstock.stage.stage import PipelineStage
 
 TRAIN, FORWARD = 0, 1  # modes: a training step, or an evaluation
@@ -24,6 +25,7 @@ class Binding:
 
     receives: ReceivePolicy | None = None  # how far ahead receives are posted; None: as suits the mode
     rng: MicrobatchRng | None = None
+    elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host
     handlers: Handlers = field(default_factory=lambda: HANDLERS)
     custom: dict[ActionKind, Handler] = field(default_factory=dict)  # those of the user's own functions
 
@@ -82,4 +84,4 @@ class Programs(dict[int, Program]):
         except DeadlockError:
             reap = False  # it runs, since sends are asynchronous; only nothing may wait for one before the end
         binding = self.binding
-        return Setting(plan, grad, reap, adapters, binding.handlers, binding.custom, binding.rng)
+        return Setting(plan, grad, reap, adapters, binding.handlers, binding.custom, binding.rng, binding.elsewhere)

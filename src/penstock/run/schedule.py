@@ -19,6 +19,9 @@ from penstock.comm.local import LocalWorld
 from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RanksDisagree, RunError, StageError
 from penstock.lower import ReceivePolicy
+from penstock.lower import offload as offload_pass
+from penstock.lower import recompute as recompute_pass
+from penstock.lower.chosen import Stages
 from penstock.parallel import DataParallel
 from penstock.plan import Placement, Plan, StageGraph, dumps, load
 from penstock.run.context import CustomFunction, handled_by
@@ -32,6 +35,7 @@ from penstock.run.stage_run import StepInputs
 from penstock.run.ties import Ties, declared
 from penstock.schedules import get_schedule
 from penstock.stage.loss import OwnLoss
+from penstock.stage.offload import Elsewhere, Folder
 from penstock.stage.stage import PipelineStage, place_in
 
 
@@ -50,6 +54,10 @@ class Schedule:
     `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`  see `penstock.batch`.
     `rng`                "per-microbatch": random numbers keyed by `seed`, stage, microbatch and step.
     `dynamic`            True: shapes may change from step to step for reasons other than the input's shape.
+    `recompute`          stages whose forward is run again before the backward instead of being held: True for all, a list of
+                         stages, or ``{stage: [microbatches]}``. `penstock.recompute` does the same with a plan.
+    `offload`            likewise, stages of which what the forward saved is moved away and back; to the memory of the host,
+                         or, with `offload_to="folder"`, to files there.
     `ties`               parameters that several hand-made stages share: ``[tie([(0, "embed.weight"), (3, "head.weight")])]``;
                          the same on every rank. A captured model brings its own.
     """
@@ -73,6 +81,9 @@ class Schedule:
         rng: Literal["per-microbatch"] | None = None,
         seed: int = 0,
         dynamic: bool = False,
+        recompute: Stages | bool = False,
+        offload: Stages | bool = False,
+        offload_to: str | PathLike[str] | Elsewhere | None = None,
         ties: Iterable[Any] = (),
     ) -> None:
         if not stages:
@@ -86,7 +97,12 @@ class Schedule:
         self.steps = 0  # training steps done: a part of the key of random numbers
         self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec)
         self._given_plan = plan
-        self._binding = Binding(receives, MicrobatchRng(seed) if rng == "per-microbatch" else None)
+        self._holds_less = (recompute, offload)
+        self._binding = Binding(
+            receives,
+            MicrobatchRng(seed) if rng == "per-microbatch" else None,
+            Folder(offload_to) if isinstance(offload_to, (str, PathLike)) else offload_to,
+        )
         self._dynamic = dynamic
         self._tied = [getattr(tie, "holders", tie) for tie in ties]
         self._runner: Runner | None = None
@@ -108,7 +124,11 @@ class Schedule:
     @cached_property
     def plan(self) -> Plan:
         """What is computed, and in which order. `lowered_plan` is what is run."""
-        return self._place(self.make_plan())
+        plan = self._place(self.make_plan())
+        for change, stages in zip((recompute_pass, offload_pass), self._holds_less, strict=True):
+            if stages is not False:
+                plan = change(plan, None if stages is True else stages)
+        return plan
 
     def make_plan(self) -> Plan:
         """The plan of compute actions; a subclass may build its own."""

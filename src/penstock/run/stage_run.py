@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import StageError
-from penstock.nest import map_tensors
+from penstock.nest import map_tensors, tensors_in
 from penstock.parallel import unwrap
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.expected import check_given
@@ -21,8 +23,13 @@ from penstock.stage.boundary import flatten, unflatten
 from penstock.stage.engine import run_engine
 from penstock.stage.forward import remember
 from penstock.stage.keywords import accepted_keywords
+from penstock.stage.offload import Elsewhere, HostMemory, Moves, Saved
+from penstock.stage.recompute import Repeats
 from penstock.stage.routes import Routes
 from penstock.stage.stage import PipelineStage
+
+ModuleCall = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls the module for a microbatch, with its arguments."""
 
 
 @dataclass
@@ -51,6 +58,9 @@ class StageRun:
         grad: bool,
         split: frozenset[int],
         rng: MicrobatchRng | None,
+        repeated: frozenset[int] = frozenset(),
+        moved: frozenset[int] = frozenset(),
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self.stage = stage
         self.module = stage.submod
@@ -63,6 +73,14 @@ class StageRun:
         self.manual = stage.dw_builder if grad else None
         self.deferral = Deferral(self.module) if split and self.manual is None else None
         self.pending: list[Any] = [None] * num_microbatches
+        self.repeated = repeated  # the microbatches whose forward is run again before the backward
+        self.repeats = Repeats(self.module, num_microbatches, keyed=rng is not None) if repeated else None
+        self.moved = moved  # those of which what the forward saved is moved away and back
+        self.elsewhere = elsewhere or HostMemory()
+        self.moves = Moves(self.module, threshold=self.elsewhere.threshold) if moved else None
+        self.saved: list[Saved | None] = [None] * num_microbatches
+        for outbox in outboxes:
+            outbox.repeated = repeated
         self.losses: list[Tensor | None] = [None] * num_microbatches
         self.reported: list[Tensor | None] = [None] * num_microbatches  # of `board`, once they are there
         self.board: tuple[Tensor, ...] = ()  # a place for each loss of a step
@@ -88,6 +106,10 @@ class StageRun:
         """F."""
         args, kwargs = self.arguments(microbatch)
         call = self.call if self.proved else self.first_call
+        if microbatch in self.repeated:
+            call = partial(self.call_first, call)
+        elif microbatch in self.moved:
+            call = partial(self.call_saving, call)
         if self.rng is None:
             output = call(microbatch, args, kwargs)
         else:
@@ -98,6 +120,24 @@ class StageRun:
         if not self.grad:
             for inbox in self.inboxes.values():
                 inbox.read(microbatch)
+
+    def recompute(self, microbatch: int) -> None:
+        """R."""
+        args, kwargs = self.arguments(microbatch)
+        with nullcontext() if self.rng is None else self.rng.at(self.stage.stage_index, microbatch):
+            run = partial(self.call, microbatch, args, kwargs)
+            output = self.repeats.again(microbatch, run)  # type: ignore[union-attr]
+        for outbox in self.outboxes:
+            outbox.keep_again(microbatch, output)
+
+    def offload(self, microbatch: int) -> None:
+        """O."""
+        self.saved[microbatch].offload(self.elsewhere)  # type: ignore[union-attr]
+
+    def load(self, microbatch: int) -> None:
+        """L."""
+        saved, self.saved[microbatch] = self.saved[microbatch], None
+        saved.load()  # type: ignore[union-attr]
 
     def checked_forward(self, microbatch: int) -> None:
         """F of a cold step, if the user said what the shapes are."""
@@ -121,6 +161,21 @@ class StageRun:
             self.copies = True
             output = self.call(microbatch, *self.arguments(microbatch))
         self.proved = True
+        return output
+
+    def call_first(self, call: ModuleCall, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first of two runs: its graph, and whatever waits for its backward, is dropped at once."""
+        output = self.repeats.first(microbatch, partial(call, microbatch), args, kwargs)  # type: ignore[union-attr]
+        self.pending[microbatch] = self.losses[microbatch] = None
+        return output
+
+    def call_saving(self, call: ModuleCall, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A run of which what autograd saves can be moved away."""
+        inputs = tensors_in((args, kwargs))
+        with self.moves.saving(inputs) as saved:  # type: ignore[union-attr]
+            output = call(microbatch, args, kwargs)
+        saved.leave(tensors_in(output))
+        self.saved[microbatch] = saved
         return output
 
     def call(self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,11 +302,17 @@ class StageRun:
         index = self.stage.stage_index
         found = [f"weight work of stage {index}, microbatch {m}" for m, p in enumerate(self.pending) if p is not None]
         found += [f"loss of microbatch {m}" for m, loss in enumerate(self.losses) if loss is not None]
+        found += [f"saved tensors of stage {index}, microbatch {m}" for m, s in enumerate(self.saved) if s is not None]
+        if self.repeats is not None:
+            found += [f"a forward of stage {index} to be run again, microbatch {m}" for m in self.repeats.left_over()]
         return found
 
     def clear(self) -> None:
         size = len(self.pending)
         self.pending[:] = [None] * size
+        self.saved[:] = [None] * size
+        if self.repeats is not None:
+            self.repeats.clear()
         self.losses[:] = [None] * size
         self.reported[:] = [None] * size
         self.board = ()
