@@ -35,6 +35,9 @@ _FIRST: Final = 0.15  # the share of the tries in which each number of stages a 
 @click.option(
     "--tries", type=click.IntRange(min=1), metavar="N", help="Schedules to make and time.  [default: about ten seconds]"
 )
+@click.option(
+    "--front", "whole_front", is_flag=True, help="Search a dozen limits of memory: what memory buys in time, as a list."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same schedule.")
 @options.as_json
 @options.output
@@ -47,6 +50,7 @@ def command(
     memory: float | None,
     placement: Literal["loop", "v"] | None,
     tries: int | None,
+    whole_front: bool,
     seed: int,
     as_json: bool,
     output: Path | None,
@@ -57,18 +61,27 @@ def command(
     Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. Without
     --stages-per-rank 1, 2 and 4 are tried, and the search goes on with the best of them. The result comes with a floor,
     which no schedule with as many stages and as much memory can beat, and the gap to it: at 0 % it is proved to be the
-    best there is.
+    best there is. --front gives the Pareto list of memory against makespan instead, beside all known schedules with as many
+    stages (two a rank unless said otherwise); --svg and --html draw it.
 
     \b
     Examples:
       penstock search -p 8 -m 24 -v 4 --memory 16 --forward 18.5 --backward-input 18.1 --backward-weight 9.3
       penstock search --memory 8 -o plan.csv --html plan.html
+      penstock search -p 8 -m 24 -v 2 --front --html front.html
     """
     from penstock.cli.figures import print_timeline
     from penstock.plan import dump
     from penstock.show.numbers import percent, summary, time_text
     from penstock.simulate import load_costs
 
+    if whole_front:
+        if memory is not None or output is not None or given["trace"] is not None:
+            raise click.UsageError("--front searches many limits; leave out --memory, --output and --trace")
+        costs = options.read_costs(ranks * (stages_per_rank or 2), stages_per_rank or 2, given)
+        count = tries or max(50, _EFFORT // (24 * costs.num_stages * microbatches))
+        _front(ranks, microbatches, costs, given, as_json=as_json, placement=placement, tries=count, seed=seed)
+        return
     wishes = {"memory_limit": memory, "placement": placement, "seed": seed}
 
     def searched(per_rank: int, share: float) -> Searched:
@@ -113,3 +126,33 @@ def _search(ranks: int, microbatches: int, costs: Costs, **wishes: Any) -> Searc
             bar.update(task, description=text)
 
         return search(ranks, microbatches, costs, progress=progress, **wishes)
+
+
+def _front(ranks: int, microbatches: int, costs: Costs, given: dict[str, Any], *, as_json: bool, **wishes: Any) -> None:
+    """Print the list of memory against makespan, and draw it."""
+    from penstock.search import front
+    from penstock.show.chart import Mark, front_page, front_svg
+    from penstock.show.numbers import memory_text, percent, time_text
+
+    found = front(ranks, microbatches, costs, **wishes)
+    title = f"{ranks} ranks, {costs.num_stages} stages, {microbatches} microbatches: memory against makespan"
+    marks = [Mark(p.memory, p.makespan, p.name, p in found.searched) for p in (*found.searched, *found.known)]
+    if given["svg"] is not None:
+        given["svg"].write_text(front_svg(marks, title=title), encoding="utf-8")
+    if given["html"] is not None:
+        given["html"].write_text(front_page(marks, title=title), encoding="utf-8")
+    if as_json:
+        each = {
+            kind: [{k: v for k, v in point._asdict().items() if k != "plan"} for point in points]
+            for kind, points in found._asdict().items()
+        }
+        click.echo(json.dumps(each, indent=2))
+        return
+    click.echo(f"{title}\n{'memory':>10}{'makespan':>12}{'bubble':>9}{'to floor':>10}  schedule")
+    for point in sorted((*found.searched, *found.known), key=lambda point: (point.memory, point.makespan)):
+        gap = "-" if point.floor is None else percent(max(0.0, point.makespan / point.floor - 1))
+        click.echo(
+            f"{memory_text(point.memory):>10}{time_text(point.makespan):>12}{percent(point.bubble):>9}{gap:>10}  {point.name}"
+            f"{' *' if point in found.searched else ''}"
+        )
+    click.echo("* on the front: the fastest that was found for its memory")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock.search.floor import floor
+from penstock.search.front import Front, Point, front
 from penstock.search.lane import Searched
 from penstock.search.search import search
 
-__all__ = ["Searched", "floor", "search"]
+__all__ = ["Front", "Point", "Searched", "floor", "front", "search"]

@@ -40,7 +40,7 @@ def search(
     """
     lanes = [
         Lane(Job.of(where, num_microbatches, costs, memory_limit), graph or StageGraph.chain(where.num_stages), seed)
-        for where in _placements(placement, num_ranks, costs.num_stages)
+        for where in placements_of(placement, num_ranks, costs.num_stages)
     ]
     first = tries if len(lanes) == 1 else -(-tries // 4)
     best: Searched | None = None
@@ -77,7 +77,10 @@ def _better_ones(lanes: list[Lane], first: int, rest: int) -> Iterator[Searched]
                 break
 
 
-def _placements(given: Placement | Literal["loop", "v"] | None, num_ranks: int, num_stages: int) -> Iterable[Placement]:
+def placements_of(
+    given: Placement | Literal["loop", "v"] | None, num_ranks: int, num_stages: int
+) -> Iterable[Placement]:
+    """The placements that are tried: what is given, or a loop and a V."""
     if isinstance(given, Placement):
         if (given.num_ranks, given.num_stages) != (num_ranks, num_stages):
             raise PlanError(

@@ -1,0 +1,93 @@
+"""front(...): how much time which memory buys. The shortest schedule for each of several limits, beside the known ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from penstock.plan import Placement, Plan
+from penstock.schedules import all_schedules
+from penstock.search.search import placements_of, search
+from penstock.simulate import Costs, simulate
+
+_LEVELS = 12  # limits that are searched, if they are not given
+
+
+class Point(NamedTuple):
+    """A schedule, by what its fullest rank holds and how long it takes."""
+
+    memory: float
+    makespan: float
+    bubble: float
+    name: str  # of the known schedule, or "searched"
+    floor: float | None  # what no schedule with so much memory can beat; None: nobody asked
+    plan: Plan
+
+
+class Front(NamedTuple):
+    """`searched`: each is faster than all with less memory. `known`: every known schedule for as many stages."""
+
+    searched: tuple[Point, ...]
+    known: tuple[Point, ...]
+
+
+def front(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs,
+    *,
+    limits: Sequence[float] | None = None,
+    placement: Placement | Literal["loop", "v"] | None = None,
+    tries: int = 200,
+    seed: int = 0,
+    progress: Callable[[Point], object] | None = None,
+) -> Front:
+    """The Pareto list of memory against makespan.
+
+    `limits` are what each rank may hold, one search for each; without them, a dozen from a single microbatch to the memory
+    of 1F1B, and what the known schedules hold, up to twice that.
+
+    >>> costs = Costs.per_rank(num_stages=4, stages_per_rank=2)
+    >>> [(point.memory, point.makespan) for point in front(2, 4, costs, limits=(1, 2, 4), tries=20).searched]
+    [(1.0, 16.5), (2.0, 12.5)]
+    """
+    placements = placements_of(placement, num_ranks, costs.num_stages)
+    known = _known(num_ranks, num_microbatches, costs)
+    searched: list[Point] = []
+    for limit in sorted(limits) if limits is not None else _levels(placements, costs, known):
+        found = search(
+            num_ranks, num_microbatches, costs, memory_limit=limit, placement=placement, tries=tries, seed=seed
+        )
+        timeline = found.timeline
+        if not searched or timeline.makespan < searched[-1].makespan * (1 - 1e-9):
+            name = "searched" if found.origin == "search" else found.origin
+            held = max(timeline.peak_memory)
+            searched.append(Point(held, found.makespan, timeline.bubble_makespan, name, found.floor, found.plan))
+            if progress is not None:
+                progress(searched[-1])
+    return Front(tuple(searched), known)
+
+
+def _known(num_ranks: int, num_microbatches: int, costs: Costs) -> tuple[Point, ...]:
+    per_rank, rest = divmod(costs.num_stages, num_ranks)
+    found = []
+    for recipe in all_schedules():
+        if not rest and recipe.stages_per_rank in (None, per_rank):
+            plan = recipe(num_ranks, num_microbatches, stages_per_rank=per_rank)
+            if plan.has_backward:
+                timeline = simulate(plan, costs)
+                held = max(timeline.peak_memory)
+                found.append(Point(held, timeline.makespan, timeline.bubble_makespan, recipe.name, None, plan))
+    return tuple(sorted(found))
+
+
+def _levels(placements: Iterable[Placement], costs: Costs, known: Sequence[Point]) -> list[float]:
+    """What the known schedules hold, and evenly between one microbatch and 1F1B's memory; at most twice that."""
+    ranks, least = 1, 0.0
+    for placement in placements:
+        ranks = placement.num_ranks
+        held = (sum(costs.held_to_input[stage] for stage in placement.stages_of(rank)) for rank in range(ranks))
+        least = max(least, max(costs.microbatches or (1.0,)) * max(held))
+    even = [least * (1 + (ranks - 1) * step / (_LEVELS - 1)) for step in range(_LEVELS)]
+    levels = (*even, *(point.memory for point in known))
+    return sorted({round(level, 9) for level in levels if least <= level <= 2 * least * ranks})

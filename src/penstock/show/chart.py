@@ -1,0 +1,108 @@
+"""A chart of points and steps, as SVG and as a page: what a schedule holds against how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from math import floor, log10
+from typing import Final, NamedTuple
+
+_STYLE: Final = """
+text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif;font-size:11.5px;fill:#364152}
+.paper{fill:#fff}.title{font-weight:650;font-size:14px}.grid{stroke:#dfe4ec}.tick{font-size:10.5px;fill:#7a8699}
+.line{fill:none;stroke:#2f6fdb;stroke-width:2}.ours{fill:#2f6fdb}.theirs{fill:#c2410c}
+@media (prefers-color-scheme:dark){.paper{fill:#141a24}text{fill:#cbd4e1}.grid{stroke:#2b3545}.tick{fill:#8793a6}
+.line{stroke:#6ea0f5}.ours{fill:#6ea0f5}.theirs{fill:#f59e6b}}
+"""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 44
+
+
+class Mark(NamedTuple):
+    """A named point; `ours` are joined by a line of steps."""
+
+    x: float
+    y: float
+    label: str
+    ours: bool
+
+
+def front_svg(marks: Sequence[Mark], *, title: str, width: int = 900, height: int = 480) -> str:
+    """The chart as the text of an SVG file: memory to the right, makespan upwards.
+
+    >>> front_svg([Mark(2.0, 30.0, "v-min", False), Mark(2.0, 28.0, "searched", True)], title="4 x 8").count("<circle")
+    2
+    """
+    return "\n".join(_parts(marks, title, width, height)) + "\n"
+
+
+def front_page(marks: Sequence[Mark], *, title: str) -> str:
+    """The chart on a page of its own, with its figures as a table. Nothing is fetched."""
+    rows = "".join(
+        f"<tr><td>{escape(mark.label)}</td><td>{mark.x:.6g}</td><td>{mark.y:.6g}</td></tr>" for mark in sorted(marks)
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>'
+        "body{font-family:system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color-scheme:light dark}"
+        "svg{max-width:100%;height:auto}td,th{padding:.15rem .8rem;text-align:right}td:first-child{text-align:left}"
+        f"</style></head><body><h1>{escape(title)}</h1>{front_svg(marks, title=title)}"
+        f"<table><thead><tr><th>schedule</th><th>memory</th><th>makespan</th></tr></thead><tbody>{rows}</tbody></table>"
+        "</body></html>\n"
+    )
+
+
+def _parts(marks: Sequence[Mark], title: str, width: int, height: int) -> Iterator[str]:
+    across = _Axis.of([mark.x for mark in marks], _LEFT, width - _RIGHT)
+    up = _Axis.of([mark.y for mark in marks], height - _BOTTOM, _TOP)
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    yield f'<style>{_STYLE}</style><rect class="paper" width="{width}" height="{height}"/>'
+    yield f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>'
+    for tick in across.ticks():
+        x = across.at(tick)
+        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}"/>'
+        yield f'<text class="tick" x="{x:.1f}" y="{height - _BOTTOM + 16}" text-anchor="middle">{tick:g}</text>'
+    for tick in up.ticks():
+        y = up.at(tick)
+        yield f'<line class="grid" y1="{y:.1f}" y2="{y:.1f}" x1="{_LEFT}" x2="{width - _RIGHT}"/>'
+        yield f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
+    yield f'<text x="{(_LEFT + width - _RIGHT) / 2}" y="{height - 10}" text-anchor="middle">peak memory of a rank</text>'
+    yield f'<text x="{_LEFT}" y="{_TOP - 6}">makespan</text>'
+    ours = sorted(mark for mark in marks if mark.ours)
+    if ours:
+        steps = "".join(f"H{across.at(mark.x):.1f}V{up.at(mark.y):.1f}" for mark in ours[1:])
+        start = f"M{across.at(ours[0].x):.1f} {up.at(ours[0].y):.1f}"
+        yield f'<path class="line" d="{start}{steps}H{width - _RIGHT}"/>'
+    for mark in sorted(marks):
+        x, y = across.at(mark.x), up.at(mark.y)
+        kind = "ours" if mark.ours else "theirs"
+        words = escape(f"{mark.label}: memory {mark.x:.6g}, makespan {mark.y:.6g}")
+        yield f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{words}</title></circle>'
+        if not mark.ours:
+            yield f'<text x="{x + 7:.1f}" y="{y - 5:.1f}">{escape(mark.label)}</text>'
+    yield "</svg>"
+
+
+class _Axis(NamedTuple):
+    """From figures to places on paper."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], begin: float, end: float) -> _Axis:
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+        return cls(low - room, high + room, begin, end)
+
+    def at(self, value: float) -> float:
+        return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
+
+    def ticks(self) -> Iterator[float]:
+        """About six round numbers."""
+        step = 10.0 ** floor(log10((self.high - self.low) / 6))
+        step *= next((by for by in (1, 2, 5) if (self.high - self.low) / (step * by) <= 8), 10)
+        number = floor(self.low / step) + 1
+        while number * step < self.high:
+            yield round(number * step, 12)
+            number += 1

@@ -1,0 +1,77 @@
+"""The front: more memory never takes longer, no known schedule lies below it, and it is printed and drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli.main import main
+from penstock.plan import Placement, check
+from penstock.search import front
+from penstock.show.chart import Mark, front_page, front_svg
+from penstock.simulate import Costs
+
+COSTS = Costs.per_rank(num_stages=6, stages_per_rank=2, forward=1.2, backward_weight=0.7, latency=0.1)
+
+
+def test_no_known_schedule_lies_below_the_front() -> None:
+    found = front(3, 6, COSTS, tries=30)
+    memories = [point.memory for point in found.searched]
+    times = [point.makespan for point in found.searched]
+    assert memories == sorted(set(memories))
+    assert times == sorted(set(times), reverse=True)
+    assert memories[0] == 1.0
+    for known in found.known:
+        if known.memory <= 6.0:
+            best = min(point.makespan for point in found.searched if point.memory <= known.memory * (1 + 1e-9))
+            assert best <= known.makespan * (1 + 1e-9), known.name
+    for point in found.searched:
+        check(point.plan)
+        assert point.floor is not None
+        assert point.floor <= point.makespan * (1 + 1e-9)
+
+
+def test_limits_and_a_placement_of_ones_own() -> None:
+    costs = Costs.per_stage([1.0] * 3, [1.0] * 3, [1.0] * 3)
+    told = []
+    found = front(2, 3, costs, limits=(4.0, 2.0), placement=Placement.of([0, 1, 0]), tries=10, progress=told.append)
+    assert [point.memory <= limit for point, limit in zip(found.searched, (2.0, 4.0), strict=False)]
+    assert list(found.searched) == told
+    assert found.known == ()
+
+
+def test_the_chart_escapes_its_texts_and_marks_every_point() -> None:
+    marks = [Mark(1.0, 3.0, "<b>", False), Mark(2.0, 2.0, "searched", True), Mark(3.0, 1.0, "searched", True)]
+    root = ET.fromstring(front_svg(marks, title="a & b"))
+    circles = root.findall("{http://www.w3.org/2000/svg}circle")
+    assert [circle.get("class") for circle in circles] == ["theirs", "ours", "ours"]
+    lefts = [float(circle.get("cx", "0")) for circle in circles]
+    heights = [float(circle.get("cy", "0")) for circle in circles]
+    assert lefts == sorted(lefts)
+    assert heights == sorted(heights)
+    assert "<b>" not in front_page(marks, title="a & b")
+
+
+@pytest.mark.parametrize("marks", [[], [Mark(1.0, 1.0, "one", True)], [Mark(0.0, 0.0, "nothing", False)]])
+def test_a_chart_of_little_or_nothing(marks: list[Mark]) -> None:
+    ET.fromstring(front_svg(marks, title="few"))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    sizes = ["search", "-p", "3", "-m", "4", "-v", "2", "--front", "--tries", "10"]
+    svg, page = tmp_path / "front.svg", tmp_path / "front.html"
+    shown = CliRunner().invoke(main, [*sizes, "--svg", str(svg), "--html", str(page)])
+    assert shown.exit_code == 0
+    assert "v-min" in shown.output
+    assert "* on the front" in shown.output
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+    assert "v-min" in page.read_text(encoding="utf-8")
+    found = json.loads(CliRunner().invoke(main, [*sizes, "--json"]).output)
+    assert {point["name"] for point in found["known"]} >= {"v-min", "zbv", "gis"}
+    refused = CliRunner().invoke(main, [*sizes, "--memory", "3"])
+    assert refused.exit_code == 2
+    assert "leave out --memory" in refused.output
