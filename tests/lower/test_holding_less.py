@@ -50,6 +50,8 @@ def costs_of(draw: st.DrawFn, plan: Plan) -> Costs:
         held_to_weight=held,
         kept_input=tuple(size / 16 for size in held),
         latency=draw(st.sampled_from([0.0, 0.4])),
+        microbatches=draw(st.none() | st.tuples(*[TIMES] * plan.num_microbatches)),
+        ranks=draw(st.none() | st.tuples(*[TIMES] * plan.num_ranks)),
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.errors import PlanError
 from penstock.plan import Op, Plan
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, STAGE, STAGE_SHIFT, parts, text, with_op
+from penstock.plan.actions import OP, microbatch_of, parts, stage_of, text, with_op
 from penstock.plan.ops import CHOICES, COMPUTES, INPUT_GRADIENTS
 
 Stages = Iterable[int] | Mapping[int, Iterable[int]] | None  # some, some microbatches of some, or all
@@ -54,7 +54,7 @@ def lives(plan: Plan, rank: int, stages: Stages) -> Iterator[Life]:
     computed = 0
     for slot, code in enumerate(plan.codes[rank]):
         for part in parts(code):
-            stage, microbatch = part >> STAGE_SHIFT & STAGE, part >> MICROBATCH_SHIFT & MICROBATCH
+            stage, microbatch = stage_of(part), microbatch_of(part)
             if part & OP == Op.F:
                 begun[part] = slot, computed
             elif part & OP in INPUT_GRADIENTS and microbatch in chosen.get(stage, ()):

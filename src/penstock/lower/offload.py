@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.lower.chosen import Life, Stages, lives
 from penstock.plan import Op, Plan
-from penstock.plan.actions import OP, stage_of, with_op
+from penstock.plan.actions import OP, microbatch_of, stage_of, with_op
 from penstock.plan.ops import BESIDE, COMPUTES
 from penstock.simulate import Costs, Timeline, simulate
 
@@ -55,10 +55,10 @@ def _by_times(base: Timeline, rank: int, stages: Stages, costs: Costs, lead: flo
     free = float("inf")
     found = []
     for life in sorted(lives(base.plan, rank, stages), key=lambda life: -starts[life.backward]):
-        takes = costs.time(Op.L, stage_of(life.code))
+        takes = _copy(Op.L, life, costs)
         latest = min(starts[life.backward], free) - takes
         at = max(bisect_right(begins, latest - (lead - 1) * takes) - 1, 0)
-        if latest - ends[life.forward] >= costs.time(Op.O, stage_of(life.code)) and occupying[at] > life.forward:
+        if latest - ends[life.forward] >= _copy(Op.O, life, costs) and occupying[at] > life.forward:
             free = latest
             found.append(_Move(life, occupying[at], ends[life.forward], ends[occupying[at - 1]], starts[life.backward]))
     while (late := _too_much(found, costs)) is not None:
@@ -84,10 +84,15 @@ def _too_much(moves: list[_Move], costs: Costs) -> _Move | None:
         if time > free:
             busy.clear()
         busy.append(move)
-        free = max(free, time) + costs.time(Op.O if is_offload else Op.L, stage_of(move.life.code))
+        free = max(free, time) + _copy(Op.O if is_offload else Op.L, move.life, costs)
         if not is_offload and free > move.due * (1 + _ROUNDING):
             return min(busy, key=lambda each: each.due - each.away)
     return None
+
+
+def _copy(op: Op, life: Life, costs: Costs) -> float:
+    """How long a copy occupies the engine."""
+    return costs.time(op, stage_of(life.code)) * costs.scale(microbatch_of(life.code))
 
 
 def _inserted(codes: tuple[int, ...], found: Iterable[tuple[Life, int]]) -> list[int]:

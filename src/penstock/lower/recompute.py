@@ -8,7 +8,7 @@ from itertools import pairwise
 from penstock.errors import PlanError
 from penstock.lower.chosen import Stages, lives
 from penstock.plan import Op, Plan
-from penstock.plan.actions import OP, parts, stage_of, with_op
+from penstock.plan.actions import OP, microbatch_of, parts, stage_of, with_op
 from penstock.plan.ops import BESIDE
 from penstock.simulate import Costs, Timeline, simulate
 
@@ -104,16 +104,16 @@ def _sweep(timeline: Timeline, rank: int, costs: Costs, limit: float) -> list[in
             next_late += 1
         while next_late < len(late):
             place = late[next_late]
-            stage = stage_of(codes[place])
-            extra = full[stage] - kept[stage]
+            stage, takes = stage_of(codes[place]), ends[place] - starts[place]
+            extra = (full[stage] - kept[stage]) * costs.scale(microbatch_of(codes[place]))
             peak = max((held for time, held in timeline.memory[rank] if now <= time <= starts[place]), default=0.0)
-            fits = now + costs.time(Op.R, stage) + costs.overhead <= starts[slot] * (1 + _ROUNDING)
+            fits = now + takes <= starts[slot] * (1 + _ROUNDING)
             held = sum(size for until, size in more if until > now)
             if not fits or begun[with_op(codes[place], Op.F)] >= slot or peak + held + extra > limit * (1 + _ROUNDING):
                 break
             moved[place] = slot
             more.append((starts[place], extra))
-            now += costs.time(Op.R, stage) + costs.overhead
+            now += takes
             next_late += 1
         now = ends[slot]
     before = {target: [codes[place] for place in moved if moved[place] == target] for target in moved.values()}

@@ -107,6 +107,11 @@ def stage_of(code: int) -> int:
     return code >> STAGE_SHIFT & STAGE
 
 
+def microbatch_of(code: int) -> int:
+    """The microbatch of a packed action."""
+    return code >> MICROBATCH_SHIFT & MICROBATCH
+
+
 def neighbour(op: Op, stage: int) -> int:
     """The stage at the other end of a message that skips nothing."""
     return stage + op.row.peer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.plan import Op, Plan
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage_of, text
+from penstock.plan.actions import OP, microbatch_of, parts, stage_of, text
 from penstock.plan.ops import OVERLAP
 from penstock.show.colours import Paint, paint, shades
 from penstock.show.numbers import time_text
@@ -119,7 +119,7 @@ class _Layout:
     def label(self, code: int) -> str:
         if code & OP == OVERLAP:
             return ("  " if self.coloured else "+").join(self.label(part) for part in parts(code))
-        op, stage, microbatch = Op(code & OP), stage_of(code), code >> MICROBATCH_SHIFT & MICROBATCH
+        op, stage, microbatch = Op(code & OP), stage_of(code), microbatch_of(code)
         if not op.has_microbatch:
             return f"{op.row.letter}{stage}"
         if self.coloured:

@@ -118,6 +118,10 @@ class Costs:
             return sum(self.time(half, stage) for half in op.row.halves)
         return float(cost[stage] if isinstance(cost, tuple) else cost)
 
+    def scale(self, microbatch: int) -> float:
+        """How many times the times and bytes of a microbatch are those of size 1."""
+        return self.microbatches[microbatch] if self.microbatches else 1.0
+
     def sizes(self, what: str | None) -> tuple[float, ...] | None:
         """By stage: what is held under a name from the table of ops; None for None, which changes nothing."""
         if what is None:
