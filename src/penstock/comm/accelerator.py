@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
-from penstock.errors import PenstockError, TransportError
+from penstock.errors import PenstockError, StepTimeout, TransportError
 
 _TAG = 0x9E57
 _CARRIED = frozenset(
@@ -84,16 +84,21 @@ class AcceleratorTransport(DistributedTransport):
 
     def close(self) -> None:
         if not self._closed and not self._broken and self._ways:
-            self._let_the_device_finish()
+            with suppress(StepTimeout):  # what was issued may still be on its way to others
+                wait_for_device(self.device, _FAREWELL)
         super().close()
 
-    def _let_the_device_finish(self) -> None:
-        """What was issued may still be on its way to others: poll for it, since a wait of the host could not be ended."""
-        done = torch.Event(device=self.device)
-        done.record()
-        end = time.monotonic() + _FAREWELL
-        while not done.query() and time.monotonic() < end:
-            time.sleep(0.005)
+
+def wait_for_device(device: torch.device, bound: float) -> None:
+    """Wait until the device has done what it was told, by asking it again and again: its own wait could not be ended."""
+    done = torch.Event(device=device)
+    done.record()
+    end, nap = time.monotonic() + bound, 1e-5
+    while not done.query():
+        if time.monotonic() > end:
+            raise StepTimeout(f"{device} did not finish within {bound:g} s what it was told to do")
+        time.sleep(nap)
+        nap = min(2 * nap, 0.005)
 
 
 class Control(Messages):

@@ -262,6 +262,7 @@ class Outbox:
         assert tensors is not None, "a value is sent after its forward"
         assert self.channel is not None, "only another rank is sent messages"
         layout = Layout(tuple(map(TensorLayout.of, tensors)), self.specs[microbatch])
+        layout.check_device(self.channel.device, self.stage, microbatch)
         self.layouts[microbatch] = layout
         self.channel.post_described(layout.encode(), list(map(wire, tensors)))
         self._sent(microbatch)

@@ -31,17 +31,19 @@ class TensorLayout:
     dtype: torch.dtype
     requires_grad: bool
     distributed: DTensorLayout | None = None
+    on_host: bool = True  # for the sender alone: the receiver has a device of its own
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
         distributed = layout_of(tensor)
         local = tensor if distributed is None else to_local(tensor)
-        return cls(tuple(local.shape), tensor.dtype, tensor.requires_grad, distributed)
+        return cls(tuple(local.shape), tensor.dtype, tensor.requires_grad, distributed, tensor.is_cpu)
 
     def matches(self, tensor: Tensor) -> bool:
         if self.distributed is not None or layout_of(tensor) is not None:
             return TensorLayout.of(tensor) == self
-        return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.requires_grad is self.requires_grad
+        same = tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.is_cpu is self.on_host
+        return same and tensor.requires_grad is self.requires_grad
 
     def to_json(self) -> list[Any]:
         spread = None if self.distributed is None else self.distributed.to_json()
@@ -58,7 +60,8 @@ class TensorLayout:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)}{list(self.shape)}{' with gradient' if self.requires_grad else ''}"
+        place = "" if self.on_host else " on the device"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}{place}{' with gradient' if self.requires_grad else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,17 @@ class Layout:
     def encode(self) -> bytes:
         return json.dumps([[tensor.to_json() for tensor in self.tensors], self.spec.to_json()]).encode()
 
+    def check_device(self, device: torch.device, stage: int, microbatch: int) -> None:
+        """Before a cold message is sent: can it be?"""
+        if any(tensor.on_host is not (device.type == "cpu") for tensor in self.tensors):
+            found = ", ".join(
+                f"{tensor} {'in host memory' if tensor.on_host else ''}".rstrip() for tensor in self.tensors
+            )
+            raise ShapeError(
+                f"the output of stage {stage} for microbatch {microbatch} is ({found}), but the messages of this pipeline are "
+                f"between tensors on {device.type}; move it there at the end of the stage: tensor.to({device.type!r})"
+            )
+
     def check(self, tensors: Sequence[Tensor], spec: Spec, stage: int, microbatch: int) -> None:
         """Before a warm message is sent: is it what the other end expects?"""
         if len(tensors) == 1 == len(self.tensors):
@@ -79,6 +93,7 @@ class Layout:
                 tensor.shape == expected.shape
                 and tensor.dtype is expected.dtype
                 and tensor.requires_grad is expected.requires_grad
+                and tensor.is_cpu is expected.on_host
                 and expected.distributed is None
                 and type(tensor) is Tensor
                 and (spec is self.spec or spec == self.spec)

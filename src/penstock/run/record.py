@@ -6,7 +6,11 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
+from typing import Any
 
+import torch
+
+from penstock.comm.accelerator import wait_for_device
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
@@ -16,14 +20,52 @@ from penstock.run.program import Call, Program
 from penstock.simulate import Timeline
 
 
+class HostClock:
+    """For tensors in host memory: an action has ended when its call has."""
+
+    mark = staticmethod(perf_counter)
+
+    def begin(self) -> None:
+        """A step is about to begin."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        return list(marks)
+
+
+class DeviceClock:
+    """For accelerators, which are told what to do long before they do it: marks are events among their kernels.
+
+    Before a step that is measured the host waits until the device has nothing to do, so that an event has a known time.
+    """
+
+    def __init__(self, device: torch.device, bound: float) -> None:
+        self._device, self._bound = device, bound
+
+    def begin(self) -> None:
+        wait_for_device(self._device, self._bound)
+        self._origin = self.mark()
+        self._host = perf_counter()
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        wait_for_device(self._device, self._bound)
+        return [self._host + self._origin.elapsed_time(mark) / 1e3 for mark in marks]
+
+
 class Recorder:
     """Times the actions of this rank. The time that an action waits for its message is not part of it."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.starts: list[float] = []
-        self.ends: list[float] = []
-        self.waited = 0.0
+        host = transport.device.type == "cpu"
+        self.clock: HostClock | DeviceClock = HostClock() if host else DeviceClock(transport.device, transport.timeout)
+        self.starts: list[Any] = []  # marks of the clock
+        self.ends: list[Any] = []
+        self.waited: Any = None
         self.plan: Plan | None = None
 
     @property
@@ -39,14 +81,16 @@ class Recorder:
     def watched(self, program: Program, calls: Sequence[Call]) -> list[Call]:
         """The calls of a step, each of which notes its times."""
         self.plan = program.plan
-        self.starts, self.ends = [0.0] * len(calls), [0.0] * len(calls)
+        self.clock.begin()
+        self.starts = [self.clock.mark()] * len(calls)
+        self.ends = list(self.starts)
         for channel in program.channels.values():
             channel.wait = partial(self.waiting, program.wait)
         return [partial(self.timed, at, call) for at, call in enumerate(calls)]
 
     def waiting(self, wait: Wait, work: Work) -> None:
         wait(work)
-        self.waited = perf_counter()
+        self.waited = self.clock.mark()
 
     @staticmethod
     def unwatch(program: Program) -> None:
@@ -54,11 +98,11 @@ class Recorder:
             channel.wait = program.wait
 
     def timed(self, at: int, call: Call) -> None:
-        self.waited = 0.0
-        start = perf_counter()
+        self.waited = None
+        start = self.clock.mark()
         call()
-        self.ends[at] = perf_counter()
-        self.starts[at] = max(start, self.waited)
+        self.ends[at] = self.clock.mark()
+        self.starts[at] = start if self.waited is None else self.waited
 
 
 class Recording:
@@ -76,11 +120,12 @@ class Recording:
     def finish(self, recorder: Recorder, transport: Transport) -> None:
         """Gather the times of all ranks, on the clock of rank 0."""
         offset = transport.clock_offset()
-        mine = {"starts": [t + offset for t in recorder.starts], "ends": [t + offset for t in recorder.ends]}
+        starts, ends = recorder.clock.seconds(recorder.starts), recorder.clock.seconds(recorder.ends)
+        mine = {"starts": [t + offset for t in starts], "ends": [t + offset for t in ends]}
         everyone = [json.loads(post) for post in transport.gather("times of the actions", json.dumps(mine).encode())]
         if recorder.plan is None or not recorder.starts:
             return
         origin = min(min(times["starts"]) for times in everyone if times["starts"])
-        starts = tuple([t - origin for t in times["starts"]] for times in everyone)
-        ends = tuple([t - origin for t in times["ends"]] for times in everyone)
-        self._timeline = Timeline(recorder.plan, starts, ends, measured=True, unit="s")
+        began = tuple([t - origin for t in times["starts"]] for times in everyone)
+        ended = tuple([t - origin for t in times["ends"]] for times in everyone)
+        self._timeline = Timeline(recorder.plan, began, ended, measured=True, unit="s")

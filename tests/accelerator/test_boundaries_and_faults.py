@@ -1,0 +1,195 @@
+"""Types and devices at boundaries, failures, and measured time, on the simulated accelerator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.comm import DistributedTransport
+from penstock.errors import PenstockError
+from penstock.run import Schedule1F1B
+from penstock.stage.stage import PipelineStage
+from tests.accelerator.pipes import ROWS, batch, block
+from tests.accelerator.pool import Mode, SimPool
+
+MICROBATCHES = 4
+BOTH = pytest.mark.parametrize("mode", ["lazy", "eager"])
+
+
+def squares(output: Any, target: Tensor) -> Tensor:
+    difference = (output if isinstance(output, Tensor) else output[0]) - target
+    return (difference * difference).mean()
+
+
+def schedule_of(device: torch.device, module: nn.Module) -> Schedule1F1B:
+    stage = PipelineStage(module.to(device), dist.get_rank(), dist.get_world_size(), device)
+    return Schedule1F1B(stage, MICROBATCHES, loss_fn=squares)
+
+
+def raised_in_steps(schedule: Schedule1F1B, device: torch.device, count: int) -> list[str]:
+    x, y = (part.to(device) for part in batch(MICROBATCHES))
+    found = []
+    for _ in range(count):
+        try:
+            schedule.step(x, target=y)
+            found.append("")
+        except (PenstockError, ArithmeticError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+class Sends(nn.Module):
+    """A first stage that also sends a tensor of a type that communicators do not know; the second one uses it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.dtype = block(dist.get_rank()), dtype
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if extra is None:
+            extra = torch.arange(ROWS, device=x.device).to(self.dtype)
+        else:
+            x = x + extra.to(torch.int64).to(x.dtype).sum()
+        return self.inner(x), extra
+
+
+def odd_types(device: torch.device, dtype: torch.dtype) -> list[str]:
+    return raised_in_steps(schedule_of(device, Sends(dtype)), device, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool])
+def test_types_that_communicators_lack_travel_as_bytes(sim: SimPool, dtype: torch.dtype) -> None:
+    assert sim.run(2, "eager", odd_types, dtype) == [["", "", ""]] * 2
+
+
+class LeavesTheDevice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.wrong = block(dist.get_rank()), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return x.cpu() if self.wrong and dist.get_rank() == 0 else x
+
+
+def wrong_device(device: torch.device) -> list[str]:
+    module = LeavesTheDevice()
+    schedule = schedule_of(device, module)
+    found = raised_in_steps(schedule, device, 1)
+    module.wrong = False
+    found += raised_in_steps(schedule, device, 2)
+    module.wrong = True
+    return found + raised_in_steps(schedule, device, 1)
+
+
+@BOTH
+def test_a_tensor_in_host_memory_is_refused_before_anything_is_sent(sim: SimPool, mode: Mode) -> None:
+    first, second = sim.run(2, mode, wrong_device)
+    assert first[0].startswith(
+        "ShapeError: the output of stage 0 for microbatch 0 is (float64[2, 8] with gradient in host"
+    )
+    assert second[0].startswith("PeerFailed: rank 0 failed in action 0SEND_F0") or "ShapeError" in second[0]
+    assert first[1:3] == second[1:3] == ["", ""]  # all messages of the failed step are out of the way
+    assert "ShapeError" in first[3]
+    assert "ShapeError" in second[3]
+
+
+class Trips(nn.Module):
+    """Does something in the forward of its second step."""
+
+    def __init__(self, do: Any) -> None:
+        super().__init__()
+        self.inner, self.do, self.forwards = block(dist.get_rank()), do, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == MICROBATCHES + 2:
+            self.do()
+        return self.inner(x)
+
+
+def fail() -> None:
+    raise ArithmeticError("on purpose")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def nothing() -> None:
+    """What the others do."""
+
+
+def in_trouble(device: torch.device, victim: int, do: Any) -> tuple[list[str], float]:
+    os.environ["PENSTOCK_HEARTBEAT"] = "1"
+    try:
+        rank = dist.get_rank()
+        schedule = schedule_of(device, Trips(do if rank == victim else nothing))
+        pids = [int(pid) for pid in DistributedTransport.of(device=device).gather("pids", str(os.getpid()).encode())]
+        found = raised_in_steps(schedule, device, 1)
+        start = time.monotonic()
+        found += raised_in_steps(schedule, device, 2)
+        seconds = time.monotonic() - start
+        if do is stop and rank != victim:
+            os.kill(pids[victim], signal.SIGCONT)
+        with suppress(RuntimeError):  # what was on an aborted communicator is lost, and the device says so
+            torch.accelerator.synchronize()  # no stream is stuck
+        return found, seconds
+    finally:
+        del os.environ["PENSTOCK_HEARTBEAT"]
+
+
+@BOTH
+def test_an_exception_is_named_everywhere_and_the_next_step_works(sim: SimPool, mode: Mode) -> None:
+    for rank, (found, seconds) in enumerate(sim.run(3, mode, in_trouble, 1, fail)):
+        assert found[0] == found[2] == ""
+        assert (
+            found[1] == "ArithmeticError: on purpose" if rank == 1 else found[1].startswith("PeerFailed: rank 1 failed")
+        )
+        assert seconds < 20.0
+
+
+@BOTH
+@pytest.mark.parametrize("do", [die, stop])
+def test_a_rank_that_dies_or_stops_is_named_and_no_stream_stays_stuck(sim: SimPool, mode: Mode, do: Any) -> None:
+    outcomes = sim.outcomes(3, mode, in_trouble, 1, do)
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank].details
+        found, seconds = outcomes[rank].value
+        assert found[0] == ""
+        assert found[1].startswith("PeerFailed: rank 1 failed"), found
+        assert "tart the job again" in found[2] or "rank 1 failed" in found[2], found
+        assert seconds < 20.0
+
+
+def measured(device: torch.device) -> tuple[float, list[float]]:
+    """Every kernel takes two milliseconds: how long the forwards of the last stage seem to be."""
+    from tests.accelerator.device import load
+
+    schedule = schedule_of(device, block(dist.get_rank()))
+    raised_in_steps(schedule, device, 2)
+    load().set_kernel_time(0.002)
+    with schedule.record() as recording:
+        raised_in_steps(schedule, device, 1)
+    load().set_kernel_time(0.0)
+    spans = [span for span in recording.timeline.spans(1) if str(span.action).startswith("1F")]
+    return recording.timeline.makespan, [span.end - span.start for span in spans]
+
+
+def test_a_measured_timeline_is_that_of_the_kernels(sim: SimPool) -> None:
+    (makespan, forwards), _ = sim.run(2, "eager", measured)
+    kernels = round(min(forwards) / 0.002)
+    assert kernels >= 4, forwards  # two linear layers, tanh and the norm, at least
+    assert makespan > 2 * sum(forwards)
