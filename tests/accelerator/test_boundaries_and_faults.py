@@ -142,10 +142,10 @@ def in_trouble(device: torch.device, victim: int, do: Any) -> tuple[list[str], f
         start = time.monotonic()
         found += raised_in_steps(schedule, device, 2)
         seconds = time.monotonic() - start
-        if do is stop and rank != victim:
-            os.kill(pids[victim], signal.SIGCONT)
         with suppress(RuntimeError):  # what was on an aborted communicator is lost, and the device says so
             torch.accelerator.synchronize()  # no stream is stuck
+        if do is stop and rank != victim:
+            os.kill(pids[victim], signal.SIGCONT)
         return found, seconds
     finally:
         del os.environ["PENSTOCK_HEARTBEAT"]

@@ -125,6 +125,8 @@ def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset(
     flag = torch.tensor([0 if ok else 1], dtype=torch.int64)
     for child in children:
         flag += _ask(transport, child, lost, found)
+    if transport.failed is not None:  # news that came while this rank asked
+        flag.fill_(1)
     if parent is not None:
         _tell(transport, parent, flag, lost, found)
         flag = flag + _ask(transport, parent, lost, found)
