@@ -46,6 +46,17 @@ _FROM_ZERO = click.IntRange(min=0)
 @click.option("--measure/--no-measure", default=True, help="Measure the layers before cutting, or cut by size.")
 @click.option("--sample", type=_FROM_ZERO, default=240, show_default=True, help="Bytes of generated text at the end.")
 @click.option("--max-restarts", type=_FROM_ZERO, default=3, show_default=True, help="Restarts after a crash.")
+@click.option("--clip", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Gradient norm; 0: not.")
+@click.option("--rate-schedule", help="constant, linear or cosine.  [default: what the job brings]")
+@click.option("--warmup", type=_FROM_ZERO, default=0, show_default=True, help="Steps in which the rate rises.")
+@click.option("--accumulate", type=_AT_LEAST_ONE, default=1, show_default=True, help="Batches for each step.")
+@click.option("--precision", default="fp32", show_default=True, help="fp32, bf16, or fp16 with a scaled loss.")
+@click.option("--validation", type=click.Path(exists=True), help="Text to validate on.  [default: a part of the data]")
+@click.option(
+    "--patience", type=_FROM_ZERO, default=0, show_default=True, help="Validations without a better loss; 0: all."
+)
+@click.option("--keep-best", is_flag=True, help="Keep a checkpoint of the best validation loss, in OUTPUT/best.")
+@click.option("--log", default="", metavar="NAMES", help="jsonl, tensorboard, wandb, mlflow; with commas between them.")
 @click.option("--threads", type=_AT_LEAST_ONE, help="Threads of each rank.  [default: its share of the cores]")
 @click.pass_context
 def command(ctx: click.Context, /, **given: Any) -> None:
@@ -64,6 +75,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     """
     from penstock.train.launch import Interrupted, is_rank, launch
     from penstock.train.options import TrainOptions
+    from penstock.train.update import check_names
 
     default = click.core.ParameterSource.DEFAULT
     said = [name for name in given if ctx.get_parameter_source(name) is not default]
@@ -72,6 +84,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         _be_rank(options)
         return
     options.check()
+    check_names(options)
     try:
         launch(options, sys.argv[sys.argv.index("train") + 1 :], say=lambda text: click.echo(text, err=True))
     except Interrupted as stopped:

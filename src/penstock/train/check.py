@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from penstock.plan import Plan
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS
 from penstock.run.rng import microbatch_rng
-from penstock.train.job import Batch, Job
+from penstock.train.job import Batch
+from penstock.train.update import Update
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,29 @@ class Unpipelined:
     """
 
     def __init__(
-        self, job: Job, model: nn.Module, order: Sequence[int], *, whole: Pipe | None = None, seed: int = 0
+        self, update: Update, model: nn.Module, order: Sequence[int], *, whole: Pipe | None = None, seed: int = 0
     ) -> None:
-        self.job, self.model, self.whole = job, model, whole
+        self.update, self.model, self.whole = update, model, whole
         self.order, self.seed = order, seed
-        self.optimizer = job.optimizer(model.parameters())
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.rated = update.optimizer(model.parameters())
 
-    def step(self, number: int, batch: Batch) -> float:
-        """The loss of the whole batch."""
+    def step(self, number: int) -> float:
+        """The mean loss of the batches of a step, after which the optimizer has done its work."""
+        update = self.update
+        with update.casting():
+            losses = [
+                self.add_up(number * update.accumulate + place, batch)
+                for place, batch in enumerate(update.batches(number))
+            ]
+        if update.scaler is not None:
+            update.scaler.unscale_(self.rated.optimizer)
+        update.average(self.model.parameters())
+        clip(self.model.parameters(), update.clip or math.inf)
+        update.conclude(self.rated, number)
+        return sum(losses) / len(losses)
+
+    def add_up(self, number: int, batch: Batch) -> float:
+        """The loss of a whole batch; its gradients are added to those that are there."""
         args, target = batch
         size = len(self.order)
         pieces, _ = split_batch(args, {}, size)
@@ -61,19 +77,19 @@ class Unpipelined:
         losses = [0.0] * size
         for microbatch in self.order:
             loss = self.loss(self.output(pieces[microbatch], number, microbatch), targets[microbatch])
-            torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch]))
+            torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch] * self.scale))
             losses[microbatch] = loss.item()
-        total = sum(share * loss for share, loss in zip(shares, losses, strict=True))
-        clip(self.model.parameters(), 1.0)
-        set_rate(self.job, self.optimizer, self.rates, number)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total
+        return sum(share * loss for share, loss in zip(shares, losses, strict=True))
+
+    @property
+    def scale(self) -> float:
+        scaler = self.update.scaler
+        return 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        if self.job.loss_fn is None:
+        if self.update.job.loss_fn is None:
             return output.loss if hasattr(output, "loss") else output["loss"]  # type: ignore[no-any-return]
-        return self.job.loss_fn(output, target)
+        return self.update.job.loss_fn(output, target)
 
     def output(self, args: tuple[Any, ...], step: int, microbatch: int) -> Any:
         if self.whole is None:
@@ -101,12 +117,6 @@ def clip(parameters: Any, most: float) -> float:
     return total
 
 
-def set_rate(job: Job, optimizer: torch.optim.Optimizer, rates: Sequence[float], step: int) -> None:
-    if job.rate is not None:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * job.rate(step)
-
-
 def is_random(model: nn.Module) -> bool:
     """Whether training draws random numbers, as far as one can see."""
     for module in model.modules():
@@ -118,19 +128,19 @@ def is_random(model: nn.Module) -> bool:
     return False
 
 
-def check(pipe: Pipeline, job: Job, *, steps: int, seed: int) -> Checked:
+def check(pipe: Pipeline, update: Update, *, steps: int, seed: int) -> Checked:
     """Run both for some steps from the same start; the pipeline and the model are put back afterwards."""
-    batches = [job.batch(step) for step in range(steps)]
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
     reference, seconds = None, 0.0
     expected: list[float] = []
     if pipe.rank == 0:
-        reference = _reference(pipe, job, seed)
+        reference = _reference(pipe, update, seed)
         start = time.perf_counter()
-        expected = [reference.step(number, batch) for number, batch in enumerate(batches)]
+        expected = [reference.step(number) for number in range(steps)]
         seconds = (time.perf_counter() - start) / steps
     pipe.meet("the unpipelined steps")
-    losses = _pipelined(pipe, job, batches)
+    rated = update.optimizer(pipe.parameters())
+    losses = [update.apply(pipe, rated, number)[0] for number in range(steps)]
     difference = 0.0
     if reference is not None:
         apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
@@ -142,7 +152,7 @@ def check(pipe: Pipeline, job: Job, *, steps: int, seed: int) -> Checked:
     pipe.schedule.steps = 0
     shared = pipe.decide("the result of the check", lambda: f"{difference!r} {seconds!r}")
     difference, seconds = map(float, shared.split())
-    return Checked(steps, difference, seconds, "stage by stage" if is_random(job.model) else "the model itself")
+    return Checked(steps, difference, seconds, "stage by stage" if is_random(update.job.model) else "the model itself")
 
 
 def backward_order(plan: Plan) -> list[int]:
@@ -162,24 +172,12 @@ def backward_order(plan: Plan) -> list[int]:
     return first if all(order == first for order in orders.values()) else list(range(plan.num_microbatches))
 
 
-def _reference(pipe: Pipeline, job: Job, seed: int) -> Unpipelined:
-    model = copy.deepcopy(job.model)
+def _reference(pipe: Pipeline, update: Update, seed: int) -> Unpipelined:
+    model = copy.deepcopy(update.job.model)
+    if update.scaler is not None:
+        update = replace(update, scaler=torch.amp.GradScaler("cpu"))
     whole = pipe.whole(model) if is_random(model) else None
-    return Unpipelined(job, model, backward_order(pipe.plan), whole=whole, seed=seed)
-
-
-def _pipelined(pipe: Pipeline, job: Job, batches: Sequence[Batch]) -> list[float]:
-    optimizer = job.optimizer(pipe.parameters())
-    rates = [group["lr"] for group in optimizer.param_groups]
-    losses = []
-    for number, (args, target) in enumerate(batches):
-        result = pipe.step(*args, target=target)
-        pipe.clip_grad_norm_(1.0)
-        set_rate(job, optimizer, rates, number)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float("nan") if result.loss is None else result.loss)
-    return losses
+    return Unpipelined(update, model, backward_order(pipe.plan), whole=whole, seed=seed)
 
 
 def _differences(pipe: Pipeline, model: nn.Module) -> list[float]:

@@ -15,7 +15,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,10 @@ def make_job(options: TrainOptions) -> Job:
 def _gpt(options: TrainOptions) -> Job:
     size = size_of(options.size)
     text = read_text(options.data, length=size.length)
+    held_out = text
+    if options.validation is not None:
+        other = read_text(options.validation, length=size.length)
+        held_out = replace(other, validation=torch.cat([other.train, other.validation]))
     model = GPT(size, dropout=options.dropout)
     count = sum(p.numel() for p in model.parameters())
 
@@ -72,7 +76,7 @@ def _gpt(options: TrainOptions) -> Job:
         batch,
         next_byte_loss,
         lambda parameters: torch.optim.AdamW(parameters, lr=options.learning_rate, betas=(0.9, 0.95)),
-        validation=[((x,), y) for x, y in text.validation_batches(2, rows=options.batch, length=size.length)],
+        validation=[((x,), y) for x, y in held_out.validation_batches(2, rows=options.batch, length=size.length)],
         rate=rate,
         tokens=options.batch * size.length,
         title=f"GPT of {count:,} parameters ({options.size}) on {text.source}",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from penstock.balance import Profile
@@ -12,12 +14,14 @@ from penstock.checkpoint import kept
 from penstock.front import Pipeline
 from penstock.front.saving import DISK
 from penstock.train import report
-from penstock.train.check import Checked, check, set_rate
+from penstock.train.check import Checked, check
+from penstock.train.events import EventLog, Noted
 from penstock.train.generate import generate
 from penstock.train.job import Job
 from penstock.train.measure import measure_memory, measure_step
 from penstock.train.options import OPTIONS, TrainOptions, read_json
 from penstock.train.screen import Screen
+from penstock.train.update import Update
 
 CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
 
@@ -38,9 +42,10 @@ class Run:
         self.losses: list[float] = []
         self.validation: list[tuple[int, float]] = []
         self.seconds: list[float] = []
+        self.update = Update.of(options, job)
         self.pipe = self._pipeline()
-        self.optimizer = job.optimizer(self.pipe.parameters())
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.rated = self.update.optimizer(self.pipe.parameters())
+        self.log: EventLog | None = None
 
     # -- before
 
@@ -60,6 +65,7 @@ class Run:
             profile=kept.get("profile", None if options.measure else False),
             rng="per-microbatch",
             seed=options.seed,
+            loss_scale=self.update.scaler,
         )
         self.screen.say(pipe.explain(print_output=False))
         if self.screen.enabled:
@@ -108,10 +114,12 @@ class Run:
                 self._put_aside()
         start = self._resume() if self.options.resume else 0
         if start == 0 and self.options.check_steps:
-            self.checked = check(self.pipe, self.job, steps=self.options.check_steps, seed=self.options.seed)
+            self.checked = check(self.pipe, self.update, steps=self.options.check_steps, seed=self.options.seed)
             self.screen.say(str(self.checked))
         if self.screen.enabled:
             self._cut_log(start)
+        if self.options.loggers:
+            self.log = EventLog(self.pipe, *self.options.loggers, folder=self.options.folder, first_step=start)
         return start
 
     def _resume(self) -> int:
@@ -119,7 +127,7 @@ class Run:
         if not self.pipe.any(place.exists() or bool(kept.older(place))):
             self.screen.say("no checkpoint yet: starting at step 0")
             return 0
-        extra = self.pipe.load(place, optimizer=self.optimizer, or_older=True)
+        extra = self.pipe.load(place, optimizer=self.rated.optimizer, or_older=True)
         self.losses = list(extra["losses"])
         self.validation = [(step, loss) for step, loss in extra["validation"]]
         self.seconds = list(extra["seconds"])
@@ -155,15 +163,19 @@ class Run:
                 done = step + 1
                 if options.validate_every and self.job.validation and done % options.validate_every == 0:
                     self._validate(done)
+                enough = self._has_had_enough()
                 stopped = self.pipe.any(self.stop.asked or os.getppid() != self.parent)
                 if (
                     stopped
+                    or enough
                     or done == options.steps
                     or (options.checkpoint_every and done % options.checkpoint_every == 0)
                 ):
                     self._save(done)
-                if stopped:
+                if stopped or enough:
                     break
+        if self.log is not None:
+            self.log.close()
         if stopped:
             self.screen.say(
                 f"stopped after step {len(self.losses)}; the run goes on with: penstock train --resume -o {options.output}"
@@ -173,13 +185,19 @@ class Run:
         return True
 
     def _step(self, step: int) -> float:
-        args, target = self.job.batch(step)
-        result = self.pipe.step(*args, target=target)
-        self.pipe.clip_grad_norm_(1.0)
-        set_rate(self.job, self.optimizer, self.rates, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float("nan") if result.loss is None else result.loss
+        events = (
+            nullcontext(Noted())
+            if self.log is None
+            else self.log.step(step, optimizer=self.rated.optimizer, tokens=self._rows)
+        )
+        with events as noted:
+            noted.loss, noted.norm = self.update.apply(self.pipe, self.rated, step)
+        return noted.loss
+
+    @property
+    def _rows(self) -> int:
+        """Tokens or rows of a step."""
+        return (self.job.tokens or self.options.batch) * self.options.accumulate
 
     @property
     def _unit(self) -> str:
@@ -187,7 +205,7 @@ class Run:
 
     def _speed(self) -> float:
         recent = self.seconds[-20:]
-        return (self.job.tokens or self.options.batch) * len(recent) / max(sum(recent), 1e-9)
+        return self._rows * len(recent) / max(sum(recent), 1e-9)
 
     def _note(self, step: int, loss: float) -> None:
         if self.screen.enabled:
@@ -197,8 +215,22 @@ class Run:
     def _validate(self, step: int) -> None:
         losses = [self.pipe.evaluate(*args, target=target).loss for args, target in self.job.validation]
         loss = sum(x for x in losses if x is not None) / len(losses)
+        best = min((known for _, known in self.validation), default=math.inf)
         self.validation.append((step, loss))
         self.screen.say(f"step {step}: validation loss {loss:.4f}")
+        if self.log is not None:
+            self.log.validation(step, loss)
+        if self.options.keep_best and loss < best:
+            self.pipe.save(self.options.best, optimizer=self.rated.optimizer, extra={"step": step, "validation": loss})
+
+    def _has_had_enough(self) -> bool:
+        """Whether the validation loss has not become better for as long as --patience allows."""
+        losses = [loss for _, loss in self.validation]
+        patience = self.options.patience
+        if not patience or len(losses) <= patience or min(losses[-patience:]) < min(losses[:-patience]):
+            return False
+        self.screen.say(f"no better validation loss in {patience} validations: the run ends")
+        return True
 
     def _save(self, step: int) -> None:
         extra = {
@@ -208,7 +240,7 @@ class Run:
             "seconds": self.seconds,
             "checked": None if self.checked is None else vars(self.checked),
         }
-        self.pipe.save(self.options.checkpoint, optimizer=self.optimizer, extra=extra)
+        self.pipe.save(self.options.checkpoint, optimizer=self.rated.optimizer, extra=extra)
 
     # -- after
 
@@ -218,8 +250,9 @@ class Run:
             length = batch[0][0].shape[1]
             sample = generate(self.pipe, self.job.text, self.options.sample, length=length, seed=self.options.seed)
             self.screen.say(f"sample:\n{sample}")
-        measured = measure_step(self.pipe, batch)
-        memory = measure_memory(self.pipe, batch)
+        with self.update.casting(self.pipe.transport.device.type):
+            measured = measure_step(self.pipe, batch)
+            memory = measure_memory(self.pipe, batch)
         if not self.screen.enabled:
             return
         data = report.collect(
@@ -228,7 +261,7 @@ class Run:
             losses=self.losses,
             validation=self.validation,
             seconds=self.seconds,
-            rows=self.job.tokens or self.options.batch,
+            rows=self._rows,
             unit=self._unit,
             checked=self.checked,
             measured=measured,

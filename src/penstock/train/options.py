@@ -38,6 +38,15 @@ class TrainOptions:
     measure: bool = True  # profile the layers, to cut and choose by; False: cut by size
     sample: int = 240  # bytes of generated text at the end
     max_restarts: int = 3  # after a crash, from the last checkpoint
+    clip: float = 1.0  # the largest norm of the gradients; 0: they are not clipped
+    rate_schedule: str | None = None  # see penstock.train.update.RATES; None: what the job brings
+    warmup: int = 0  # steps in which the learning rate rises, with a rate schedule
+    accumulate: int = 1  # batches for each step
+    precision: str = "fp32"  # of the computation: fp32, bf16 or fp16
+    validation: str | None = None  # a file or folder of text to validate the GPT on; None: a part of the data
+    patience: int = 0  # validations without a better loss until the run ends; 0: it goes to its end
+    keep_best: bool = False  # a checkpoint of the best validation loss
+    log: str = ""  # loggers beside log.jsonl, by name, with commas between them
     threads: int | None = None  # of each rank; None: its share of the cores
 
     @property
@@ -48,6 +57,14 @@ class TrainOptions:
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint"
 
+    @property
+    def best(self) -> Path:
+        return self.folder / "best"
+
+    @property
+    def loggers(self) -> list[str]:
+        return [name.strip() for name in self.log.split(",") if name.strip()]
+
     def check(self) -> None:
         """Say what cannot be before any process is started; what depends on the model is found later."""
         if self.schedule not in ("auto", "search"):
@@ -56,6 +73,8 @@ class TrainOptions:
             raise PlanError(f"--stages {self.stages} over --ranks {self.ranks}; expected a multiple of {self.ranks}")
         if self.build is not None and ":" not in self.build:
             raise PenstockError(f"{self.build!r} names no function; write module:function, for example my_module:build")
+        if (self.patience or self.keep_best) and not self.validate_every:
+            raise PenstockError("--patience and --keep-best go by the validation loss; give --validate-every as well")
         if self.build is None:
             from penstock.train.gpt import size_of
 
@@ -73,7 +92,15 @@ class TrainOptions:
         """Those that a run has written down."""
         data = read_json(file)
         defaults = asdict(cls())
-        kinds = {**defaults, "build": "", "stages": 1, "data": "", "threads": 1}  # those whose default is None
+        kinds = {
+            **defaults,
+            "build": "",
+            "stages": 1,
+            "data": "",
+            "threads": 1,
+            "rate_schedule": "",
+            "validation": "",
+        }  # those whose default is None
         for name, value in data.items():
             wanted = type(kinds.get(name))
             fits = value is None if defaults.get(name, 0) is None and value is None else type(value) is wanted

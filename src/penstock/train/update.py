@@ -1,0 +1,123 @@
+"""How one step of a run changes the model: which batches, in which precision, clipped at what, at which learning rate.
+
+The pipeline and the unpipelined model that it is compared with ask here, so they do the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+from penstock.front import Pipeline
+from penstock.train.job import Batch, Job
+from penstock.train.options import TrainOptions
+
+RATES: Final[
+    dict[str, Callable[[float], float]]
+] = {  # the share of the run that is over -> a factor of the learning rate
+    "constant": lambda over: 1.0,
+    "linear": lambda over: 1.0 - over,
+    "cosine": lambda over: 0.5 * (1.0 + math.cos(math.pi * over)),
+}
+PRECISIONS: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Rated:
+    """An optimizer, and the learning rates that it began with: ``rated = update.optimizer(pipe.parameters())``."""
+
+    optimizer: torch.optim.Optimizer
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """For example ``update.apply(pipe, update.optimizer(pipe.parameters()), step)``, on every rank."""
+
+    job: Job
+    clip: float  # 0: not at all
+    accumulate: int  # batches for each step
+    precision: str
+    rate: Callable[[int], float] | None  # the factor of the learning rate, by step
+    scaler: Any = field(default=None, compare=False)  # for fp16
+
+    @classmethod
+    def of(cls, options: TrainOptions, job: Job) -> Update:
+        scaler = torch.amp.GradScaler("cpu") if options.precision == "fp16" else None
+        return cls(job, options.clip, options.accumulate, options.precision, rate_of(options, job), scaler)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Rated:
+        made = self.job.optimizer(parameters)
+        return Rated(made, tuple(group["lr"] for group in made.param_groups))
+
+    def batches(self, step: int) -> list[Batch]:
+        return [self.job.batch(step * self.accumulate + number) for number in range(self.accumulate)]
+
+    def casting(self, device: str = "cpu") -> AbstractContextManager[Any]:
+        """Stands around forward and backward."""
+        dtype = PRECISIONS[self.precision]
+        return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
+
+    def apply(self, pipe: Pipeline, rated: Rated, step: int) -> tuple[float, float]:
+        """One step of the pipeline: the mean loss of its batches, and the norm of the gradients before clipping."""
+        losses = []
+        with self.casting(pipe.transport.device.type):
+            for args, target in self.batches(step):
+                result = pipe.step(*args, target=target)
+                losses.append(float("nan") if result.loss is None else result.loss)
+        if self.scaler is not None:
+            self.scaler.unscale_(rated.optimizer)
+        self.average(pipe.parameters())
+        norm = pipe.clip_grad_norm_(self.clip or math.inf)
+        self.conclude(rated, step)
+        return sum(losses) / len(losses), norm
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients of several batches become their mean."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if self.accumulate > 1 and grads:
+            torch._foreach_mul_(grads, 1.0 / self.accumulate)
+
+    def conclude(self, rated: Rated, step: int) -> None:
+        """Set the learning rate, let the optimizer do its work, and drop the gradients."""
+        if self.rate is not None:
+            for group, rate in zip(rated.optimizer.param_groups, rated.rates, strict=True):
+                group["lr"] = rate * self.rate(step)
+        if self.scaler is None:
+            rated.optimizer.step()
+        else:
+            self.scaler.step(rated.optimizer)
+            self.scaler.update()
+        rated.optimizer.zero_grad()
+
+
+def rate_of(options: TrainOptions, job: Job) -> Callable[[int], float] | None:
+    """What was asked for, or what the job brings.
+
+    >>> from types import SimpleNamespace
+    >>> rate = rate_of(SimpleNamespace(rate_schedule="linear", warmup=2, steps=6), SimpleNamespace(rate=None))
+    >>> [rate(step) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if options.rate_schedule is None:
+        return job.rate
+    shape = RATES[options.rate_schedule]
+    warm, left = options.warmup, max(options.steps - options.warmup, 1)
+    return lambda step: (step + 1) / warm if step < warm else shape((step - warm) / left)
+
+
+def check_names(options: TrainOptions) -> None:
+    """Say which names there are, before any process is started."""
+    for word, given, known in (
+        ("--rate-schedule", options.rate_schedule, RATES),
+        ("--precision", options.precision, PRECISIONS),
+    ):
+        if given is not None and given not in known:
+            raise PenstockError(f"{word} {given!r}; expected one of {', '.join(known)}")

@@ -1,0 +1,126 @@
+"""`penstock train` with its options, in real processes, against a plain loop of one process: the same losses, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import PenstockError
+from penstock.train.options import TrainOptions
+from penstock.train.update import check_names
+
+JOB = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(8, 6, generator=generator)
+    return x, x[:, :3] * 2
+
+def build():
+    return model(), batch, nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.25, momentum=0.5), [batch(1000)]
+"""
+STEPS, MICROBATCHES = 6, 4
+COMMON = ["--ranks", "2", "--schedule", "1f1b", "--microbatches", str(MICROBATCHES), "--no-measure", "--batch", "8"]
+
+
+def train(folder: Path, options: str) -> list[dict[str, Any]]:
+    """Run the command, which compares itself with the unpipelined model first; its events."""
+    (folder / "job.py").write_text(JOB, encoding="utf-8")
+    command = [sys.executable, "-m", "penstock", "train", "job:build", *COMMON, "--steps", str(STEPS), *options.split()]
+    command += ["--log", "jsonl", "-o", str(folder / "run")]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pipelined == unpipelined over 3 steps: largest difference 0.0\n" in done.stdout
+    return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def plain(*, clip: float, accumulate: int, rate: Any, dtype: torch.dtype | None) -> tuple[list[float], list[float]]:
+    """The same in one process: losses and gradient norms."""
+    names: dict[str, Any] = {}
+    exec(JOB, names)
+    model, batch, loss_fn, make, _ = names["build"]()
+    optimizer = make(model.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = 0.0
+        for number in range(accumulate):
+            x, y = batch(step * accumulate + number)
+            for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                    loss = loss_fn(model(a), b)
+                loss.backward(torch.full_like(loss, 1 / MICROBATCHES))
+                total += loss.item() / MICROBATCHES
+        for p in model.parameters():
+            p.grad /= accumulate
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.param_groups[0]["lr"] = 0.25 * rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / accumulate)
+    return losses, norms
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_rate_clipping_and_accumulation_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    options = "--clip 0.5 --accumulate 2 --rate-schedule cosine --warmup 2 --keep-best --validate-every 2"
+    found = train(tmp_path, options)
+    steps = [event for event in found if event["kind"] == "step"]
+
+    def rate(step: int) -> float:
+        return (step + 1) / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 4))
+
+    losses, norms = plain(clip=0.5, accumulate=2, rate=rate, dtype=None)
+    assert [event["loss"] for event in steps[:1]] == losses[:1]  # before any rounding can differ: the same bits
+    torch.testing.assert_close([event["loss"] for event in steps], losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([event["norm"] for event in steps], norms, rtol=1e-5, atol=1e-6)
+    assert [event["rate"] for event in steps[1:]] == [0.25 * rate(step) for step in range(STEPS - 1)]
+    for event in steps:
+        assert len(event["ranks"]) == 2
+        assert event["seconds"] == max(rank["seconds"] for rank in event["ranks"])
+    validated = {event["step"]: event["loss"] for event in found if event["kind"] == "validation"}
+    assert list(validated) == [2, 4, 6]
+    best = penstock.load(tmp_path / "run" / "best")
+    assert best.extra["validation"] == min(validated.values())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_bfloat16_is_that_of_a_plain_loop_and_a_run_may_end_early(tmp_path: Path) -> None:
+    options = "--precision bf16 --clip 0 --rate-schedule constant --validate-every 1 --patience 1"
+    steps = [event for event in train(tmp_path, options) if event["kind"] == "step"]
+    losses, _ = plain(clip=math.inf, accumulate=1, rate=lambda step: 1.0, dtype=torch.bfloat16)
+    torch.testing.assert_close([event["loss"] for event in steps], losses[: len(steps)], rtol=1e-3, atol=1e-4)
+    assert 2 <= len(steps) <= STEPS
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (TrainOptions(rate_schedule="stairs"), "'stairs'; expected one of constant, linear, cosine"),
+        (TrainOptions(precision="int4"), "'int4'; expected one of fp32, bf16, fp16"),
+    ],
+)
+def test_a_wrong_name_is_said_before_anything_starts(options: TrainOptions, said: str) -> None:
+    with pytest.raises(PenstockError, match=said):
+        check_names(options)
+
+
+def test_patience_needs_validation() -> None:
+    with pytest.raises(PenstockError, match="--validate-every"):
+        TrainOptions(patience=2, validate_every=0).check()
