@@ -28,10 +28,10 @@ from penstock.compat._vocabulary import ComputationType, to_op
 from penstock.errors import PlanError, RunError, StageError
 from penstock.parallel import DataParallel, Unwrapped, adapt
 from penstock.plan import Plan
+from penstock.run.binding import TRAIN, Programs
 from penstock.run.context import CustomFunction
 from penstock.run.inputs import Given
 from penstock.run.program import ActionKind, Program
-from penstock.run.programs import TRAIN, Programs
 from penstock.run.runner import Outcome, Runner
 from penstock.run.stage_run import StepInputs
 from penstock.schedules import get_schedule

@@ -24,10 +24,10 @@ from penstock.lower import recompute as recompute_pass
 from penstock.lower.chosen import Stages
 from penstock.parallel import DataParallel
 from penstock.plan import Placement, Plan, StageGraph, dumps, load
+from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, shapes_of, shares
 from penstock.run.program import ActionKind, Program
-from penstock.run.programs import FORWARD, TRAIN, Binding, Programs
 from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
 from penstock.run.runner import Outcome, Prepared, Runner
