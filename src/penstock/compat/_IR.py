@@ -25,7 +25,7 @@ from penstock.compat._siblings import found_in
 
 PP_SUBMOD_PREFIX = "submod_pp"
 MultiUseParamSpec = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
-__getattr__ = found_in(__name__, "_utils", "_backward", "_unflatten", "stage")
+__getattr__ = found_in(__name__)
 
 __all__ = [
     "LossWrapper",

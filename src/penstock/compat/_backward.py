@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from penstock.compat._siblings import found_in
 from penstock.errors import StageError
 
-__getattr__ = found_in(__name__, "_debug")
+__getattr__ = found_in(__name__)
 Group = dict[str, Any]  # "params": tensors; "intermediates": joints; "grads": what arrived at each joint
 
 

@@ -12,27 +12,24 @@ begins with passing that down the stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import nn
 
 from penstock.comm.framing import Receiving
-from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
-from penstock.compat._infer import encode_metas
-from penstock.compat._metadata import _make_tensor_from_meta
-from penstock.compat._p2p import batch_p2p
+from penstock.compat._hand_stage import HandBox, HandRun, PipelineContext
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._vocabulary import NamedAction, of_action
-from penstock.errors import RunError
-from penstock.plan import Action, AnyAction, Op, Overlap
+from penstock.compat._vocabulary import of_action, to_op
+from penstock.errors import StageError
+from penstock.parallel import DataParallel, Unwrapped, adapt
+from penstock.plan import Action, AnyAction, Op
 from penstock.plan.actions import peer_of
+from penstock.run.binding import TRAIN, Programs
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.handlers import HANDLERS
-from penstock.run.layout import GradLayout, Layout
 from penstock.run.program import Call, Handlers, Program, Setting
 from penstock.run.protocol import verdict
 from penstock.run.stage_run import StepInputs
@@ -40,195 +37,14 @@ from penstock.run.stage_run import StepInputs
 if TYPE_CHECKING:
     from penstock.compat._schedule import _PipelineSchedule
 
-ASK = {
-    Op.SEND_F: "get_fwd_send_ops",
-    Op.RECV_F: "get_fwd_recv_ops",
-    Op.SEND_B: "get_bwd_send_ops",
-    Op.RECV_B: "get_bwd_recv_ops",
-}
-
-
-@dataclass
-class PipelineContext:
-    """What a user's function for a kind of action is given beside the action."""
-
-    schedule_ref: Any
-    arg_mbs: list[tuple[Any, ...]] | None = None
-    kwarg_mbs: list[dict[str, Any]] | None = None
-    target_mbs: list[Any] | None = None
-    losses: list[Any] | None = None
-
-
-class CustomFunction(Protocol):
-    """A user's function for a kind of action."""
-
-    def __call__(self, action: NamedAction, ctx: PipelineContext) -> object: ...
-
-
-class HandBox:
-    """The messages of one kind of one stage. The stage says what they are."""
-
-    def __init__(self, op: Op, run: HandRun, channel: Channel, program: HandProgram) -> None:
-        self.op, self.run, self.program, self._channel = op, run, program, channel
-        self.layouts: list[Layout | None] = []  # nobody describes these messages
-        self.grad_layouts: list[GradLayout | None] = []
-        recv = program.schedule.bwd_recv_ops if op is Op.RECV_B else program.schedule.fwd_recv_ops
-        self.posted = recv if op in (Op.RECV_F, Op.RECV_B) else None
-
-    @property
-    def channel(self) -> Channel | None:
-        """None before both ends know what the messages look like: there are none then."""
-        return self._channel if self.program.known else None
-
-    def post(self, microbatch: int) -> None:
-        channel = self._channel
-        ops = getattr(self.run.stage, ASK[self.op])(microbatch)
-        try:
-            works = batch_p2p(ops)
-        except RuntimeError as error:
-            channel.fail(error)
-        if self.posted is not None:
-            self.posted[self.run.stage.stage_index, microbatch] = works
-            return
-        channel.sent.extend(works)
-        if channel.reap_after is not None:
-            channel.wait_for_sent(len(channel.sent) - channel.reap_after)
-
-    def wait(self, works: list[Any]) -> None:
-        try:
-            for work in works:
-                self._channel.wait(work)
-        except RuntimeError as error:
-            self._channel.fail(error)
-
-    def drain_send(self, microbatch: int, *, cold: bool) -> None:
-        if self.is_done(microbatch):
-            return
-        stage = self.run.stage
-        known = stage._stage_meta
-        if self.op is Op.SEND_F:
-            stage.fwd_cache[microbatch] = tuple(map(_dummy, known.outputs or ())), []
-        else:
-            stage.bwd_cache[microbatch] = (None,) * len(known.inputs or ())
-        self.post(microbatch)
-
-    def drain_receive(self, microbatch: int, *, cold: bool) -> None:
-        if not self.is_done(microbatch):
-            self.post(microbatch)
-
-    def is_done(self, microbatch: int) -> bool:
-        return (self.op.name, microbatch) in self.run.stage._posted
-
-    def pending(self) -> list[Work]:
-        if self.posted is None:
-            return []
-        mine = [key for key in self.posted if key[0] == self.run.stage.stage_index]
-        return [work for key in mine for work in self.posted.pop(key)]
-
-    def left_over(self) -> list[int]:
-        return []
-
-    def clear(self) -> None:
-        if self.posted is not None:
-            self.posted.clear()
-
-
-class HandRun:
-    """One stage of this rank, driven through its own methods."""
-
-    def __init__(self, stage: _PipelineStageBase, program: HandProgram) -> None:
-        self.stage, self.program = stage, program
-        self.module = stage.submod
-        self.inputs = StepInputs()
-
-    def begin(self, inputs: StepInputs) -> None:
-        self.inputs = inputs
-        stage, setting = self.stage, self.program.setting
-        stage.has_backward = setting.grad
-        stage.clear_runtime_states()
-        stage._in_step = True
-        stage._adapter = setting.adapters[stage.stage_index]
-
-    def results(self) -> tuple[list[Tensor], list[Any]]:
-        outputs = list(self.stage.output_chunks) if self.inputs.keep_outputs else []
-        return list(self.program.context.losses or ()), outputs
-
-    def left_over(self) -> list[str]:
-        return []
-
-    def clear(self) -> None:
-        self.inputs = StepInputs()
-
-    # -- the actions
-
-    def forward(self, microbatch: int) -> None:
-        """F."""
-        stage, program = self.stage, self.program
-        schedule, context, index = program.schedule, program.context, self.stage.stage_index
-        if not stage.is_first and index - 1 not in program.runs:
-            self.arrived(Op.RECV_F, microbatch, "its input")
-        rng = program.setting.rng
-        with nullcontext() if rng is None else rng.at(index, microbatch):
-            output = stage.forward_one_chunk(
-                microbatch,
-                (context.arg_mbs or [])[microbatch],
-                (context.kwarg_mbs or [])[microbatch],
-                save_forward_output=self.inputs.keep_outputs,
-            )
-            schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch, self.inputs.loss_kwargs)
-        if index + 1 in program.runs:
-            program.hand(index + 1).stage.set_local_fwd_input(output, microbatch)
-        elif not stage.has_backward and stage.is_last:
-            stage.fwd_cache.pop(microbatch, None)
-
-    def backward(self, microbatch: int, *, full: bool) -> None:
-        """B, or I."""
-        stage, program, index = self.stage, self.program, self.stage.stage_index
-        schedule = program.schedule
-        if not stage.is_last and index + 1 not in program.runs:
-            self.arrived(Op.RECV_B, microbatch, "the gradient of its output")
-        loss = schedule._maybe_get_loss(stage, microbatch)
-        last = self.count() if full else False
-        stage.backward_one_chunk(microbatch, loss=loss, full_backward=full, last_backward=last)
-        if index - 1 in program.runs:
-            program.hand(index - 1).stage.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
-
-    def backward_weight(self, microbatch: int) -> None:
-        """W."""
-        self.stage.backward_weight_one_chunk(microbatch, last_backward=self.count())
-
-    def unshard(self) -> None:
-        self.program.schedule._unshard(self.stage)
-
-    def reshard(self) -> None:
-        self.program.schedule._reshard(self.stage)
-
-    def reduce_grad(self) -> None:
-        self.stage.perform_reduce_grad(self.program.schedule._grad_scale_factor)
-        self.program.schedule.unsharded_stages.discard(self.stage.stage_index)
-
-    def arrived(self, op: Op, microbatch: int, what: str) -> None:
-        """Wait for what this stage needs."""
-        index = self.stage.stage_index
-        box = self.program.by_op.get((op, index))
-        works = None if box is None or box.posted is None else box.posted.pop((index, microbatch), None)
-        if box is None or works is None:
-            raise RunError(
-                f"stage {index}, microbatch {microbatch}: {what} was never received; the order has no receive for it"
-            )
-        box.wait(works)
-
-    def count(self) -> bool:
-        """Count a backward of the stage; whether it was the last."""
-        counter, index = self.program.schedule.backward_counter, self.stage.stage_index
-        counter[index] += 1
-        return counter[index] == self.program.plan.num_microbatches
+HAND = 2  # added to a mode: through the stages' own methods
 
 
 class HandProgram(Program):
     """One rank's part of an order, bound to the methods of its stages."""
 
-    runs: dict[int, Any]
+    runs: dict[int, Any]  # of HandRun
+    stages: dict[int, Any]  # of _PipelineStageBase
 
     def __init__(
         self,
@@ -248,7 +64,7 @@ class HandProgram(Program):
     def _connect(self) -> None:
         self.splits = False
         for index, stage in self.stages.items():
-            self.runs[index] = HandRun(stage, self)  # type: ignore[arg-type]
+            self.runs[index] = HandRun(stage, self)
 
     def hand(self, index: int) -> HandRun:
         run: HandRun = self.runs[index]
@@ -295,11 +111,11 @@ class HandProgram(Program):
                     handed = self.hear(before, stage)
                 if problem is None and inputs is not None:
                     self.schedule._prepare_forward(stage, handed, self.context)
-                    handed = stage._stage_meta.outputs  # type: ignore[attr-defined]
+                    handed = stage._stage_meta.outputs
             except BaseException as caught:  # noqa: BLE001  whatever it is, the stages after this one must hear of it
                 problem = problem or caught
             if after is not None and problem is None:
-                after.post_described(encode_metas(handed), [])
+                after.post_described(stage._describe_outputs(), [])
             elif after is not None:
                 after.post_poison()
         try:
@@ -326,7 +142,7 @@ class HandProgram(Program):
 
         channel.incoming.append(receive())
         channel.pull()
-        return stage._decode_metas(found[0]) if hasattr(stage, "_decode_metas") else None
+        return stage._read_description(found[0])
 
     def abandon(self) -> None:
         if not self.met:
@@ -364,51 +180,47 @@ class LoopProgram(HandProgram):
         Program.finish(self)
 
 
-def _dummy(meta: Any) -> Any:
-    return None if meta is None else _make_tensor_from_meta(meta, "cpu").zero_()
-
-
-# -- a handler for each kind of action
-
-
-def _microbatch(action: Action) -> int:
-    if action.microbatch is None:
-        raise RunError(f"{action} names no microbatch")
-    return action.microbatch
-
-
-def _forward(program: HandProgram, action: Action, cold: bool) -> Call:
-    return partial(program.hand(action.stage).forward, _microbatch(action))
-
-
-def _backward(program: HandProgram, action: Action, cold: bool) -> Call:
-    return partial(program.hand(action.stage).backward, _microbatch(action), full=action.op is Op.B)
-
-
-def _backward_weight(program: HandProgram, action: Action, cold: bool) -> Call:
-    return partial(program.hand(action.stage).backward_weight, _microbatch(action))
-
-
-def _message(program: HandProgram, action: Action, cold: bool) -> Call:
-    return partial(program.message_box(action).post, _microbatch(action))
-
-
 def _care(program: HandProgram, action: Action, cold: bool) -> Call:
     run = program.hand(action.stage)
     return {Op.UNSHARD: run.unshard, Op.RESHARD: run.reshard, Op.REDUCE_GRAD: run.reduce_grad}[action.op]
 
 
-HAND_HANDLERS: Handlers = {
-    Op.F: _forward,
-    Op.B: _backward,
-    Op.I: _backward,
-    Op.W: _backward_weight,
-    **dict.fromkeys(ASK, _message),
-    **dict.fromkeys((Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD), _care),
-    Overlap: HANDLERS[Overlap],
-}
+HAND_HANDLERS: Handlers = {**HANDLERS, **dict.fromkeys((Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD), _care)}
+"""Penstock's own, which find other stage runs and other boxes in the program; only care of parameters is another matter."""
 
 
 def handled_by(function: Callable[..., object]) -> Callable[[Any, AnyAction, bool], Call]:
     """The handler that calls a user's function."""
     return lambda program, action, cold: partial(function, of_action(action), program.context)
+
+
+class HandPrograms(Programs):
+    """Beside penstock's own programs, those that drive the stages by hand."""
+
+    def __init__(self, schedule: _PipelineSchedule) -> None:
+        super().__init__(schedule.plan, schedule.stages, schedule._transport, schedule._binding)
+        self.schedule = schedule
+
+    def bind(self, mode: int) -> Program:
+        if mode < HAND:
+            return super().bind(mode)
+        schedule = self.schedule
+        for stage in self.stages:
+            if not isinstance(stage, _PipelineStageBase):
+                raise StageError(
+                    f"{stage!r} is driven by hand, because another stage or a function of yours is; make it with "
+                    "penstock.compat.PipelineStage"
+                )
+        plan = schedule._hand_plan()
+        plan = plan if mode == HAND + TRAIN else plan.forward_only()
+        setting = self.proved(plan, self.adapters(), grad=mode == HAND + TRAIN)
+        custom = {to_op(kind): handled_by(function) for kind, function in schedule._hand_functions.items()}
+        setting = replace(setting, handlers=HAND_HANDLERS, custom=custom)
+        program = LoopProgram if schedule._steps_itself() else HandProgram
+        return program(setting, self.stages, self.transport, schedule)  # type: ignore[arg-type]
+
+    def adapters(self) -> dict[int, DataParallel]:
+        return {
+            stage.stage_index: adapt(stage.submod) if isinstance(stage.submod, nn.Module) else Unwrapped()
+            for stage in self.stages
+        }

@@ -7,7 +7,6 @@ does not take them (sharded parameters, custom kernels) it is run, on zeros, its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,18 +20,15 @@ from penstock.compat._metadata import (
     InferenceMode,
     Metas,
     _derive_grad_metas,
-    _DTensorMeta,
     _StageForwardMeta,
     _StageMeta,
-    _TensorMeta,
     extract_tensor_metas,
     validate_and_normalize_to_tuple,
     validate_tensors_metadata,
 )
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import ShapeError
-from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, mesh_of
+from penstock.stage.dtensors import layout_of
 
 
 class PipelineStage(_PipelineStageBase):
@@ -164,14 +160,6 @@ class PipelineStage(_PipelineStageBase):
         self._mesh_cache.update_from_tensors(outputs)
         return extract_tensor_metas(outputs, allow_none=True) or ()
 
-    def _example(self, meta: _TensorMeta | None) -> Any:
-        if meta is None:
-            raise ShapeError(f"stage {self.stage_index} gets something that is no tensor from the stage before")
-        if isinstance(meta, _DTensorMeta):
-            return meta.to_dtensor(self.device, self._mesh_cache.get_mesh(meta.mesh_cache_key)).detach().zero_()
-        example = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device)
-        return example.requires_grad_(meta.requires_grad)
-
     def _configure_outputs_meta(self, outputs_meta: Sequence[Any]) -> None:
         """Set what the module returns: metadata, or tensors that look alike."""
         self._stage_meta.outputs = tuple(
@@ -187,59 +175,6 @@ class PipelineStage(_PipelineStageBase):
                 f"the outputs of stage {self.stage_index} are not known yet; expected output_args, or a step"
             )
         return tuple(meta.to_tensor("meta") for meta in outputs if meta is not None)
-
-    # -- telling the next stage
-
-    def _decode_metas(self, description: bytes) -> Metas | None:
-        """What the stage before has said of its outputs."""
-        rows = json.loads(description)
-        return None if rows is None else tuple(map(self._decode, rows))
-
-    def _decode(self, row: Any) -> _TensorMeta | None:
-        if row is None:
-            return None
-        shape, stride, dtype, requires_grad, spread = row
-        meta = _TensorMeta(torch.Size(shape), tuple(stride), dtype_named(dtype), requires_grad)
-        if spread is None:
-            return meta
-        layout = DTensorLayout.from_json(spread)
-        mesh = mesh_of(self.submod, self.get_mesh, layout)
-        example = from_local(torch.empty(shape, dtype=meta.dtype, device=self.device), layout, mesh)
-        found = _DTensorMeta.from_dtensor(example.requires_grad_(requires_grad and meta.differentiable))  # type: ignore[arg-type]
-        self._mesh_cache.put(found.mesh_cache_key, mesh)
-        return found
-
-
-def encode_metas(metas: Metas | None) -> bytes:
-    return json.dumps(None if metas is None else [_encode(meta) for meta in metas]).encode()
-
-
-def _encode(meta: _TensorMeta | None) -> Any:
-    if meta is None:
-        return None
-    spread = None
-    if isinstance(meta, _DTensorMeta):
-        spread = DTensorLayout(
-            tuple(meta.global_shape),
-            tuple(meta.global_stride),
-            tuple(_spelled(meta)),
-            meta.mesh_dim_names,
-            _mesh_shape(meta),
-        ).to_json()
-    return [list(meta.shape), list(meta.stride), dtype_name(meta.dtype), meta.requires_grad, spread]
-
-
-def _spelled(meta: _DTensorMeta) -> Iterator[str]:
-    for placement in meta.placements:
-        if placement.is_shard():
-            yield f"S{placement.dim}"
-        else:
-            yield "R" if placement.is_replicate() else f"P{placement.reduce_op}"
-
-
-def _mesh_shape(meta: _DTensorMeta) -> tuple[int, ...]:
-    sizes = meta.mesh_layout.sizes
-    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
 
 
 def _try(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> Any:

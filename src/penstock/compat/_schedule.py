@@ -8,53 +8,39 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from penstock import run
 from penstock.batch import split_target
-from penstock.compat._by_hand import HAND_HANDLERS, HandProgram, LoopProgram, PipelineContext, handled_by
+from penstock.compat._by_hand import HAND, HandProgram, HandPrograms
+from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage, untouched
 from penstock.compat._parts import Parts
 from penstock.compat._pipeline_order import Orders
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._state import is_overridden
-from penstock.compat._vocabulary import ComputationType, to_op
-from penstock.errors import PlanError, RunError, StageError
-from penstock.parallel import DataParallel, Unwrapped, adapt
+from penstock.compat._vocabulary import ComputationType
+from penstock.errors import PlanError, RunError
 from penstock.plan import Plan
-from penstock.run.binding import TRAIN, Programs
+from penstock.run.binding import TRAIN
 from penstock.run.context import CustomFunction
 from penstock.run.inputs import Given
-from penstock.run.program import ActionKind, Program
+from penstock.run.program import ActionKind
 from penstock.run.runner import Outcome, Runner
 from penstock.run.stage_run import StepInputs
 from penstock.schedules import get_schedule
 from penstock.stage.stage import place_in
 
-HAND = 2  # added to a mode: through the stages' own methods
 HOOKS = (
-    "forward_one_chunk",
-    "backward_one_chunk",
-    "backward_weight_one_chunk",
-    "forward_maybe_with_nosync",
-    "backward_maybe_with_nosync",
-    "scale_grads",
-    "perform_reduce_grad",
-    "get_fwd_recv_ops",
-    "get_fwd_send_ops",
-    "get_bwd_recv_ops",
-    "get_bwd_send_ops",
-    "set_local_fwd_input",
-    "set_local_bwd_input",
-    "get_local_bwd_output",
-    "_prepare_forward_infra",
-    "_prepare_backward_infra",
+    *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),
+    *("forward_maybe_with_nosync", "backward_maybe_with_nosync", "scale_grads", "perform_reduce_grad"),
+    *("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
+    *("set_local_fwd_input", "set_local_bwd_input", "get_local_bwd_output"),
+    *("_prepare_forward_infra", "_prepare_backward_infra"),
 )
 """Methods that programs override, in a subclass or on an object, to take part in a step."""
 
@@ -64,38 +50,6 @@ def is_driven_by_hand(stage: Any) -> bool:
     if not isinstance(stage, _PipelineStageBase):
         return False
     return stage._runtime_validate or is_overridden(stage, PipelineStage, *HOOKS)
-
-
-class HandPrograms(Programs):
-    """Beside penstock's own programs, those that drive the stages by hand."""
-
-    def __init__(self, schedule: _PipelineSchedule) -> None:
-        super().__init__(schedule.plan, schedule.stages, schedule._transport, schedule._binding)
-        self.schedule = schedule
-
-    def bind(self, mode: int) -> Program:
-        if mode < HAND:
-            return super().bind(mode)
-        schedule = self.schedule
-        for stage in self.stages:
-            if not isinstance(stage, _PipelineStageBase):
-                raise StageError(
-                    f"{stage!r} is driven by hand, because another stage or a function of yours is; make it with "
-                    "penstock.compat.PipelineStage"
-                )
-        plan = schedule._hand_plan()
-        plan = plan if mode == HAND + TRAIN else plan.forward_only()
-        setting = self.proved(plan, self.adapters(), grad=mode == HAND + TRAIN)
-        custom = {to_op(kind): handled_by(function) for kind, function in schedule._hand_functions.items()}
-        setting = replace(setting, handlers=HAND_HANDLERS, custom=custom)
-        program = LoopProgram if schedule._steps_itself() else HandProgram
-        return program(setting, self.stages, self.transport, schedule)  # type: ignore[arg-type]
-
-    def adapters(self) -> dict[int, DataParallel]:
-        return {
-            stage.stage_index: adapt(stage.submod) if isinstance(stage.submod, torch.nn.Module) else Unwrapped()
-            for stage in self.stages
-        }
 
 
 def _renamed(name: str) -> Any:
@@ -392,79 +346,3 @@ class _PipelineSchedule(Orders, Parts):
 
 
 _MESSAGES = (ComputationType.SEND_F, ComputationType.RECV_F, ComputationType.SEND_B, ComputationType.RECV_B)
-
-
-class PipelineScheduleSingle(_PipelineSchedule, run.PipelineScheduleSingle):
-    """One stage a rank."""
-
-    @property
-    def _stage(self) -> Any:
-        return self.stages[0]
-
-
-class PipelineScheduleMulti(_PipelineSchedule, run.PipelineScheduleMulti):
-    """Several stages a rank."""
-
-    def __init__(
-        self,
-        stages: Sequence[Any],
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        use_full_backward: bool | None = None,
-        scale_grads: bool = True,
-        **options: Any,
-    ) -> None:
-        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
-        self.use_full_backward = use_full_backward
-
-
-class _PipelineScheduleRuntime(PipelineScheduleMulti):
-    """Several stages a rank, and an order that a program may give: computations, or these and their messages.
-
-    schedule = _PipelineScheduleRuntime(stages, n_microbatches=8, loss_fn=loss_fn)
-    schedule._load_csv("plan.csv", format="compute_comms")
-    """
-
-    def __init__(self, *args: Any, defer_pp_recv: bool = False, **options: Any) -> None:
-        super().__init__(*args, defer_pp_recv=defer_pp_recv, **options)
-        self._defer_pp_recv = defer_pp_recv
-
-
-class _ScheduleForwardOnly(PipelineScheduleSingle, run.ScheduleForwardOnly): ...
-
-
-class ScheduleGPipe(PipelineScheduleSingle, run.ScheduleGPipe): ...
-
-
-class Schedule1F1B(PipelineScheduleSingle, run.Schedule1F1B): ...
-
-
-class ScheduleZBH1(PipelineScheduleSingle, run.ScheduleZBH1): ...
-
-
-class ScheduleZBH2(PipelineScheduleSingle, run.ScheduleZBH2): ...
-
-
-class ScheduleLoopedBFS(_PipelineScheduleRuntime, run.ScheduleLoopedBFS): ...
-
-
-class ScheduleInterleaved1F1B(_PipelineScheduleRuntime, run.ScheduleInterleaved1F1B): ...
-
-
-class ScheduleInterleavedZeroBubble(_PipelineScheduleRuntime, run.ScheduleInterleavedZeroBubble): ...
-
-
-class ScheduleZBVZeroBubble(_PipelineScheduleRuntime, run.ScheduleZBVZeroBubble): ...
-
-
-class ScheduleDualPipeV(_PipelineScheduleRuntime, run.ScheduleDualPipeV): ...
-
-
-class ScheduleVHalf(_PipelineScheduleRuntime, run.ScheduleVHalf): ...
-
-
-class ScheduleVMin(_PipelineScheduleRuntime, run.ScheduleVMin): ...

@@ -26,7 +26,7 @@ from penstock.plan import Op
 from penstock.show import to_svg
 from penstock.simulate import Costs, Timeline, simulate
 
-__getattr__ = found_in(__name__, "schedules", "stage")
+__getattr__ = found_in(__name__)
 Rows = list[list[NamedAction | None]]
 
 

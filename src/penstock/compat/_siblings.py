@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import UnknownNameError
 
-_ELSEWHERE = {
-    name: home
-    for home, names in {
-        "abc": "ABC abstractmethod",
-        "collections": "Counter defaultdict",
-        "collections.abc": "Callable Iterator Sequence",
-        "dataclasses": "dataclass field",
-        "enum": "Enum",
-        "functools": "lru_cache",
-        "inspect": "Signature signature",
-        "types": "MethodType",
-        "typing": "Literal NamedTuple Protocol TYPE_CHECKING TypeAlias cast overload",
-        "torch._dynamo.eval_frame": "OptimizedModule",
-        "torch._subclasses.fake_tensor": "FakeTensor",
-        "torch.autograd.profiler": "record_function",
-        "torch.distributed": "ProcessGroup",
-        "torch.distributed._composable.replicate_with_fsdp": "ReplicateModule replicate",
-        "torch.distributed._mesh_layout": "_MeshLayout",
-        "torch.distributed.fsdp": "FSDPModule UnshardHandle fully_shard",
-        "torch.distributed.tensor": "DTensor",
-        "torch.export.exported_program": "ExportedProgram",
-        "torch.export.unflatten": "InterpreterModule _AttrKind _SubmoduleEntry _assign_attr _sink_params",
-        "torch.fx.node": "Argument map_aggregate",
-        "torch.fx.passes.split_module": "split_module",
-        "torch.nn": "Parameter",
-        "torch.nn.attention.flex_attention": "BlockMask",
-        "torch.nn.modules.loss": "_Loss",
-        "torch.nn.parallel": "DistributedDataParallel",
-        "torch.utils._pytree": "tree_flatten tree_map tree_unflatten",
-    }.items()
-    for name in names.split()
-} | {"_IR.Parameter": "inspect"}
-_MODULES = {
-    **{
-        name: name
-        for name in ["collections", "copy", "csv", "itertools", "logging", "operator", "re", "torch", "warnings"]
-    },
-    "fx": "torch.fx",
-    "mock": "unittest.mock",
-    "nn": "torch.nn",
-}
+TORCHS = "torch.distributed.pipelining"
 _INSIDE = {
     name: instead
     for instead, names in {
@@ -69,31 +33,45 @@ _INSIDE = {
 """What is inside torch's functions and of no use without them: it can be imported, and says so when it is used."""
 
 
-def found_in(module: str, *siblings: str) -> Callable[[str], Any]:
-    """A `__getattr__` for a module: what it does not have itself stands in one of its siblings, or where torch has it from.
+def found_in(module: str) -> Callable[[str], Any]:
+    """A `__getattr__` for a module: what it does not have itself is where the module of that name in torch imports it from.
 
     >>> from penstock.compat.stage import flatten_args, nn
     >>> flatten_args.__module__, nn.__name__
     ('penstock.compat._utils', 'torch.nn')
     """
+    short = module.rpartition(".")[2]
 
     def find(name: str) -> Any:
-        for sibling in siblings if not name.startswith("__") else ():
-            names = vars(importlib.import_module(f"penstock.compat.{sibling}"))
-            if name in names:
-                return names[name]
         if name == "logger":
             return importlib.import_module("logging").getLogger(module)
-        if name in _MODULES:
-            return importlib.import_module(_MODULES[name])
-        home = _ELSEWHERE.get(f"{module.rpartition('.')[2]}.{name}") or _ELSEWHERE.get(name)
-        if home is not None:
-            return getattr(importlib.import_module(home), name)
         if name in _INSIDE:
             return _refusal(f"{module}.{name}", _INSIDE[name])
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, inner = ("", None) if name.startswith("__") else _imports(short).get(name, ("", None))
+        if not home:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        found = importlib.import_module(home)
+        return found if inner is None else getattr(found, inner)
 
     return find
+
+
+@cache
+def _imports(short: str) -> dict[str, tuple[str, str | None]]:
+    """What torch's module imports: by name the module that has it, and its name there; None for a module itself."""
+    torch = find_spec("torch")
+    assert torch is not None, "whoever asks for torch's names has torch"
+    assert torch.origin is not None, "torch is no namespace"
+    source = Path(torch.origin).parent.joinpath("distributed", "pipelining", f"{short}.py").read_text(encoding="utf-8")
+    found: dict[str, tuple[str, str | None]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update({alias.asname or alias.name: (alias.name, None) for alias in node.names})
+        elif isinstance(node, ast.ImportFrom):
+            home = f"{TORCHS}.{node.module}" if node.level else str(node.module)
+            home = home.replace(TORCHS, "penstock.compat")
+            found.update({alias.asname or alias.name: (home, alias.name) for alias in node.names})
+    return found
 
 
 def _refusal(name: str, instead: str) -> Callable[..., Any]:

@@ -5,14 +5,20 @@ penstock's own steps keep their state in `penstock.run`, and touch none of this 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from penstock.compat._metadata import _MeshCache, _StageMeta
-from penstock.errors import StageError
+import torch
+from torch import Tensor
+
+from penstock.compat._metadata import Metas, _DTensorMeta, _MeshCache, _StageMeta, _TensorMeta
+from penstock.errors import ShapeError, StageError
 from penstock.parallel import DataParallel
+from penstock.run.layout import TensorLayout
 from penstock.stage.deferred import Deferral
+from penstock.stage.dtensors import from_local, mesh_of
 from penstock.stage.stage import PipelineStage
 
 
@@ -115,6 +121,37 @@ class StageState(PipelineStage):
             )
         if not 0 <= chunk_id < self.chunks:
             raise StageError(f"microbatch {chunk_id} of {self.chunks}; expected 0 to {self.chunks - 1}")
+
+    def _example(self, meta: _TensorMeta | None) -> Tensor:
+        """A tensor of zeros that looks like this."""
+        if meta is None:
+            raise ShapeError(f"stage {self.stage_index} gets something that is no tensor from the stage before")
+        if isinstance(meta, _DTensorMeta):
+            return meta.to_dtensor(self.device, self._mesh_cache.get_mesh(meta.mesh_cache_key)).detach().zero_()
+        example = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device)
+        return example.requires_grad_(meta.requires_grad)
+
+    def _describe_outputs(self) -> bytes:
+        """What is known of the outputs, for the stage after this one."""
+        metas = self._stage_meta.outputs
+        rows = [None if m is None else TensorLayout.of(self._example(m)).to_json() for m in metas or ()]
+        return json.dumps(None if metas is None else rows).encode()
+
+    def _read_description(self, description: bytes) -> Metas | None:
+        """What the stage before has said of its outputs."""
+        rows = json.loads(description)
+        return None if rows is None else tuple(None if row is None else self._read_row(row) for row in rows)
+
+    def _read_row(self, row: Any) -> _TensorMeta:
+        layout = TensorLayout.from_json(row)
+        tensor = layout.empty(self.device)
+        if layout.distributed is None:
+            return _TensorMeta.from_tensor(tensor.requires_grad_(layout.requires_grad))
+        mesh = mesh_of(self.submod, self.get_mesh, layout.distributed)
+        found = from_local(tensor, layout.distributed, mesh).requires_grad_(layout.requires_grad)
+        meta = _DTensorMeta.from_dtensor(found)  # type: ignore[arg-type]
+        self._mesh_cache.put(meta.mesh_cache_key, mesh)
+        return meta
 
     def clear_runtime_states(self) -> None:
         """Forget the last step."""

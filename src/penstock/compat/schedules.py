@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist  # noqa: F401  programs patch what stands here
+from torch import Tensor
 
+from penstock import run
 from penstock.batch import TensorChunkSpec
-from penstock.compat._by_hand import CustomFunction as _CustomFunctionProtocol
-from penstock.compat._by_hand import PipelineContext as _PipelineContext
 from penstock.compat._exchange import RecvInfo as _RecvInfo
+from penstock.compat._hand_stage import CustomFunction as _CustomFunctionProtocol
+from penstock.compat._hand_stage import PipelineContext as _PipelineContext
 from penstock.compat._infer import PipelineStage
 from penstock.compat._lockstep import in_lockstep as _simulate_comms_compute
 from penstock.compat._orders import add_reduce_grad as _add_reduce_grad
@@ -26,24 +29,7 @@ from penstock.compat._p2p import wait_batch_p2p as _wait_batch_p2p
 from penstock.compat._pipeline_order import validate_order
 from penstock.compat._ranks import get_1f1b_rank_ops as _get_1f1b_rank_ops
 from penstock.compat._ranks import get_warmup_ops as _get_warmup_ops
-from penstock.compat._schedule import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleVHalf,
-    ScheduleVMin,
-    ScheduleZBH1,
-    ScheduleZBH2,
-    ScheduleZBVZeroBubble,
-    _PipelineSchedule,
-    _PipelineScheduleRuntime,
-    _ScheduleForwardOnly,
-)
+from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._vocabulary import ComputationType as _ComputationType
@@ -61,15 +47,7 @@ SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
 OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE_GRAD
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 _action_regex = re.compile(rf"(\d+)({'|'.join(kind.value for kind in _ComputationType if kind != OVERLAP_F_B)})(\d*)")
-__getattr__ = found_in(__name__, "_utils", "microbatch", "stage")
-
-_ONE_STAGE: tuple[Any, ...] = (ScheduleGPipe, Schedule1F1B, ScheduleZBH1, ScheduleZBH2, PipelineScheduleSingle)
-_SEVERAL_STAGES: tuple[Any, ...] = (
-    *(ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble),
-    *(ScheduleDualPipeV, ScheduleVHalf, ScheduleVMin, PipelineScheduleMulti),
-)
-_CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in (*_ONE_STAGE, *_SEVERAL_STAGES)}
-_CLASSES["VZB"] = ScheduleZBVZeroBubble  # the papers have two names for it
+__getattr__ = found_in(__name__)
 
 __all__ = [
     "PipelineScheduleMulti",
@@ -108,6 +86,91 @@ __all__ = [
     "_wait_batch_p2p",
     "get_schedule_class",
 ]
+
+
+class PipelineScheduleSingle(_PipelineSchedule, run.PipelineScheduleSingle):
+    """One stage a rank."""
+
+    @property
+    def _stage(self) -> Any:
+        return self.stages[0]
+
+
+class PipelineScheduleMulti(_PipelineSchedule, run.PipelineScheduleMulti):
+    """Several stages a rank."""
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+        self.use_full_backward = use_full_backward
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti):
+    """Several stages a rank, and an order that a program may give: computations, or these and their messages.
+
+    schedule = _PipelineScheduleRuntime(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule._load_csv("plan.csv", format="compute_comms")
+    """
+
+    def __init__(self, *args: Any, defer_pp_recv: bool = False, **options: Any) -> None:
+        super().__init__(*args, defer_pp_recv=defer_pp_recv, **options)
+        self._defer_pp_recv = defer_pp_recv
+
+
+class _ScheduleForwardOnly(PipelineScheduleSingle, run.ScheduleForwardOnly): ...
+
+
+class ScheduleGPipe(PipelineScheduleSingle, run.ScheduleGPipe): ...
+
+
+class Schedule1F1B(PipelineScheduleSingle, run.Schedule1F1B): ...
+
+
+class ScheduleZBH1(PipelineScheduleSingle, run.ScheduleZBH1): ...
+
+
+class ScheduleZBH2(PipelineScheduleSingle, run.ScheduleZBH2): ...
+
+
+class ScheduleLoopedBFS(_PipelineScheduleRuntime, run.ScheduleLoopedBFS): ...
+
+
+class ScheduleInterleaved1F1B(_PipelineScheduleRuntime, run.ScheduleInterleaved1F1B): ...
+
+
+class ScheduleInterleavedZeroBubble(_PipelineScheduleRuntime, run.ScheduleInterleavedZeroBubble): ...
+
+
+class ScheduleZBVZeroBubble(_PipelineScheduleRuntime, run.ScheduleZBVZeroBubble): ...
+
+
+class ScheduleDualPipeV(_PipelineScheduleRuntime, run.ScheduleDualPipeV): ...
+
+
+class ScheduleVHalf(_PipelineScheduleRuntime, run.ScheduleVHalf): ...
+
+
+class ScheduleVMin(_PipelineScheduleRuntime, run.ScheduleVMin): ...
+
+
+_ONE_STAGE: tuple[Any, ...] = (ScheduleGPipe, Schedule1F1B, ScheduleZBH1, ScheduleZBH2, PipelineScheduleSingle)
+_SEVERAL_STAGES: tuple[Any, ...] = (
+    *(ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble),
+    *(ScheduleDualPipeV, ScheduleVHalf, ScheduleVMin, PipelineScheduleMulti),
+)
+_CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in (*_ONE_STAGE, *_SEVERAL_STAGES)}
+_CLASSES["VZB"] = ScheduleZBVZeroBubble  # the papers have two names for it
 
 
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:

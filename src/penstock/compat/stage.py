@@ -14,7 +14,7 @@ from penstock.compat._siblings import found_in
 from penstock.compat._stage_base import _PipelineStageBase
 
 InputInfo = _RecvInfo | _RootArgPlaceholder
-__getattr__ = found_in(__name__, "_utils", "_backward", "_debug")
+__getattr__ = found_in(__name__)
 
 __all__ = [
     "InputInfo",

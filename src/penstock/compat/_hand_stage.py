@@ -1,0 +1,215 @@
+"""One stage at work through its own methods, and the messages that it says it has."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from penstock.comm.messages import Work
+from penstock.compat._p2p import batch_p2p
+from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._vocabulary import NamedAction
+from penstock.errors import RunError
+from penstock.plan import Op
+from penstock.run.channel import Channel
+from penstock.run.layout import GradLayout, Layout
+from penstock.run.stage_run import StepInputs
+
+if TYPE_CHECKING:
+    from penstock.compat._by_hand import HandProgram
+
+ASK = {
+    Op.SEND_F: "get_fwd_send_ops",
+    Op.RECV_F: "get_fwd_recv_ops",
+    Op.SEND_B: "get_bwd_send_ops",
+    Op.RECV_B: "get_bwd_recv_ops",
+}
+
+
+@dataclass
+class PipelineContext:
+    """What a user's function for a kind of action is given beside the action."""
+
+    schedule_ref: Any
+    arg_mbs: list[tuple[Any, ...]] | None = None
+    kwarg_mbs: list[dict[str, Any]] | None = None
+    target_mbs: list[Any] | None = None
+    losses: list[Any] | None = None
+
+
+class CustomFunction(Protocol):
+    """A user's function for a kind of action."""
+
+    def __call__(self, action: NamedAction, ctx: PipelineContext) -> object: ...
+
+
+class HandBox:
+    """The messages of one kind of one stage. The stage says what they are."""
+
+    def __init__(self, op: Op, run: HandRun, channel: Channel, program: HandProgram) -> None:
+        self.op, self.run, self.program, self._channel = op, run, program, channel
+        self.layouts: list[Layout | None] = []  # nobody describes these messages
+        self.grad_layouts: list[GradLayout | None] = []
+        recv = program.schedule.bwd_recv_ops if op is Op.RECV_B else program.schedule.fwd_recv_ops
+        self.posted = recv if op in (Op.RECV_F, Op.RECV_B) else None
+
+    @property
+    def channel(self) -> Channel | None:
+        """None before both ends know what the messages look like: there are none then."""
+        return self._channel if self.program.known else None
+
+    def post(self, microbatch: int) -> None:
+        channel = self._channel
+        ops = getattr(self.run.stage, ASK[self.op])(microbatch)
+        try:
+            works = batch_p2p(ops)
+        except RuntimeError as error:
+            channel.fail(error)
+        if self.posted is not None:
+            self.posted[self.run.stage.stage_index, microbatch] = works
+            return
+        channel.sent.extend(works)
+        if channel.reap_after is not None:
+            channel.wait_for_sent(len(channel.sent) - channel.reap_after)
+
+    send = send_described = send_grads = send_described_grads = post  # cold or warm, values or gradients
+    queue = queue_grads = post_grads = post
+
+    def wait(self, works: list[Any]) -> None:
+        try:
+            for work in works:
+                self._channel.wait(work)
+        except RuntimeError as error:
+            self._channel.fail(error)
+
+    def drain_send(self, microbatch: int, *, cold: bool) -> None:
+        if self.is_done(microbatch):
+            return
+        stage = self.run.stage
+        known = stage._stage_meta
+        if self.op is Op.SEND_F:
+            stage.fwd_cache[microbatch] = tuple(meta and stage._example(meta) for meta in known.outputs or ()), []
+        else:
+            stage.bwd_cache[microbatch] = (None,) * len(known.inputs or ())
+        self.post(microbatch)
+
+    def drain_receive(self, microbatch: int, *, cold: bool) -> None:
+        if not self.is_done(microbatch):
+            self.post(microbatch)
+
+    def is_done(self, microbatch: int) -> bool:
+        return (self.op.name, microbatch) in self.run.stage._posted
+
+    def pending(self) -> list[Work]:
+        if self.posted is None:
+            return []
+        mine = [key for key in self.posted if key[0] == self.run.stage.stage_index]
+        return [work for key in mine for work in self.posted.pop(key)]
+
+    def left_over(self) -> list[int]:
+        return []
+
+    def clear(self) -> None:
+        if self.posted is not None:
+            self.posted.clear()
+
+
+class HandRun:
+    """One stage of this rank, driven through its own methods."""
+
+    def __init__(self, stage: _PipelineStageBase, program: HandProgram) -> None:
+        self.stage, self.program = stage, program
+        self.module = stage.submod
+        self.inputs = StepInputs()
+
+    def begin(self, inputs: StepInputs) -> None:
+        self.inputs = inputs
+        stage, setting = self.stage, self.program.setting
+        stage.has_backward = setting.grad
+        stage.clear_runtime_states()
+        stage._in_step = True
+        stage._adapter = setting.adapters[stage.stage_index]
+
+    def results(self) -> tuple[list[Tensor], list[Any]]:
+        outputs = list(self.stage.output_chunks) if self.inputs.keep_outputs else []
+        return list(self.program.context.losses or ()), outputs
+
+    def left_over(self) -> list[str]:
+        return []
+
+    def clear(self) -> None:
+        self.inputs = StepInputs()
+
+    # -- the actions
+
+    def forward(self, microbatch: int) -> None:
+        """F."""
+        stage, program = self.stage, self.program
+        schedule, context, index = program.schedule, program.context, self.stage.stage_index
+        if not stage.is_first and index - 1 not in program.runs:
+            self.arrived(Op.RECV_F, microbatch, "its input")
+        rng = program.setting.rng
+        with nullcontext() if rng is None else rng.at(index, microbatch):
+            output = stage.forward_one_chunk(
+                microbatch,
+                (context.arg_mbs or [])[microbatch],
+                (context.kwarg_mbs or [])[microbatch],
+                save_forward_output=self.inputs.keep_outputs,
+            )
+            schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch, self.inputs.loss_kwargs)
+        if index + 1 in program.runs:
+            program.hand(index + 1).stage.set_local_fwd_input(output, microbatch)
+        elif not stage.has_backward and stage.is_last:
+            stage.fwd_cache.pop(microbatch, None)
+
+    checked_forward = forward  # the stage checks what it was told
+
+    def backward_input(self, microbatch: int) -> None:
+        """I."""
+        self.backward(microbatch, full=False)
+
+    def backward(self, microbatch: int, *, full: bool = True) -> None:
+        """B."""
+        stage, program, index = self.stage, self.program, self.stage.stage_index
+        schedule = program.schedule
+        if not stage.is_last and index + 1 not in program.runs:
+            self.arrived(Op.RECV_B, microbatch, "the gradient of its output")
+        loss = schedule._maybe_get_loss(stage, microbatch)
+        last = self.count() if full else False
+        stage.backward_one_chunk(microbatch, loss=loss, full_backward=full, last_backward=last)
+        if index - 1 in program.runs:
+            program.hand(index - 1).stage.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W."""
+        self.stage.backward_weight_one_chunk(microbatch, last_backward=self.count())
+
+    def unshard(self) -> None:
+        self.program.schedule._unshard(self.stage)
+
+    def reshard(self) -> None:
+        self.program.schedule._reshard(self.stage)
+
+    def reduce_grad(self) -> None:
+        self.stage.perform_reduce_grad(self.program.schedule._grad_scale_factor)
+        self.program.schedule.unsharded_stages.discard(self.stage.stage_index)
+
+    def arrived(self, op: Op, microbatch: int, what: str) -> None:
+        """Wait for what this stage needs."""
+        index = self.stage.stage_index
+        box = self.program.by_op.get((op, index))
+        works = None if box is None or box.posted is None else box.posted.pop((index, microbatch), None)
+        if box is None or works is None:
+            raise RunError(
+                f"stage {index}, microbatch {microbatch}: {what} was never received; the order has no receive for it"
+            )
+        box.wait(works)
+
+    def count(self) -> bool:
+        """Count a backward of the stage; whether it was the last."""
+        counter, index = self.program.schedule.backward_counter, self.stage.stage_index
+        counter[index] += 1
+        return counter[index] == self.program.plan.num_microbatches
