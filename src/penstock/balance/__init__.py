@@ -11,6 +11,18 @@ from __future__ import annotations
 from penstock.balance.cuts import Cuts, StageCut
 from penstock.balance.flight import in_flight
 from penstock.balance.profile import LayerCost, Profile
+from penstock.balance.rows import Grouped, attention, group_rows
 from penstock.balance.solve import balance, placement_ranks
 
-__all__ = ["Cuts", "LayerCost", "Profile", "StageCut", "balance", "in_flight", "placement_ranks"]
+__all__ = [
+    "Cuts",
+    "Grouped",
+    "LayerCost",
+    "Profile",
+    "StageCut",
+    "attention",
+    "balance",
+    "group_rows",
+    "in_flight",
+    "placement_ranks",
+]

@@ -1,0 +1,144 @@
+"""group_rows(...): the rows of a batch into microbatches of even cost, from the rows' lengths.
+
+Rows of unequal length make microbatches of unequal cost, and a pipeline goes at the pace of the longest: the ranks wait for it
+one after another. Which rows go together is free, since the gradient of a batch is a sum over its rows. So the longest rows
+are dealt out first, each to the microbatch that costs least so far; then rows are moved and exchanged between the costliest
+microbatch and the others while that makes the costliest cheaper.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import SplitError
+
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Which rows are in which microbatch: every row once, in the order of the batch within a microbatch."""
+
+    rows: tuple[tuple[int, ...], ...]  # by microbatch
+    costs: tuple[float, ...]  # by microbatch
+
+    @property
+    def imbalance(self) -> float:
+        """The costliest microbatch against the mean: 1 is even."""
+        total = sum(self.costs)
+        return max(self.costs) * len(self.costs) / total if total else 1.0
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Each microbatch against the mean: what `Costs.microbatches` takes."""
+        mean = sum(self.costs) / len(self.costs)
+        return tuple(cost / mean if mean else 1.0 for cost in self.costs)
+
+
+def attention(width: float) -> Callable[[int], float]:
+    """The cost of a row of a transformer of this hidden size: linear in its length, and quadratic by its attention.
+
+    >>> [round(attention(1024.0)(length) / length, 2) for length in (1024, 6144)]
+    [1.17, 2.0]
+    """
+    return lambda length: length * (1.0 + length / (6.0 * width))
+
+
+def group_rows(
+    lengths: Sequence[int],
+    num_microbatches: int,
+    *,
+    cost: Callable[[int], float] = float,
+    longest: float | None = None,
+) -> Grouped:
+    """Rows of these lengths into microbatches of even cost, none of which has more than `longest` in all.
+
+    `cost` says what a row of a length costs: its length unless given, or `attention(hidden_size)`. The same for the same
+    arguments, so every rank can do it by itself. Raises SplitError if there are fewer rows than microbatches, or no room.
+
+    >>> group_rows([8, 1, 1, 6, 2, 2], 2).rows
+    ((0, 5), (1, 2, 3, 4))
+    """
+    if not 1 <= num_microbatches <= len(lengths):
+        raise SplitError(
+            f"{len(lengths)} rows for {num_microbatches} microbatches; expected at least one row for each, and one microbatch"
+        )
+    prices = [float(cost(length)) for length in lengths]
+    if any(length < 0 for length in lengths) or not all(0.0 <= price < float("inf") for price in prices):
+        raise SplitError(
+            "rows of negative or endless length or cost; expected lengths from 0 up, and finite costs from 0 up"
+        )
+    groups = [_Group([], 0.0, 0.0) for _ in range(num_microbatches)]
+    room = float("inf") if longest is None else longest * (1 + 1e-9)
+    for row in sorted(range(len(lengths)), key=lambda row: (-prices[row], -lengths[row], row)):
+        fitting = [group for group in groups if group.length + lengths[row] <= room]
+        if not fitting:
+            raise SplitError(
+                f"row {row} of length {lengths[row]} finds no room: {sum(lengths)} in {num_microbatches} microbatches of at most "
+                f"{longest:g}; allow more, or make more microbatches"
+            )
+        least = min(fitting, key=lambda group: (group.cost, len(group.rows)))
+        least.add(row, prices[row], lengths[row])
+    _settle(groups, prices, lengths, room)
+    groups.sort(key=lambda group: min(group.rows))
+    return Grouped(tuple(tuple(sorted(group.rows)) for group in groups), tuple(group.cost for group in groups))
+
+
+@dataclass
+class _Group:
+    rows: list[int]
+    cost: float
+    length: float
+
+    def add(self, row: int, price: float, length: float) -> None:
+        self.rows.append(row)
+        self.cost += price
+        self.length += length
+
+    def drop(self, row: int, price: float, length: float) -> None:
+        self.rows.remove(row)
+        self.cost -= price
+        self.length -= length
+
+
+def _settle(groups: list[_Group], prices: Sequence[float], lengths: Sequence[int], room: float) -> None:
+    """Exchange rows between the costliest microbatch and others while the costliest of all becomes cheaper."""
+    for _ in range(4 * len(prices)):
+        high = max(groups, key=lambda group: group.cost)
+        if not any(
+            _exchange(high, low, prices, lengths, room)
+            for low in sorted(groups, key=lambda group: group.cost)
+            if low is not high
+        ):
+            return
+
+
+def _exchange(high: _Group, low: _Group, prices: Sequence[float], lengths: Sequence[int], room: float) -> bool:
+    """Give `low` a row of `high`, for a cheaper one of its own or for nothing, if that leaves both cheaper than `high` was."""
+    gap = high.cost - low.cost
+    others = sorted(low.rows, key=lambda row: prices[row])
+    levels = [prices[row] for row in others]
+    best: tuple[float, int, int] | None = (
+        None  # how far from half the gap; the row that goes; the one that comes, or -1
+    )
+    for row in high.rows:
+        near = bisect_left(levels, prices[row] - gap / 2)
+        candidates = [*others[max(0, near - 1) : near + 1], *([-1] if len(high.rows) > 1 else [])]
+        for other in candidates:
+            won = prices[row] - (prices[other] if other >= 0 else 0.0)
+            grown = lengths[row] - (lengths[other] if other >= 0 else 0)
+            fits = low.length + grown <= room and high.length - grown <= room
+            if fits and gap * _ROUNDING < won < gap * (1 - _ROUNDING):
+                choice = (abs(won - gap / 2), row, other)
+                best = choice if best is None else min(best, choice)
+    if best is None:
+        return False
+    _, row, other = best
+    high.drop(row, prices[row], lengths[row])
+    low.add(row, prices[row], lengths[row])
+    if other >= 0:
+        low.drop(other, prices[other], lengths[other])
+        high.add(other, prices[other], lengths[other])
+    return True
