@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.gloo_pool import gloo_pool  # noqa: F401 - a fixture for every test
@@ -22,3 +23,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("penstock")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="sim", help="where tests/accelerator runs: sim, or a real one such as cuda")

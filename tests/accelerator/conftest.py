@@ -18,13 +18,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def sim() -> Iterator[SimPool]:
-    from tests.accelerator.device import ensure_built, why_not
+def sim(request: pytest.FixtureRequest) -> Iterator[SimPool]:
+    """Only on the simulated device: for what asks it what it has noticed."""
+    if request.config.getoption("--device") != "sim":
+        pytest.skip("a real device does not tell of waits, races and communicators")
+    yield from pool_of("sim")
 
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(f"THE ACCELERATOR TESTS DO NOT RUN: {reason}")
-    ensure_built()
-    pool = SimPool()
+
+@pytest.fixture(scope="session")
+def accelerator(request: pytest.FixtureRequest) -> Iterator[SimPool]:
+    """On the simulated device, or on the real one that `--device` names."""
+    yield from pool_of(str(request.config.getoption("--device")))
+
+
+def pool_of(device: str) -> Iterator[SimPool]:
+    if device == "sim":
+        from tests.accelerator.device import ensure_built, why_not
+
+        reason = why_not()
+        if reason is not None:
+            pytest.skip(f"THE ACCELERATOR TESTS DO NOT RUN: {reason}")
+        ensure_built()
+    pool = SimPool(device)
     yield pool
     pool.close()

@@ -21,6 +21,7 @@ class Trained:
     waits: list[str] = field(default_factory=list)  # of the host, in a warm step
     violations: list[str] = field(default_factory=list)  # races, use after free, fresh memory
     communicators: list[str] = field(default_factory=list)
+    unfinished: int = 0  # 1 if the device still worked when the last step returned
     neighbours: int = 0
 
 
@@ -72,7 +73,9 @@ def train(device: torch.device, name: str, stages_per_rank: int, microbatches: i
         for other in (stage.stage_index - 1, stage.stage_index + 1)
         if 0 <= other < plan.num_stages
     } - {rank}
-    return run(device, schedule, [(s.stage_index, s.submod) for s in stages], microbatches, steps, len(neighbours))
+    trained = run(device, schedule, {s.stage_index: s.submod for s in stages}, plan.num_stages, microbatches, steps)
+    trained.neighbours = len(neighbours)
+    return trained
 
 
 def train_torch(device: torch.device, name: str, stages_per_rank: int, microbatches: int, steps: int = 3) -> Trained:
@@ -100,39 +103,35 @@ def train_torch(device: torch.device, name: str, stages_per_rank: int, microbatc
     make: Any = getattr(torch_pipelining, name)
     single = name in ("ScheduleGPipe", "Schedule1F1B")
     schedule = make(stages[0] if single else stages, n_microbatches=microbatches, loss_fn=nn.functional.mse_loss)
-    return run(device, schedule, [(s.stage_index, s.submod) for s in stages], microbatches, steps, 2)
+    return run(device, schedule, {s.stage_index: s.submod for s in stages}, total, microbatches, steps)
 
 
 def run(
-    device: torch.device, schedule: Any, modules: list[tuple[int, nn.Module]], microbatches: int, steps: int, near: int
+    device: torch.device, schedule: Any, modules: dict[int, nn.Module], total: int, microbatches: int, steps: int
 ) -> Trained:
     x, y = (part.to(device) for part in batch(microbatches))
-    last = any(index == schedule_stages(schedule) - 1 for index, _ in modules)
+    last = total - 1 in modules
     sim = simulation(device)
     losses: list[Tensor] = []
     for step in range(steps):
-        for _, module in modules:
+        for module in modules.values():
             module.zero_grad()
         if sim is not None and step == steps - 1:
             torch.accelerator.synchronize()
             sim.reset()
-        arguments = (x,) if any(index == 0 for index, _ in modules) else ()
+        arguments = (x,) if 0 in modules else ()
         schedule.step(*arguments, target=y if last else None, losses=losses if last else None)
     waits = sim.waits() if sim is not None else []
+    unfinished = not torch.accelerator.current_stream().query()
     torch.accelerator.synchronize()
     return Trained(
-        {f"{i}.{n}": p.grad.cpu() for i, m in modules for n, p in m.named_parameters() if p.grad is not None},
+        {f"{i}.{n}": p.grad.cpu() for i, m in modules.items() for n, p in m.named_parameters() if p.grad is not None},
         [float(loss.detach()) for loss in losses],
         waits,
         sim.violations() if sim is not None else [],
         sim.communicators() if sim is not None else [],
-        near,
+        int(unfinished),
     )
-
-
-def schedule_stages(schedule: Any) -> int:
-    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-    return int(stages[0].num_stages)
 
 
 def simulation(device: torch.device) -> Any:

@@ -79,6 +79,9 @@ def prepare(device: str, rank: int) -> Any:
     import torch
 
     if device != "sim":
+        count = torch.get_device_module(device).device_count()
+        if rank >= count:
+            raise RuntimeError(f"rank {rank} needs a device of its own, and there are {count} of kind {device}")
         return torch.device(device, rank)
     from tests.accelerator.device import load
 

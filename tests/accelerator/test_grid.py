@@ -1,0 +1,82 @@
+"""Every schedule on the simulated accelerator, under NCCL's rules in both modes.
+
+It trains, its gradients are those of a plain loop, the host waits nowhere in a warm step, nothing races, and there are at
+most two communicators for each neighbour besides what the user's own group has.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from penstock.schedules import all_schedules
+from tests.accelerator import pipes
+from tests.accelerator.pool import Mode, SimPool
+
+Grid = dict[tuple[str, int], pipes.Trained]
+
+
+def combinations() -> list[tuple[str, int]]:
+    """Schedule and stages a rank; a schedule that allows one number only has that."""
+    return [
+        (recipe.name, per_rank)
+        for recipe in all_schedules()
+        if recipe.name != "forward"
+        for per_rank in ([recipe.stages_per_rank] if recipe.stages_per_rank else [1, 2, 3])
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_schedule_trains(accelerator: SimPool, ranks: int, mode: Mode) -> None:
+    microbatches = ranks + 1
+    told: list[Grid] = accelerator.run(ranks, mode, train_all, microbatches, timeout=500)
+    for name, per_rank in combinations():
+        where = f"{name} with {per_rank} stages a rank"
+        everyone = [grid[name, per_rank] for grid in told]
+        expected = pipes.expected(ranks * per_rank, microbatches)
+        grads = {key: grad for trained in everyone for key, grad in trained.grads.items()}
+        assert grads.keys() == expected.keys(), where
+        for key, grad in expected.items():
+            torch.testing.assert_close(grads[key], grad, msg=f"{where}: {key}")
+        assert [trained.waits for trained in everyone] == [[]] * ranks, where
+        assert [trained.violations for trained in everyone] == [[]] * ranks, where
+    for grid in told:
+        made = next(reversed(grid.values())).communicators
+        assert len(made) <= 2 * (ranks - 1) + (mode == "eager"), made
+
+
+def train_all(device: torch.device, microbatches: int) -> Grid:
+    return {
+        (name, per_rank): pipes.train(device, name, per_rank, microbatches, steps=2)
+        for name, per_rank in combinations()
+    }
+
+
+@pytest.mark.parametrize(("mode", "own"), [("lazy", 0), ("eager", 1)])
+def test_a_chain_has_two_communicators_for_each_neighbour(sim: SimPool, mode: Mode, own: int) -> None:
+    """`own`: with a bound device, torch makes one for the user's group."""
+    told = sim.run(3, mode, pipes.train, "1f1b", 1, 4)
+    assert [trained.neighbours for trained in told] == [1, 2, 1]
+    assert [len(trained.communicators) for trained in told] == [2 + own, 4 + own, 2 + own]
+
+
+def test_a_host_runs_ahead_of_its_device(sim: SimPool) -> None:
+    """A warm step returns long before its kernels have run; the loss is there when it is read."""
+    for ahead, losses in sim.run(2, "lazy", run_ahead):
+        assert ahead > 0
+        assert all(map(math.isfinite, losses))
+
+
+def run_ahead(device: torch.device) -> tuple[int, list[float]]:
+    sim = pipes.simulation(device)
+    pipes.train(device, "1f1b", 1, 4, steps=2)
+    sim.set_kernel_time(0.002)
+    try:
+        trained = pipes.train(device, "1f1b", 1, 4, steps=3)
+    finally:
+        sim.set_kernel_time(0.0)
+    return trained.unfinished, trained.losses
