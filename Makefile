@@ -1,6 +1,7 @@
 # Two commands do the work: `make train` and `make test`. Each sets up what it needs in .venv.
 # PYTHON=python3.12 make test    another interpreter for a new .venv
 # make test ARGS="tests/plan -x" any arguments for pytest; WORKERS=0 runs the tests in one process
+# make test DEVICE=cuda          tests/accelerator on a real device, one for each rank; without it they run on a simulated one
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -11,6 +12,7 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
+DEVICE ?=
 TRAIN ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +20,7 @@ READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 PYODIDE := $(VENV)/pyodide/node_modules/pyodide
 
-.PHONY: help train test lint types format bench coverage docs dist browser pyodide clean
+.PHONY: help train test lint types format bench coverage docs dist browser compiler pyodide clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -26,9 +28,10 @@ help: ## say what there is
 train: $(RUNS) ## train a small GPT with two pipelined processes, about two minutes; TRAIN="--steps 50" for options
 	$(BIN)/penstock train $(TRAIN)
 
-test: $(READY) browser pyodide ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
+test: $(READY) browser compiler pyodide ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
 	@status=0; $(MAKE) lint || { status=$$?; echo "make test: lint failed, see above"; }; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || status=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup \
+		$(if $(DEVICE),tests/accelerator --device $(DEVICE)) $(ARGS) || status=$$?; \
 	exit $$status
 
 lint: $(READY) ## ruff check, ruff format --check, strict mypy
@@ -95,3 +98,12 @@ browser:
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } \
 			>/tmp/penstock-chromium.log 2>&1 || echo "chromium could not be installed, see /tmp/penstock-chromium.log"; \
 	else echo "no chromium, and no right to install it: the tests that open a page will say so"; fi
+
+# A C++ compiler and ninja, which build the simulated accelerator of the tests, where they may be installed.
+compiler:
+	@if command -v g++ >/dev/null && command -v ninja >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing g++ and ninja"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends g++ ninja-build; } \
+			>/tmp/penstock-compiler.log 2>&1 || echo "g++ could not be installed, see /tmp/penstock-compiler.log"; \
+	else echo "no g++ or no ninja, and no right to install them: the tests of accelerators will say so"; fi

@@ -18,20 +18,17 @@ def microbatch_rng(*, seed: int, stage: int, microbatch: int, step: int) -> Iter
     """Inside, random numbers are those of this seed, stage, microbatch and step; outside, nothing has moved."""
     text = f"penstock {seed} {stage} {microbatch} {step}"
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-    devices = _devices()
-    with torch.random.fork_rng(devices=devices or [], device_type=_device_type() if devices else "cuda"):
-        torch.manual_seed(number)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(number)
+            yield
+        return
+    # What is seeded is what is put back: torch.manual_seed would seed the other devices as well.
+    with torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=accelerator.type):
+        torch.default_generator.manual_seed(number)
+        torch.get_device_module(accelerator).manual_seed(number)
         yield
-
-
-def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator.type
-
-
-def _devices() -> list[int]:
-    """The current accelerator, if there is one (untested on any)."""
-    return [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
 
 
 class MicrobatchRng:

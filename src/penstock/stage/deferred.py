@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
@@ -28,7 +29,9 @@ class Deferral:
     `enabled` may be set to False: nothing is deferred then, and the input pass is the whole backward.
     """
 
-    __slots__ = ("checked", "compiled", "enabled", "last", "layout", "news", "proved", "repeats", "skip", "slots")
+    __slots__ = (
+        *("casts", "checked", "compiled", "enabled", "last", "layout", "news", "proved", "repeats", "skip", "slots"),
+    )
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.slots: list[Slot] = [Nothing()]
@@ -36,6 +39,7 @@ class Deferral:
         parts = None if module is None else CompiledParts(module)
         self.compiled = parts or None  # what torch.compile has compiled is split in another way
         self.checked: dict[int, Parameter] = {}
+        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}  # under autocast: see `cast`
         self.last: list[Slot] = []  # of the last microbatch
         self.layout: Layout | None = None
         self.news = True  # a weight may have been deferred that is not checked yet
@@ -44,8 +48,16 @@ class Deferral:
         self.proved = False  # a forward has run without differentiating inside itself
 
     def reset(self) -> None:
-        """Forget the anchors: after an input pass that failed half-way some of them hold gradients."""
+        """Forget the anchors: after an input pass that failed half-way some of them hold gradients. And the casts."""
         self.slots, self.last, self.layout = [Nothing()], [], None
+        self.casts = {}
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A parameter in another type: one copy for all microbatches of a step, as autocast itself keeps it."""
+        found = self.casts.get((id(tensor), dtype))
+        if found is None or found[0] is not tensor or found[1] != tensor._version:
+            found = self.casts[id(tensor), dtype] = tensor, tensor._version, tensor.detach().to(dtype)
+        return found[2]
 
     def place(self, slot: Slot, *, at: int, slots: list[Slot]) -> None:
         """Put a new slot where the old one did not match."""

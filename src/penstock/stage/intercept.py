@@ -149,9 +149,11 @@ def _defer(pending: Pending, x: Tensor, weight: Tensor, *, bias: Tensor | None, 
     if dtypes == {cast}:
         cast = None
     if not weight.is_cpu or _saved_tensor_hooks(True) is not None:
-        frozen, plain = weight.detach(), None if bias is None else bias.detach()
-        if cast is not None:
-            x, frozen, plain = x.to(cast), frozen.to(cast), None if plain is None else plain.to(cast)
+        if cast is None:
+            frozen, plain = weight.detach(), None if bias is None else bias.detach()
+        else:
+            once = pending.deferral.cast
+            x, frozen, plain = x.to(cast), once(weight, cast), None if bias is None else once(bias, cast)
         pending.functions.append(call)
         pending.deferral.news = True
         return DeferredLinear.apply(x, ROOT, frozen, plain, call, pending.work, operator)  # type: ignore[no-any-return,no-untyped-call]
