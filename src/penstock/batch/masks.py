@@ -57,17 +57,20 @@ def split_block_mask(mask: BlockMask, sizes: Sequence[int]) -> list[BlockMask]:
             table = getattr(mask, name, None)
             if isinstance(table, torch.Tensor) and table.size(0) == batch_size:
                 setattr(piece, name, table.narrow(0, start, size))
-        piece.mask_mod = _with_offset(mask.mask_mod, start)
+        piece.mask_mod = _with_offset(mask, start)
         pieces.append(piece)
         start += size
     return pieces
 
 
-def _with_offset(mask_mod: Callable[..., torch.Tensor], start: int) -> Callable[..., torch.Tensor]:
-    if start == 0:
-        return mask_mod
+def _with_offset(block_mask: BlockMask, idx: int) -> Callable[..., torch.Tensor]:
+    """The user's `mask_mod`, asked for rows from `idx` on.
+
+    It has the same form for every microbatch, the first included, and the free variables `block_mask` and `idx`: programs
+    read these to run the graph of one microbatch on another.
+    """
 
     def shifted(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return mask_mod(batch + start, head, query, key)
+        return block_mask.mask_mod(batch + idx, head, query, key)
 
     return shifted

@@ -84,6 +84,8 @@ class InputTable:
     parameters: tuple[Parameter, ...]
     names: tuple[str, ...]  # of the leaves, in order
     order: tuple[tuple[str, str], ...]  # all parameters of the signature: (name, kind)
+    given: tuple[str, ...]  # the arguments with tensors in them, as they were given: by position, then by name
+    as_given: bool = False  # whether positions in a call count these, and not the parameters of the signature
 
     @staticmethod
     def of(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[InputTable, list[Any]]:
@@ -107,7 +109,10 @@ class InputTable:
             names += leaf_names(recipe, "" if kind == "named rest" else name)
             leaves += own
         order = tuple((p.name, _KINDS[p.kind]) for p in signature.parameters.values())
-        return InputTable(tuple(parameters), tuple(names), order), leaves
+        tensors = {p.name for p in parameters if p.leaves and p.kind != "named rest"} | set(names)
+        by_position = [name for name in bound.arguments if name not in kwargs][: len(args)]
+        given = tuple(name for name in (*by_position, *kwargs) if name in tensors)
+        return InputTable(tuple(parameters), tuple(names), order, given), leaves
 
     def call(self, function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         """Call `function` as the model was called at capture, with other leaves."""
@@ -155,14 +160,19 @@ class InputTable:
         """The leaves of several calls of one form, each as far as it is given. The first is bound with all checks; in the
         others tensors may differ, and what else differs is bound again."""
         first = self.bind(*calls[0], partial=True)
-        positional = [name for name, kind in self.order if kind in ("by position", "by either")]
-        rest = next((name for name, kind in self.order if kind == "rest"), "")
-        extra = len(calls[0][0]) - len(positional)
-        names = (*positional[: len(calls[0][0])], *(f"{rest}[{i}]" for i in range(extra)))
+        names = self._positions(len(calls[0][0]))
         return [
             first,
             *(self._like(first, names, calls[0], call) or self.bind(*call, partial=True) for call in calls[1:]),
         ]
+
+    def _positions(self, count: int) -> list[str]:
+        """What the leaves are called that stand in the first places of a call."""
+        if self.as_given and not any(kind == "rest" for _, kind in self.order):
+            return list(self._by_name([None] * count, {}))
+        names = [name for name, kind in self.order if kind in ("by position", "by either")][:count]
+        rest = next((name for name, kind in self.order if kind == "rest"), "")
+        return names + [f"{rest}[{i}]" for i in range(count - len(names))]
 
     @staticmethod
     def _like(known: dict[str, Any], names: Sequence[str], first: ModelCall, other: ModelCall) -> dict[str, Any] | None:
@@ -187,12 +197,15 @@ class InputTable:
         values: dict[str, Any] = {}
         rest = list(args)
         named = dict(kwargs)
+        if self.as_given and not any(kind == "rest" for _, kind in self.order):
+            named |= self._by_name(rest, named)
+            rest = []
         for name, kind in self.order:
             if kind in ("by position", "by either") and rest:
                 values[name] = rest.pop(0)
                 if name in named:
                     raise CaptureError(f"argument {name!r} is given twice, by position and by name")
-            elif kind in ("by either", "by name") and name in named:
+            elif kind in ("by either", "by name", "by position") and name in named:
                 values[name] = named.pop(name)
             elif kind == "rest" and rest:
                 values[name], rest = tuple(rest), []
@@ -203,6 +216,17 @@ class InputTable:
             takes = ", ".join(name for name, _ in self.order)
             raise CaptureError(f"too many arguments: {', '.join(left)} left over; the model takes ({takes})")
         return values
+
+    def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by position as arguments by name, when positions count what was given at the capture."""
+        if len(args) > len(self.given):
+            raise CaptureError(
+                f"{len(args)} arguments by position; the model was captured with {', '.join(self.given)}"
+            )
+        twice = [name for name in self.given[: len(args)] if name in kwargs]
+        if twice:
+            raise CaptureError(f"argument {twice[0]!r} is given twice, by position and by name")
+        return dict(zip(self.given, args, strict=False))
 
     def _leaves(self, parameter: Parameter, value: Any) -> dict[str, Any]:
         leaves, recipe = model_values.flatten(value, parameter.name)

@@ -63,40 +63,6 @@ def pipeline(
     A later stage that reads an argument of the model takes it from the call on its own rank; with `arguments_from_first`
     from the first stage, which sends it on, so that the other ranks need not have it.
     """
-    return Pipe(
-        *capture(
-            module,
-            mb_args,
-            mb_kwargs=mb_kwargs,
-            split_spec=split_spec,
-            split_policy=split_policy,
-            num_stages=num_stages,
-            profile=profile,
-            dynamic_shapes=dynamic_shapes,
-            multi_use_param_spec=multi_use_param_spec,
-            output_loss_value_spec=output_loss_value_spec,
-            choose_cuts=choose_cuts,
-            arguments_from_first=arguments_from_first,
-        )
-    )
-
-
-def capture(
-    module: nn.Module,
-    mb_args: tuple[Any, ...],
-    *,
-    mb_kwargs: Mapping[str, Any] | None = None,
-    split_spec: Mapping[str, SplitPoint] | None = None,
-    split_policy: SplitPolicy | None = None,
-    num_stages: int | None = None,
-    profile: Profile | str | Path | None = None,
-    dynamic_shapes: Mapping[str, Any] | None = None,
-    multi_use_param_spec: MultiUseParameterConfig | None = None,
-    output_loss_value_spec: Any = None,
-    choose_cuts: ChooseCuts | None = None,
-    arguments_from_first: bool = False,
-) -> tuple[list[StageModule], PipeInfo]:
-    """The stages and the description out of which ``Pipe`` is made."""
     if num_stages is not None and split_spec:
         raise CaptureError("give either num_stages= (cut by cost) or split_spec= (cut where it says), not both")
     known = _loaded(profile, num_stages)
@@ -129,8 +95,8 @@ def capture(
     cut = source.first(choose_cuts or chooser)
     stages, info = _assembled(source, cut, module, loss_spec=loss_spec, again=source)
     if by_name is not None and known is not None:
-        return stages, replace(info, cuts=by_name, cut_by=basis_of(known))
-    return stages, replace(info, cuts=chooser.cuts, cut_by=chooser.basis)
+        return Pipe(stages, replace(info, cuts=by_name, cut_by=basis_of(known)))
+    return Pipe(stages, replace(info, cuts=chooser.cuts, cut_by=chooser.basis))
 
 
 def _assembled(

@@ -47,9 +47,10 @@ class Pipe(nn.Module):
         **options: Any,
     ) -> Pipe:
         """Capture a model with marks in its code, or with a policy that sets them."""
-        from penstock.capture.capture_model import capture
+        from penstock.capture.capture_model import pipeline
 
-        return cls(*capture(mod, example_args, mb_kwargs=example_kwargs, split_policy=split_policy, **options))
+        found = pipeline(mod, example_args, example_kwargs, split_policy=split_policy, **options)
+        return cls([found.get_stage_module(k) for k in range(found.num_stages)], found.info())
 
     @staticmethod
     def _trace_with_export(
@@ -111,7 +112,7 @@ class Pipe(nn.Module):
             stage = self.get_stage_module(k)
             given = [arguments[w.name] if w.source is None else values[w.name] for w in stage.inputs]
             if k == self.num_stages - 1:
-                return stage(*given)
+                return stage.model_output(given)
             values |= zip([w.name for w in stage.outputs], stage.run(given), strict=True)
         raise AssertionError("a pipe has at least one stage")
 

@@ -61,6 +61,7 @@ class StageModule(nn.Module):
         self.num_stages = num_stages
         self.inputs = piece.inputs
         self.outputs = piece.outputs
+        self.bare = False  # whether a call returns one output as it is, and the model's outputs without their nest
         self.why_static = ""
         # Of each changing size of the arguments: those that are what it is, unless seen otherwise.
         self.partners: dict[str, frozenset[str]] = {}
@@ -122,7 +123,14 @@ class StageModule(nn.Module):
         values = args if not kwargs and len(args) == len(self.inputs) else self._bound(args, kwargs)
         key = self._key_of(values)
         results: tuple[Any, ...] = (self._functions.get(key) or self._function(key))(self, *values)
+        if self.bare:
+            return results[0] if len(results) == 1 else results
         return self._results[key].build(results) if self._results else results
+
+    def model_output(self, values: Sequence[Any]) -> Any:
+        """What the model returns, out of the inputs of the last stage."""
+        key = self._key_of(values)
+        return self._results[key].build(self.run(values))
 
     def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs, in the order of ``outputs``."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -12,9 +13,11 @@ from penstock.capture import (
     LossWrapper,
     MultiUseParameterConfig,
     Pipe,
+    PipeInfo,
     PipeSequential,
     PipeSplitWrapper,
     SplitPoint,
+    StageModule,
     TrivialLossWrapper,
     pipe_split,
 )
@@ -46,6 +49,11 @@ __all__ = [
 
 class _TuplePipe(Pipe):
     """A pipe that returns the leaves of the model's output as a tuple, as torch's does."""
+
+    def __init__(self, stages: Sequence[StageModule], info: PipeInfo) -> None:
+        super().__init__(stages, replace(info, inputs=replace(info.inputs, as_given=True)))
+        for stage in stages:
+            stage.bare = True  # so that stage modules compose, and a loss function gets the model's tensors
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
@@ -80,9 +88,8 @@ def pipeline(
     Only the rank of the first stage needs the model's arguments.
     """
     options.setdefault("arguments_from_first", True)
-    pipe = _pipeline(module, mb_args, mb_kwargs, split_spec, split_policy, **options)
-    pipe.__class__ = _TuplePipe
-    return pipe
+    found = _pipeline(module, mb_args, mb_kwargs, split_spec, split_policy, **options)
+    return _TuplePipe([found.get_stage_module(k) for k in range(found.num_stages)], found.info())
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from penstock.batch import CustomReducer as _CustomReducer
 from penstock.batch import Replicate as _Replicate
@@ -20,16 +22,20 @@ from penstock.batch import split_args_kwargs_into_chunks as _split
 from penstock.batch.masks import block_mask_batch
 from penstock.compat._siblings import found_in
 
+logger = logging.getLogger(__name__)
 DEFAULT_CHUNK_DIM = 0
 __getattr__ = found_in(__name__)
+_debug_mask_minibatches = False  # torch's switch for parts that are masked copies of the batch; penstock has none
 _LossReducer = _CustomReducer
 
 __all__ = [
     "DEFAULT_CHUNK_DIM",
+    "BlockMask",
     "TensorChunkSpec",
     "_CustomReducer",
     "_LossReducer",
     "_Replicate",
+    "_shard_dict_of_args",
     "_split_block_mask",
     "_split_tensor",
     "merge_chunks",
@@ -52,6 +58,13 @@ def split_args_kwargs_into_chunks(
 def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> list[Tensor]:
     """Cut one tensor along the dimension that its spec names."""
     return split_tensor(tensor, spec, num_chunks)
+
+
+def _shard_dict_of_args(
+    args_dict: dict[Any, Any], args_chunk_spec: dict[Any, Any], num_chunks: int
+) -> list[dict[Any, Any]]:
+    """Cut a dict of arguments, each by its own spec."""
+    return _split((), args_dict, num_chunks, None, args_chunk_spec, strict=False)[1]
 
 
 def _split_block_mask(block_mask: Any, num_chunks: int) -> list[Any]:

@@ -224,7 +224,7 @@ class Outbox:
     def keep(self, microbatch: int, output: Any) -> None:
         """After the forward: what goes there, and its nest."""
         select = self.select
-        if select is not None:  # one value goes as it is, and needs no nest
+        if select is not None and type(output) is tuple:  # one value goes as it is, and needs no nest
             output = output[select[0]] if len(select) == 1 else tuple([output[place] for place in select])
         tensors, spec = flatten(output)
         if self.inbox is not None:
