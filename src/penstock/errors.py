@@ -20,6 +20,8 @@ PenstockError
     ├── RanksDisagree         ranks are about to run different things
     ├── StepTimeout           a bounded wait ran out
     └── TransportError        messages cannot be sent or received, and it is no other rank's failure
+
+UnevenCut, a warning: the stages that penstock cut are far from even.
 """
 
 from __future__ import annotations
@@ -117,3 +119,10 @@ class StepTimeout(RunError):
 
 class TransportError(RunError):
     """Messages cannot be sent or received, for a reason that is not another rank's failure."""
+
+
+class UnevenCut(UserWarning):
+    """A warning, no error: one stage takes more than 1.5 times the mean of all, so that the others wait for it.
+
+    warnings.filterwarnings("ignore", category=penstock.UnevenCut)
+    """

@@ -19,7 +19,7 @@ from __future__ import annotations
 from penstock.capture.by_modules import ListStage, PipeSequential, Tie, find_ties, split_modules, tie
 from penstock.capture.capture_model import pipeline
 from penstock.capture.captured_stage import CapturedStage, build_stage
-from penstock.capture.cost_cuts import cuts_at
+from penstock.capture.cost_cuts import cuts_at, warn_if_uneven
 from penstock.capture.layer_costs import layer_names
 from penstock.capture.load_state import LoadReport, load, materialise
 from penstock.capture.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, pipe_split
@@ -59,4 +59,5 @@ __all__ = [
     "profile_layers",
     "split_modules",
     "tie",
+    "warn_if_uneven",
 ]

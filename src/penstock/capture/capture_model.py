@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from penstock.balance import Cuts, Profile, balance
 from penstock.capture.arguments import InputTable, batch_dims, given_dims, why_static
-from penstock.capture.cost_cuts import CostCuts, Layers, basis_of
+from penstock.capture.cost_cuts import CostCuts, Layers, basis_of, unevenness, unevenness_of_marks
 from penstock.capture.cutter import Cut, Cutter
 from penstock.capture.flat import Flat, Mark
 from penstock.capture.marks import SplitPoint, remembered, submodule
@@ -92,11 +92,17 @@ def pipeline(
         return _assembled(source, cutter.cut(), module, loss_spec=loss_spec)
 
     chooser = CostCuts(module, mb_args, mb_kwargs or {}, source.names, layers, known)
-    cut = source.first(choose_cuts or chooser)
+
+    def judge(flat: Flat, marks: Sequence[Mark]) -> None:
+        if chooser.cuts is None and marks:
+            chooser.uneven = unevenness_of_marks(flat, marks, source.names)
+
+    cut = source.first(choose_cuts or chooser, judge)
     stages, info = _assembled(source, cut, module, loss_spec=loss_spec, again=source)
+    info = replace(info, cuts=chooser.cuts, cut_by=chooser.basis, uneven=chooser.uneven)
     if by_name is not None and known is not None:
-        return Pipe(stages, replace(info, cuts=by_name, cut_by=basis_of(known)))
-    return Pipe(stages, replace(info, cuts=chooser.cuts, cut_by=chooser.basis))
+        info = replace(info, cuts=by_name, cut_by=basis_of(known), uneven=unevenness(known, by_name.boundaries))
+    return Pipe(stages, info)
 
 
 def _assembled(

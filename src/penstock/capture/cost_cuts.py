@@ -13,9 +13,11 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from penstock.capture.load_state import has_no_data
 from penstock.capture.pipe_info import PipeInfo
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames
-from penstock.errors import CaptureError, PenstockError
+from penstock.errors import CaptureError, PenstockError, UnevenCut
 
 REPEATS = 5
 ENOUGH = 0.3  # seconds for one layer
@@ -51,6 +53,7 @@ class CostCuts:
     given: Profile | None = None
     cuts: Cuts | None = field(default=None, init=False)
     basis: str = field(default="", init=False)
+    uneven: str = field(default="", init=False)
 
     def __call__(self, flat: Flat, num_stages: int) -> list[int]:
         if num_stages == 1:
@@ -58,6 +61,7 @@ class CostCuts:
         profile = self.given or self._agreed(flat, num_stages)
         self.cuts = balance(profile, num_stages)
         self.basis = basis_of(profile)
+        self.uneven = warn_if_uneven(profile, self.cuts.boundaries)
         places = [tuple(place) for place in profile.metadata["places"]]
         return cuts_at([places[boundary - 1] for boundary in self.cuts.boundaries])(flat, num_stages)
 
@@ -94,6 +98,50 @@ class CostCuts:
         setting = LayerSetting(args, kwargs, None, None, REPEATS, device, ENOUGH)
         with kept_random_state(device):
             return measure(stages, info, setting=setting, advance=lambda _: None, metadata={"places": where})
+
+
+_UNEVEN = 1.5  # times the mean: more than that in one stage is said
+_NOTICEABLE = 1e-3  # seconds for a stage; shorter ones are those of toys, and mostly noise
+
+
+def unevenness(profile: Profile, boundaries: Sequence[int]) -> str:
+    """Of stages that begin at these layers: which one takes more than 1.5 times the mean, and where it could be cut; or ""."""
+    stages = [profile.layers[start:stop] for start, stop in pairwise([0, *boundaries, len(profile.layers)])]
+    costs = [sum(layer.total for layer in stage) for stage in stages]
+    worst = max(range(len(costs)), key=costs.__getitem__)
+    mean = sum(costs) / len(costs)
+    if costs[worst] <= _UNEVEN * mean:
+        return ""
+    before = list(accumulate(layer.total for layer in stages[worst]))[:-1]
+    if before:
+        middle = min(range(len(before)), key=lambda i: abs(2 * before[i] - costs[worst]))
+        where = f"it could be cut before {stages[worst][middle + 1].name}"
+    else:
+        where = f"it is {stages[worst][0].name}, in which no good place was found: say where to cut inside it (split_spec=, or "
+        where += "pipe_split() in its code), or ask for fewer stages"
+    return (
+        f"stage {worst} of {len(stages)} takes {costs[worst] / mean:.1f} times the mean of all, and the others wait for it: "
+        f"{where} ({basis_of(profile)})"
+    )
+
+
+def warn_if_uneven(profile: Profile, boundaries: Sequence[int]) -> str:
+    """Say it, once for all ranks, of cuts that penstock chose."""
+    text = unevenness(profile, boundaries)
+    heavy = "estimated" in profile.metadata or sum(layer.total for layer in profile.layers) > _NOTICEABLE * (
+        len(boundaries) + 1
+    )
+    if text and heavy and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        warnings.warn(text, UnevenCut, stacklevel=2)
+    return text
+
+
+def unevenness_of_marks(flat: Flat, marks: Sequence[Mark], names: StateNames) -> str:
+    """The same for cuts that somebody else chose, by the work in the graph."""
+    chosen = {mark.position for mark in marks}
+    places = sorted({*cut_places(flat, len(marks) + 1), *chosen} - {0, len(flat.nodes)})
+    profile = replace(estimated(flat, places, names), metadata={"estimated": "the work in its graph"})
+    return unevenness(profile, [i + 1 for i, place in enumerate(places) if place in chosen])
 
 
 def basis_of(profile: Profile) -> str:

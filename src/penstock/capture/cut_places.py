@@ -8,9 +8,10 @@ Cuts are made only where little crosses, by the values that are alive there.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
-from math import inf, prod
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -99,7 +100,12 @@ def alive_bytes(flat: Flat, active: set[fx.Node]) -> list[float]:
 
 
 def _places(flat: Flat, alive: list[float], active: set[fx.Node], num_stages: int) -> list[int]:
-    """Positions where little crosses: no more than just before and just after, between two pieces of real work."""
+    """Positions where little crosses, enough of them for stages that are about as even as cuts anywhere would make them.
+
+    Little is less than just before and just after, between two pieces of real work. Where the model is as wide all along, the
+    best of all such positions do. Where it is not (a decoder reads what the encoder made in every layer; a convolutional
+    net narrows towards its end) the narrowest are all in one part, and each position is held against those near it.
+    """
     real = [i for i, node in enumerate(flat.nodes) if node in active]
     spots = [b for a, b in pairwise(real)]
     low = [
@@ -107,14 +113,51 @@ def _places(flat: Flat, alive: list[float], active: set[fx.Node], num_stages: in
         for k, p in enumerate(spots)
         if alive[p] <= alive[spots[max(k - 1, 0)]] and alive[p] <= alive[spots[min(k + 1, len(spots) - 1)]]
     ]
-    if not low:
-        return spots
-    floor = min(alive[p] for p in low)
-    for slack in (1.01, 2.0, inf):
-        near = [p for p in low if alive[p] <= slack * floor]
-        if len(near) >= 2 * (num_stages - 1):
-            return near
+    done = [0.0, *accumulate(estimate(node) if node in active else 0.0 for node in flat.nodes)]  # before each position
+    best = heaviest([done[p] for p in spots], done[-1], num_stages)
+    for places in (_narrowest(low, alive), _narrow_here(low, alive, done, num_stages), low):
+        if len(places) >= 2 * (num_stages - 1):
+            if heaviest([done[p] for p in places], done[-1], num_stages) <= _GIVEN_UP * best:
+                return places
     return spots
+
+
+_GIVEN_UP = 1.2  # how much heavier a stage may be for less to cross
+_AS_NARROW = 1.01
+
+
+def _narrowest(low: Sequence[int], alive: Sequence[float]) -> list[int]:
+    floor = min((alive[p] for p in low), default=0.0)
+    return [p for p in low if alive[p] <= _AS_NARROW * floor]
+
+
+def _narrow_here(low: Sequence[int], alive: Sequence[float], done: Sequence[float], num_stages: int) -> list[int]:
+    """Those that are as narrow as any near them: within a sixteenth of a stage, or of a quarter of the model."""
+    reach = done[-1] / min(num_stages, 4) / 16
+    found = []
+    for p in low:
+        near = low[
+            bisect_left(low, done[p] - reach, key=done.__getitem__) : bisect_right(
+                low, done[p] + reach, key=done.__getitem__
+            )
+        ]
+        if alive[p] <= _AS_NARROW * min(alive[q] for q in near):
+            found.append(p)
+    return found
+
+
+def heaviest(places: Sequence[float], total: float, num_stages: int) -> float:
+    """The work of the heaviest stage under the best cuts, where `places` say how much lies before each possible one."""
+    low, high = total / num_stages, total
+    while high - low > total / 1000:
+        limit, start, stages = (low + high) / 2, 0.0, 1
+        for before, end in pairwise([0.0, *places, total]):
+            if end - start > limit:
+                start, stages = before, stages + 1
+                if end - start > limit:
+                    stages = num_stages + 1  # one piece alone is too heavy
+        low, high = (low, limit) if stages <= num_stages else (limit, high)
+    return high
 
 
 def estimate(node: fx.Node) -> float:

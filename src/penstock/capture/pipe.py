@@ -154,6 +154,8 @@ class Pipe(nn.Module):
             lines.append(f"  stage {k}: {count:,} parameters, takes {wires}")
         if self._info.cuts is not None:
             lines += [f"cut by {self._info.cut_by}:", str(self._info.cuts)]
+        if self._info.uneven:
+            lines.append(self._info.uneven)
         return "\n".join(lines)
 
 

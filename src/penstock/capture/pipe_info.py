@@ -44,6 +44,7 @@ class PipeInfo:
     why_static: str = ""  # why the batch size could not be kept open
     cuts: Cuts | None = None  # with num_stages=: the table of the stages and what each costs
     cut_by: str = ""  # what these costs are: measured where, estimated how and why
+    uneven: str = ""  # which stage takes more than 1.5 times the mean, and where it could be cut
 
     @property
     def has_loss(self) -> bool:

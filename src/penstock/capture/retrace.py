@@ -27,6 +27,7 @@ from penstock.capture.wires import Fixed, Key, Wire, same_wires, size_of, where_
 from penstock.errors import CaptureError
 
 ChooseCuts = Callable[[Flat, int], Sequence[int]]
+Judge = Callable[[Flat, Sequence[Mark]], None]
 
 
 Landmark = tuple[str, str, int]  # the module, the operator, and which of that module's operators of that kind it is
@@ -65,11 +66,14 @@ class Retracer:
     chosen: tuple[Landmark, ...] = ()  # the operators before which to cut, once they are chosen
     cuts: dict[Key, Cut] = field(default_factory=dict)
 
-    def first(self, choose_cuts: ChooseCuts) -> Cut:
-        """Trace the model in the mode that it is in, and cut it: where the marks are or, with `num_stages`, as chosen."""
+    def first(self, choose_cuts: ChooseCuts, judge: Judge) -> Cut:
+        """Trace the model in the mode that it is in, and cut it: where the marks are or, with `num_stages`, as chosen.
+
+        `judge` is shown the cuts.
+        """
         modes = {m.training for m in self.skeleton.module.modules()}
         self.key = (modes.pop() if len(modes) == 1 else None, frozenset())
-        cut = self._cut(self.key, choose_cuts)
+        cut = self._cut(self.key, choose_cuts, judge)
         self.cuts[self.key] = cut
         return cut
 
@@ -81,7 +85,7 @@ class Retracer:
     def __deepcopy__(self, memo: dict[int, Any]) -> Retracer:
         return self
 
-    def _cut(self, key: Key, choose_cuts: ChooseCuts | None = None) -> Cut:
+    def _cut(self, key: Key, choose_cuts: ChooseCuts | None = None, judge: Judge | None = None) -> Cut:
         mode, fixed = key
         dims = self.dims if not self.gave_up else tuple(None for _ in self.dims)
         traced = trace(
@@ -101,7 +105,10 @@ class Retracer:
             self.gave_up = bool(traced.why_static)
             self.why_static = traced.why_static or self.why_static
             self.shapes = shapes
-        placed = place(flat, self._marks(flat, choose_cuts))
+        marks = self._marks(flat, choose_cuts)
+        if judge is not None:
+            judge(flat, marks)
+        placed = place(flat, marks)
         cutter = Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit, carry=self.carry)
         known = dict(fixed)
         open_shapes = [[known.get(str(size), size) for size in shape] for shape in self.shapes]

@@ -14,7 +14,17 @@ from torch import nn
 
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
-from penstock.capture import Pipe, PipeInfo, capture_layers, cuts_at, layer_names, materialise, pipeline, profile_layers
+from penstock.capture import (
+    Pipe,
+    PipeInfo,
+    capture_layers,
+    cuts_at,
+    layer_names,
+    materialise,
+    pipeline,
+    profile_layers,
+    warn_if_uneven,
+)
 from penstock.checkpoint.weights import open_weights
 from penstock.errors import CaptureError, PlanError, RanksDisagree
 from penstock.front.choose import Choice, Machine, Wishes, choose
@@ -58,6 +68,8 @@ def build(request: Request, ends: Ends) -> Built:
     machine = Machine() if request.of_cut.profile is False else measure_machine(ends)
     text = ends.decide("profiling the model and choosing a schedule", lambda: _decide(request, ends, machine).dumps())
     choice = Choice.loads(text)
+    if ends.rank == 0:
+        warn_if_uneven(choice.profile, choice.boundaries)
     pipes: list[Pipe] = []
 
     def capture() -> dict[str, str]:
