@@ -102,6 +102,23 @@ def test_a_loss_function_and_a_step_get_what_the_last_stage_module_returns(outpu
         torch.testing.assert_close(value, whole, check_stride=False)
 
 
+def test_an_exported_program_becomes_a_pipe() -> None:
+    """Programs export first, look at the program, and then make the pipe of it."""
+    from penstock.compat._IR import Pipe
+
+    class Marked(Model):
+        def forward(self, x: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> Any:
+            h = self.first(x)
+            ours.pipe_split()
+            return {"logits": self.second(h)}
+
+    model = Marked()
+    pipe = Pipe._from_traced(model, Pipe._trace_with_export(model, (X,)))
+    assert type(pipe) is Pipe
+    assert pipe.num_stages == 2
+    same(pipe(X), (model(X)["logits"],))
+
+
 def test_penstocks_own_door_keeps_the_class() -> None:
     pipe = penstock.pipeline(
         Model(OUTPUTS["an output with a loss"]), (X,), split_spec={"second": penstock.SplitPoint.END}

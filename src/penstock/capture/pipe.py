@@ -52,38 +52,6 @@ class Pipe(nn.Module):
         found = pipeline(mod, example_args, example_kwargs, split_policy=split_policy, **options)
         return cls([found.get_stage_module(k) for k in range(found.num_stages)], found.info())
 
-    @staticmethod
-    def _trace_with_export(
-        mod: nn.Module, example_args: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None
-    ) -> torch.export.ExportedProgram:
-        """Export a model as PyTorch does; for `_from_traced`, and to look at."""
-        return torch.export.export(mod, example_args, dict(example_kwargs or {}))
-
-    @classmethod
-    def _from_traced(
-        cls,
-        mod: nn.Module,
-        exported_program: torch.export.ExportedProgram,
-        multi_use_param_spec: MultiUseParameterConfig | None = None,
-        output_loss_value_spec: Any = None,
-        split_policy: Callable[[Any], Any] | None = None,
-    ) -> Pipe:
-        """Capture a model for the example with which it was exported."""
-        example = exported_program.example_inputs
-        if example is None:
-            raise CaptureError(
-                "the exported program holds no example inputs; use Pipe.from_tracing(model, example_args)"
-            )
-        args, kwargs = example
-        return cls.from_tracing(
-            mod,
-            args,
-            kwargs,
-            split_policy,
-            multi_use_param_spec=multi_use_param_spec,
-            output_loss_value_spec=output_loss_value_spec,
-        )
-
     @property
     def num_stages(self) -> int:
         return self._info.num_stages

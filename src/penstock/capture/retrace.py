@@ -16,11 +16,10 @@ from torch import fx
 
 from penstock.capture.arguments import Dims, InputTable
 from penstock.capture.cutter import Cut, Cutter, StagePiece, module_path
-from penstock.capture.export import FromInput, trace
-from penstock.capture.flat import Flat, Mark, flatten
+from penstock.capture.export import FromConstant, FromInput, trace
+from penstock.capture.flat import Flat, Mark, flatten, is_size
 from penstock.capture.marks import SplitPoint
-from penstock.capture.place import place
-from penstock.capture.same_work import same_work
+from penstock.capture.place import EVERYWHERE, Placed, place
 from penstock.capture.skeleton import Skeleton
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Fixed, Key, Wire, same_wires, size_of, where_shapes_differ
@@ -229,3 +228,48 @@ def policy_positions(policy: Callable[[fx.GraphModule], Any], root: fx.GraphModu
             names.append(following.name)
             result.graph.erase_node(node)
     return names
+
+
+def same_work(old: Placed, new: Placed, shapes: Sequence[Sequence[int]], *, stage: int | None = None) -> bool:
+    """Whether two traces do the same, as far as `stage` is concerned, when the arguments have these shapes.
+
+    A size of 1 is a constant to export. Where that size would have crossed to another stage as a number, a trace for it has
+    a wire less; when the two differ in nothing else, the one with the size open does for 1, too.
+    """
+    return _work(old, shapes, stage) == _work(new, shapes, stage)
+
+
+def _work(placed: Placed, shapes: Sequence[Sequence[int]], stage: int | None) -> list[Any]:
+    """The operators on their values in their order, with a number for each value and for each size what it is.
+
+    Values that a stage gets from others are numbered as they are first used. What is not looked into (the body of a region)
+    is like nothing else.
+    """
+    traced = placed.flat.traced
+    sizes: dict[Any, int] = {}
+    for node, origin in traced.origins.items():
+        if isinstance(origin, FromInput):
+            for size, now in zip(node.meta["val"].shape, shapes[origin.index], strict=True):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    sizes[size.node.expr] = now
+    numbers = {node: f"value {i}" for i, node in enumerate(traced.origins)}
+
+    def form(value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return type(value), value
+        if not is_size(value):
+            return numbers.setdefault(value, f"value {len(numbers)}")
+        symbol = value.meta.get("val")
+        known = symbol.node.expr.subs(sizes) if isinstance(symbol, torch.SymInt) else None
+        return (int, int(known)) if known is not None and known.is_Integer else value
+
+    rows: list[Any] = [
+        (o.name, o.value.tolist()) if isinstance(o, FromConstant) else o for o in traced.origins.values()
+    ]
+    for node in placed.flat.nodes:
+        if not is_size(node) and (stage is None or placed.stage[node] in (stage, EVERYWHERE)):
+            what = node.target if node.op == "call_function" else node
+            rows.append((placed.stage[node], what, *(fx.node.map_aggregate(a, form) for a in (node.args, node.kwargs))))
+            form(node)
+    last = stage is None or stage == placed.num_stages - 1
+    return [*rows, traced.recipe, [form(value) for value in traced.outputs] if last else []]

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
+from torch.export import ExportedProgram, export
 from torch.utils import _pytree as pytree
 
 from penstock.capture import (
     LossWrapper,
     MultiUseParameterConfig,
-    Pipe,
     PipeInfo,
     PipeSequential,
     PipeSplitWrapper,
@@ -21,10 +21,11 @@ from penstock.capture import (
     TrivialLossWrapper,
     pipe_split,
 )
+from penstock.capture import Pipe as _Pipe
 from penstock.capture import annotate_split_points as _annotate
-from penstock.capture import pipeline as _pipeline
 from penstock.compat._captured import build_stage
 from penstock.compat._siblings import found_in
+from penstock.errors import CaptureError
 
 PP_SUBMOD_PREFIX = "submod_pp"
 MultiUseParamSpec = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
@@ -47,13 +48,49 @@ __all__ = [
 ]
 
 
-class _TuplePipe(Pipe):
+class Pipe(_Pipe):
     """A pipe that returns the leaves of the model's output as a tuple, as torch's does."""
 
     def __init__(self, stages: Sequence[StageModule], info: PipeInfo) -> None:
         super().__init__(stages, replace(info, inputs=replace(info.inputs, as_given=True)))
         for stage in stages:
             stage.bare = True  # so that stage modules compose, and a loss function gets the model's tensors
+
+    @classmethod
+    def from_tracing(cls, *args: Any, **options: Any) -> Any:
+        """Capture a model. Only the rank of the first stage needs the model's arguments."""
+        return super().from_tracing(*args, **{"arguments_from_first": True, **options})
+
+    @staticmethod
+    def _trace_with_export(
+        mod: nn.Module, example_args: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None
+    ) -> ExportedProgram:
+        """Export a model; for `_from_traced`, and to look at."""
+        return export(mod, example_args, dict(example_kwargs or {}))
+
+    @classmethod
+    def _from_traced(
+        cls,
+        mod: nn.Module,
+        exported_program: ExportedProgram,
+        multi_use_param_spec: Any = None,
+        output_loss_value_spec: Any = None,
+        split_policy: Any = None,
+    ) -> Any:
+        """Capture a model for the example with which it was exported."""
+        if exported_program.example_inputs is None:
+            raise CaptureError(
+                "the exported program holds no example inputs; use Pipe.from_tracing(model, example_args)"
+            )
+        args, kwargs = exported_program.example_inputs
+        return cls.from_tracing(
+            mod,
+            args,
+            kwargs,
+            split_policy,
+            multi_use_param_spec=multi_use_param_spec,
+            output_loss_value_spec=output_loss_value_spec,
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
@@ -87,9 +124,8 @@ def pipeline(
 
     Only the rank of the first stage needs the model's arguments.
     """
-    options.setdefault("arguments_from_first", True)
-    found = _pipeline(module, mb_args, mb_kwargs, split_spec, split_policy, **options)
-    return _TuplePipe([found.get_stage_module(k) for k in range(found.num_stages)], found.info())
+    found: Pipe = Pipe.from_tracing(module, mb_args, mb_kwargs, split_policy, split_spec=split_spec, **options)
+    return found
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
