@@ -179,10 +179,7 @@ def _split_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatc
     args_outline = _outline(tuple(args), rule.args_spec, ARGS, leaves)
     kwargs_outline = _outline(dict(kwargs), rule.kwargs_spec, KWARGS, leaves)
     pieces = cut_leaves(leaves, num_microbatches, rule.batch_size, rule.strict)
-    return (
-        list(_fill(args_outline, pieces, num_microbatches)),
-        list(_fill(kwargs_outline, pieces, num_microbatches)),
-    )
+    return (list(_fill(args_outline, pieces, num_microbatches)), list(_fill(kwargs_outline, pieces, num_microbatches)))
 
 
 def _outline(value: Any, spec: Any, path: Path, leaves: list[BatchLeaf], inherited: bool = False) -> int | _Branch:

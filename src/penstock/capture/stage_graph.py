@@ -12,7 +12,7 @@ from __future__ import annotations
 import linecache
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,17 +49,12 @@ class StageGraph:
     @staticmethod
     def of(module: fx.GraphModule) -> StageGraph:
         """The program of the body of a region, without what tracing left on it."""
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        bodies = {}
-        for node in module.graph.nodes:
-            if node.op == "get_attr":
-                bodies[str(node.target)] = StageGraph.of(getattr(module, str(node.target)))
-            values[node] = graph.node_copy(node, lambda n: values[n])
-            values[node].meta = {}
-            values[node].type = None
-            values[node].target = late(node.target)
-        return StageGraph(graph, bodies)
+
+        def clean(node: fx.Node) -> None:
+            node.meta, node.type, node.target = {}, None, late(node.target)
+
+        names = [str(node.target) for node in module.graph.nodes if node.op == "get_attr"]
+        return StageGraph(_copy(module.graph, clean), {name: StageGraph.of(getattr(module, name)) for name in names})
 
     def module(self) -> fx.GraphModule:
         """For use as the body of a region."""
@@ -70,15 +65,14 @@ class StageGraph:
 
     def function(self, written: Callable[[str], str]) -> Callable[..., Any]:
         """The graph as a Python function ``forward(self, *inputs)``; `written` is how it reaches an attribute."""
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
         reached: list[str] = []
-        for node in self.graph.nodes:
-            values[node] = graph.node_copy(node, lambda n: values[n])
+
+        def reach(node: fx.Node) -> None:
             if node.op == "get_attr":
-                values[node].target = f"_reached_{len(reached)}_"
                 reached.append(written(str(node.target)))
-        code = graph.python_code("self")
+                node.target = f"_reached_{len(reached) - 1}_"
+
+        code = _copy(self.graph, reach).python_code("self")
         source = re.sub(r"self\._reached_(\d+)_", lambda found: reached[int(found[1])], code.src)
         name = f"<penstock stage {id(self):x}>"
         space = dict(code.globals)
@@ -86,27 +80,17 @@ class StageGraph:
         exec(compile(source, name, "exec"), space)
         return space["forward"]  # type: ignore[no-any-return]
 
-    def devices(self) -> set[torch.device]:
-        """The devices that the graph names."""
-        found = set()
-        for node in self.graph.nodes:
-            found |= {v for v in _literals((node.args, node.kwargs)) if isinstance(v, torch.device)}
-        for body in self.bodies.values():
-            found |= body.devices()
-        return found
-
     def moved(self, old: torch.device, new: torch.device) -> StageGraph:
         """The same program, with another device wherever it names `old`."""
-        if old not in self.devices():
-            return self
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.nodes:
-            made = graph.node_copy(node, lambda n: values[n])
-            made.args = _replace(made.args, old, new)
-            made.kwargs = _replace(made.kwargs, old, new)
-            values[node] = made
-        return StageGraph(graph, {name: body.moved(old, new) for name, body in self.bodies.items()})
+
+        def replaced(value: Any) -> Any:
+            return new if isinstance(value, torch.device) and value == old else value
+
+        def move(node: fx.Node) -> None:
+            node.args = fx.node.map_aggregate(node.args, replaced)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, replaced)
+
+        return StageGraph(_copy(self.graph, move), {name: body.moved(old, new) for name, body in self.bodies.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         nodes = [
@@ -160,23 +144,22 @@ def _unpack(value: Any, values: dict[str, fx.Node]) -> Any:
     return fx.node.map_aggregate(value, lambda v: values[v.name] if isinstance(v, Ref) else v)
 
 
-def _replace(value: Any, old: torch.device, new: torch.device) -> Any:
-    return fx.node.map_aggregate(value, lambda v: new if isinstance(v, torch.device) and v == old else v)
-
-
-def _literals(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _literals(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _literals(item)
-    else:
-        yield value
+def _copy(graph: fx.Graph, change: Callable[[fx.Node], None]) -> fx.Graph:
+    """Another graph, with each node changed."""
+    made = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        values[node] = made.node_copy(node, lambda n: values[n])
+        change(values[node])
+    return made
 
 
 def wrap_regions(graph: fx.Graph, bodies: dict[str, StageGraph]) -> None:
-    """Close the regions of a stage's graph; the new bodies are added to `bodies`."""
+    """Close the regions that were opened for a cut, inside one stage; the new bodies are added to `bodies`.
+
+    A node that stood in a region carries its tag. Neighbours with the same tag go into one body, called through the region's
+    operator (``no_grad``, autocast), as they were in the model.
+    """
     run: list[fx.Node] = []
     number: Any = None
     for node in list(graph.nodes):
