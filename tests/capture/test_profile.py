@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 import penstock
 from penstock.balance import Profile, balance
-from penstock.capture.layer_costs import Layer
 from penstock.errors import CaptureError
 from tests.front.models import Words, batch, loss_fn, make
 
@@ -56,22 +57,34 @@ def test_a_bar_shows_the_progress_when_asked(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "", "no terminal, no bar"
 
 
+class Tick(torch.autograd.Function):
+    """Takes as long as the next number says, on a clock of the test's own."""
+
+    now = 0.0
+    seconds: ClassVar[list[float]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Tick.now += Tick.seconds.pop(0) if Tick.seconds else 0.0
+        return 1 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
 def test_times_are_medians_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first run of a layer and a run that was disturbed do not count."""
-    calls: dict[Layer, int] = {}
-    split = Layer._split
+    """The first run of a layer and a run that was disturbed do not count. Of two forwards in a run one is timed."""
 
-    def disturbed(layer: Layer) -> tuple[float, float, float]:
-        split(layer)
-        calls[layer] = run = calls.get(layer, 0) + 1
-        return (100.0, 100.0, 100.0) if run in (1, 3) else (1.0 + run, 2.0, 3.0)
+    class Ticking(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Tick.apply(super().forward(x))  # type: ignore[no-any-return,no-untyped-call]
 
-    monkeypatch.setattr(Layer, "_split", disturbed)
-    monkeypatch.setattr(Layer, "_now", lambda layer: 0.0)  # or a busy machine takes too long for all three runs
-    profile = penstock.profile(make(), (batch()[0],), repeats=3)
-    assert {(layer.forward, layer.backward_input, layer.backward_weight) for layer in profile.layers} == {
-        (5.0, 2.0, 3.0)
-    }
+    pipe = penstock.pipeline(Ticking(4, 4), (torch.ones(2, 4),))
+    monkeypatch.setattr("time.perf_counter", lambda: Tick.now)
+    monkeypatch.setattr(Tick, "seconds", [0.9, 0, 0.1, 0, 0.4, 0, 0.2, 0])
+    (layer,) = penstock.profile(pipe, (torch.ones(2, 4),), repeats=3).layers
+    assert (layer.forward, layer.backward_input, layer.backward_weight) == (pytest.approx(0.2), 0, 0)
 
 
 def test_no_repeats_are_refused() -> None:

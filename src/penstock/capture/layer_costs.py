@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -36,8 +36,7 @@ class LayerSetting:
     enough: float = 1.0  # seconds: a layer that took longer than this is not run again
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Of one layer, for one microbatch: seconds and bytes."""
 
     forward: float
@@ -74,11 +73,11 @@ class Layer:
         return results
 
     def measure(self) -> Times:
-        self._split()
+        self._run()
         rows = []
         start = self._now()
         for _ in range(self.setting.repeats):
-            rows.append((*self._split(), self._full()))
+            rows.append(self._run())
             if self._now() - start > self.setting.enough:
                 break
         forward, first, second, full = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -93,7 +92,8 @@ class Layer:
             for value in results
         )
 
-    def _split(self) -> tuple[float, float, float]:
+    def _run(self) -> tuple[float, float, float, float]:
+        """Seconds of the forward, of both passes of a split backward, and of a full one."""
         start = self._now()
         results, pending = run_deferred(self.deferral, self.call, tuple(self.inputs), {})
         middle = self._now()
@@ -104,16 +104,13 @@ class Layer:
         backward_weight(pending)
         end = self._now()
         self._forget()
-        return middle - start, after - before, end - after
-
-    def _full(self) -> float:
         roots, grads = _seeds(self.call(*self.inputs))
-        start = self._now()
+        again = self._now()
         if roots:
             run_engine(tuple(roots), tuple(grads))
-        end = self._now()
+        full = self._now() - again
         self._forget()
-        return end - start
+        return middle - start, after - before, end - after, full
 
     def _forget(self) -> None:
         self.last = ()
@@ -160,18 +157,19 @@ def _deferred_bytes(module: StageModule, inputs: Sequence[Any]) -> int:
             return result
 
     graph = module.graph
-    if any(node.op == "get_attr" and not is_state(module, str(node.target)) for node in graph.nodes):
+    if any(node.op == "get_attr" and _state(module, str(node.target)) is None for node in graph.nodes):
         return 0  # regions with bodies of their own: not looked into
     with torch.no_grad():
         Count(module, graph=graph).run(*inputs)
     return sum(sizes)
 
 
-def is_state(module: StageModule, name: str) -> bool:
+def _state(module: StageModule, name: str) -> Tensor | None:
+    """The parameter or buffer of that name; None for what is none."""
     owner: Any = module
     for part in name.split("."):
         owner = getattr(owner, part, None)
-    return isinstance(owner, Tensor)
+    return owner if isinstance(owner, Tensor) else None
 
 
 def _seeds(results: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -277,8 +275,8 @@ def signature(stage: StageModule) -> Any:
     for node in stage.graph.nodes:
         numbers[node] = len(numbers)
         arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
-        if node.op == "get_attr" and is_state(stage, str(node.target)):
-            state = _state(stage, str(node.target))
+        state = _state(stage, str(node.target)) if node.op == "get_attr" else None
+        if state is not None:
             rows.append(("state", tuple(state.shape), state.dtype, state.requires_grad))
         else:
             rows.append((node.op, "" if node.op == "placeholder" else str(node.target), str(arguments)))
@@ -286,21 +284,11 @@ def signature(stage: StageModule) -> Any:
     return stage.is_last, wires, tuple(rows)
 
 
-def _state(stage: StageModule, name: str) -> Tensor:
-    owner: Any = stage
-    for part in name.split("."):
-        owner = getattr(owner, part)
-    assert isinstance(owner, Tensor)
-    return owner
-
-
 def layer_names(stages: Sequence[StageModule]) -> list[str]:
     """A name for each stage of a model that is cut in layers: the module in which it begins."""
-    return numbered([[node.meta.get("path", "") for node in _calls(stage.graph)] for stage in stages])
-
-
-def _calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function"]
+    return numbered(
+        [[n.meta.get("path", "") for n in stage.graph.nodes if n.op == "call_function"] for stage in stages]
+    )
 
 
 def _on_device(stage: StageModule, device: torch.device) -> StageModule:
