@@ -136,9 +136,9 @@ def test_arguments_that_cannot_fit_are_refused() -> None:
         pipe(x, scale=2.0)
     with pytest.raises(CaptureError, match="'late' was not given when the model was captured"):
         pipe(x, x, scale=2.0, late=x)
-    with pytest.raises(CaptureError, match="given twice"):
+    with pytest.raises(CaptureError, match="multiple values for argument"):
         pipe(x, x, x=x, scale=2.0)
-    with pytest.raises(CaptureError, match="left over; the model takes"):
+    with pytest.raises(CaptureError, match="; the model takes"):
         pipe(x, x, other=x, scale=2.0)
     with pytest.raises(CaptureError, match="do not fit forward"):
         pipeline(toys.Arguments(), (x,))

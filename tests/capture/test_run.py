@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.capture import TrivialLossWrapper, pipeline
+from penstock.batch import Microbatches
+from penstock.capture import SplitPoint, TrivialLossWrapper, pipeline
 from penstock.comm.local import LocalWorld
-from penstock.run.classes import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from penstock.errors import PenstockError
+from penstock.run.classes import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from tests.capture import toys
 from tests.capture.chain import assert_same_grads
 
@@ -68,3 +70,42 @@ def test_microbatches_that_take_different_branches() -> None:
     assert torch.equal(output, torch.cat(parts))
     sum(part.square().mean() * len(part) / 7 for part in parts).backward()
     assert_same_grads(model, reference)
+
+
+class Nested(nn.Module):
+    """Tensors by position, in a dict and in **kwargs, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, batch: dict[str, torch.Tensor], scale: float = 1.0, **more: Any) -> torch.Tensor:
+        h = self.first(x * scale) + batch["ids"]
+        return self.second(h) + more["late"]
+
+
+def test_each_microbatch_gets_its_own_tensors_however_they_are_given() -> None:
+    """The arguments of a step are bound at its beginning, the first microbatch with all checks."""
+    torch.manual_seed(0)
+    model, rows = Nested(), [torch.randn(6, 4) for _ in range(3)]
+    call = ((rows[0], {"ids": rows[1]}), {"scale": 2.0, "late": rows[2]})
+    small = ((rows[0][:2], {"ids": rows[1][:2]}), {"scale": 2.0, "late": rows[2][:2]})
+    pipe = pipeline(model, *small, split_spec={"second": SplitPoint.BEGINNING})
+
+    def work(transport: Any) -> Any:
+        return ScheduleGPipe(pipe.build_stage(transport.rank, "cpu", transport), 3).step(*call[0], **call[1])
+
+    torch.testing.assert_close(LocalWorld(2).run(work)[1], model(*call[0], **call[1]))
+
+
+def test_a_constant_that_differs_in_a_later_microbatch_is_refused() -> None:
+    x = torch.randn(2, 4)
+    pipe = pipeline(Nested(), (x, {"ids": x}), {"scale": 2.0, "late": x}, split_spec={"second": SplitPoint.BEGINNING})
+    first, last = (((x, {"ids": x}), {"scale": scale, "late": x}) for scale in (2.0, 3.0))
+
+    def work(transport: Any) -> Any:
+        stage = pipe.build_stage(transport.rank, "cpu", transport)
+        return ScheduleGPipe(stage, 2).step(Microbatches([first, last]))
+
+    with pytest.raises(PenstockError, match=r"scale was 2.0 when the model was captured, and is 3.0 now"):
+        LocalWorld(2).run(work)

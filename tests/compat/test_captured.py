@@ -144,7 +144,7 @@ def test_what_was_traced_by_name_can_be_given_by_position(given: dict[str, Tenso
     torch.testing.assert_close(LocalWorld(2).run(work)[1], expected)
     with pytest.raises(CaptureError, match="by position"):
         pipe(X, *in_order, X)
-    with pytest.raises(CaptureError, match="given twice"):
+    with pytest.raises(CaptureError, match="multiple values"):
         pipe(X, in_order[0], **given)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from penstock.balance import Cuts, Profile, balance
-from penstock.capture.arguments import InputTable, batch_dims, given_dims, why_static
+from penstock.capture.arguments import InputTable, batch_dims, given_dims
 from penstock.capture.cost_cuts import CostCuts, Layers, basis_of, unevenness, unevenness_of_marks
 from penstock.capture.cutter import Cut, Cutter
 from penstock.capture.flat import Flat, Mark
@@ -71,11 +71,12 @@ def pipeline(
         by_name = balance(known, num_stages)  # costs of modules by their names: marks stand before these
         split_spec, num_stages = dict.fromkeys(by_name.names, SplitPoint.BEGINNING), None
     table, leaves = InputTable.of(module.forward, mb_args, mb_kwargs or {})
+    dims, why = batch_dims(leaves) if dynamic_shapes is None else (given_dims(table, leaves, dynamic_shapes), "")
     source = Retracer(
         skeleton=Skeleton.of(module, leaves),
         table=table,
         leaves=[_without_data(leaf, name) for leaf, name in zip(leaves, table.names, strict=True)],
-        dims=batch_dims(leaves) if dynamic_shapes is None else given_dims(table, leaves, dynamic_shapes),
+        dims=dims,
         fall_back=dynamic_shapes is None,
         points=_points(module, split_spec or {}, automatic=num_stages is not None),
         names=StateNames.of(module),
@@ -83,7 +84,7 @@ def pipeline(
         carry=arguments_from_first,
         policy=split_policy,
         num_stages=num_stages,
-        why_static=why_static(leaves) if dynamic_shapes is None else "",
+        why_static=why,
     )
     loss_spec = output_loss_value_spec or getattr(module, "loss_spec", None)
 
