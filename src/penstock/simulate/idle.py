@@ -68,9 +68,10 @@ def _busy(codes: Sequence[int], starts: Sequence[float], ends: Sequence[float]) 
 def _given(plan: Plan, starts: _Times, ends: _Times) -> dict[int, float]:
     """When each value left the rank that made it: as its message was sent, or, where there are none, as it was computed."""
     given: dict[int, float] = {}
+    lowered = plan.is_lowered
     for codes, began, ended in zip(plan.codes, starts, ends, strict=True):
         for code, start, end in zip(codes, began, ended, strict=True):
-            if plan.is_lowered:
+            if lowered:
                 if code & OP in SENDS:
                     given[partner_of(code)] = start
                 continue
