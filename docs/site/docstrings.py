@@ -11,8 +11,10 @@ would be one long line.
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from textwrap import indent
 
 import griffe
 
@@ -27,6 +29,7 @@ def as_markdown(text: str) -> str:
     - `a`: first and more
     - `b`: second
     """
+    text = "\n\n".join(as_code(paragraph) for paragraph in text.split("\n\n"))
     made: list[str] = []
     kind = "text"  # of the line before: text, example or entry
     for line in text.splitlines():
@@ -53,6 +56,20 @@ def as_markdown(text: str) -> str:
     if kind == "example":
         made.append("```")
     return "\n".join(made)
+
+
+def as_code(paragraph: str) -> str:
+    """A paragraph that is Python, indented as code is in markdown.
+
+    >>> as_code("step(x)  # once"), as_code("A step.")
+    ('    step(x)  # once', 'A step.')
+    """
+    try:
+        parsed = ast.parse(paragraph)
+    except SyntaxError:
+        return paragraph
+    code = any(isinstance(node, ast.Call | ast.Attribute | ast.Subscript) for node in ast.walk(parsed))
+    return indent(paragraph, "    ") if code else paragraph
 
 
 def escaped(line: str) -> str:

@@ -28,67 +28,120 @@ from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """The root: `except penstock.PenstockError` catches everything that penstock raises on purpose."""
+    """The root: `except penstock.PenstockError` catches everything that penstock raises on purpose.
+
+    try:
+        pipe.step(batch, target=labels)
+    except penstock.PenstockError as error:
+        print(error)
+    """
 
 
 class PlanError(PenstockError, ValueError):
-    """A plan, schedule or placement that cannot be right."""
+    """A plan, schedule or placement that cannot be right.
+
+    penstock.get_schedule("1f1b")(0, 8)  # no ranks
+    """
 
 
 class ParseError(PlanError, RuntimeError):
-    """Text that is no action, or no plan file."""
+    """Text that is no action, or no plan file.
+
+    penstock.plan.loads("0F0,0B0garbage")
+    """
 
 
 class IncompleteError(PlanError, AssertionError):
-    """An action is missing, doubled or on the wrong rank."""
+    """An action is missing, doubled or on the wrong rank.
+
+    check(Plan.of([["0F0"]]))  # its backward is missing, or 0F0 stands there twice
+    """
 
 
 class OrderError(PlanError, AssertionError):
-    """An action stands before something that it needs."""
+    """An action stands before something that it needs.
+
+    check(Plan.of([["0B0", "0F0"]]))
+    """
 
 
 class DeadlockError(PlanError):
-    """Ranks would wait for one another for ever; the text shows the cycle."""
+    """Ranks would wait for one another for ever; the text shows the cycle.
+
+    check(Plan.of([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]]))
+    """
 
 
 class UnknownNameError(PenstockError, ValueError):
-    """There is no schedule (or other named thing) of that name."""
+    """There is no schedule (or other named thing) of that name.
+
+    penstock.get_schedule("1f2b")
+    """
 
 
 class SplitError(PenstockError, ValueError):
-    """A batch cannot be cut into microbatches as asked."""
+    """A batch cannot be cut into microbatches as asked.
+
+    pipe.step(torch.randn(3, 8))  # three rows for four microbatches
+    """
 
 
 class MergeError(SplitError, AssertionError):
-    """What came out of the microbatches cannot be put together as asked."""
+    """What came out of the microbatches cannot be put together as asked.
+
+    merge_chunks([torch.ones(2), "text"])
+    """
 
 
 class CaptureError(PenstockError, RuntimeError):
-    """A model cannot be captured or cut as asked."""
+    """A model cannot be captured or cut as asked.
+
+    penstock.Pipeline(model_with_a_branch_on_its_data, (x,))
+    """
 
 
 class BalanceError(PenstockError, ValueError):
-    """No cut of the layers satisfies what was asked."""
+    """No cut of the layers satisfies what was asked.
+
+    penstock.Pipeline(model, (x,), memory_limit=1000)  # bytes: no cut is small enough
+    """
 
 
 class StageError(PenstockError, RuntimeError):
-    """A stage was built or used wrongly."""
+    """A stage was built or used wrongly.
+
+    penstock.PipelineStage(module, 0, 2, "cpu", group=None).submod  # without a process group
+    """
 
 
 class PlaceError(StageError, ValueError):
-    """A stage has an index that its pipeline does not have."""
+    """A stage has an index that its pipeline does not have.
+
+    penstock.PipelineStage(module, 4, 4, "cpu")  # stages count from 0
+    """
 
 
 class ShapeError(StageError):
-    """Tensors at a stage boundary are not what the neighbour expects."""
+    """Tensors at a stage boundary are not what the neighbour expects.
+
+    schedule.step(x)  # a stage gives other shapes than in the step before, for inputs of the same shape
+    """
 
 
 class RunError(PenstockError, RuntimeError):
-    """A step went wrong."""
+    """A step went wrong.
+
+    pipe.load("no/such/checkpoint")
+    """
 
 
 class PeerFailed(RunError):
     """Another rank raised an exception during the step.
+
+        try:
+            pipe.step(batch, target=labels)
+        except penstock.PeerFailed as failed:
+            print(failed.rank, failed.action)
 
     ``rank``, ``stage``, ``action``, ``microbatch`` say where, ``cause`` is the text of the exception there.
     """
@@ -106,19 +159,34 @@ class PeerFailed(RunError):
 
 
 class ReplicaFailed(RunError):
-    """Another data-parallel replica of a stage failed in this step, so there are no gradients to average."""
+    """Another data-parallel replica of a stage failed in this step, so there are no gradients to average.
+
+    try:
+        pipe.step(batch, target=labels)
+    except penstock.ReplicaFailed:
+        optimizer.zero_grad()  # the next step works
+    """
 
 
 class RanksDisagree(RunError):
-    """The ranks are about to run different things; the text is a table of the differences."""
+    """The ranks are about to run different things; the text is a table of the differences.
+
+    penstock.Pipeline(model, (x,), microbatches=4 + rank)  # every rank must ask for the same
+    """
 
 
 class StepTimeout(RunError):
-    """A bounded wait ran out; the text says who waited for what from whom."""
+    """A bounded wait ran out; the text says who waited for what from whom.
+
+    schedule.step(x)  # while another rank is stopped in a debugger
+    """
 
 
 class TransportError(RunError):
-    """Messages cannot be sent or received, for a reason that is not another rank's failure."""
+    """Messages cannot be sent or received, for a reason that is not another rank's failure.
+
+    penstock.LocalWorld(2).run(function)  # in which one rank sends to a rank that is not there
+    """
 
 
 class UnevenCut(UserWarning):

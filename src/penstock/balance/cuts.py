@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageCut:
-    """One stage: the layers start..stop and what they add up to, for one microbatch."""
+    """One stage: the layers start..stop and what they add up to, for one microbatch.
+
+    cut.stages[0].start, cut.stages[0].stop  # of balance(profile, 4)
+    """
 
     stage: int
     rank: int

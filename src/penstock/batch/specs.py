@@ -62,7 +62,10 @@ def _spec_of_dims(dims: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Hand this value to every microbatch as it is. The class itself serves as well as an instance."""
+    """Hand this value to every microbatch as it is. The class itself serves as well as an instance.
+
+    schedule = Schedule1F1B(stage, 4, kwargs_chunk_spec={"mask": Replicate})
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,10 @@ def split_sizes(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
 
 
 def merge_tensors(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """The pieces side by side along a dimension: the inverse of `split_tensor`."""
+    """The pieces side by side along a dimension: the inverse of `split_tensor`.
+
+    merge_tensors(split_tensor(x, 4), 0)  # x again
+    """
     if not any(map(is_dtensor, pieces)):
         _check_shapes(pieces, dim)
         return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)

@@ -24,7 +24,10 @@ Call = Callable[..., Any]  # (submodule, *what the one before returned) -> what 
 
 
 class PipeSequential(nn.Sequential):
-    """An ``nn.Sequential`` whose every entry is a stage."""
+    """An ``nn.Sequential`` whose every entry is a stage.
+
+    PipeSequential(embed, first_half, second_half, head)  # four stages
+    """
 
     @staticmethod
     def from_sequential(sequential: nn.Sequential) -> PipeSequential:
@@ -41,7 +44,10 @@ class PipeSequential(nn.Sequential):
 
 
 class ListStage(nn.Module):
-    """Some submodules of a model, called in order; parameters keep their names in the model."""
+    """Some submodules of a model, called in order; parameters keep their names in the model.
+
+    first, last = penstock.split_modules(model, ["embed", "layers.0", "layers.1", "head"], 2)
+    """
 
     ties: tuple[Tie, ...] = ()
 
@@ -124,7 +130,10 @@ def _by_name(calls: Mapping[str, Call], names: Sequence[str]) -> dict[str, Call]
 
 @dataclass(frozen=True)
 class Tie:
-    """One logical parameter: the first holder owns it, all are kept equal and their gradients are summed."""
+    """One logical parameter: the first holder owns it, all are kept equal and their gradients are summed.
+
+    tie((0, "embed.weight"), (3, "head.weight"))
+    """
 
     holders: tuple[tuple[int, str], ...]  # (stage, name in that stage)
 
@@ -144,7 +153,10 @@ def tie(holders: Iterable[tuple[int, str]]) -> Tie:
 
 
 def find_ties(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Parameters that several stages of one process hold as one object."""
+    """Parameters that several stages of one process hold as one object.
+
+    find_ties({0: first, 3: last})
+    """
     holders: dict[int, list[tuple[int, str]]] = {}
     for k, stage in enumerate(stages):
         for name, value in stage.named_parameters():

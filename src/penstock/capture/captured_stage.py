@@ -12,7 +12,10 @@ from penstock.stage.stage import PipelineStage
 
 
 class CapturedStage(PipelineStage):
-    """A stage around a captured module: it reads what its wires say, not all that the stage before returns."""
+    """A stage around a captured module: it reads what its wires say, not all that the stage before returns.
+
+    stage = pipe.build_stage(rank, device)  # of pipe = penstock.pipeline(model, (x,))
+    """
 
     routes: StageRoutes
 

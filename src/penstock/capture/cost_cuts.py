@@ -154,7 +154,10 @@ def basis_of(profile: Profile) -> str:
 
 
 def cuts_at(where: Places) -> Callable[[Flat, int], list[int]]:
-    """For `pipeline`: cut at these places, found on another rank or another day in the same model."""
+    """For `pipeline`: cut at these places, found on another rank or another day in the same model.
+
+    pipeline(model, (x,), split_policy=cuts_at(places))
+    """
 
     def choose(flat: Flat, _: int) -> list[int]:
         for place, name in where:

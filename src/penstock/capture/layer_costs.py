@@ -285,7 +285,10 @@ def signature(stage: StageModule) -> Any:
 
 
 def layer_names(stages: Sequence[StageModule]) -> list[str]:
-    """A name for each stage of a model that is cut in layers: the module in which it begins."""
+    """A name for each stage of a model that is cut in layers: the module in which it begins.
+
+    layer_names(capture_layers(model, (x,))[0])  # ["embed", "layers.0", ...]
+    """
     return numbered(
         [[n.meta.get("path", "") for n in stage.graph.nodes if n.op == "call_function"] for stage in stages]
     )

@@ -30,7 +30,10 @@ Fill = Callable[[str, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of every name."""
+    """What became of every name.
+
+    print(penstock.capture.load(stage, "model.safetensors"))
+    """
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...]  # of these stages, and not in the source
@@ -95,7 +98,10 @@ def has_no_data(tensor: torch.Tensor) -> bool:
 
 
 def load(stages: nn.Module | Iterable[nn.Module], source: Values) -> LoadReport:
-    """Copy values by name from a state dict, a safetensors file, several, or a folder of them."""
+    """Copy values by name from a state dict, a safetensors file, several, or a folder of them.
+
+    report = penstock.capture.load(pipe, "folder/with/safetensors")
+    """
     return _loaded(_stage_modules(stages), source, frozenset())
 
 

@@ -38,14 +38,20 @@ has_side_effect(mark)
 
 
 class SplitPoint(Enum):
-    """On which side of a module's call the cut lies."""
+    """On which side of a module's call the cut lies.
+
+    pipeline(model, (x,), split_spec={"layers.2": SplitPoint.BEGINNING})
+    """
 
     BEGINNING = 1
     END = 2
 
 
 class PipeSplitWrapper:
-    """The holder under which existing programs know ``SplitPoint``."""
+    """The holder under which existing programs know ``SplitPoint``.
+
+    PipeSplitWrapper.SplitPoint.BEGINNING is SplitPoint.BEGINNING
+    """
 
     SplitPoint = SplitPoint
 

@@ -22,14 +22,21 @@ from penstock.errors import CaptureError
 
 
 class MultiUseParameterConfig(Enum):
-    """What happens to a parameter that several stages use."""
+    """What happens to a parameter that several stages use.
+
+    pipeline(model, (x,), multi_use_param_spec=MultiUseParameterConfig.TRANSMIT)
+    """
 
     TRANSMIT = 1  # one stage holds it and sends its value to the others, as an activation
     REPLICATE = 2  # every stage that uses it holds it; their gradients are summed
 
 
 class Pipe(nn.Module):
-    """The stages of a captured model, together."""
+    """The stages of a captured model, together.
+
+    pipe = penstock.pipeline(model, (x,), num_stages=2)
+    stage = pipe.build_stage(rank, device)
+    """
 
     def __init__(self, stages: Sequence[StageModule], info: PipeInfo) -> None:
         super().__init__()
@@ -129,6 +136,10 @@ class Pipe(nn.Module):
 
 class LossWrapper(nn.Module):
     """A model and its loss; a subclass says in ``forward`` how they go together.
+
+        class WithLoss(LossWrapper):
+            def forward(self, x, target):
+                return self.loss_fn(self.module(x), target)
 
     ``loss_spec`` says which part of what ``forward`` returns is the loss: True for all of it, or the same structure
     with True at its place.

@@ -22,7 +22,10 @@ from penstock.nest import Nest, leaf_names
 
 @dataclass(frozen=True)
 class Shared:
-    """One parameter or buffer that several stages use, each under a name of the user's model."""
+    """One parameter or buffer that several stages use, each under a name of the user's model.
+
+    pipe.info().shared["embed.weight"].holders  # ((0, "embed.weight"), (3, "head.weight"))
+    """
 
     owner: int  # the stage whose copy counts: in a norm, in a checkpoint
     name: str  # its name there
@@ -32,7 +35,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class PipeInfo:
-    """The captured model without its tensors. Plain data: it can be compared, printed and saved."""
+    """The captured model without its tensors. Plain data: it can be compared, printed and saved.
+
+    pipe.info().num_stages
+    """
 
     num_stages: int
     inputs: InputTable

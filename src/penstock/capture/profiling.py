@@ -82,7 +82,10 @@ def profile_layers(
     device: torch.device,
     progress: bool | None = None,
 ) -> Profile:
-    """Measure the stages of a captured model, each as one layer. `where` they were cut is kept beside the costs."""
+    """Measure the stages of a captured model, each as one layer. `where` they were cut is kept beside the costs.
+
+    profile_layers(*capture_layers(model, (x,)))
+    """
     setting = LayerSetting(args, dict(kwargs), loss_fn, target, repeats, device)
     stages = [layers.get_stage_module(k) for k in range(layers.num_stages)]
     metadata = {"places": None if where is None else [list(place) for place in where]}
@@ -98,7 +101,10 @@ def capture_layers(
     num_stages: int,
     **options: Any,
 ) -> tuple[Pipe, tuple[tuple[int, str], ...]]:
-    """The model cut at every good place, and the places: (position, name of the operator there)."""
+    """The model cut at every good place, and the places: (position, name of the operator there).
+
+    layers, places = capture_layers(model, (x,))
+    """
     found: list[tuple[int, str]] = []
 
     def everywhere(flat: Flat, _: int) -> list[int]:

@@ -47,7 +47,10 @@ class OutputRecipe:
 
 
 class StageModule(nn.Module):
-    """A stage: its parameters and buffers under the names of the user's model, and its part of the graph."""
+    """A stage: its parameters and buffers under the names of the user's model, and its part of the graph.
+
+    pipe.get_stage_module(0)(x)
+    """
 
     inputs: tuple[Wire, ...]
     outputs: tuple[Wire, ...]

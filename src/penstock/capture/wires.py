@@ -25,7 +25,10 @@ Key = tuple[bool | None, Fixed]  # which graph of a stage: for this mode (None: 
 
 @dataclass(frozen=True)
 class Wire:
-    """One value on its way: made by one stage (or given as an argument), used by later ones."""
+    """One value on its way: made by one stage (or given as an argument), used by later ones.
+
+    [wire.name for wire in pipe.get_stage_module(1).inputs]
+    """
 
     name: str  # unique in the model; for an argument, as a user would write it
     source: int | None  # the stage that makes it; None for an argument of the model

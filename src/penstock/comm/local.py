@@ -131,7 +131,10 @@ class LocalStore:
 
 
 class LocalTransport(Transport):
-    """One thread's end. ``world.run`` hands it to the function of each rank."""
+    """One thread's end. ``world.run`` hands it to the function of each rank.
+
+    penstock.LocalWorld(2).run(lambda transport: transport.rank)  # [0, 1]
+    """
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self._world = world
@@ -188,6 +191,8 @@ class LocalTransport(Transport):
 
 class LocalWorld:
     """``num_ranks`` ranks as threads of this process, of which one runs at a time.
+
+        losses = penstock.LocalWorld(2).run(train)  # train(transport), on each rank
 
     ``rendezvous``  a send is done only when its receive is posted; else it is done at once, with a copy taken.
     ``seed``        who runs next is drawn instead of going round: other orders, each of them repeatable.

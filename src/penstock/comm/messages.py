@@ -26,7 +26,10 @@ from penstock.errors import PenstockError, ShapeError
 
 
 class Work(Protocol):
-    """A message on its way. It is waited for exactly once."""
+    """A message on its way. It is waited for exactly once.
+
+    transport.irecv(buffer, 1).wait()
+    """
 
     def wait(self, timeout: timedelta = ..., /) -> object: ...
 

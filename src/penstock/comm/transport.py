@@ -25,7 +25,11 @@ from penstock.errors import PeerFailed, RanksDisagree, RunError
 
 
 class Store(Protocol):
-    """Small values that every rank of the transport can see. No wait is without a bound."""
+    """Small values that every rank of the transport can see. No wait is without a bound.
+
+    transport.store.set("ready/0", b"1")
+    transport.store.get("ready/0", timeout=10)
+    """
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -82,6 +86,8 @@ class FailureRecord:
 
 class Transport(Messages):
     """One rank's end of all that the ranks tell one another.
+
+        transport.isend(tensor, peer=1).wait()
 
     ``failed``   during a step: the failure that some other rank posted, or None. A plain attribute, cheap to read.
     ``epoch``    the number of the current or last step, the same on every rank. A failure belongs to an epoch.

@@ -57,7 +57,10 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Tried:
-    """One candidate."""
+    """One candidate.
+
+    [(one.schedule, one.makespan) for one in pipe.choice.tried]
+    """
 
     schedule: str
     stages_per_rank: int
@@ -69,7 +72,10 @@ class Tried:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and among what."""
+    """What was chosen, and among what.
+
+    pipe.choice.plan.name, pipe.choice.timeline.makespan
+    """
 
     plan: Plan  # compute actions
     boundaries: tuple[int, ...]  # the first layer of each stage but the first
@@ -151,7 +157,10 @@ class _Found:
 
 
 def choose(profile: Profile, wishes: Wishes) -> Choice:
-    """Simulate every candidate with the costs of the profile, and take the fastest that fits."""
+    """Simulate every candidate with the costs of the profile, and take the fastest that fits.
+
+    choose(profile, Wishes(num_ranks=4, num_microbatches=8)).plan
+    """
     if not is_timed(profile):
         wishes = replace(wishes, machine=Machine())
     if wishes.schedule == "search" and wishes.plan is None:

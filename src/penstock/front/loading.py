@@ -29,7 +29,10 @@ from penstock.front.names import StageTensors, unknown
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint in one process."""
+    """A whole checkpoint in one process.
+
+    model.load_state_dict(penstock.load("run/checkpoint").model)
+    """
 
     model: dict[str, Tensor]  # a plain state dict: every name of the model
     optimizer: dict[str, dict[str, Any]]  # by name of the parameter: the state of the optimizer

@@ -42,7 +42,10 @@ from penstock.stage.stage import PipelineStage
 
 @dataclass(frozen=True)
 class Result:
-    """What a step gives on every rank."""
+    """What a step gives on every rank.
+
+    print(pipe.step(tokens, target=labels).loss)
+    """
 
     loss: float | None  # of the whole batch; None where it was not shared
     losses: tuple[float, ...] = ()  # of each microbatch

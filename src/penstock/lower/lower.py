@@ -26,6 +26,8 @@ def lower(
 ) -> Plan:
     """From what is computed to all that is done: messages, care of parameters; I and W merged where it delays nobody.
 
+        lower(get_schedule("1f1b")(2, 4), shards=True, reduce=True)
+
     `shards` is for stages whose parameters are sharded (FSDP2), `reduce` for stages with data-parallel replicas. `queues`
     says which messages share a queue of the transport (`penstock.plan.queues`); `receives` is a choice only where each
     direction has its own.

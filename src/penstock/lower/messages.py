@@ -34,12 +34,18 @@ from penstock.plan.places import ABSENT, column, either, flatten, places
 
 @dataclass(frozen=True)
 class Early:
-    """Post each receive just before the sender can possibly send."""
+    """Post each receive just before the sender can possibly send.
+
+    add_messages(plan, Early())
+    """
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Post each receive `count` messages ahead of its use."""
+    """Post each receive `count` messages ahead of its use.
+
+    add_messages(plan, Ahead(2))
+    """
 
     count: int = 2
 
@@ -50,7 +56,10 @@ class Ahead:
 
 @dataclass(frozen=True)
 class JustInTime:
-    """Post each receive right before its use."""
+    """Post each receive right before its use.
+
+    add_messages(plan, JustInTime())
+    """
 
 
 ReceivePolicy = Early | Ahead | JustInTime

@@ -10,7 +10,10 @@ from penstock.plan.ops import WEIGHT_GRADIENTS, Op
 
 
 def add_reduce_grad(plan: Plan) -> Plan:
-    """REDUCE_GRAD after the last W or B of each stage."""
+    """REDUCE_GRAD after the last W or B of each stage.
+
+    add_reduce_grad(get_schedule("1f1b")(2, 4))
+    """
     return plan.with_codes(reduce_grad(codes, plan.num_microbatches) for codes in plan.codes)
 
 

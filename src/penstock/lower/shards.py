@@ -13,6 +13,8 @@ from penstock.plan.ops import COMPUTES, Op
 def add_unshard_reshard(plan: Plan, max_unsharded: int = 3) -> Plan:
     """UNSHARD before use, RESHARD after it, with at most `max_unsharded` stages of a rank unsharded at a time.
 
+        add_unshard_reshard(get_schedule("1f1b")(2, 4), max_unsharded=3)
+
     The stages that are used next are gathered ahead; a stage that is not among the next `max_unsharded` makes room. (An
     overlapped pair needs both its stages at once, whatever the limit.)
     """

@@ -19,7 +19,10 @@ from penstock.parallel.protocol import DataParallel, Unwrapped
 
 
 def adapt(module: nn.Module) -> DataParallel:
-    """The adapter for `module`, which may be wrapped itself, have wrapped modules inside, or neither."""
+    """The adapter for `module`, which may be wrapped itself, have wrapped modules inside, or neither.
+
+    adapt(DistributedDataParallel(module)).reduce_grad()
+    """
     found = list(_adapters(module, set()))
     match found:
         case []:

@@ -20,7 +20,11 @@ from penstock.errors import ReplicaFailed, RunError
 
 
 class DataParallel(Protocol):
-    """The data parallelism of one stage. `begin` and `end` stand around each step, of training or evaluation."""
+    """The data parallelism of one stage. `begin` and `end` stand around each step, of training or evaluation.
+
+    data_parallel = adapt(stage.submod)
+    data_parallel.begin(...)
+    """
 
     @property
     def sharded(self) -> bool:
@@ -62,7 +66,10 @@ class DataParallel(Protocol):
 
 
 class Unwrapped:
-    """A stage without data parallelism: every action is there and does nothing."""
+    """A stage without data parallelism: every action is there and does nothing.
+
+    adapt(nn.Linear(4, 4))  # no wrapper: Unwrapped
+    """
 
     __slots__ = ()
     sharded = False

@@ -17,8 +17,12 @@ from penstock.errors import StageError
 
 
 def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
-    """The module in DDP ("ddp") or under `fully_shard` ("fsdp"), over a mesh of one dimension. One that has nothing to
-    train, or no replicas, stays as it is."""
+    """The module in DDP ("ddp") or under `fully_shard` ("fsdp"), over a mesh of one dimension.
+
+        wrap(module, "fsdp", mesh["dp"])
+
+    One that has nothing to train, or no replicas, stays as it is.
+    """
     if kind not in ("ddp", "fsdp"):
         raise StageError(f'data_parallel={kind!r}; expected "ddp" or "fsdp"')
     if mesh is None or mesh.size() == 1 or not any(p.requires_grad for p in module.parameters()):
@@ -32,7 +36,10 @@ def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module whose names and signature the user knows; the other kinds of data parallelism leave it as it is."""
+    """The module whose names and signature the user knows; the other kinds of data parallelism leave it as it is.
+
+    unwrap(DistributedDataParallel(module)) is module
+    """
     while isinstance(module, DistributedDataParallel):
         module = module.module
     return module

@@ -45,6 +45,8 @@ MAX_MICROBATCH: Final = MICROBATCH
 class Action(NamedTuple):
     """One thing that one rank does, on one stage, for one microbatch.
 
+        str(Action(Op.F, 2, 0))  # "2F0"
+
     `peer` is the stage at the other end of a message, and None when that is the neighbouring stage.
     """
 
@@ -68,7 +70,10 @@ class Action(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A forward and a backward that run in one slot, so that one hides the communication of the other."""
+    """A forward and a backward that run in one slot, so that one hides the communication of the other.
+
+    Overlap(Action(Op.F, 0, 3), Action(Op.B, 3, 1))  # (0F3;3B1)OVERLAP_F_B
+    """
 
     first: Action
     second: Action
@@ -139,6 +144,10 @@ def partner_of(code: int) -> int:
 
 
 def pack(action: AnyAction) -> int:
+    """An action as one int.
+
+    pack(Action(Op.F, 2, 0))  # the int that a plan holds
+    """
     if isinstance(action, Overlap):
         return overlap(pack(action.first), pack(action.second))
     return key_of(action.op, action.stage, action.peer) | (action.microbatch or 0) << MICROBATCH_SHIFT
@@ -150,6 +159,10 @@ def is_packed(code: int) -> bool:
 
 
 def unpack(code: int) -> AnyAction:
+    """The readable action of an int.
+
+    str(unpack(forward(2, 0)))  # "2F0"
+    """
     if code & OP == OVERLAP:
         first, second = split_overlap(code)
         return Overlap(_unpack_single(first), _unpack_single(second))

@@ -22,7 +22,10 @@ NOTHING: Final = ""  # holds no memory
 
 
 class Op(IntEnum):
-    """The kinds of action. The numbers are those of the packed form, and mean nothing else."""
+    """The kinds of action. The numbers are those of the packed form, and mean nothing else.
+
+    Action(Op.F, stage=2, microbatch=0)  # 2F0
+    """
 
     F = 0
     I = 1  # noqa: E741  the letter is the vocabulary of the field

@@ -41,17 +41,25 @@ _Cell = AnyAction | str | int | None
 
 
 def dumps(plan: Plan) -> str:
-    """The plan as CSV text."""
+    """The plan as CSV text.
+
+    dumps(get_schedule("1f1b")(2, 4))
+    """
     return "".join(",".join(map(text, codes)) + "\n" for codes in plan.codes)
 
 
 def dump(plan: Plan, path: str | PathLike[str]) -> None:
-    """Write the plan as a CSV file."""
+    """Write the plan as a CSV file.
+
+    dump(get_schedule("1f1b")(2, 4), "plan.csv")
+    """
     Path(path).write_text(dumps(plan), encoding="utf-8")
 
 
 def load(path: str | PathLike[str], *, limit: int = LIMIT, **known: object) -> Plan:
     """Read a CSV file, torch's or penstock's own.
+
+        load("plan.csv")
 
     A file of more than `limit` bytes is refused: reading takes about thirty times its size in memory.
 
@@ -72,7 +80,10 @@ def load(path: str | PathLike[str], *, limit: int = LIMIT, **known: object) -> P
 
 
 def loads(string: str, *, source: str = "the text", **known: object) -> Plan:
-    """Read CSV text. `source` is named in errors."""
+    """Read CSV text. `source` is named in errors.
+
+    loads("0F0,0B0\\n1F0,1B0")
+    """
     try:
         rows = list(csv.reader(StringIO(string, newline="")))
     except csv.Error as error:

@@ -14,7 +14,11 @@ from penstock.stage.stage import PipelineStage
 
 
 class PipelineScheduleSingle(Schedule):
-    """One stage a rank."""
+    """One stage a rank.
+
+    class ScheduleMine(PipelineScheduleSingle):
+        recipe = "mine"  # the name of a registered schedule
+    """
 
     def __init__(
         self,
@@ -45,6 +49,9 @@ class PipelineScheduleSingle(Schedule):
 
 class PipelineScheduleMulti(Schedule):
     """Several stages a rank.
+
+        class ScheduleMine(PipelineScheduleMulti):
+            recipe = "mine"  # the name of a registered schedule
 
     `defer_pp_recv`               True: a receive is posted just before what needs it, and not ahead.
     `backward_requires_autograd`  False: functions of your own differentiate, so `step` may be called under `no_grad`.
@@ -84,50 +91,122 @@ class PipelineScheduleMulti(Schedule):
 
 
 class ScheduleForwardOnly(PipelineScheduleSingle):
+    """Forward only, for evaluation.
+
+    schedule = ScheduleForwardOnly(stage, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "forward"
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards.
+
+    schedule = ScheduleGPipe(stage, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "gpipe"
 
 
 class Schedule1F1B(PipelineScheduleSingle):
+    """One forward, one backward: no more microbatches in flight than there are stages.
+
+    schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "1f1b"
 
 
 class ScheduleZBH1(PipelineScheduleSingle):
+    """Zero bubble with the memory of 1F1B.
+
+    schedule = ScheduleZBH1(stage, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "zb-h1"
 
 
 class ScheduleZBH2(PipelineScheduleSingle):
+    """Zero bubble with twice the memory of 1F1B, and hardly a bubble.
+
+    schedule = ScheduleZBH2(stage, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "zb-h2"
 
 
 class ScheduleLoopedBFS(PipelineScheduleMulti):
+    """Breadth first over several stages a rank.
+
+    schedule = ScheduleLoopedBFS(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "loopedbfs"
 
 
 class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+    """1F1B over several stages a rank.
+
+    schedule = ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "interleaved1f1b"
 
 
 class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
+    """Interleaved 1F1B whose weight work fills the gaps.
+
+    schedule = ScheduleInterleavedZeroBubble(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "interleavedzerobubble"
 
 
 class ScheduleZBVZeroBubble(PipelineScheduleMulti):
+    """Two stages a rank in a V, and no bubble where the halves of a backward cost the same as a forward.
+
+    schedule = ScheduleZBVZeroBubble(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "zbv"
 
 
 class ScheduleDualPipeV(PipelineScheduleMulti):
+    """Two stages a rank in a V; forwards are paired with backwards, to overlap.
+
+    schedule = ScheduleDualPipeV(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "dualpipev"
 
 
 class ScheduleVHalf(PipelineScheduleMulti):
+    """A V with half the memory of 1F1B.
+
+    schedule = ScheduleVHalf(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "v-half"
 
 
 class ScheduleVMin(PipelineScheduleMulti):
+    """A V with a third of the memory of 1F1B.
+
+    schedule = ScheduleVMin(stages, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(batch, target=labels)
+    """
+
     recipe = "v-min"
 
 

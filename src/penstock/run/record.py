@@ -71,12 +71,13 @@ class Recorder:
     @property
     def busy(self) -> float:
         """Seconds in which this rank did something in the last step, and did not wait."""
-        return sum(self.ends) - sum(self.starts)
+        return sum(self.clock.seconds(self.ends)) - sum(self.clock.seconds(self.starts))
 
     @property
     def span(self) -> float:
         """Seconds from the beginning of its first action to the end of its last."""
-        return max(self.ends, default=0.0) - min(self.starts, default=0.0)
+        ends, starts = self.clock.seconds(self.ends), self.clock.seconds(self.starts)
+        return max(ends, default=0.0) - min(starts, default=0.0)
 
     def watched(self, program: Program, calls: Sequence[Call]) -> list[Call]:
         """The calls of a step, each of which notes its times."""

@@ -15,7 +15,11 @@ import torch
 
 @contextmanager
 def microbatch_rng(*, seed: int, stage: int, microbatch: int, step: int) -> Iterator[None]:
-    """Inside, random numbers are those of this seed, stage, microbatch and step; outside, nothing has moved."""
+    """Inside, random numbers are those of this seed, stage, microbatch and step; outside, nothing has moved.
+
+    with microbatch_rng(seed=0, stage=1, microbatch=3, step=7):
+        torch.rand(1)
+    """
     text = f"penstock {seed} {stage} {microbatch} {step}"
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -17,7 +17,10 @@ from penstock.plan import Placement, Plan, StageGraph
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a schedule is made for. Stages count over all ranks."""
+    """What a schedule is made for. Stages count over all ranks.
+
+    Sizes(num_ranks=4, num_microbatches=8, stages_per_rank=2).num_stages  # 8
+    """
 
     num_ranks: int
     num_microbatches: int
@@ -102,7 +105,10 @@ def _fold(name: str) -> str:
 
 
 def register(recipe: Recipe) -> Recipe:
-    """Make a schedule known to `get_schedule`, the command line and the gallery. The same name again replaces it."""
+    """Make a schedule known to `get_schedule`, the command line and the gallery. The same name again replaces it.
+
+    register(Recipe("mine", "what it is", rank_actions, stages_per_rank=1))
+    """
     spellings = {_fold(spelling): spelling for spelling in (recipe.name, *recipe.aliases)}
     for folded, spelling in spellings.items():
         other = _BY_SPELLING.get(folded, recipe)
@@ -114,6 +120,10 @@ def register(recipe: Recipe) -> Recipe:
 
 
 def all_schedules() -> tuple[Recipe, ...]:
+    """Every schedule that has a name, in the order in which they were registered.
+
+    [recipe.name for recipe in all_schedules()]
+    """
     return tuple(_RECIPES.values())
 
 

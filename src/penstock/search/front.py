@@ -14,7 +14,10 @@ _LEVELS = 12  # limits that are searched, if they are not given
 
 
 class Point(NamedTuple):
-    """A schedule, by what its fullest rank holds and how long it takes."""
+    """A schedule, by what its fullest rank holds and how long it takes.
+
+    Point("zbv", memory=4.0, makespan=25.5)
+    """
 
     memory: float
     makespan: float
@@ -25,7 +28,10 @@ class Point(NamedTuple):
 
 
 class Front(NamedTuple):
-    """`searched`: each is faster than all with less memory. `known`: every known schedule for as many stages."""
+    """`searched`: each is faster than all with less memory. `known`: every known schedule for as many stages.
+
+    front(job).searched[0].makespan
+    """
 
     searched: tuple[Point, ...]
     known: tuple[Point, ...]

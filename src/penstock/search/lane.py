@@ -28,7 +28,10 @@ _USUAL = (Manner(0.0, 0.0), Manner(0.5, 0.0), Manner(0.5, 0.1), Manner(1.0, 0.35
 
 @dataclass(frozen=True)
 class Searched:
-    """The best schedule that was found, and how good it can be at most."""
+    """The best schedule that was found, and how good it can be at most.
+
+    search(job).plan  # beside it: its time, and the floor
+    """
 
     plan: Plan
     costs: Costs

@@ -34,7 +34,10 @@ _CAUSE_WORDS = {
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: put `style` into a <style> and `script` into a <script> after all sections, once each."""
+    """A part of a page: put `style` into a <style> and `script` into a <script> after all sections, once each.
+
+    timeline_section([("planned", timeline)]).html
+    """
 
     html: str
     style: str

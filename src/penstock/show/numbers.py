@@ -37,7 +37,10 @@ def summary(timeline: Timeline) -> dict[str, Any]:
 
 
 def summary_text(timeline: Timeline) -> str:
-    """The same figures for people: one line for the whole, one line a rank."""
+    """The same figures for people: one line for the whole, one line a rank.
+
+    print(summary_text(simulate(plan)))
+    """
     plan, unit = timeline.plan, timeline.unit
     lines = [
         f"{plan.name or 'plan'}: {sizes(timeline)}, {plan.num_actions} actions",

@@ -56,7 +56,10 @@ def to_table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = Fal
 
 
 def coloured_table(shown: Timeline | Plan, *, width: int = 100) -> Text:
-    """The table as a rich text: a colour for each kind of action, a shade for each stage, the microbatch's number."""
+    """The table as a rich text: a colour for each kind of action, a shade for each stage, the microbatch's number.
+
+    Console().print(coloured_table(timeline))
+    """
     return _rich(_Layout(_timed(shown), coloured=True, marks=_FINE).lines(width))
 
 
@@ -76,7 +79,10 @@ def coloured_listing(plan: Plan, *, width: int = 100) -> Text:
 
 
 def show_table(shown: Timeline | Plan, console: Console | None = None, *, actions: bool = False) -> None:
-    """Write the table (or, with `actions`, the list of actions) to a console, in colour if that can show colour."""
+    """Write the table (or, with `actions`, the list of actions) to a console, in colour if that can show colour.
+
+    show_table(simulate(plan))
+    """
     from rich.console import Console
 
     console = console if console is not None else Console()

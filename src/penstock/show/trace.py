@@ -45,7 +45,10 @@ def to_trace(shown: Timeline | Plan) -> dict[str, Any]:
 
 
 def dump_trace(shown: Timeline | Plan, path: str | PathLike[str]) -> None:
-    """Write the trace as a JSON file."""
+    """Write the trace as a JSON file.
+
+    dump_trace(timeline, "trace.json")
+    """
     Path(path).write_text(json.dumps(to_trace(shown), separators=(",", ":")), encoding="utf-8")
 
 

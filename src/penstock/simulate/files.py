@@ -32,7 +32,10 @@ _NEEDED: Final = ("forward", "backward_input", "backward_weight")
 
 
 def load_costs(path: Path | str) -> Costs:
-    """Read a file of costs; see the top of this file for its format."""
+    """Read a file of costs; see the top of this file for its format.
+
+    simulate(plan, load_costs("costs.json"))
+    """
     with Path(path).open("rb") as file:
         data = file.read(LARGEST + 1)
     if len(data) > LARGEST:
@@ -46,7 +49,10 @@ def load_costs(path: Path | str) -> Costs:
 
 
 def dump_costs(costs: Costs, path: Path | str) -> None:
-    """Write a file that `load_costs` and `penstock ... --costs` read."""
+    """Write a file that `load_costs` and `penstock ... --costs` read.
+
+    dump_costs(Costs.unit(plan), "costs.json")
+    """
     Path(path).write_text(dumps_costs(costs), encoding="utf-8")
 
 
@@ -65,7 +71,10 @@ def dumps_costs(costs: Costs) -> str:
 
 
 def loads_costs(text: str) -> Costs:
-    """Read costs from the text of a file. Raises ParseError with what is wrong and what was expected."""
+    """Read costs from the text of a file. Raises ParseError with what is wrong and what was expected.
+
+    loads_costs(Path("costs.json").read_text())
+    """
     try:
         data = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,10 @@ _Times = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Idle:
-    """The idle time of one rank, by cause."""
+    """The idle time of one rank, by cause.
+
+    simulate(plan).idle[0].filling
+    """
 
     filling: float = 0.0  # before its first action
     draining: float = 0.0  # after its last action, until the last rank is done

@@ -17,7 +17,10 @@ Curve = Sequence[tuple[float, float]]  # (time, what is held from then on)
 
 
 class Span(NamedTuple):
-    """One action in time. A compute span occupies its rank; a message's span is the time that it was under way."""
+    """One action in time. A compute span occupies its rank; a message's span is the time that it was under way.
+
+    [span.start for span in timeline.spans(0)]
+    """
 
     rank: int
     action: AnyAction
@@ -26,7 +29,10 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One message from rank to rank: when it was posted and when it had arrived."""
+    """One message from rank to rank: when it was posted and when it had arrived.
+
+    [message.arrived for message in timeline.messages]
+    """
 
     sender: int
     receiver: int

@@ -16,7 +16,10 @@ OPTIONS = "options.json"  # in the output folder
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """All options of `penstock train`."""
+    """All options of `penstock train`.
+
+    TrainOptions(build="mine:build", ranks=4, steps=1000)
+    """
 
     build: str | None = None  # "module:function" of the user, or None for the small GPT
     ranks: int = 2  # processes on this machine; under torchrun its number of processes counts
