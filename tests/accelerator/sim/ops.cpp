@@ -346,6 +346,15 @@ at::Tensor& set_storage(at::Tensor& tensor, c10::Storage storage, c10::SymInt of
   return tensor;
 }
 
+at::Tensor& set_whole_storage(at::Tensor& tensor, c10::Storage storage) {
+  int64_t elements = storage.nbytes() / tensor.element_size();
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_storage_offset(0);
+  impl->set_sizes_contiguous({elements});
+  return tensor;
+}
+
 std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool> train) {
   bool drops = train.value_or(true) && p > 0;
   auto mask = at::empty_like(input, input.options().dtype(at::kBool));
@@ -368,6 +377,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", &resize);
   m.impl("record_stream", &record_stream);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("_fused_sdp_choice", &plain_attention);
   m.impl("native_dropout", &dropout);
 }
