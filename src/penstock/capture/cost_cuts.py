@@ -126,7 +126,10 @@ def unevenness(profile: Profile, boundaries: Sequence[int]) -> str:
 
 
 def warn_if_uneven(profile: Profile, boundaries: Sequence[int]) -> str:
-    """Say it, once for all ranks, of cuts that penstock chose."""
+    """Say it, once for all ranks, of cuts that penstock chose.
+
+    warn_if_uneven(profile, [3, 6, 9])  # what it says, or ""
+    """
     text = unevenness(profile, boundaries)
     heavy = "estimated" in profile.metadata or sum(layer.total for layer in profile.layers) > _NOTICEABLE * (
         len(boundaries) + 1
