@@ -48,6 +48,7 @@ class SimPool:
 
     def close(self) -> None:
         self._pool.close()
+        self._pool._directory.cleanup()
         self._folder.cleanup()
 
     def _job(self, mode: Mode, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
