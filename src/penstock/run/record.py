@@ -71,13 +71,13 @@ class Recorder:
     @property
     def busy(self) -> float:
         """Seconds in which this rank did something in the last step, and did not wait."""
-        return sum(self.clock.seconds(self.ends)) - sum(self.clock.seconds(self.starts))
+        return float(sum(self.clock.seconds(self.ends)) - sum(self.clock.seconds(self.starts)))
 
     @property
     def span(self) -> float:
         """Seconds from the beginning of its first action to the end of its last."""
         ends, starts = self.clock.seconds(self.ends), self.clock.seconds(self.starts)
-        return max(ends, default=0.0) - min(starts, default=0.0)
+        return float(max(ends, default=0.0) - min(starts, default=0.0))
 
     def watched(self, program: Program, calls: Sequence[Call]) -> list[Call]:
         """The calls of a step, each of which notes its times."""
