@@ -17,7 +17,7 @@ from penstock.front.choose import Choice, Machine, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
 from penstock.front.machine import measure_machine, without_calls
-from penstock.front.options import FIRST, GROUPS
+from penstock.front.pipeline_options import FIRST, GROUPS
 from penstock.plan import Placement
 from penstock.schedules import get_schedule
 

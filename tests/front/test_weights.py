@@ -15,7 +15,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.weights import open_weights
+from penstock.checkpoint.weight_files import open_weights
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError
 from tests.checkpoint import attack

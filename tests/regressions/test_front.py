@@ -22,8 +22,8 @@ from penstock.batch import microbatch_sizes
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import BalanceError, PenstockError, RanksDisagree, RunError, SplitError, UnknownNameError
 from penstock.plan import load
-from penstock.train import report
-from penstock.train.options import TrainOptions
+from penstock.train import run_report
+from penstock.train.train_options import TrainOptions
 from tests.checkpoint.pipes import WIDTH, batch, make
 from tests.front.models import batch as words
 from tests.front.models import loss_fn
@@ -269,7 +269,7 @@ def test_13_11_what_a_run_left_behind_may_be_damaged(tmp_path: Path, text: str) 
     with pytest.raises(PenstockError):
         TrainOptions(resume=True, output=str(tmp_path)).resumed([])
     with pytest.raises(PenstockError):
-        report.rewrite(tmp_path)
+        run_report.rewrite(tmp_path)
     with pytest.raises(BalanceError):
         Profile.loads(text)
     (tmp_path / "profile.json").write_bytes(b"\xff\xfe")

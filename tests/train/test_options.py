@@ -15,7 +15,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.train.options import TrainOptions
+from penstock.train.train_options import TrainOptions
 from penstock.train.update import check_names
 
 JOB = """

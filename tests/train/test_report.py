@@ -14,9 +14,9 @@ from penstock.balance import LayerCost, Profile
 from penstock.front.choose import Choice, Wishes, choose
 from penstock.lower import lower
 from penstock.simulate import simulate
-from penstock.train import report
+from penstock.train import run_report
 from penstock.train.measure import Held
-from penstock.train.page import loss_curve
+from penstock.train.report_page import loss_curve
 from tests.show.conftest import NASTY, browser, open_page  # noqa: F401 - fixtures
 
 
@@ -43,7 +43,7 @@ def made_data(title: str = "a run", unit: str = "s") -> dict[str, Any]:
         "rows": 512,
         "unit": "tokens",
         "checked": {"steps": 3, "difference": 0.0, "seconds": 0.2, "against": "the model itself"},
-        "measured": report._timeline_to_json(measured),
+        "measured": run_report._timeline_to_json(measured),
         "memory": [100_000, 200_000],
     }
 
@@ -56,7 +56,7 @@ def test_the_page_shows_everything_and_fetches_nothing(
     width: int,
     scheme: str,
 ) -> None:
-    text = report.write(tmp_path, made_data(NASTY)).read_text()
+    text = run_report.write(tmp_path, made_data(NASTY)).read_text()
     page = open_page(text, width=width, scheme=scheme)
     assert page.title() == NASTY
     words = page.inner_text("main")
@@ -75,14 +75,14 @@ def test_the_page_shows_everything_and_fetches_nothing(
 def test_a_plan_that_rests_on_estimates_is_drawn_in_the_measured_time(tmp_path: Path) -> None:
     """Without a profile a plan has no seconds; beside the measured timeline it is as long as the same work takes."""
     data = made_data(unit="")
-    text = report.write(tmp_path, data).read_text()
+    text = run_report.write(tmp_path, data).read_text()
     assert "Nothing was measured before training" in text
     assert "predicted, without the optimizer" not in text
     assert "estimated before training" in text
-    measured = report._timeline_from_json(data["measured"])
-    scaled = report._scaled(made_choice("").costs, measured)
+    measured = run_report._timeline_from_json(data["measured"])
+    scaled = run_report._scaled(made_choice("").costs, measured)
     assert sum(simulate(measured.plan, scaled).busy) == pytest.approx(sum(measured.busy))
-    assert "Nothing was measured" not in report.write(tmp_path, made_data()).read_text()
+    assert "Nothing was measured" not in run_report.write(tmp_path, made_data()).read_text()
 
 
 def test_held_counts_what_lives() -> None:

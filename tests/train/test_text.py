@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from penstock.errors import PenstockError
+from penstock.train.corpus import read_text
 from penstock.train.screen import Screen
-from penstock.train.text import read_text
 
 
 def test_python_s_own_sources_are_split_by_file_and_need_no_download() -> None:

@@ -25,11 +25,11 @@ from penstock.cli.main import main
 from penstock.errors import PenstockError
 from penstock.front import Choice
 from penstock.front.build import Request, cut
-from penstock.front.options import CutOptions, ModelOptions
-from penstock.train.check import Unpipelined
-from penstock.train.job import Job, data_as_function, make_job
-from penstock.train.options import OPTIONS, TrainOptions
-from penstock.train.report import read
+from penstock.front.pipeline_options import CutOptions, ModelOptions
+from penstock.train.run_report import read
+from penstock.train.train_job import Job, data_as_function, make_job
+from penstock.train.train_options import OPTIONS, TrainOptions
+from penstock.train.unpipelined import Unpipelined
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--size", "tiny", "--batch", "8", "--microbatches", "4", "--steps", "24", "--checkpoint-every", "5")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from penstock.cli import options
+from penstock.cli import shared
 
 
 @click.command()
-@options.plan_file
-@options.limit
+@shared.plan_file
+@shared.limit
 def command(file: Path, *, limit: int) -> None:
     """Prove that the plan in FILE.csv is complete, well placed, well ordered and cannot deadlock.
 

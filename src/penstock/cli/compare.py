@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import options
+from penstock.cli import shared
 
 if TYPE_CHECKING:
     from penstock.simulate import Timeline
 
 
 @click.command()
-@options.sizes
-@options.costs
-@options.as_json
+@shared.sizes
+@shared.costs
+@shared.as_json
 @click.option(
     "--from",
     "folder",
@@ -63,7 +63,7 @@ def command(
         if stages_per_rank is not None and recipe.stages_per_rank not in (None, stages_per_rank):
             continue
         plan = recipe(ranks, microbatches, stages_per_rank=stages_per_rank)
-        timelines.append(simulate(plan, options.costs_of(plan, given)))
+        timelines.append(simulate(plan, shared.costs_of(plan, given)))
     timelines.sort(key=lambda done: (not done.plan.has_backward, done.makespan, max(done.peak_memory)))
     if as_json:
         click.echo(json.dumps([summary(timeline) for timeline in timelines], indent=2))
@@ -78,7 +78,7 @@ def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int 
     from penstock.balance.cuts import size_text
     from penstock.front.choose import Choice, Wishes, choose
     from penstock.show.numbers import percent, time_text
-    from penstock.train.report import read
+    from penstock.train.run_report import read
 
     run = Choice.loads(read(folder)["choice"])
     wanted = {"num_ranks": run.plan.num_ranks, "num_microbatches": run.plan.num_microbatches, **sizes}

@@ -7,18 +7,18 @@ from typing import Any
 
 import click
 
-from penstock.cli import options
+from penstock.cli import shared
 
 
 @click.command()
 @click.argument("name")
-@options.sizes
-@options.costs
-@options.less_memory
+@shared.sizes
+@shared.costs
+@shared.less_memory
 @click.option("--lowered", is_flag=True, help="With sends and receives: all that a rank does, not only its computing.")
-@options.as_json
-@options.output
-@options.drawings
+@shared.as_json
+@shared.output
+@shared.drawings
 def command(
     name: str,
     *,
@@ -42,20 +42,19 @@ def command(
       penstock plan gis -p 8 -m 24 -v 4 --offload 0-15 --recompute 16-31
       penstock plan interleaved1f1b --stages-per-rank 4 --lowered -o plan.csv --html plan.html
     """
-    from penstock.cli.figures import print_timeline
     from penstock.lower import lower
     from penstock.plan import check, dump
     from penstock.schedules import get_schedule
     from penstock.simulate import simulate
 
     plan = get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank)
-    costs = options.costs_of(plan, given)
-    plan = options.holding_less(plan, costs, given)
+    costs = shared.costs_of(plan, given)
+    plan = shared.holding_less(plan, costs, given)
     if lowered:
         plan = lower(plan)
     check(plan)
     timeline = simulate(plan, costs)
     if output is not None:
         dump(plan, output)
-    options.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
-    print_timeline(timeline, as_json=as_json, actions=lowered)
+    shared.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
+    shared.print_timeline(timeline, as_json=as_json, actions=lowered)

@@ -16,6 +16,6 @@ def command(folder: Path) -> None:
     Example:
       penstock report runs/train
     """
-    from penstock.train.report import rewrite
+    from penstock.train.run_report import rewrite
 
     click.echo(str(rewrite(folder)))

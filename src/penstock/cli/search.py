@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
-from penstock.cli import options
+from penstock.cli import shared
 
 if TYPE_CHECKING:
     from penstock.search import Searched
@@ -21,8 +21,8 @@ _FIRST: Final = 0.15  # the share of the tries in which each number of stages a 
 
 
 @click.command()
-@options.sizes
-@options.costs
+@shared.sizes
+@shared.costs
 @click.option(
     "--memory",
     type=click.FloatRange(min=0),
@@ -39,9 +39,9 @@ _FIRST: Final = 0.15  # the share of the tries in which each number of stages a 
     "--front", "whole_front", is_flag=True, help="Search a dozen limits of memory: what memory buys in time, as a list."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same schedule.")
-@options.as_json
-@options.output
-@options.drawings
+@shared.as_json
+@shared.output
+@shared.drawings
 def command(
     *,
     ranks: int,
@@ -70,7 +70,6 @@ def command(
       penstock search --memory 8 -o plan.csv --html plan.html
       penstock search -p 8 -m 24 -v 2 --front --html front.html
     """
-    from penstock.cli.figures import print_timeline
     from penstock.plan import dump
     from penstock.show.numbers import percent, summary, time_text
     from penstock.simulate import load_costs
@@ -78,14 +77,14 @@ def command(
     if whole_front:
         if memory is not None or output is not None or given["trace"] is not None:
             raise click.UsageError("--front searches many limits; leave out --memory, --output and --trace")
-        costs = options.read_costs(ranks * (stages_per_rank or 2), stages_per_rank or 2, given)
+        costs = shared.read_costs(ranks * (stages_per_rank or 2), stages_per_rank or 2, given)
         count = tries or max(50, _EFFORT // (24 * costs.num_stages * microbatches))
         _front(ranks, microbatches, costs, given, as_json=as_json, placement=placement, tries=count, seed=seed)
         return
     wishes = {"memory_limit": memory, "placement": placement, "seed": seed}
 
     def searched(per_rank: int, share: float) -> Searched:
-        costs = options.read_costs(ranks * per_rank, per_rank, given)
+        costs = shared.read_costs(ranks * per_rank, per_rank, given)
         wanted = tries or max(50, _EFFORT // (3 * costs.num_stages * microbatches))
         return _search(ranks, microbatches, costs, tries=max(1, round(wanted * share)), **wishes)
 
@@ -98,12 +97,12 @@ def command(
     timeline = found.timeline
     if output is not None:
         dump(found.plan, output)
-    options.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
+    shared.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
     if as_json:
         figures = {**summary(timeline), "floor": found.floor, "gap": found.gap, "origin": found.origin}
         click.echo(json.dumps(figures, indent=2))
         return
-    print_timeline(timeline, as_json=False)
+    shared.print_timeline(timeline, as_json=False)
     best = "the best there is" if found.gap < 1e-9 else f"at most {percent(found.gap)} from the best"
     known = "" if found.origin == "search" else f"; it is the known schedule {found.origin}"
     click.echo(f"floor     {time_text(found.floor)}: this one is {best}{known}")

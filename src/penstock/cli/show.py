@@ -7,16 +7,16 @@ from typing import Any
 
 import click
 
-from penstock.cli import options
+from penstock.cli import shared
 
 
 @click.command()
-@options.plan_file
-@options.limit
-@options.costs
-@options.less_memory
-@options.as_json
-@options.drawings
+@shared.plan_file
+@shared.limit
+@shared.costs
+@shared.less_memory
+@shared.as_json
+@shared.drawings
 def command(file: Path, *, limit: int, as_json: bool, **given: Any) -> None:
     """Prove the plan in FILE.csv, time it and show it: a table, or with an option a drawing, a page or a trace.
 
@@ -27,14 +27,13 @@ def command(file: Path, *, limit: int, as_json: bool, **given: Any) -> None:
       penstock show plan.csv
       penstock show plan.csv --latency 0.1 --html plan.html --trace plan.json
     """
-    from penstock.cli.figures import print_timeline
     from penstock.plan import check, load
     from penstock.simulate import simulate
 
     plan = load(file, limit=limit, name=file.stem)
-    costs = options.costs_of(plan, given)
-    plan = options.holding_less(plan, costs, given)
+    costs = shared.costs_of(plan, given)
+    plan = shared.holding_less(plan, costs, given)
     check(plan)
     timeline = simulate(plan, costs)
-    options.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
-    print_timeline(timeline, as_json=as_json)
+    shared.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
+    shared.print_timeline(timeline, as_json=as_json)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from penstock.train.options import TrainOptions
+    from penstock.train.train_options import TrainOptions
 
 _AT_LEAST_ONE = click.IntRange(min=1)
 _FROM_ZERO = click.IntRange(min=0)
@@ -74,7 +74,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
       torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint host0:29500 --rdzv-backend c10d -m penstock train
     """
     from penstock.train.launch import Interrupted, is_rank, launch
-    from penstock.train.options import TrainOptions
+    from penstock.train.train_options import TrainOptions
     from penstock.train.update import check_names
 
     default = click.core.ParameterSource.DEFAULT

@@ -25,13 +25,13 @@ from penstock.capture import (
     profile_layers,
     warn_if_uneven,
 )
-from penstock.checkpoint.weights import open_weights
+from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import CaptureError, PlanError, RanksDisagree
 from penstock.front.choose import Choice, Machine, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, without_calls
-from penstock.front.options import CutOptions, ModelOptions
-from penstock.plan import Placement, Plan
+from penstock.front.pipeline_options import CutOptions, ModelOptions
+from penstock.plan import Action, Op, Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.stage.stage import PipelineStage
 
@@ -295,3 +295,21 @@ def device_of(model: nn.Module | None, given: torch.device | str | None) -> torc
         return torch.device(given)
     found = () if model is None else (p.device for p in model.parameters() if not p.is_meta)
     return next(iter(found), torch.device("cpu"))
+
+
+def forward_plan(placement: Placement, num_microbatches: int) -> Plan:
+    """Every stage's forward of one microbatch before the next.
+
+    >>> print(*forward_plan(Placement.v(2), 1).lines(), sep="\\n")
+    rank 0: 0F0 3F0
+    rank 1: 1F0 2F0
+    """
+    rows = [
+        [
+            Action(Op.F, stage, microbatch)
+            for microbatch in range(num_microbatches)
+            for stage in placement.stages_of(rank)
+        ]
+        for rank in range(placement.num_ranks)
+    ]
+    return Plan.of(rows, placement=placement, num_microbatches=num_microbatches, name="forward")

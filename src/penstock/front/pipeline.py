@@ -15,19 +15,18 @@ from torch import Tensor, nn
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.capture import Pipe
-from penstock.checkpoint.weights import open_weights
+from penstock.checkpoint.weight_files import open_weights
 from penstock.comm.transport import Transport
 from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
-from penstock.front.build import Built, Request, adopt, build, cut, device_of
+from penstock.front.build import Built, Request, adopt, build, cut, device_of, forward_plan
 from penstock.front.choose import Choice
 from penstock.front.companions import Companions
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
-from penstock.front.forward import forward_plan
 from penstock.front.loading import copy_state, load_into
 from penstock.front.names import StageTensors, stage_tensors
-from penstock.front.options import check_named, sorted_options
+from penstock.front.pipeline_options import check_named, sorted_options
 from penstock.front.publish import Origin, save_pretrained
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, agree_on_rows, check_where, deliver, share_losses

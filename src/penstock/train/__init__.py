@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.train.events import EventLog, StepEvent
-from penstock.train.job import Job
 from penstock.train.loggers import Logger
-from penstock.train.options import TrainOptions
+from penstock.train.train_job import Job
+from penstock.train.train_options import TrainOptions
 
 __all__ = ["EventLog", "Job", "Logger", "StepEvent", "TrainOptions"]

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Final
 
 from penstock.errors import PenstockError
-from penstock.train.options import TrainOptions
+from penstock.train.train_options import TrainOptions
 
 RESTARTS: Final = "PENSTOCK_RESTARTS"  # in the environment of the ranks: how often they were started again
 LOST: Final = 75  # the exit code of a rank that ends because another one is gone

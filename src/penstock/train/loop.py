@@ -13,14 +13,14 @@ from penstock.balance import Profile
 from penstock.checkpoint import kept
 from penstock.front import Pipeline
 from penstock.front.saving import DISK
-from penstock.train import report
-from penstock.train.check import Checked, check
+from penstock.train import run_report
+from penstock.train.corpus import generate
 from penstock.train.events import EventLog, Noted
-from penstock.train.generate import generate
-from penstock.train.job import Job
 from penstock.train.measure import measure_memory, measure_step
-from penstock.train.options import OPTIONS, TrainOptions, read_json
 from penstock.train.screen import Screen
+from penstock.train.train_job import Job
+from penstock.train.train_options import OPTIONS, TrainOptions, read_json
+from penstock.train.unpipelined import Checked, check
 from penstock.train.update import Update
 
 CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
@@ -255,7 +255,7 @@ class Run:
             memory = measure_memory(self.pipe, batch)
         if not self.screen.enabled:
             return
-        data = report.collect(
+        data = run_report.collect(
             self.pipe,
             title=self.job.title,
             losses=self.losses,
@@ -267,6 +267,6 @@ class Run:
             measured=measured,
             memory=memory,
         )
-        path = report.write(self.options.folder, data)
+        path = run_report.write(self.options.folder, data)
         self.screen.say(f"final loss {self.losses[-1]:.4f}" if self.losses else "nothing to do")
         self.screen.say(f"report: {path}")

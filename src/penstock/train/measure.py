@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.front import Pipeline
 from penstock.simulate import Timeline
-from penstock.train.job import Batch
+from penstock.train.train_job import Batch
 
 
 def measure_step(pipe: Pipeline, batch: Batch, *, rounds: int = 3) -> Timeline:

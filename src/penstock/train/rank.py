@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.train.job import make_job
 from penstock.train.launch import restarts
 from penstock.train.loop import Run, Stop
 from penstock.train.meet import connect
-from penstock.train.options import TrainOptions
 from penstock.train.screen import Screen
+from penstock.train.train_job import make_job
+from penstock.train.train_options import TrainOptions
 
 
 def run_rank(options: TrainOptions) -> bool:

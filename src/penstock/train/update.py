@@ -16,8 +16,8 @@ from torch import nn
 
 from penstock.errors import PenstockError
 from penstock.front import Pipeline
-from penstock.train.job import Batch, Job
-from penstock.train.options import TrainOptions
+from penstock.train.train_job import Batch, Job
+from penstock.train.train_options import TrainOptions
 
 RATES: Final[
     dict[str, Callable[[float], float]]

@@ -18,9 +18,9 @@ from penstock.front import Choice, Pipeline
 from penstock.front.explain import rank_rows, stage_rows
 from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.simulate import Costs, Timeline, simulate
-from penstock.train.check import Checked
-from penstock.train.options import read_json
-from penstock.train.page import render
+from penstock.train.report_page import render
+from penstock.train.train_options import read_json
+from penstock.train.unpipelined import Checked
 
 REPORT, PAGE = "report.json", "report.html"
 _FORMAT = 1

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
+from penstock.train.corpus import Text, read_text
 from penstock.train.gpt import GPT, next_byte_loss, size_of
-from penstock.train.options import TrainOptions
-from penstock.train.text import Text, read_text
+from penstock.train.train_options import TrainOptions
 
 Batch = tuple[tuple[Any, ...], Any]  # the model's arguments, and the target
 

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
+from penstock.front import Pipeline
 
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
 _MOST = 32 << 20  # bytes that are read
+_TEMPERATURE = 0.7  # of generated text
 _EVERY = 20  # one file in so many is for validation
 
 
@@ -85,3 +87,16 @@ def _files(root: Path, pattern: str) -> Iterator[Path]:
     for file in sorted(root.rglob(pattern)):
         if file.is_file() and not _SKIPPED & set(file.relative_to(root).parts):
             yield file
+
+
+def generate(pipe: Pipeline, text: Text, count: int, *, length: int, seed: int) -> str:
+    """So many bytes after the beginning of the validation text; every rank draws the same."""
+    generator = torch.Generator().manual_seed(seed)
+    window = text.validation[:length].long().unsqueeze(0)
+    made = bytearray()
+    for _ in range(count):
+        scores = pipe.predict(window)[0, -1].float() / _TEMPERATURE
+        following = torch.multinomial(scores.softmax(-1), 1, generator=generator)
+        made.append(int(following))
+        window = torch.cat([window[:, 1:], following.unsqueeze(0)], dim=1)
+    return made.decode("utf-8", errors="replace")

@@ -1,7 +1,8 @@
-"""Options that several commands share: sizes, costs, and files to write."""
+"""What several commands share: options for sizes, costs and files to write, and the figures that they print."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _LINK: Final = re.compile(r"(\d{1,6})([->])(\d{1,6})=(\d{1,15}(?:\.\d{1,15})?)")
 _TIME: Final = click.FloatRange(min=0)
+_MOST_SHOWN: Final = 20_000  # actions that somebody may still want to scroll through
 _OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 _SIZES: Final = (
@@ -202,3 +204,21 @@ def write_drawings(timeline: Timeline, *, svg: Path | None, html: Path | None, t
         from penstock.show.trace import dump_trace
 
         dump_trace(timeline, trace)
+
+
+def print_timeline(timeline: Timeline, *, as_json: bool, actions: bool = False) -> None:
+    """The figures as one JSON object, or a table (`actions`: the list of actions) and the figures below it."""
+    if as_json:
+        from penstock.show.numbers import summary
+
+        click.echo(json.dumps(summary(timeline), indent=2))
+        return
+    from penstock.show.numbers import summary_text
+    from penstock.show.table import show_table
+
+    if timeline.plan.num_actions <= _MOST_SHOWN:
+        show_table(timeline, actions=actions)
+    else:
+        click.echo(f"The table of {timeline.plan.num_actions:,} actions is left out; --html draws it, -o writes it.")
+    click.echo()
+    click.echo(summary_text(timeline), nl=False)

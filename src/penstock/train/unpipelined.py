@@ -20,7 +20,7 @@ from penstock.plan import Plan
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS
 from penstock.run.rng import microbatch_rng
-from penstock.train.job import Batch
+from penstock.train.train_job import Batch
 from penstock.train.update import Update
 
 
