@@ -42,6 +42,7 @@ class Run:
         self.losses: list[float] = []
         self.validation: list[tuple[int, float]] = []
         self.seconds: list[float] = []
+        self.saving: list[float] = []  # seconds that each checkpoint kept the steps waiting
         self.update = Update.of(options, job)
         self.pipe = self._pipeline()
         self.rated = self.update.optimizer(self.pipe.parameters())
@@ -171,7 +172,7 @@ class Run:
                     or done == options.steps
                     or (options.checkpoint_every and done % options.checkpoint_every == 0)
                 ):
-                    self._save(done)
+                    self._save(done, wait=stopped or enough or done == options.steps)
                 if stopped or enough:
                     break
         if self.log is not None:
@@ -232,7 +233,9 @@ class Run:
         self.screen.say(f"no better validation loss in {patience} validations: the run ends")
         return True
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, wait: bool) -> None:
+        """In the middle of a run the steps go on as soon as the tensors are copied."""
+        began = time.perf_counter()
         extra = {
             "step": step,
             "losses": self.losses,
@@ -240,7 +243,9 @@ class Run:
             "seconds": self.seconds,
             "checked": None if self.checked is None else vars(self.checked),
         }
-        self.pipe.save(self.options.checkpoint, optimizer=self.rated.optimizer, extra=extra)
+        place, keep = self.options.checkpoint, self.options.keep
+        self.pipe.save(place, optimizer=self.rated.optimizer, extra=extra, keep=keep, wait=wait)
+        self.saving.append(time.perf_counter() - began)
 
     # -- after
 
@@ -261,6 +266,7 @@ class Run:
             losses=self.losses,
             validation=self.validation,
             seconds=self.seconds,
+            saving=self.saving,
             rows=self._rows,
             unit=self._unit,
             checked=self.checked,

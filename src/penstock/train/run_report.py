@@ -36,6 +36,7 @@ def collect(
     losses: Sequence[float],
     validation: Sequence[tuple[int, float]],
     seconds: Sequence[float],
+    saving: Sequence[float],
     rows: int,
     unit: str,
     checked: Checked | None,
@@ -51,6 +52,7 @@ def collect(
         "losses": list(losses),
         "validation": [list(point) for point in validation],
         "seconds": list(seconds),
+        "saving": list(saving),
         "rows": rows,
         "unit": unit,
         "checked": None if checked is None else asdict(checked),
@@ -153,6 +155,15 @@ def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeli
         made.append(row("measured, training (median)", statistics.median(data["seconds"])))
     if data["checked"] is not None:
         made.append(row("one process, unpipelined, training", data["checked"]["seconds"]))
+    saving = data.get("saving", ())
+    if saving:
+        made.append(
+            [
+                f"a checkpoint keeps steps waiting (median of {len(saving)})",
+                time_text(statistics.median(saving), "s"),
+                "-",
+            ]
+        )
     return made
 
 

@@ -35,6 +35,7 @@ class TrainOptions:
     data: str | None = None  # a file or folder of text; None: the sources of the Python standard library
     output: str = "runs/train"
     resume: bool = False
+    keep: int = 3  # checkpoints that stay, the newest included
     checkpoint_every: int = 50  # 0: only at the end, and when stopped
     validate_every: int = 40  # 0: never
     check_steps: int = 3  # compared with the unpipelined model before training; 0: not
