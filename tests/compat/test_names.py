@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.pipelining as theirs
 
+import penstock
 from penstock.errors import UnknownNameError
 
 PACKAGE = theirs.__name__
@@ -48,3 +51,31 @@ def test_what_is_inside_torchs_functions_says_so_when_it_is_used() -> None:
 
     with pytest.raises(UnknownNameError, match=r"penstock\.pipeline"):
         DetachExecutor(None)
+
+
+def private_names() -> set[str]:
+    """The private names of torch's package: of its modules, and of the classes in them."""
+    found: set[str] = set()
+    for module in MODULES:
+        for name, value in vars(importlib.import_module(f"{PACKAGE}.{module}".rstrip("."))).items():
+            if home(value).startswith(PACKAGE) and not isinstance(value, types.ModuleType):
+                found |= {name, *(vars(value) if isinstance(value, type) else ())}
+    tuples = {"_asdict", "_fields", "_make", "_replace"}  # what every NamedTuple has
+    return {name for name in found if name.startswith("_") and not name.startswith("__")} - tuples
+
+
+def test_no_file_but_those_of_compat_knows_torchs_private_names() -> None:
+    """Nor the methods by which programs drive torch's stages."""
+    known = private_names()
+    assert "_PipelineStageBase" in known
+    assert "_prepare_forward_infra" in known
+    driving = re.compile(r"\w+_one_chunk|\w+_maybe_with_nosync|get_[fb]wd_(?:send|recv)_ops|\w+_(?:send|recv)_info")
+    root = Path(penstock.__file__).parent
+    wrong = {}
+    for path in root.rglob("*.py"):
+        if path.is_relative_to(root / "compat"):
+            continue
+        words = set(re.findall(r"\b[A-Za-z_]\w*", path.read_text(encoding="utf-8")))
+        if mentioned := sorted(word for word in words if word in known or driving.fullmatch(word)):
+            wrong[str(path.relative_to(root))] = mentioned
+    assert wrong == {}
