@@ -24,7 +24,7 @@ from penstock.errors import (
     StageError,
     UnknownNameError,
 )
-from penstock.run.schedule import transport_of
+from penstock.run.meeting import transport_of
 from penstock.stage.stage import place_in
 
 _SMALL, _LARGE = 1, 1 << 18  # numbers (of 4 bytes) in the messages that the connection is measured with

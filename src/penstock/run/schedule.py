@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,21 +11,18 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from penstock import __version__
 from penstock.batch import merge_chunks, split_batch, split_target
-from penstock.comm.distributed import DistributedTransport
-from penstock.comm.local import LocalWorld
 from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RanksDisagree, RunError, StageError
 from penstock.lower import ReceivePolicy
 from penstock.lower import offload as offload_pass
 from penstock.lower import recompute as recompute_pass
 from penstock.lower.chosen import Stages
-from penstock.parallel import DataParallel
-from penstock.plan import Placement, Plan, StageGraph, dumps, load
+from penstock.plan import Placement, Plan, StageGraph, load
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, shapes_of, shares
+from penstock.run.meeting import facts_of, tended, transport_of
 from penstock.run.program import ActionKind, Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
@@ -36,7 +32,7 @@ from penstock.run.ties import Ties, declared
 from penstock.schedules import get_schedule
 from penstock.stage.loss import OwnLoss
 from penstock.stage.offload import Elsewhere, Folder
-from penstock.stage.stage import PipelineStage, place_in
+from penstock.stage.stage import PipelineStage
 
 
 class Schedule:
@@ -232,7 +228,7 @@ class Schedule:
             program = self._programs.current(mode)
             if self._binding.rng is not None:
                 self._binding.rng.step = self.steps
-            with _tended(program.setting.adapters.values(), self._ties if program.setting.grad else None):
+            with tended(program.setting.adapters.values(), self._ties if program.setting.grad else None):
                 outcome = runner.step(self._programs, mode, self._prepare(program, given))
             self.steps += program.setting.grad
             return outcome
@@ -353,7 +349,8 @@ class Schedule:
         facts: dict[str, str] = {}
         channels: Collection[int] = ()
         try:
-            facts = self._facts()
+            facts["schedule"] = self.plan.name or type(self).__name__
+            facts |= facts_of(self.plan, self.stages[0], self._ties, loss=self.loss_fn is not None)
             channels = self._programs[self._mode(train=train)].channels
         except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
             problem = error
@@ -371,50 +368,8 @@ class Schedule:
         self._runner = Runner(self._transport, dynamic=self._dynamic)
         return self._runner
 
-    def _facts(self) -> dict[str, str]:
-        """What must be the same on every rank."""
-        routes = self.stages[0].routes
-        return {
-            "schedule": self.plan.name or type(self).__name__,
-            "plan": hashlib.sha256(dumps(self.plan).encode()).hexdigest()[:16],
-            "microbatches": str(self.num_microbatches),
-            "wires": "those of a chain" if routes is None else routes.wires,
-            "placement": str(self.plan.placement.ranks),
-            "loss": "with loss" if self.loss_fn is not None else "without loss",
-            "tied parameters": ", ".join(group.name for group in self._ties.known),
-            "kind of device": self.stages[0].device.type,
-            "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-            "penstock": __version__,
-            "torch": torch.__version__,
-        }
-
-
-@contextmanager
-def _tended(adapters: Iterable[DataParallel], ties: Ties | None) -> Iterator[None]:
-    """Around a step: however it ends, data parallelism goes on as before, and `.grad` of a failed step is what it was."""
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        if failed and ties is not None:
-            ties.restore()
-        for adapter in adapters:
-            adapter.end(failed=failed)
-    if ties is not None:
-        ties.finish()
-
 
 def _own_loss(stage: PipelineStage) -> OwnLoss | None:
     """A captured model that returns its own loss needs no loss_fn."""
     routes = getattr(stage, "routes", None)
     return OwnLoss(routes.loss_of) if routes is not None and routes.has_loss else None
-
-
-def transport_of(group: Any, device: torch.device) -> Transport:
-    """The transport of a stage's group: one that was handed over, the process group's, or one rank alone."""
-    if isinstance(group, Transport):
-        return group
-    if place_in(group)[1] == 1:
-        return LocalWorld(1).transports[0]
-    return DistributedTransport.of(group, device=device)
