@@ -245,6 +245,7 @@ def test_a_world_needs_a_rank() -> None:
 def test_a_caller_interrupted_from_outside_gets_its_exception_and_no_thread_stays() -> None:
     before = set(threading.enumerate())
     stop = threading.Event()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 
     def endless(transport: LocalTransport) -> None:
         if transport.rank == 0:
@@ -253,7 +254,10 @@ def test_a_caller_interrupted_from_outside_gets_its_exception_and_no_thread_stay
             transport.gather("again", b"")
 
     world = LocalWorld(2)
-    with pytest.raises(KeyboardInterrupt):
-        world.run(endless)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            world.run(endless)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     stop.set()
     assert {thread for thread in threading.enumerate() if thread.name.startswith("rank ")} <= before
