@@ -30,6 +30,7 @@ from penstock.train.run_report import read
 from penstock.train.train_job import Job, data_as_function, make_job
 from penstock.train.train_options import OPTIONS, TrainOptions
 from penstock.train.unpipelined import Unpipelined
+from penstock.train.update import Update
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--size", "tiny", "--batch", "8", "--microbatches", "4", "--steps", "24", "--checkpoint-every", "5")
@@ -138,8 +139,8 @@ def test_equals_the_unpipelined_run_step_by_step_with_dropout(finished: tuple[Pa
     choice = Choice.loads(read(folder)["choice"])
     args, _ = job.batch(0)
     request = Request(job.model, args, None, "1f1b", 4, ModelOptions(), CutOptions(profile=False))
-    plain = Unpipelined(job, job.model, range(4), whole=cut(request, choice), seed=options.seed)
-    expected = [plain.step(step, job.batch(step)) for step in range(options.steps)]
+    plain = Unpipelined(Update.of(options, job), job.model, range(4), whole=cut(request, choice), seed=options.seed)
+    expected = [plain.step(step) for step in range(options.steps)]
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
     saved = penstock.load(folder / "checkpoint").model
     for name, value in job.model.state_dict().items():
@@ -227,8 +228,9 @@ def test_a_model_of_ones_own_and_resuming_with_other_ranks_and_schedule(tmp_path
     exec(JOB, scope)
     model, data, loss_fn, optimizer, validation = scope["build"]()
     job = Job(model, data_as_function(data), loss_fn, optimizer, validation=validation)
-    plain = Unpipelined(job, model, range(2))
-    expected = [plain.step(step, job.batch(step)) for step in range(8)]
+    options_of_run = TrainOptions.of_file(tmp_path / "run" / "options.json")
+    plain = Unpipelined(Update.of(options_of_run, job), model, range(2))
+    expected = [plain.step(step) for step in range(8)]
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0]
     folder = str(tmp_path / "run")
