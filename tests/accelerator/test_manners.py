@@ -75,14 +75,14 @@ def casts(device: torch.device) -> bool:
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_warm_steps_are_alike_and_could_be_captured(sim: SimPool, mode: Mode) -> None:
-    """What capturing a step as a graph needs: no wait of the host, the same kernels, and memory of the same size again."""
+    """What capturing a step as a graph needs: no wait of the host, the same kernels, and the same memory asked for."""
     for steps in sim.run(2, mode, alike):
         assert all(waits == 0 for waits, *_ in steps), steps
         assert len({tuple(rest) for _, *rest in steps}) == 1, steps
 
 
 def alike(device: torch.device) -> list[tuple[int, int, int, int]]:
-    """Of some warm steps: waits, kernels, allocations, and how far the peak of memory is above where it began."""
+    """Of some warm steps: waits, kernels, allocations, and the bytes of all of them."""
     from penstock.run import Schedule
     from penstock.schedules import get_schedule
     from penstock.stage.stage import PipelineStage
@@ -96,9 +96,7 @@ def alike(device: torch.device) -> list[tuple[int, int, int, int]]:
     for _ in range(5):
         torch.accelerator.synchronize()
         sim.reset()
-        start = sim.memory()[0]
         schedule.step(*((x,) if rank == 0 else ()), target=y if rank == 1 else None, return_outputs=False)
-        allocated, peak, allocations = sim.memory()
-        found.append((len(sim.waits()), sim.kernels(), allocations, peak - start))
-        assert allocated >= 0
+        _, allocations, asked = sim.memory()
+        found.append((len(sim.waits()), sim.kernels(), allocations, asked))
     return found[2:]

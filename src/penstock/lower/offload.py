@@ -23,7 +23,7 @@ def offload(plan: Plan, stages: Stages = None, *, costs: Costs | None = None) ->
 
     >>> from penstock.schedules import get_schedule
     >>> print(*offload(get_schedule("gpipe")(1, 3)).lines(), sep="\\n")
-    rank 0: 0F0 0O0 0F1 0F2 0L0 0B0 0B1 0B2
+    rank 0: 0F0 0O0 0F1 0O1 0L0 0F2 0O2 0L1 0B0 0L2 0B1 0B2
 
     Copies run beside the computing, on the copy engine of the rank. Without `costs` a load is posted one computation ahead
     of the backward, and a microbatch is left alone if its backward follows within one. Given `costs`, a load is posted as

@@ -26,7 +26,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("kernels", [] { return sim::report().kernels; });
   m.def("memory", [] {
     auto memory = sim::report().memory;
-    return std::make_tuple(memory.allocated, memory.peak, memory.allocations);
+    return std::make_tuple(memory.allocated, memory.allocations, memory.asked);
   });
   m.def("reset", &sim::reset_report);
   m.def("communicators", &sim::communicators_made);

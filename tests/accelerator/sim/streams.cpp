@@ -44,7 +44,7 @@ struct World {
   std::vector<std::string> waits, violations;
   std::string error;
   std::atomic<uint64_t> kernels{0};
-  std::atomic<uint64_t> allocated{0}, peak{0}, allocations{0};
+  std::atomic<uint64_t> allocated{0}, allocations{0}, asked{0};
   std::atomic<double> kernel_time{0}, jitter{0}, hang_after{30};
 };
 
@@ -294,8 +294,8 @@ BlockPtr allocate(size_t bytes, int stream) {
   block->stream = stream;
   std::memset(block->data, 0xFF, bytes);
   all.allocations++;
-  uint64_t total = all.allocated += bytes;
-  if (total > all.peak) all.peak = total;
+  all.asked += bytes;
+  all.allocated += bytes;
   return block;
 }
 
@@ -327,7 +327,7 @@ void release(const BlockPtr& block) {
 Report report() {
   World& all = world();
   std::lock_guard<std::mutex> lock(all.notes_mutex);
-  return {all.waits, all.violations, all.kernels, {all.allocated, all.peak, all.allocations}};
+  return {all.waits, all.violations, all.kernels, {all.allocated, all.allocations, all.asked}};
 }
 
 void reset_report() {
@@ -337,7 +337,7 @@ void reset_report() {
   all.violations.clear();
   all.kernels = 0;
   all.allocations = 0;
-  all.peak = all.allocated.load();
+  all.asked = 0;
 }
 
 void set_kernel_time(double seconds, double jitter) {

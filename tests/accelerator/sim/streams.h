@@ -89,7 +89,8 @@ BlockPtr allocate(size_t bytes, int stream);
 void release(const BlockPtr& block);
 
 struct Memory {
-  uint64_t allocated, peak, allocations;
+  uint64_t allocated;           // bytes that are held now
+  uint64_t allocations, asked;  // since the last reset: how often memory was asked for, and bytes of all that was asked for
 };
 struct Report {  // what a test asks for
   std::vector<std::string> waits, violations;
