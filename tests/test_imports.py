@@ -126,6 +126,17 @@ def test_imports_go_one_way(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """`penstock.compat` has torch's names for classes of its own; everywhere else a name says which class is meant."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted(PENSTOCK.rglob("*.py")):
+        if path.relative_to(PENSTOCK).parts[0] != "compat":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
 def test_the_root_imports_nothing_from_the_top() -> None:
     """`penstock/__init__.py` may name every layer (lazily; below), but neither the command nor the torch names."""
     targets = [name.split(".")[1] for _, name in read(PENSTOCK / "__init__.py") if name.startswith("penstock.")]

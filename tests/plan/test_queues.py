@@ -10,11 +10,11 @@ from penstock.compat._in_turn import messages_in_turn
 from penstock.errors import DeadlockError
 from penstock.lower import lower
 from penstock.plan import Plan, check
-from penstock.plan.queues import Layout, QueueRun
+from penstock.plan.queues import QueueLayout, QueueRun
 from penstock.schedules import get_schedule
 from tests.plans import RECIPES, plans
 
-LAYOUTS: tuple[Layout, ...] = ("direction", "pair", "one")
+LAYOUTS: tuple[QueueLayout, ...] = ("direction", "pair", "one")
 
 
 def crossed(first: str, second: str) -> Plan:
@@ -28,7 +28,7 @@ def crossed(first: str, second: str) -> Plan:
 
 
 @pytest.mark.parametrize("layout", ["pair", "one"])
-def test_a_receive_that_is_posted_before_a_send_holds_it_up(layout: Layout) -> None:
+def test_a_receive_that_is_posted_before_a_send_holds_it_up(layout: QueueLayout) -> None:
     check(crossed("0RECV_B0", "0SEND_F1"))
     check(crossed("0SEND_F1", "0RECV_B0"), queues=layout)
     with pytest.raises(DeadlockError) as caught:
@@ -41,7 +41,7 @@ def test_a_receive_that_is_posted_before_a_send_holds_it_up(layout: Layout) -> N
 
 
 @pytest.mark.parametrize("layout", ["pair", "one"])
-def test_messages_side_by_side_pass_each_other_in_a_batch(layout: Layout) -> None:
+def test_messages_side_by_side_pass_each_other_in_a_batch(layout: QueueLayout) -> None:
     check(crossed("0RECV_B0", "0SEND_F1"), queues=layout, batches=True)
 
 
@@ -84,7 +84,7 @@ def test_receives_posted_ahead_deadlock_on_one_queue(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "forward"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_messages_in_turn_run_on_every_layout(name: str, layout: Layout) -> None:
+def test_messages_in_turn_run_on_every_layout(name: str, layout: QueueLayout) -> None:
     """The order of torch.distributed.pipelining, which is known to run on NCCL."""
     plan = get_schedule(name)(4, 8)
     rows = messages_in_turn(dict(enumerate(plan.codes)), plan.placement.rank_of, plan.num_stages)

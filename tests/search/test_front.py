@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from penstock.cli.main import main
 from penstock.plan import Placement, check
 from penstock.search import front
-from penstock.show.chart import Mark, front_page, front_svg
+from penstock.show.chart import Dot, front_page, front_svg
 from penstock.simulate import Costs
 
 COSTS = Costs.per_rank(num_stages=6, stages_per_rank=2, forward=1.2, backward_weight=0.7, latency=0.1)
@@ -45,7 +45,7 @@ def test_limits_and_a_placement_of_ones_own() -> None:
 
 
 def test_the_chart_escapes_its_texts_and_marks_every_point() -> None:
-    marks = [Mark(1.0, 3.0, "<b>", False), Mark(2.0, 2.0, "searched", True), Mark(3.0, 1.0, "searched", True)]
+    marks = [Dot(1.0, 3.0, "<b>", False), Dot(2.0, 2.0, "searched", True), Dot(3.0, 1.0, "searched", True)]
     root = ET.fromstring(front_svg(marks, title="a & b"))
     circles = root.findall("{http://www.w3.org/2000/svg}circle")
     assert [circle.get("class") for circle in circles] == ["theirs", "ours", "ours"]
@@ -56,8 +56,8 @@ def test_the_chart_escapes_its_texts_and_marks_every_point() -> None:
     assert "<b>" not in front_page(marks, title="a & b")
 
 
-@pytest.mark.parametrize("marks", [[], [Mark(1.0, 1.0, "one", True)], [Mark(0.0, 0.0, "nothing", False)]])
-def test_a_chart_of_little_or_nothing(marks: list[Mark]) -> None:
+@pytest.mark.parametrize("marks", [[], [Dot(1.0, 1.0, "one", True)], [Dot(0.0, 0.0, "nothing", False)]])
+def test_a_chart_of_little_or_nothing(marks: list[Dot]) -> None:
     ET.fromstring(front_svg(marks, title="few"))
 
 

@@ -14,7 +14,7 @@ from penstock.lower import lower
 from penstock.plan import Op, Placement, check
 from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.search import floor, search
-from penstock.search.job import Job
+from penstock.search.job import SearchJob
 from penstock.simulate import Costs, Link, simulate
 
 TIMES = st.lists(st.floats(0.1, 10.0), min_size=24, max_size=24)
@@ -130,7 +130,7 @@ def test_the_floor_of_a_v_is_that_of_the_paper(ranks: int) -> None:
     """arXiv 2405.15362: with room for k activations at least 6m + 6p - 3k - 1 slots of half a rank's work."""
     count = 3 * ranks
     for room in range(2, 2 * ranks + 1):
-        job = Job.of(Placement.v(ranks), count, Costs.per_rank(num_stages=2 * ranks, stages_per_rank=2), room / 2)
+        job = SearchJob.of(Placement.v(ranks), count, Costs.per_rank(num_stages=2 * ranks, stages_per_rank=2), room / 2)
         theirs = max(6 * count + 6 * ranks - 3 * room - 1, 6 * count + ranks - 1)
         assert 2 * floor(job) >= theirs * (1 - 1e-9)
 
@@ -158,7 +158,7 @@ def test_no_known_schedule_beats_the_floor_at_its_own_memory(
         latency=latency,
     )
     timeline = simulate(plan, costs)
-    bound = floor(Job.of(plan.placement, num_microbatches, costs, timeline.peak_memory))
+    bound = floor(SearchJob.of(plan.placement, num_microbatches, costs, timeline.peak_memory))
     assert timeline.makespan >= bound * (1 - 1e-9)
 
 
@@ -234,7 +234,7 @@ def test_stages_that_are_placed_unevenly() -> None:
 
 
 def test_the_floor_of_one_rank_is_its_work() -> None:
-    job = Job.of(Placement.loop(1), 5, Costs.per_rank(num_stages=1), inf)
+    job = SearchJob.of(Placement.loop(1), 5, Costs.per_rank(num_stages=1), inf)
     assert floor(job) == 15.0
     assert search(1, 5, job.costs).gap == 0.0
 

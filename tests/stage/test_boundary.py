@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
-from penstock.stage.boundary import SINGLE, Spec, detach_leaf, flatten, unflatten
+from penstock.stage.boundary import SINGLE, Spec, flatten, unflatten
 
 
 class Pair(NamedTuple):
@@ -181,13 +181,3 @@ def test_the_number_of_tensors_must_fit() -> None:
     _, spec = flatten((torch.ones(1), 2))
     with pytest.raises(StageError, match="1 tensors cannot be made of 2"):
         unflatten(spec, [torch.ones(1)] * 2)
-
-
-def test_detach_leaf_leaves_the_given_tensor_alone() -> None:
-    x = torch.ones(2, requires_grad=True) * 2
-    leaf = detach_leaf(x, True)
-    assert leaf.is_leaf
-    assert leaf.requires_grad
-    assert leaf.data_ptr() == x.data_ptr()
-    assert x.grad_fn is not None
-    assert not detach_leaf(x, False).requires_grad

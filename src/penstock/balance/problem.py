@@ -117,10 +117,6 @@ class Problem:
             return [0] * (self.num_layers + 1)
         return [size << self._square_bits for size in self._crossing]
 
-    def wire_bytes(self, cut_index: int, cut: int) -> int:
-        """Bytes between ranks over this boundary."""
-        return 0 if self.local(cut_index) else self._crossing[cut]
-
     @cached_property
     def layer_states(self) -> list[int]:
         return [math.ceil(layer.parameter_bytes * self.state_factor) for layer in self.profile.layers]

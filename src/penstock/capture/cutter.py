@@ -16,7 +16,7 @@ from torch import fx
 from penstock.capture.export import FromConstant, FromInput, FromState
 from penstock.capture.flat import REGION, SIZE, aten, body_module, is_size
 from penstock.capture.place import EVERYWHERE, Placed
-from penstock.capture.stage_graph import StageGraph, late, wrap_regions
+from penstock.capture.stage_graph import OperatorGraph, late, wrap_regions
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Guard, Wire, wire_of
 from penstock.errors import CaptureError
@@ -27,7 +27,7 @@ class StagePiece:
     """One stage: its graph and what goes in and out."""
 
     graph: fx.Graph
-    bodies: dict[str, StageGraph]  # regions, by attribute name
+    bodies: dict[str, OperatorGraph]  # regions, by attribute name
     inputs: tuple[Wire, ...]
     outputs: tuple[Wire, ...]  # of the last stage: the leaves of the model's output
     states: tuple[str, ...]  # parameters and buffers that it uses, by the names that it uses
@@ -228,7 +228,7 @@ class _Builder:
         self.cutter = cutter
         self.k = k
         self.graph = fx.Graph()
-        self.bodies: dict[str, StageGraph] = {}
+        self.bodies: dict[str, OperatorGraph] = {}
         self.states: dict[str, None] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.values: dict[fx.Node, fx.Node] = {}
@@ -243,7 +243,7 @@ class _Builder:
         body = body_module(node, self.cutter.flat.traced.root)
         if body is not None:
             name = f"_region_{len(self.bodies)}"
-            self.bodies[name] = StageGraph.of(body)
+            self.bodies[name] = OperatorGraph.of(body)
             self.values[node] = self._attribute(name)
             return
         args = fx.map_arg(node.args, lambda n: self.value(n, user=node))

@@ -1,6 +1,6 @@
 """A graph that can be run, printed, saved and moved to another device.
 
-    program = StageGraph(graph, bodies={})
+    program = OperatorGraph(graph, bodies={})
     program.function("self")(module, x)         # runs with the attributes of `module`
     pickle.loads(pickle.dumps(program))         # equal
 
@@ -40,21 +40,23 @@ class Named:
 
 
 @dataclass(frozen=True)
-class StageGraph:
+class OperatorGraph:
     """A graph and the bodies of its regions, by the attribute names that the graph uses for them."""
 
     graph: fx.Graph
-    bodies: dict[str, StageGraph] = field(default_factory=dict)
+    bodies: dict[str, OperatorGraph] = field(default_factory=dict)
 
     @staticmethod
-    def of(module: fx.GraphModule) -> StageGraph:
+    def of(module: fx.GraphModule) -> OperatorGraph:
         """The program of the body of a region, without what tracing left on it."""
 
         def clean(node: fx.Node) -> None:
             node.meta, node.type, node.target = {}, None, late(node.target)
 
         names = [str(node.target) for node in module.graph.nodes if node.op == "get_attr"]
-        return StageGraph(_copy(module.graph, clean), {name: StageGraph.of(getattr(module, name)) for name in names})
+        return OperatorGraph(
+            _copy(module.graph, clean), {name: OperatorGraph.of(getattr(module, name)) for name in names}
+        )
 
     def module(self) -> fx.GraphModule:
         """For use as the body of a region."""
@@ -80,7 +82,7 @@ class StageGraph:
         exec(compile(source, name, "exec"), space)
         return space["forward"]  # type: ignore[no-any-return]
 
-    def moved(self, old: torch.device, new: torch.device) -> StageGraph:
+    def moved(self, old: torch.device, new: torch.device) -> OperatorGraph:
         """The same program, with another device wherever it names `old`."""
 
         def replaced(value: Any) -> Any:
@@ -90,7 +92,9 @@ class StageGraph:
             node.args = fx.node.map_aggregate(node.args, replaced)
             node.kwargs = fx.node.map_aggregate(node.kwargs, replaced)
 
-        return StageGraph(_copy(self.graph, move), {name: body.moved(old, new) for name, body in self.bodies.items()})
+        return OperatorGraph(
+            _copy(self.graph, move), {name: body.moved(old, new) for name, body in self.bodies.items()}
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         nodes = [
@@ -109,7 +113,7 @@ class StageGraph:
         object.__setattr__(self, "graph", graph)
         object.__setattr__(self, "bodies", state["bodies"])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageGraph:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OperatorGraph:
         return self
 
 
@@ -154,7 +158,7 @@ def _copy(graph: fx.Graph, change: Callable[[fx.Node], None]) -> fx.Graph:
     return made
 
 
-def wrap_regions(graph: fx.Graph, bodies: dict[str, StageGraph]) -> None:
+def wrap_regions(graph: fx.Graph, bodies: dict[str, OperatorGraph]) -> None:
     """Close the regions that were opened for a cut, inside one stage; the new bodies are added to `bodies`.
 
     A node that stood in a region carries its tag. Neighbours with the same tag go into one body, called through the region's
@@ -177,12 +181,12 @@ def wrap_regions(graph: fx.Graph, bodies: dict[str, StageGraph]) -> None:
         number = here
 
 
-def _wrap(graph: fx.Graph, run: list[fx.Node], bodies: dict[str, StageGraph]) -> None:
+def _wrap(graph: fx.Graph, run: list[fx.Node], bodies: dict[str, OperatorGraph]) -> None:
     _, target, leading = run[0].meta[REGION][0]
     members = set(run)
     inner = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    inner_bodies: dict[str, StageGraph] = {}
+    inner_bodies: dict[str, OperatorGraph] = {}
     outside = list(
         dict.fromkeys(a for node in run for a in node.all_input_nodes if a not in members and not _body(a, bodies))
     )
@@ -203,7 +207,7 @@ def _wrap(graph: fx.Graph, run: list[fx.Node], bodies: dict[str, StageGraph]) ->
     inner.output(tuple(values[node] for node in results))
     wrap_regions(inner, inner_bodies)
     name = f"_region_{len(bodies)}"
-    bodies[name] = StageGraph(inner, inner_bodies)
+    bodies[name] = OperatorGraph(inner, inner_bodies)
     with graph.inserting_before(run[0]):
         body = graph.create_node("get_attr", name)
         call = graph.call_function(target, (*leading, body, *outside))
@@ -215,5 +219,5 @@ def _wrap(graph: fx.Graph, run: list[fx.Node], bodies: dict[str, StageGraph]) ->
         graph.erase_node(node)
 
 
-def _body(node: fx.Node, bodies: dict[str, StageGraph]) -> bool:
+def _body(node: fx.Node, bodies: dict[str, OperatorGraph]) -> bool:
     return node.op == "get_attr" and str(node.target) in bodies

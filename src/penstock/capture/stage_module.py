@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock.capture.arguments import model_values
 from penstock.capture.cutter import StagePiece
-from penstock.capture.stage_graph import StageGraph
+from penstock.capture.stage_graph import OperatorGraph
 from penstock.capture.wires import Fixed, Guard, Key, Wire, check_sizes, where
 from penstock.errors import CaptureError, ShapeError
 from penstock.nest import Kind
@@ -72,7 +72,7 @@ class StageModule(nn.Module):
         self.aliases: dict[str, tuple[str, ...]] = {}  # other names of the same tensor, for loading
         self._key = key
         self._source = source
-        self._programs: dict[Key, StageGraph] = {}
+        self._programs: dict[Key, OperatorGraph] = {}
         self._functions: dict[Key, Callable[..., Any]] = {}
         self._results: dict[Key, OutputRecipe] = {}
         self._guards: dict[Key, tuple[Guard, ...]] = {}
@@ -250,7 +250,7 @@ class StageModule(nn.Module):
         self._guards[key] = piece.guards
         if self.is_last:
             self._results[key] = OutputRecipe(piece.recipe, piece.fixed)
-        program = StageGraph(piece.graph, piece.bodies).moved(self._device, self._anchor.device)
+        program = OperatorGraph(piece.graph, piece.bodies).moved(self._device, self._anchor.device)
         self._programs[key] = program
 
     def _holds(self, name: str) -> bool:

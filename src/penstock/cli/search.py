@@ -130,12 +130,12 @@ def _search(ranks: int, microbatches: int, costs: Costs, **wishes: Any) -> Searc
 def _front(ranks: int, microbatches: int, costs: Costs, given: dict[str, Any], *, as_json: bool, **wishes: Any) -> None:
     """Print the list of memory against makespan, and draw it."""
     from penstock.search import front
-    from penstock.show.chart import Mark, front_page, front_svg
+    from penstock.show.chart import Dot, front_page, front_svg
     from penstock.show.numbers import memory_text, percent, time_text
 
     found = front(ranks, microbatches, costs, **wishes)
     title = f"{ranks} ranks, {costs.num_stages} stages, {microbatches} microbatches: memory against makespan"
-    marks = [Mark(p.memory, p.makespan, p.name, p in found.searched) for p in (*found.searched, *found.known)]
+    marks = [Dot(p.memory, p.makespan, p.name, p in found.searched) for p in (*found.searched, *found.known)]
     if given["svg"] is not None:
         given["svg"].write_text(front_svg(marks, title=title), encoding="utf-8")
     if given["html"] is not None:

@@ -65,7 +65,7 @@ class LocalWork:
             raise self._error
 
 
-class _Channel:
+class _LocalChannel:
     """The messages from one rank to another: sends and receives that have not met."""
 
     __slots__ = ("held", "receives", "receives_posted", "sends", "sends_posted")
@@ -220,7 +220,7 @@ class LocalWorld:
         self.transports = [LocalTransport(self, rank) for rank in range(num_ranks)]
         self.errors: list[BaseException | None] = [None] * num_ranks
         self.baton = Baton(num_ranks, self._let_go, seed=seed)
-        self._channels: dict[tuple[int, int], _Channel] = {}
+        self._channels: dict[tuple[int, int], _LocalChannel] = {}
 
     def run(
         self,
@@ -276,8 +276,8 @@ class LocalWorld:
         for transport in self.transports:
             transport.epoch, transport.meetings = epoch, meetings
 
-    def channel(self, source: int, destination: int) -> _Channel:
-        return self._channels.setdefault((source, destination), _Channel())
+    def channel(self, source: int, destination: int) -> _LocalChannel:
+        return self._channels.setdefault((source, destination), _LocalChannel())
 
     def _let_go(self) -> bool:
         """Let the messages that were held back arrive, because nobody can go on without them."""

@@ -43,7 +43,7 @@ class DistributedStore:
         self._store = store  # a c10d Store; its stubs know neither clone nor bytes
         self._rank, self._num_ranks = rank, num_ranks
         self._bound = bound
-        self._guard = Guard(store, bound) if bound else None
+        self._guard = StoreGuard(store, bound) if bound else None
         self._gone: list[str] = []  # why no call is made any more; all clones share it
         self.silent: Callable[[], FailureRecord | None] = _nobody
 
@@ -151,7 +151,7 @@ class DistributedStore:
             raise StepTimeout(f"rank {self._rank} {waited}, which {names} never sent")
 
 
-class Guard:
+class StoreGuard:
     """Looks after the connection of a TCPStore: no answer may take longer than ``bound`` seconds, nor may its end go
     unnoticed. Torch has no call for either, but its text of a store names the descriptor."""
 

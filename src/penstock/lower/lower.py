@@ -11,7 +11,7 @@ from penstock.lower.one_order import add_messages_in_one_order
 from penstock.lower.reduce import add_reduce_grad, reduce_grad
 from penstock.lower.shards import add_unshard_reshard, unshard_reshard
 from penstock.plan import Plan, Rules, StageGraph
-from penstock.plan.queues import Layout
+from penstock.plan.queues import QueueLayout
 from penstock.schedules import Recipe
 
 
@@ -22,7 +22,7 @@ def lower(
     shards: bool = False,
     max_unsharded: int = 3,
     reduce: bool = False,
-    queues: Layout = "direction",
+    queues: QueueLayout = "direction",
 ) -> Plan:
     """From what is computed to all that is done: messages, care of parameters; I and W merged where it delays nobody.
 

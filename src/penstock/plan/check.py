@@ -19,14 +19,14 @@ from typing import Literal
 from penstock.plan.execution import Execution
 from penstock.plan.ledger import Ledger
 from penstock.plan.plan import Plan
-from penstock.plan.queues import Layout, QueueRun
+from penstock.plan.queues import QueueLayout, QueueRun
 
 
 def check(
     plan: Plan,
     *,
     sends: Literal["asynchronous", "blocking"] = "asynchronous",
-    queues: Layout = "direction",
+    queues: QueueLayout = "direction",
     batches: bool = False,
 ) -> None:
     """Raise a PlanError that shows the counterexample, or return.

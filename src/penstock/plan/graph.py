@@ -42,10 +42,6 @@ class StageGraph:
         """Exactly these edges."""
         return cls(num_stages, tuple(sorted(set(edges))))
 
-    @cached_property
-    def is_chain(self) -> bool:
-        return self.edges == tuple((s, s + 1) for s in range(self.num_stages - 1))
-
     def producers(self, stage: int) -> tuple[int, ...]:
         return self._producers[stage]
 

@@ -1,7 +1,7 @@
 """Where messages queue: the rules of accelerators' communicators, as a model that runs a lowered plan.
 
 gloo keeps the messages of an ordered pair of ranks in order, and nothing else. NCCL keeps more of them in order, because
-a communicator runs what it is given one after another, on one stream. `Layout` names who shares a queue:
+a communicator runs what it is given one after another, on one stream. `QueueLayout` names who shares a queue:
 
 "direction"  one queue for each ordered pair of ranks (gloo, or a communicator for each direction)
 "pair"       one queue for both directions of a pair (NCCL's communicators of two ranks, which a first message makes)
@@ -25,14 +25,14 @@ from penstock.plan.actions import KEY, OP, partner_of, parts, peer_of, stage_of,
 from penstock.plan.ops import MESSAGES, RECEIVES, SENDS
 from penstock.plan.plan import Plan
 
-Layout = Literal["direction", "pair", "one"]
+QueueLayout = Literal["direction", "pair", "one"]
 _Queue = tuple[int, ...]  # (rank,), or rank and peer, or rank, sender and receiver
 
 
 class QueueRun:
     """All ranks work through their lists, with queues of this layout between them. Raises when they stop for ever."""
 
-    def __init__(self, plan: Plan, layout: Layout, *, blocking: bool = False, batches: bool = False) -> None:
+    def __init__(self, plan: Plan, layout: QueueLayout, *, blocking: bool = False, batches: bool = False) -> None:
         self.plan, self.layout, self.blocking, self.batches = plan, layout, blocking, batches
         self.at = [0] * plan.num_ranks  # the position of each rank
         self.queues: defaultdict[_Queue, deque[set[int]]] = defaultdict(deque)  # of packed messages of one rank

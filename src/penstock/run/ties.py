@@ -30,7 +30,7 @@ Holders = Sequence[tuple[int, str]]  # (stage, name of the parameter there), the
 
 
 @dataclass
-class _Group:
+class _TieGroup:
     """One logical parameter, as seen from this rank."""
 
     ranks: tuple[int, ...]  # that hold it, the owner's first
@@ -46,17 +46,17 @@ class Ties:
     ) -> None:
         self.transport = transport
         self.known = [self._group(holders, stages, placement) for holders in groups]
-        self.groups: list[_Group] = []  # those in which this rank has a part, once all have met
+        self.groups: list[_TieGroup] = []  # those in which this rank has a part, once all have met
         self.before: list[list[Tensor | None]] = []
 
-    def _group(self, holders: Holders, stages: Mapping[int, PipelineStage], placement: Placement) -> _Group:
+    def _group(self, holders: Holders, stages: Mapping[int, PipelineStage], placement: Placement) -> _TieGroup:
         ranks = dict.fromkeys(placement.rank_of(stage) for stage, _ in holders)
         mine: dict[int, nn.Parameter] = {}
         for stage, name in holders:
             if placement.rank_of(stage) == self.transport.rank:
                 parameter = _named(stages[stage], name)
                 mine[id(parameter)] = parameter
-        return _Group(tuple(ranks), tuple(mine.values()), f"{holders[0][1]} of stage {holders[0][0]}")
+        return _TieGroup(tuple(ranks), tuple(mine.values()), f"{holders[0][1]} of stage {holders[0][0]}")
 
     @property
     def peers(self) -> set[int]:
@@ -120,7 +120,7 @@ class Ties:
                 for parameter in group.mine:
                     run_engine((parameter,), (total.clone(),))
 
-    def _total(self, group: _Group) -> Tensor | None:
+    def _total(self, group: _TieGroup) -> Tensor | None:
         """The gradient of this step over all holders."""
         part: Tensor | None = None
         for parameter in group.mine:
@@ -145,7 +145,7 @@ class Ties:
         for work in works:
             work.wait()
 
-    def _receive(self, rank: int, group: _Group) -> Tensor | None:
+    def _receive(self, rank: int, group: _TieGroup) -> Tensor | None:
         flag = torch.empty(1, dtype=torch.int64)
         self.transport.control.irecv(flag, rank).wait()
         if not flag.item():
@@ -154,7 +154,7 @@ class Ties:
         self.transport.irecv(to_local(grad), rank).wait()
         return grad
 
-    def _from_owner(self, group: _Group, value: Tensor, *, into: Tensor) -> None:
+    def _from_owner(self, group: _TieGroup, value: Tensor, *, into: Tensor) -> None:
         owner, *others = group.ranks
         if self.transport.rank == owner:
             for rank in others:

@@ -28,18 +28,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
-from penstock.search.job import Job
+from penstock.search.job import SearchJob
 
 _Item = tuple[float, float]  # the time that it takes, the memory that it needs
 
 
-def floor(job: Job) -> float:
+def floor(job: SearchJob) -> float:
     """No schedule ends before, with these costs, this placement, and this memory on each rank.
 
     >>> from penstock.plan import Placement
     >>> from penstock.simulate import Costs
     >>> costs = Costs.per_rank(num_stages=32, stages_per_rank=4)
-    >>> [round(4 * floor(Job.of(Placement.loop(8, 4), 24, costs, memory))) - 288 for memory in (8, 5)]
+    >>> [round(4 * floor(SearchJob.of(Placement.loop(8, 4), 24, costs, memory))) - 288 for memory in (8, 5)]
     [7, 19]
     """
     ways = _Ways.of(job)
@@ -59,7 +59,7 @@ class _Ways:
     weight: tuple[float, ...]
 
     @classmethod
-    def of(cls, job: Job) -> _Ways:
+    def of(cls, job: SearchJob) -> _Ways:
         size, half = job.num_microbatches, job.placement.num_stages
         forward, back, weight = _least_times(job)
         stages = job.stage_of_link
@@ -82,7 +82,7 @@ class _Ways:
         return cls(first, last, alone, tuple(stay), forward, back, weight)
 
 
-def _least_times(job: Job) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+def _least_times(job: SearchJob) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """By stage and microbatch, what F, I and W take at least: a backward in one piece, or a fused pair, may take less."""
     costs, size, half = job.costs, job.num_microbatches, job.placement.num_stages
     forward, back, weight = [], [], []
@@ -101,7 +101,7 @@ def _least_times(job: Job) -> tuple[tuple[float, ...], tuple[float, ...], tuple[
     return tuple(forward), tuple(back), tuple(weight)
 
 
-def _of_rank(job: Job, ways: _Ways, rank: int) -> float:
+def _of_rank(job: SearchJob, ways: _Ways, rank: int) -> float:
     size, half, limit = job.num_microbatches, job.placement.num_stages, job.limits[rank] * (1 + 1e-9)
     stages = job.placement.stages_of(rank)
     cells = [stage * size + number for stage in stages for number in range(size)]

@@ -1,4 +1,4 @@
-"""Job: what is to be scheduled, with every number that the scheduler asks for often worked out once.
+"""SearchJob: what is to be scheduled, with every number that the scheduler asks for often worked out once.
 
 The life of a microbatch is a chain: the forwards of all stages, then their input gradients in reverse. With S stages it has
 2 S links, numbered along the chain. A *task* is one link for one microbatch, and is numbered `link * num_microbatches +
@@ -20,7 +20,7 @@ from penstock.simulate import Costs
 
 
 @dataclass(frozen=True)
-class Job:
+class SearchJob:
     """Stages on ranks, microbatches, costs, and what each rank may hold."""
 
     placement: Placement
@@ -31,7 +31,7 @@ class Job:
     @classmethod
     def of(
         cls, placement: Placement, num_microbatches: int, costs: Costs, memory_limit: float | Sequence[float] | None
-    ) -> Job:
+    ) -> SearchJob:
         """Raises PlanError if a rank cannot even hold one microbatch."""
         ranks = range(placement.num_ranks)
         if memory_limit is None:

@@ -12,9 +12,9 @@ from math import inf
 from penstock.plan import Plan, StageGraph
 from penstock.schedules import all_schedules, generalised_interleaved
 from penstock.search.floor import floor
-from penstock.search.job import Job
+from penstock.search.job import SearchJob
 from penstock.search.listing import list_schedule
-from penstock.search.patterns import AsPlanned, Block, Groups, Manner, Pattern
+from penstock.search.patterns import AsPlanned, BlockPattern, Groups, Manner, Pattern
 from penstock.simulate import Costs, Timeline, simulate
 
 _ROUNDING = 1e-9
@@ -22,7 +22,7 @@ _ELITE = 2  # how many patterns of each family are refined side by side
 _SEEDS = 0.4  # the share of the tries that start from nothing
 _PATIENT = 0.9  # the share of the tries in which a change for the worse may stay
 _WORSE = 0.004  # how much worse at most, at first
-_FAMILIES: tuple[type[Pattern], ...] = (Groups, Groups, Groups, Block, AsPlanned)  # as often as they are refined
+_FAMILIES: tuple[type[Pattern], ...] = (Groups, Groups, Groups, BlockPattern, AsPlanned)  # as often as they are refined
 _USUAL = (Manner(0.0, 0.0), Manner(0.5, 0.0), Manner(0.5, 0.1), Manner(1.0, 0.35))
 
 
@@ -54,7 +54,7 @@ class Searched:
 
 
 @dataclass
-class Entry:
+class LaneEntry:
     """A pattern that is being refined, and when its schedule ends."""
 
     end: float
@@ -64,11 +64,11 @@ class Entry:
 class Lane:
     """The search for one job, from one seed. `end` is the shortest time so far."""
 
-    def __init__(self, job: Job, graph: StageGraph, seed: int) -> None:
+    def __init__(self, job: SearchJob, graph: StageGraph, seed: int) -> None:
         self.job, self.graph = job, graph
         self.bound = floor(job)
         self.end = inf
-        self.elite: dict[type[Pattern], list[Entry]] = {}  # by family; the shortest first
+        self.elite: dict[type[Pattern], list[LaneEntry]] = {}  # by family; the shortest first
         self.rng = random.Random(seed)
 
     def known(self) -> Iterator[Searched]:
@@ -115,7 +115,7 @@ class Lane:
             if listing is None:
                 continue
             worse = _WORSE * max(0.0, 1 - number / (tries * _PATIENT))
-            self._keep(Entry(listing.end, pattern), parent, worse)
+            self._keep(LaneEntry(listing.end, pattern), parent, worse)
             if listing.end < self.end * (1 - 1e-12):
                 self.end = listing.end
                 plan = Plan(
@@ -123,7 +123,7 @@ class Lane:
                 )
                 yield Searched(plan, self.job.costs, self.bound, "search")
 
-    def _any_entry(self) -> Entry:
+    def _any_entry(self) -> LaneEntry:
         """Every other time of the best family, otherwise of any; the better ones more often."""
         if self.rng.random() < 0.5:
             entries = min(self.elite.values(), key=lambda entries: entries[0].end)
@@ -131,7 +131,7 @@ class Lane:
             entries = self.elite[self.rng.choice([family for family in _FAMILIES if family in self.elite])]
         return entries[int(len(entries) * self.rng.random() ** 2)]
 
-    def _keep(self, entry: Entry, parent: Entry | None, worse: float) -> None:
+    def _keep(self, entry: LaneEntry, parent: LaneEntry | None, worse: float) -> None:
         """A child that is not much worse takes its parent's place; a new pattern joins if it is good and its time is new."""
         entries = self.elite.setdefault(type(entry.pattern), [])
         if parent is not None:
@@ -154,6 +154,6 @@ class Lane:
             yield AsPlanned.of(job, plan, manner)
         while True:
             if rng.random() < (0.2 if loop else 0.9):
-                yield Block.any(job, rng)
+                yield BlockPattern.any(job, rng)
             else:
                 yield Groups.any(job, rng.choice(_USUAL), rng)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from penstock.search.job import Job
+from penstock.search.job import SearchJob
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Urgency:
     patience: float  # a weight gradient fills a gap of at least `patience` times its own time
     hold: float  # how long a rank waits for a more urgent task that is under way, as a share of a microbatch's time
 
-    def forwards(self, job: Job) -> list[list[int]]:
+    def forwards(self, job: SearchJob) -> list[list[int]]:
         """By rank: its forwards, in order."""
         size, keys = job.num_microbatches, self.keys
         return [
@@ -43,12 +43,12 @@ class Listing:
     end: float
     done: list[list[int]]  # by rank: tasks; -1 - task stands for the weight gradient of that task's stage
 
-    def codes(self, job: Job) -> tuple[tuple[int, ...], ...]:
+    def codes(self, job: SearchJob) -> tuple[tuple[int, ...], ...]:
         """The packed actions of each rank."""
         return tuple(tuple(job.codes[t] if t >= 0 else job.weight_code(-1 - t) for t in done) for done in self.done)
 
 
-def list_schedule(job: Job, urgency: Urgency) -> Listing | None:
+def list_schedule(job: SearchJob, urgency: Urgency) -> Listing | None:
     """Run the scheduler; None if the ranks block one another for want of memory.
 
     One long function, because the search is as good as it is fast: every name in the loop is a local one.

@@ -4,8 +4,8 @@ Three families:
 
 - `Groups`: a group of microbatches goes through all stages of a rank before the next group does, and comes back in groups,
   as in interleaved and generalised interleaved schedules; rank by rank a number of forwards is ahead of the gradients.
-- `Block`: the life of one microbatch, repeated at a fixed interval, as in arXiv 2405.15362; how long a microbatch stays on its
-  way there and back decides the memory.
+- `BlockPattern`: the life of one microbatch, repeated at a fixed interval, as in arXiv 2405.15362; how long a
+  microbatch stays on its way there and back decides the memory.
 - `AsPlanned`: the order of a known schedule, whose gaps are filled anew.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from penstock.plan import Op, Plan
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, STAGE, STAGE_SHIFT, parts
-from penstock.search.job import Job
+from penstock.search.job import SearchJob
 from penstock.search.listing import Urgency
 
 PATIENCES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -49,13 +49,13 @@ class Groups:
     manner: Manner
 
     @classmethod
-    def of(cls, job: Job, manner: Manner, *, group: int, more: int = 0) -> Groups:
+    def of(cls, job: SearchJob, manner: Manner, *, group: int, more: int = 0) -> Groups:
         """Equal groups: the order of the generalised interleaved schedules, with `more` forwards ahead."""
         sizes = _groups_of(job.num_microbatches, group, group)
         return cls(sizes, sizes, _ahead(job, group, 1, more), manner)
 
     @classmethod
-    def any(cls, job: Job, manner: Manner, rng: random.Random) -> Groups:
+    def any(cls, job: SearchJob, manner: Manner, rng: random.Random) -> Groups:
         """The first group, which fills the pipeline, has a size of its own; so have the groups of gradients."""
         count, ranks = job.num_microbatches, job.placement.num_ranks
         first, rest = rng.randint(-(-ranks // 2), ranks + 2), rng.randint(-(-ranks // 2), ranks)
@@ -63,7 +63,7 @@ class Groups:
         ahead = _ahead(job, first, rng.choice((1, 1, 1, 2)), rng.choice((-1, 0, 0, 1, 2, ranks // 2)))
         return cls(_groups_of(count, first, rest), _groups_of(count, back, back), ahead, manner)
 
-    def urgency(self, job: Job) -> Urgency:
+    def urgency(self, job: SearchJob) -> Urgency:
         """A rank's forwards are numbered in their order, gradients in theirs, and stand in turn after those ahead."""
         keys = [0.0] * job.num_tasks
         size, links = job.num_microbatches, job.num_links
@@ -75,7 +75,7 @@ class Groups:
                 keys[task] = 2 * place + ahead + 1
         return Urgency(keys, self.manner.patience, self.manner.hold)
 
-    def shaken(self, job: Job, rng: random.Random) -> Groups:
+    def shaken(self, job: SearchJob, rng: random.Random) -> Groups:
         found = self
         for _ in range(rng.choice((1, 1, 2, 3))):
             match rng.choices(("forward", "backward", "ahead", "manner"), (3, 3, 3, 1))[0]:
@@ -98,7 +98,7 @@ def _groups_of(count: int, first: int, rest: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _ahead(job: Job, group: int, per_hop: int, more: int) -> tuple[int, ...]:
+def _ahead(job: SearchJob, group: int, per_hop: int, more: int) -> tuple[int, ...]:
     """By rank: a group through all stages but the last, `per_hop` for each hop to the last rank, and `more`."""
     ranks = job.placement.num_ranks
     stages = (len(job.placement.stages_of(rank)) for rank in range(ranks))
@@ -143,7 +143,7 @@ def _nudged(numbers: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockPattern:
     """The life of one microbatch, repeated: distances from link to link in shares of the mean time of a forward.
 
     A *leg* is as many links as there are ranks: in a loop one round, in a V one way.
@@ -155,7 +155,7 @@ class Block:
     manner: Manner
 
     @classmethod
-    def any(cls, job: Job, rng: random.Random) -> Block:
+    def any(cls, job: SearchJob, rng: random.Random) -> BlockPattern:
         ranks = job.placement.num_ranks
         legs = -(-job.num_links // ranks)
         return cls(
@@ -165,7 +165,7 @@ class Block:
             Manner(rng.choice(PATIENCES), rng.choice(HOLDS)),
         )
 
-    def urgency(self, job: Job) -> Urgency:
+    def urgency(self, job: SearchJob) -> Urgency:
         size, half, ranks = job.num_microbatches, job.placement.num_stages, job.placement.num_ranks
         unit = sum(job.time[: half * size]) / (half * size)
         keys: list[float] = []
@@ -177,7 +177,7 @@ class Block:
             keys += (first + number * job.pace for number in range(size))
         return Urgency(keys, self.manner.patience, self.manner.hold)
 
-    def shaken(self, job: Job, rng: random.Random) -> Block:
+    def shaken(self, job: SearchJob, rng: random.Random) -> BlockPattern:
         found = self
         for _ in range(rng.choice((1, 1, 2, 3))):
             match rng.choices(("hops", "turns", "shift", "manner"), (4, 3, 2, 1))[0]:
@@ -205,7 +205,7 @@ class AsPlanned:
     manner: Manner
 
     @classmethod
-    def of(cls, job: Job, plan: Plan, manner: Manner) -> AsPlanned:
+    def of(cls, job: SearchJob, plan: Plan, manner: Manner) -> AsPlanned:
         size, links = job.num_microbatches, job.num_links
         keys = [0.0] * job.num_tasks
         for codes in plan.codes:
@@ -216,10 +216,10 @@ class AsPlanned:
                     keys[link * size + (code >> MICROBATCH_SHIFT & MICROBATCH)] = float(position)
         return cls(tuple(keys), manner)
 
-    def urgency(self, job: Job) -> Urgency:
+    def urgency(self, job: SearchJob) -> Urgency:
         return Urgency(list(self.keys), self.manner.patience, self.manner.hold)
 
-    def shaken(self, job: Job, rng: random.Random) -> AsPlanned:
+    def shaken(self, job: SearchJob, rng: random.Random) -> AsPlanned:
         """Each link, and a few microbatches, a little more or less urgent."""
         if rng.random() < 0.2:
             return replace(self, manner=self.manner.shaken(rng))
@@ -232,4 +232,4 @@ class AsPlanned:
         return replace(self, keys=tuple(keys))
 
 
-Pattern = Groups | Block | AsPlanned
+Pattern = Groups | BlockPattern | AsPlanned

@@ -9,7 +9,7 @@ from typing import Literal
 
 from penstock.errors import PlanError
 from penstock.plan import Placement, StageGraph, check
-from penstock.search.job import Job
+from penstock.search.job import SearchJob
 from penstock.search.lane import Lane, Searched
 from penstock.simulate import Costs
 
@@ -39,7 +39,11 @@ def search(
     (0.0, True)
     """
     lanes = [
-        Lane(Job.of(where, num_microbatches, costs, memory_limit), graph or StageGraph.chain(where.num_stages), seed)
+        Lane(
+            SearchJob.of(where, num_microbatches, costs, memory_limit),
+            graph or StageGraph.chain(where.num_stages),
+            seed,
+        )
         for where in placements_of(placement, num_ranks, costs.num_stages)
     ]
     first = tries if len(lanes) == 1 else -(-tries // 4)

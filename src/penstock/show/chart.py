@@ -17,7 +17,7 @@ text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif;f
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 44
 
 
-class Mark(NamedTuple):
+class Dot(NamedTuple):
     """A named point; `ours` are joined by a line of steps."""
 
     x: float
@@ -26,16 +26,16 @@ class Mark(NamedTuple):
     ours: bool
 
 
-def front_svg(marks: Sequence[Mark], *, title: str, width: int = 900, height: int = 480) -> str:
+def front_svg(marks: Sequence[Dot], *, title: str, width: int = 900, height: int = 480) -> str:
     """The chart as the text of an SVG file: memory to the right, makespan upwards.
 
-    >>> front_svg([Mark(2.0, 30.0, "v-min", False), Mark(2.0, 28.0, "searched", True)], title="4 x 8").count("<circle")
+    >>> front_svg([Dot(2.0, 30.0, "v-min", False), Dot(2.0, 28.0, "searched", True)], title="4 x 8").count("<circle")
     2
     """
     return "\n".join(_parts(marks, title, width, height)) + "\n"
 
 
-def front_page(marks: Sequence[Mark], *, title: str) -> str:
+def front_page(marks: Sequence[Dot], *, title: str) -> str:
     """The chart on a page of its own, with its figures as a table. Nothing is fetched."""
     rows = "".join(
         f"<tr><td>{escape(mark.label)}</td><td>{mark.x:.6g}</td><td>{mark.y:.6g}</td></tr>" for mark in sorted(marks)
@@ -50,7 +50,7 @@ def front_page(marks: Sequence[Mark], *, title: str) -> str:
     )
 
 
-def _parts(marks: Sequence[Mark], title: str, width: int, height: int) -> Iterator[str]:
+def _parts(marks: Sequence[Dot], title: str, width: int, height: int) -> Iterator[str]:
     across = _Axis.of([mark.x for mark in marks], _LEFT, width - _RIGHT)
     up = _Axis.of([mark.y for mark in marks], height - _BOTTOM, _TOP)
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'

@@ -37,7 +37,6 @@ __all__ = [
     "Deferral",
     "ManualWeight",
     "Pending",
-    "Saved",
     "backward_input",
     "backward_weight",
     "can_split",
@@ -46,19 +45,6 @@ __all__ = [
     "run_backward_full",
     "run_deferred",
 ]
-
-
-class Saved:
-    """What one microbatch's forward left for its backward: input leaves, outputs that require grad, weight work."""
-
-    __slots__ = ("inputs", "outputs", "pending")
-
-    def __init__(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], pending: Pending | ManualWeight | None = None
-    ) -> None:
-        self.inputs = inputs
-        self.outputs = outputs
-        self.pending = pending
 
 
 class ManualWeight:

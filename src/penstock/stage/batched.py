@@ -39,7 +39,7 @@ class Group:
         return found + grads.sum(1).unbind(0) if self.with_bias else found
 
 
-class Layout:
+class Grouping:
     """How the calls of a forward fall into groups; `singles` are the places of the others."""
 
     __slots__ = ("groups", "singles", "slots")

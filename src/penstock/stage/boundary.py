@@ -83,16 +83,6 @@ def unflatten(spec: Spec, tensors: Sequence[Tensor]) -> Any:
     return _crossing.unflatten(spec, tensors)
 
 
-def detach_leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """A fresh leaf with the same storage; the given tensor is left alone.
-
-    >>> detach_leaf(torch.ones(1), True).is_leaf
-    True
-    """
-    leaf = tensor.detach()
-    return leaf.requires_grad_() if requires_grad else leaf
-
-
 class _Crossing(Nesting):
     """Sees what can be sent; anything else is an error that says where it stands."""
 

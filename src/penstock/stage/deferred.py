@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from penstock.errors import StageError
-from penstock.stage.batched import Group, Layout
+from penstock.stage.batched import Group, Grouping
 from penstock.stage.calls import Call, Nothing, Slot, Work
 from penstock.stage.compiled import CompiledParts, GraphWork
 from penstock.stage.weights import grouped
@@ -41,7 +41,7 @@ class Deferral:
         self.checked: dict[int, Parameter] = {}
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}  # under autocast: see `cast`
         self.last: list[Slot] = []  # of the last microbatch
-        self.layout: Layout | None = None
+        self.layout: Grouping | None = None
         self.news = True  # a weight may have been deferred that is not checked yet
         self.repeats = False  # some weight is used twice
         self.enabled = True
@@ -167,7 +167,7 @@ class Pending:
         layout = deferral.layout
         if layout is None or layout.slots != slots:
             if deferral.last == slots:
-                deferral.layout = Layout(slots)
+                deferral.layout = Grouping(slots)
             deferral.last = slots
             return False
         grads = [slot.anchor.grad for slot in slots]

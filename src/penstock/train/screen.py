@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 
-class Bar(Protocol):
+class ProgressBar(Protocol):
     def update(self, done: int, *, loss: float, speed: float, unit: str) -> None: ...
 
 
@@ -26,7 +26,7 @@ class Screen:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def bar(self, total: int, start: int) -> Iterator[Bar]:
+    def bar(self, total: int, start: int) -> Iterator[ProgressBar]:
         if not self.enabled:
             yield _Silent()
         elif self.console.is_terminal:

@@ -12,7 +12,6 @@ penstock train my_module:build --ranks 4
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -170,7 +169,3 @@ def normal_batch(batch: Any) -> Batch:
         raise PenstockError(f"a batch is {type(batch).__name__}; expected (inputs, target)")
     inputs, target = batch
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), target
-
-
-def first_batches(job: Job, count: int) -> list[Batch]:
-    return list(itertools.starmap(job.batch, ((step,) for step in range(count))))
