@@ -38,14 +38,14 @@ STEPS, MICROBATCHES = 6, 4
 COMMON = ["--ranks", "2", "--schedule", "1f1b", "--microbatches", str(MICROBATCHES), "--no-measure", "--batch", "8"]
 
 
-def train(folder: Path, options: str) -> list[dict[str, Any]]:
+def train(folder: Path, options: str, *, apart: str = "0.0\n") -> list[dict[str, Any]]:
     """Run the command, which compares itself with the unpipelined model first; its events."""
     (folder / "job.py").write_text(JOB, encoding="utf-8")
     command = [sys.executable, "-m", "penstock", "train", "job:build", *COMMON, "--steps", str(STEPS), *options.split()]
     command += ["--log", "jsonl", "-o", str(folder / "run")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "pipelined == unpipelined over 3 steps: largest difference 0.0\n" in done.stdout
+    assert f"pipelined == unpipelined over 3 steps: largest difference {apart}" in done.stdout, done.stdout
     return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -55,6 +55,7 @@ def plain(*, clip: float, accumulate: int, rate: Any, dtype: torch.dtype | None)
     exec(JOB, names)
     model, batch, loss_fn, make, _ = names["build"]()
     optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
     losses, norms = [], []
     for step in range(STEPS):
         total = 0.0
@@ -63,13 +64,15 @@ def plain(*, clip: float, accumulate: int, rate: Any, dtype: torch.dtype | None)
             for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
                 with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                     loss = loss_fn(model(a), b)
-                loss.backward(torch.full_like(loss, 1 / MICROBATCHES))
+                loss.backward(scaler.scale(torch.full_like(loss, 1 / MICROBATCHES)))
                 total += loss.item() / MICROBATCHES
+        scaler.unscale_(optimizer)
         for p in model.parameters():
             p.grad /= accumulate
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         optimizer.param_groups[0]["lr"] = 0.25 * rate(step)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         losses.append(total / accumulate)
     return losses, norms
@@ -109,16 +112,44 @@ def test_bfloat16_is_that_of_a_plain_loop_and_a_run_may_end_early(tmp_path: Path
     assert 2 <= len(steps) <= STEPS
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_replicas_share_the_rows_of_a_batch(tmp_path: Path) -> None:
+    """Two pipelines of two ranks, two microbatches each: what one process makes of the four."""
+    found = train(tmp_path, "--dp 2 --data-parallel fsdp --microbatches 2 --clip 0.5", apart="")
+    steps = [event for event in found if event["kind"] == "step"]
+    assert [len(event["ranks"]) for event in steps] == [4] * STEPS
+    losses, norms = plain(clip=0.5, accumulate=1, rate=lambda step: 1.0, dtype=None)
+    torch.testing.assert_close([event["loss"] for event in steps], losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([event["norm"] for event in steps], norms, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_half_precision_with_a_scaled_loss_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    found = train(tmp_path, "--precision fp16 --clip 0.5")
+    losses, _ = plain(clip=0.5, accumulate=1, rate=lambda step: 1.0, dtype=torch.float16)
+    steps = [event["loss"] for event in found if event["kind"] == "step"]
+    torch.testing.assert_close(steps, losses, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (TrainOptions(dp=3), "--batch 16 rows over --dp 3 replicas"),
+        (TrainOptions(dp=4), "for --microbatches 8 of --dp 4"),
+        (TrainOptions(data_parallel="zero"), "'zero'; expected ddp or fsdp"),
         (TrainOptions(rate_schedule="stairs"), "'stairs'; expected one of constant, linear, cosine"),
         (TrainOptions(precision="int4"), "'int4'; expected one of fp32, bf16, fp16"),
     ],
 )
 def test_a_wrong_name_is_said_before_anything_starts(options: TrainOptions, said: str) -> None:
-    with pytest.raises(PenstockError, match=said):
+    def check() -> None:
+        options.check()
         check_names(options)
+
+    with pytest.raises(PenstockError, match=said):
+        check()
 
 
 def test_patience_needs_validation() -> None:

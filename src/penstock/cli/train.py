@@ -17,7 +17,11 @@ _FROM_ZERO = click.IntRange(min=0)
 
 @click.command()
 @click.argument("build", required=False, metavar="[MODULE:FUNCTION]")
-@click.option("--ranks", "-p", type=_AT_LEAST_ONE, default=2, show_default=True, help="Processes on this machine.")
+@click.option("--ranks", "-p", type=_AT_LEAST_ONE, default=2, show_default=True, help="Processes of a pipeline.")
+@click.option(
+    "--dp", type=_AT_LEAST_ONE, default=1, show_default=True, help="Replicas of the pipeline, of --ranks each."
+)
+@click.option("--data-parallel", default="ddp", show_default=True, help="What the replicas are: ddp or fsdp.")
 @click.option(
     "--schedule", "-s", default="auto", show_default=True, help="A name; auto: the fastest; search: made to measure."
 )
@@ -72,6 +76,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
       penstock train
       penstock train --ranks 4 --schedule zbv --steps 1000 -o runs/zbv
       penstock train my_module:build --microbatches 16
+      penstock train --ranks 2 --dp 2 --data-parallel fsdp
       torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint host0:29500 --rdzv-backend c10d -m penstock train
     """
     from penstock.train.launch import Interrupted, is_rank, launch

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors
+from penstock.stage.dtensors import whole_tensor
 
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
@@ -60,7 +61,9 @@ def save_pretrained(
 
     everyone = ends.agree("what is to be written", look)[: ends.num_ranks]  # the replicas hold the same names
     shards = _shards(everyone, max_shard_bytes)
-    whole = {name: _plain(value) for name, value in mine.items()}  # a sharded one is put together on all its replicas
+    whole = {
+        name: whole_tensor(value) for name, value in mine.items()
+    }  # a sharded one is put together on all its replicas
 
     def write() -> None:
         if ends.replica > 0:
@@ -129,12 +132,6 @@ def _shards(everyone: list[list[list[Any]]], most: int) -> list[tuple[int, list[
         if names:
             shards.append((rank, names))
     return shards
-
-
-def _plain(value: Tensor) -> Tensor:
-    """The whole of a tensor that is spread over replicas."""
-    full = getattr(value.detach(), "full_tensor", None)
-    return value.detach() if full is None else full()
 
 
 def _write_config(name: str, config: Any, place: Path, origin: Origin, tensors: StageTensors) -> None:

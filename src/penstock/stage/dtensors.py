@@ -70,6 +70,16 @@ def to_local(tensor: Tensor) -> Tensor:
     return arrived
 
 
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be spread over replicas, without its graph; they all call it."""
+    dtensor = _dtensor_type()
+    if dtensor is None or not isinstance(tensor, dtensor):
+        return tensor.detach()
+    value: Any = tensor.detach()
+    whole: Tensor = value.full_tensor()
+    return whole
+
+
 def from_local(local: Tensor, layout: DTensorLayout, mesh: Any) -> Tensor:
     """The DTensor of which this is the local part, on the mesh of the receiving stage."""
     if mesh is None:

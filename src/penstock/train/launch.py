@@ -45,14 +45,14 @@ def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[st
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _hush()
-    threads = options.threads or max(1, (os.cpu_count() or 1) // options.ranks)
+    threads = options.threads or max(1, (os.cpu_count() or 1) // (options.ranks * options.dp))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ["TORCHELASTIC_LOG_LEVEL"] = "CRITICAL"
     for number in range(options.max_restarts + 1):
         os.environ[RESTARTS] = str(number)
         try:
-            _launch_once(options.ranks, arguments)
+            _launch_once(options.ranks * options.dp, arguments)
         except SignalException as stopped:
             raise Interrupted(f"stopped by {stopped.sigval.name}") from stopped
         except ChildFailedError as failed:

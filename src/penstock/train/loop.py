@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.balance import Profile
 from penstock.checkpoint import kept
+from penstock.errors import PenstockError
 from penstock.front import Pipeline
 from penstock.front.saving import DISK
 from penstock.train import run_report
@@ -24,6 +25,7 @@ from penstock.train.unpipelined import Checked, check
 from penstock.train.update import Update
 
 CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
+SEEDS_APART = 1_000_003  # replicas draw other random numbers, as the rows of one batch do
 
 
 class Stop:
@@ -43,7 +45,8 @@ class Run:
         self.validation: list[tuple[int, float]] = []
         self.seconds: list[float] = []
         self.saving: list[float] = []  # seconds that each checkpoint kept the steps waiting
-        self.update = Update.of(options, job)
+        self.replica = int(os.environ.get("RANK", "0")) // self._ranks
+        self.update = Update.of(options, job, replica=self.replica)
         self.pipe = self._pipeline()
         self.rated = self.update.optimizer(self.pipe.parameters())
         self.log: EventLog | None = None
@@ -52,7 +55,7 @@ class Run:
 
     def _pipeline(self) -> Pipeline:
         options = self.options
-        args, target = self.job.batch(0)
+        args, target = self.update.share(self.job.batch(0))
         self.screen.say(self.job.title)
         kept = self._kept_choice()
         pipe = Pipeline(
@@ -65,13 +68,31 @@ class Run:
             num_stages=kept.get("stages", options.stages),
             profile=kept.get("profile", None if options.measure else False),
             rng="per-microbatch",
-            seed=options.seed,
+            seed=options.seed + self.replica * SEEDS_APART,
+            mesh=self._mesh(),
+            data_parallel=options.data_parallel,
             loss_scale=self.update.scaler,
         )
         self.screen.say(pipe.explain(print_output=False))
         if self.screen.enabled:
             self._keep_choice(pipe)
         return pipe
+
+    @property
+    def _ranks(self) -> int:
+        """Of one pipeline."""
+        size, dp = int(os.environ.get("WORLD_SIZE", "1")), self.options.dp
+        if size % dp:
+            raise PenstockError(f"{size} processes for --dp {dp}; expected a multiple of {dp}")
+        return size // dp
+
+    def _mesh(self) -> Any:
+        """Of the replicas and the ranks of each, if there are several."""
+        if self.options.dp == 1:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh("cpu", (self.options.dp, self._ranks), mesh_dim_names=("dp", "pp"))
 
     def _kept_choice(self) -> dict[str, Any]:
         """A run that goes on is cut as it was, as long as the same is asked for: the same random numbers, the same run."""
@@ -80,8 +101,7 @@ class Run:
         if not options.resume or not file.is_file():
             return {}
         kept = read_json(file)
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        now = {"ranks": size, "microbatches": options.microbatches, "asked": [options.schedule, options.stages]}
+        now = {"ranks": self._ranks, "microbatches": options.microbatches, "asked": [options.schedule, options.stages]}
         if any(kept.get(name) != value for name, value in now.items()) or not {"schedule", "stages"} <= kept.keys():
             return {}
         return {
@@ -107,10 +127,9 @@ class Run:
 
     def _begin(self) -> int:
         """The step to begin with."""
-        pids = self.pipe.transport.gather("the process of each rank", str(os.getpid()).encode())
+        pids = self.pipe.gather("the process of each rank", os.getpid())
         if self.screen.enabled:
-            listed = json.dumps([int(pid) for pid in pids])
-            (self.options.folder / RANKS).write_text(listed, encoding="utf-8")
+            (self.options.folder / RANKS).write_text(json.dumps(pids), encoding="utf-8")
             if not self.options.resume:
                 self._put_aside()
         start = self._resume() if self.options.resume else 0
@@ -250,7 +269,7 @@ class Run:
     # -- after
 
     def _finish(self) -> None:
-        batch = self.job.batch(0)
+        batch = self.update.share(self.job.batch(0))
         if self.job.text is not None and self.options.sample:
             length = batch[0][0].shape[1]
             sample = generate(self.pipe, self.job.text, self.options.sample, length=length, seed=self.options.seed)

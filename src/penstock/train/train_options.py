@@ -22,7 +22,9 @@ class TrainOptions:
     """
 
     build: str | None = None  # "module:function" of the user, or None for the small GPT
-    ranks: int = 2  # processes on this machine; under torchrun its number of processes counts
+    ranks: int = 2  # of a pipeline; under torchrun its number of processes counts
+    dp: int = 1  # data-parallel replicas of the pipeline, each with its share of the rows
+    data_parallel: str = "ddp"  # or "fsdp": what the replicas are
     schedule: str = "auto"
     microbatches: int = 8
     stages: int | None = None  # over all ranks; None: what suits the schedule
@@ -75,6 +77,8 @@ class TrainOptions:
             get_schedule(self.schedule)
         if self.stages is not None and self.stages % self.ranks:
             raise PlanError(f"--stages {self.stages} over --ranks {self.ranks}; expected a multiple of {self.ranks}")
+        if self.data_parallel not in ("ddp", "fsdp"):
+            raise PenstockError(f"--data-parallel {self.data_parallel!r}; expected ddp or fsdp")
         if self.build is not None and ":" not in self.build:
             raise PenstockError(f"{self.build!r} names no function; write module:function, for example my_module:build")
         if (self.patience or self.keep_best) and not self.validate_every:
@@ -83,9 +87,12 @@ class TrainOptions:
             from penstock.train.gpt import size_of
 
             size_of(self.size)
-            if self.batch < self.microbatches:
+            if self.batch % self.dp:
+                raise SplitError(f"--batch {self.batch} rows over --dp {self.dp} replicas; expected as many for each")
+            if self.batch < self.microbatches * self.dp:
                 raise SplitError(
-                    f"--batch {self.batch} rows for --microbatches {self.microbatches}; expected at least a row for each"
+                    f"--batch {self.batch} rows for --microbatches {self.microbatches} of --dp {self.dp}; expected at "
+                    "least a row for each"
                 )
 
     def dumps(self) -> str:

@@ -20,6 +20,7 @@ from penstock.plan import Plan
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS
 from penstock.run.rng import microbatch_rng
+from penstock.stage.dtensors import whole_tensor
 from penstock.train.train_job import Batch
 from penstock.train.update import Update
 
@@ -133,7 +134,7 @@ def check(pipe: Pipeline, update: Update, *, steps: int, seed: int) -> Checked:
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
     reference, seconds = None, 0.0
     expected: list[float] = []
-    if pipe.rank == 0:
+    if pipe.is_first:
         reference = _reference(pipe, update, seed)
         start = time.perf_counter()
         expected = [reference.step(number) for number in range(steps)]
@@ -142,11 +143,12 @@ def check(pipe: Pipeline, update: Update, *, steps: int, seed: int) -> Checked:
     rated = update.optimizer(pipe.parameters())
     losses = [update.apply(pipe, rated, number)[0] for number in range(steps)]
     difference = 0.0
+    state = {name: whole_tensor(value) for name, value in pipe.state_dict().items()}
     if reference is not None:
         apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
-        difference = max([*apart, *_differences(pipe, reference.model)])
-    else:
-        send_to(pipe.transport, [0], pipe.state_dict())
+        difference = max([*apart, *_differences(pipe, state, reference.model)])
+    elif update.replica == 0:
+        send_to(pipe.transport, [0], state)
     for name, value in pipe.state_dict().items():
         value.copy_(before[name])
     pipe.schedule.steps = 0
@@ -180,10 +182,10 @@ def _reference(pipe: Pipeline, update: Update, seed: int) -> Unpipelined:
     return Unpipelined(update, model, backward_order(pipe.plan), whole=whole, seed=seed)
 
 
-def _differences(pipe: Pipeline, model: nn.Module) -> list[float]:
+def _differences(pipe: Pipeline, state: dict[str, Tensor], model: nn.Module) -> list[float]:
     expected = model.state_dict()
     found = []
-    parts = [pipe.state_dict(), *(receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))]
+    parts = [state, *(receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))]
     for part in parts:
         for name, value in part.items():
             if value.numel():

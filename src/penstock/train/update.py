@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from penstock.errors import PenstockError
+from penstock.batch import batch_size_of, split_batch, split_target
+from penstock.errors import PenstockError, SplitError
 from penstock.front import Pipeline
 from penstock.train.train_job import Batch, Job
 from penstock.train.train_options import TrainOptions
@@ -47,18 +48,43 @@ class Update:
     precision: str
     rate: Callable[[int], float] | None  # the factor of the learning rate, by step
     scaler: Any = field(default=None, compare=False)  # for fp16
+    replica: int = 0
+    replicas: int = 1
 
     @classmethod
-    def of(cls, options: TrainOptions, job: Job) -> Update:
+    def of(cls, options: TrainOptions, job: Job, *, replica: int = 0) -> Update:
         scaler = torch.amp.GradScaler("cpu") if options.precision == "fp16" else None
-        return cls(job, options.clip, options.accumulate, options.precision, rate_of(options, job), scaler)
+        return cls(
+            job,
+            options.clip,
+            options.accumulate,
+            options.precision,
+            rate_of(options, job),
+            scaler,
+            replica=replica,
+            replicas=options.dp,
+        )
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Rated:
         made = self.job.optimizer(parameters)
         return Rated(made, tuple(group["lr"] for group in made.param_groups))
 
     def batches(self, step: int) -> list[Batch]:
+        """Those of a step, whole."""
         return [self.job.batch(step * self.accumulate + number) for number in range(self.accumulate)]
+
+    def share(self, batch: Batch) -> Batch:
+        """The rows of a batch that are this replica's."""
+        if self.replicas == 1:
+            return batch
+        args, target = batch
+        rows = batch_size_of(args)
+        if rows is None or rows % self.replicas:
+            raise SplitError(
+                f"a batch of {rows or 0} rows over --dp {self.replicas} replicas; expected as many for each"
+            )
+        pieces, _ = split_batch(args, {}, self.replicas)
+        return pieces[self.replica], split_target(target, self.replicas)[self.replica]
 
     def casting(self, device: str = "cpu") -> AbstractContextManager[Any]:
         """Stands around forward and backward."""
@@ -69,7 +95,7 @@ class Update:
         """One step of the pipeline: the mean loss of its batches, and the norm of the gradients before clipping."""
         losses = []
         with self.casting(pipe.transport.device.type):
-            for args, target in self.batches(step):
+            for args, target in map(self.share, self.batches(step)):
                 result = pipe.step(*args, target=target)
                 losses.append(float("nan") if result.loss is None else result.loss)
         if self.scaler is not None:
