@@ -18,20 +18,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def sim(request: pytest.FixtureRequest) -> Iterator[SimPool]:
+def sim(accelerator: SimPool) -> SimPool:
     """Only on the simulated device: for what asks it what it has noticed."""
-    if request.config.getoption("--device") != "sim":
+    if accelerator.device != "sim":
         pytest.skip("a real device does not tell of waits, races and communicators")
-    yield from pool_of("sim")
+    return accelerator
 
 
 @pytest.fixture(scope="session")
 def accelerator(request: pytest.FixtureRequest) -> Iterator[SimPool]:
     """On the simulated device, or on the real one that `--device` names."""
-    yield from pool_of(str(request.config.getoption("--device")))
-
-
-def pool_of(device: str) -> Iterator[SimPool]:
+    device = str(request.config.getoption("--device"))
     if device == "sim":
         from tests.accelerator.device import ensure_built, why_not
 

@@ -29,13 +29,14 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
-from penstock.errors import PenstockError, StepTimeout, TransportError
+from penstock.errors import PeerFailed, PenstockError, StepTimeout, TransportError
 
 _TAG = 0x9E57
 _CARRIED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
 """The types that every backend knows. Others travel as bytes."""
+_BETWEEN_LOOKS = 0.2  # seconds between looks at the peers while the host waits for the device
 _FAREWELL = 10.0  # seconds that the device may take, when this rank leaves, to finish what was sent
 
 
@@ -66,6 +67,23 @@ class AcceleratorTransport(DistributedTransport):
     def waiter(self) -> Callable[[Work], object]:
         return methodcaller("wait")  # the stream waits; a bound would make the host wait for it
 
+    def read(self, tensor: Tensor) -> list[float]:
+        """What is on its way from a peer that fails never comes: then its failure is raised, and no stream stays stuck."""
+        if self._torn is None:
+            try:
+                wait_for_device(self.device, self.timeout, look=self._look)
+            except PeerFailed as error:
+                self.break_connections(FailureRecord.of(error))
+        if self._torn is not None:
+            raise self._torn.error() if self._torn.rank != self.rank else self._unusable()
+        return super().read(tensor)
+
+    def _look(self) -> None:
+        """Raise if a peer is gone without whom the device might wait for ever."""
+        gone = self.pulse.look() or self.pulse.ended()
+        if gone is not None:
+            raise gone.error()
+
     def _way(self, peer: int) -> Way:
         if peer not in self._ways:
             self._ways[peer] = Way(self._peer(peer), self)
@@ -89,14 +107,21 @@ class AcceleratorTransport(DistributedTransport):
         super().close()
 
 
-def wait_for_device(device: torch.device, bound: float) -> None:
-    """Wait until the device has done what it was told, by asking it again and again: its own wait could not be ended."""
+def wait_for_device(device: torch.device, bound: float, look: Callable[[], None] | None = None) -> None:
+    """Wait until the device has done what it was told, by asking it again and again: its own wait could not be ended.
+
+    ``look`` is called now and then, and ends the wait by raising.
+    """
     done = torch.Event(device=device)
     done.record()
-    end, nap = time.monotonic() + bound, 1e-5
+    start, nap, looked = time.monotonic(), 1e-5, 0.0
     while not done.query():
-        if time.monotonic() > end:
+        passed = time.monotonic() - start
+        if passed > bound:
             raise StepTimeout(f"{device} did not finish within {bound:g} s what it was told to do")
+        if look is not None and passed > looked + _BETWEEN_LOOKS:
+            look()
+            looked = passed
         time.sleep(nap)
         nap = min(2 * nap, 0.005)
 

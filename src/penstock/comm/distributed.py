@@ -49,10 +49,10 @@ class DistributedTransport(Transport):
         self.bound = _timeout(self.backend)
         self.timeout = self.bound.total_seconds()
         patience = heartbeat()
-        self.place = _place(group, self.device)
+        self.place = place_of_group(group, self.device.type)
         own = self.place.clone()  # a connection of our own, whose waits we may bound
         self.store: DistributedStore = DistributedStore(own, self.rank, self.num_ranks, bound=patience)
-        self._host_backend = _host_backend(group, self.place, self.bound)
+        self._host_backend = backend_in_host_memory(group, self.place, self.bound)
         self._gloo: Any = self._host_backend if isinstance(self._host_backend, dist.ProcessGroupGloo) else None
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
@@ -257,7 +257,7 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(known.get(device.type, dist.get_backend(group)))
 
 
-def _host_backend(group: dist.ProcessGroup, place: Any, bound: timedelta) -> Any:
+def backend_in_host_memory(group: dist.ProcessGroup, place: Any, bound: timedelta) -> Any:
     """What carries messages in host memory: the group's own backend, or a gloo of penstock's own beside it."""
     host = torch.device("cpu")
     if host in group._device_types:
@@ -266,16 +266,21 @@ def _host_backend(group: dist.ProcessGroup, place: Any, bound: timedelta) -> Any
     return dist.ProcessGroupGloo(PrefixStore("control", place), group.rank(), group.size(), bound)
 
 
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Of the group's backend, whatever device that is for."""
+    return _timeout(group._get_backend(group._device_types[0]))
+
+
 def _timeout(backend: Any) -> timedelta:
     options = getattr(backend, "options", None)
     bound: timedelta = getattr(options, "_timeout", timedelta(minutes=30))
     return bound
 
 
-def _place(group: dist.ProcessGroup, device: torch.device) -> Any:
+def place_of_group(group: dist.ProcessGroup, what: str) -> Any:
     """The part of the store for this group and this life of it: groups side by side, and one made again, must not meet."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-    name = hashlib.sha1(f"{group.group_name}|{ranks}|{device.type}".encode()).hexdigest()[:16]
+    name = hashlib.sha1(f"{group.group_name}|{ranks}|{what}".encode()).hexdigest()[:16]
     base = PrefixStore(f"penstock/{name}", _get_default_store())
     return PrefixStore(str(base.add(f"lives/{group.rank()}", 1)), base)
 

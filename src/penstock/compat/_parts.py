@@ -17,7 +17,9 @@ class Parts(Schedule):
     """What a step is made of."""
 
     _internal_losses: list[Any]
-    _loss_weights: Sequence[float] | None = None  # the share of each microbatch in the batch, while a step runs
+    _loss_weights: Sequence[float | Tensor] | None = (
+        None  # the share of each microbatch in the batch, while a step runs
+    )
 
     def _step_microbatches(
         self,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from penstock.front.choose import Choice, Tried, choose
 from penstock.front.loading import Checkpoint, load
-from penstock.front.pipeline import Pipeline, Result
+from penstock.front.pipeline import Pipeline
+from penstock.front.result import Result
 from penstock.front.saving import Saving
 
 __all__ = ["Checkpoint", "Choice", "Pipeline", "Result", "Saving", "Tried", "choose", "load"]

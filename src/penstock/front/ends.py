@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.checkpoint.manifest import Damaged
+from penstock.comm.host_group import host_group
 from penstock.comm.transport import Transport
 from penstock.errors import (
     BalanceError,
@@ -105,8 +106,12 @@ class Ends:
         return [json.loads(post) for post in posts]
 
     def mean_over_replicas(self, values: torch.Tensor) -> None:
+        """Of numbers in host memory or on the device; the host waits for the replicas' hosts, or for nothing."""
         if self.num_replicas > 1:
-            dist.all_reduce(values, group=self.mesh.get_group())
+            if values.device.type == "cpu":
+                host_group(self.mesh.get_group()).sum(values)
+            else:
+                dist.all_reduce(values, group=self.mesh.get_group())
             values /= self.num_replicas
 
     def measure_bandwidth(self) -> float | None:

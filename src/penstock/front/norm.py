@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,28 +16,63 @@ from penstock.stage.dtensors import to_local
 
 
 def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.0) -> float:
-    """Of the gradients that count here, and of those on the other ranks."""
+    """Of the gradients that count here, and of those on the other ranks. The host reads one tensor of two numbers."""
     if not norm_type > 0:
         raise RunError(f"norm_type={norm_type}; expected a number above 0, or math.inf")
-    largest = math.isinf(norm_type)
-    whole, parts = torch.zeros(2, dtype=torch.float64, device=ends.transport.device)
+    sharded: dict[bool, list[Tensor]] = {False: [], True: []}
     for grad in gradients:
-        sharded = hasattr(grad, "placements")
-        local = to_local(grad).detach()
-        size = torch.linalg.vector_norm(local, norm_type).to(torch.float64) if local.numel() else whole.new_zeros(())
-        term = size if largest else size**norm_type
-        if sharded:
-            parts = torch.maximum(parts, term) if largest else parts + term
-        else:
-            whole = torch.maximum(whole, term) if largest else whole + term
+        sharded[hasattr(grad, "placements")].append(to_local(grad).detach())
+    sums = torch.stack([_term(some, norm_type, ends.device) for some in sharded.values()])
+    largest = math.isinf(norm_type)
     if ends.num_replicas > 1:
-        dist.all_reduce(parts, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=ends.mesh.get_group())
-    here = torch.maximum(whole, parts) if largest else whole + parts
-    everywhere = torch.zeros(ends.transport.num_ranks, dtype=torch.float64, device=here.device)
-    everywhere[ends.rank] = here
+        dist.all_reduce(sums[1:], dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=ends.mesh.get_group())
+    here = ends.transport.read(sums)
+    everywhere = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
+    everywhere[ends.rank] = max(here) if largest else sum(here)
     if ends.transport.num_ranks > 1:
         ends.transport.sum(everywhere)
     return float(everywhere.max()) if largest else float(everywhere.sum()) ** (1 / norm_type)
+
+
+def _term(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The largest norm, or the sum of the norms' powers, in one tensor: a few kernels for all of them."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    precise = precise_on(device)
+    if not filled:
+        return torch.zeros((), dtype=precise, device=device)
+    norms = torch.stack([size.to(device, precise) for size in torch._foreach_norm(filled, norm_type)])
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def precise_on(device: torch.device) -> torch.dtype:
+    """float64, but on devices that do not know it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def loss_factor(scaler: Any, device: torch.device) -> float | Tensor:
+    """What a GradScaler multiplies a loss by: a number on the device, which nobody reads."""
+    if scaler is None:
+        return 1.0
+    factor: Tensor = scaler.scale(torch.ones((), device=device))
+    return factor
+
+
+@torch.no_grad()
+def overflow(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether some number in the gradients of this rank is not finite, as 1 or 0 on the device."""
+    local = [part for part in map(to_local, gradients) if part.numel()]
+    if not local:
+        return torch.zeros(1, dtype=precise_on(device), device=device)
+    largest = torch.stack([size.to(device, precise_on(device)) for size in torch._foreach_norm(local, math.inf)])
+    return largest.isfinite().logical_not().any().to(precise_on(device)).reshape(1)
+
+
+@torch.no_grad()
+def spoil_if(flag: Tensor | None, gradients: Sequence[Tensor]) -> None:
+    """Make a gradient infinite if the flag on the device is more than 0: a GradScaler then skips the step here too."""
+    if flag is not None and gradients:
+        first = to_local(gradients[0])
+        first.add_(torch.where(flag > 0, math.inf, 0.0).to(first.device, first.dtype))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from penstock.front.ends import Ends
 from penstock.front.explain import explanation
 from penstock.front.loading import copy_state, load_into
 from penstock.front.names import StageTensors, stage_tensors
+from penstock.front.on_device import OnDevice
 from penstock.front.pipeline_options import check_named, sorted_options
 from penstock.front.publish import Origin, save_pretrained
+from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, agree_on_rows, check_where, deliver, share_losses
 from penstock.front.weighted import WeightedSchedule
@@ -37,18 +39,6 @@ from penstock.run.record import Recording
 from penstock.schedules import Recipe
 from penstock.simulate import Timeline
 from penstock.stage.stage import PipelineStage
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a step gives on every rank.
-
-    print(pipe.step(tokens, target=labels).loss)
-    """
-
-    loss: float | None  # of the whole batch; None where it was not shared
-    losses: tuple[float, ...] = ()  # of each microbatch
-    outputs: Any = None  # of the model, on the ranks that asked for them
 
 
 class Pipeline:
@@ -113,6 +103,7 @@ class Pipeline:
         self._of_steps = of_steps
         self._options = of_steps.of_schedule(loss_fn)
         self._schedule = self._make_schedule(self._built.plan)
+        self._on_device = OnDevice.of(self._ends, self._built.plan.placement)
         self._saving: Saving | None = None  # a checkpoint that is being written
         if made and of_model.weights is not None:
             copy_state(self.tensors, open_weights(of_model.weights), strict=True)
@@ -209,12 +200,12 @@ class Pipeline:
         """
         self._check_call("step", target, outputs)
         losses: list[Tensor] = []
-        self._schedule.factor = self._loss_factor()
+        self._schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
         value = self._schedule.step(
             *args, target=target, losses=losses, return_outputs=outputs is not None, loss_kwargs=loss_kwargs, **kwargs
         )
-        self._agree_on_overflow()
-        return self._result(self._schedule, losses, value, outputs)
+        overflow = self._agree_on_overflow()
+        return self._result(self._schedule, losses, value, outputs, overflow)
 
     def evaluate(
         self,
@@ -374,7 +365,7 @@ class Pipeline:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        total = torch.tensor([float(flag)], dtype=torch.float64, device=self.transport.device)
+        total = torch.tensor([float(flag)], dtype=torch.float64)
         if self.transport.num_ranks > 1:
             self.transport.sum(total)
         self._ends.mean_over_replicas(total)
@@ -399,10 +390,6 @@ class Pipeline:
                 f"{name}() {'with a target ' if target is not None else ''}without a loss: nothing could be differentiated or "
                 "reported. Give Pipeline(..., loss_fn=function), or call predict() for the outputs alone"
             )
-
-    def _loss_factor(self) -> float:
-        scaler = self._of_steps.loss_scale
-        return 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._ends.device)))
 
     def _for_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightedSchedule:
         """A schedule that cuts no more microbatches than there are rows; the same on every rank."""
@@ -440,30 +427,45 @@ class Pipeline:
     def _last_rank(self) -> int:
         return self._built.plan.placement.ranks[-1]
 
-    def _result(self, schedule: WeightedSchedule, losses: list[Tensor], value: Any, outputs: Where) -> Result:
+    def _result(
+        self,
+        schedule: WeightedSchedule,
+        losses: list[Tensor],
+        value: Any,
+        outputs: Where,
+        overflow: Tensor | None = None,
+    ) -> Result:
+        """What the caller gets; on a device `overflow` says whether the gradients of this rank are not all finite."""
+        shares = self._of_steps.share_loss and schedule.has_loss
+        if self._on_device is not None:
+            told = self._on_device.tell(schedule, losses, shares=shares, overflow=overflow)
+            norm.spoil_if(told.overflow, self._gradients())
+            return Result(told.read, deliver(self._ends, value, outputs, last=self._last_rank))
         numbers = [float(loss) for loss in losses]
         total = schedule.total(numbers) if numbers else None
-        if self._of_steps.share_loss and schedule.has_loss:
+        if shares:
             last = self._last_rank
             total, *numbers = share_losses(self._ends, total, numbers, count=schedule.num_microbatches, last=last)
             if all(number != number for number in numbers) and not losses and self.rank == last:
                 total, numbers = None, []  # an evaluation without a target
-        return Result(total, tuple(numbers), deliver(self._ends, value, outputs, last=self._last_rank))
+        return Result.of(total, numbers, deliver(self._ends, value, outputs, last=self._last_rank))
 
-    def _agree_on_overflow(self) -> None:
-        """If gradients overflow on one rank, every rank's scaler must see it, or some would step and some not."""
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def _agree_on_overflow(self) -> Tensor | None:
+        """If gradients overflow on one rank, every rank's scaler must see it, or some would step and some not.
+
+        On a device nobody reads the answer here: it goes round with the losses.
+        """
         if self._of_steps.loss_scale is None:
-            return
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
-        finite = all(bool(torch.isfinite(inner_tensor(grad)).all()) for grad in grads)
-        if self.any(not finite) and finite and grads:
-            inner_tensor(grads[0]).fill_(float("inf"))
-
-
-def inner_tensor(tensor: Tensor) -> Tensor:
-    from penstock.stage.dtensors import to_local
-
-    return to_local(tensor.detach())
+            return None
+        overflow = norm.overflow(self._gradients(), self._ends.device)
+        if self._on_device is not None:
+            return overflow
+        if self.any(bool(overflow)):
+            norm.spoil_if(torch.ones(1), self._gradients())
+        return None
 
 
 def _ties(built: Built, given: Iterable[Any]) -> list[tuple[tuple[int, str], ...]]:

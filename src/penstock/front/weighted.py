@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from penstock.run.schedule import Schedule
 from penstock.run.stage_run import StepInputs
@@ -11,21 +14,22 @@ from penstock.run.stage_run import StepInputs
 class WeightedSchedule(Schedule):
     """A `Schedule` whose weights can be asked for, and multiplied."""
 
-    factor: float = 1.0  # of the loss before the backward; the loss that is reported stays as it is
-    _shares: Sequence[float] | None = None
+    factor: float | Tensor = 1.0  # of the loss before the backward; the loss that is reported stays as it is
+    _shares: Sequence[Any] | None = None
 
-    def _weights(self, inputs: StepInputs) -> list[float] | None:
+    def _weights(self, inputs: StepInputs) -> Sequence[float | Tensor] | None:
         shares = self._shares = super()._weights(inputs)
-        if shares is None:
-            return None if self.factor == 1.0 else [self.factor] * self.num_microbatches
-        return [share * self.factor for share in shares]
+        factor = self.factor
+        if isinstance(factor, Tensor):  # a number on a device, which nobody here reads
+            return [factor * share for share in shares or [1.0] * self.num_microbatches]
+        return shares
 
     @property
     def has_loss(self) -> bool:
         return self.loss_fn is not None
 
-    def total(self, losses: Sequence[float]) -> float:
-        """The loss of the whole batch."""
+    def total(self, losses: Any) -> Any:
+        """The loss of the whole batch, of numbers in a list or in a tensor."""
         if not self.scale_grads or self._shares is None or len(self._shares) != len(losses):
             return sum(losses) if not self.scale_grads else sum(losses) / len(losses)
         return sum(share * loss for share, loss in zip(self._shares, losses, strict=True))

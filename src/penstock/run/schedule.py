@@ -276,7 +276,7 @@ class Schedule:
             given.args, given.kwargs, self.num_microbatches, args_spec=specs.args, kwargs_spec=specs.kwargs
         )
 
-    def _weights(self, inputs: StepInputs) -> list[float] | None:
+    def _weights(self, inputs: StepInputs) -> Sequence[float | Tensor] | None:
         """What the loss of each microbatch is multiplied by before its backward; None: nothing. May be overridden."""
         return shares(inputs, self.num_microbatches) if self.scale_grads else None
 

@@ -40,7 +40,7 @@ class StepInputs:
     kwargs: list[dict[str, Any]] = field(default_factory=list)
     targets: list[Any] | None = None  # on the rank of the last stage
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    weights: list[float] | None = None  # of the microbatches in the loss; None: each counts 1
+    weights: Sequence[float | Tensor] | None = None  # of the microbatches in the loss; None: each counts 1
     keep_outputs: bool = False
     loss_fn: Callable[..., Tensor] | None = None
 
@@ -285,7 +285,10 @@ class StageRun:
                 weights = self.inputs.weights
                 weight = 1.0 if weights is None else weights[microbatch]
                 roots.append(loss)
-                grads.append(torch.full_like(loss, weight))
+                if isinstance(weight, Tensor):  # a number on a device, which is not read
+                    grads.append(weight.to(loss.dtype).expand_as(loss))
+                else:
+                    grads.append(torch.full_like(loss, weight))
         return roots, grads
 
     # -- around a step

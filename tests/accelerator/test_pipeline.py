@@ -1,0 +1,153 @@
+"""`Pipeline` on the simulated accelerator: what makes its host wait, and where its model and its batch may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from tests.accelerator import pipes
+from tests.accelerator.pool import Mode, SimPool
+
+MICROBATCHES = 4
+
+
+def whole_model() -> nn.Sequential:
+    return nn.Sequential(*(pipes.block(stage) for stage in range(4)))
+
+
+def piped(device: torch.device, model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
+    example = torch.zeros(MICROBATCHES * pipes.ROWS, pipes.WIDTH, dtype=torch.float64, device=device)
+    options = {"schedule": "1f1b", "profile": False, "loss_fn": nn.functional.mse_loss, **options}
+    return penstock.Pipeline(
+        whole_model().to(device) if model is None else model, (example,), microbatches=MICROBATCHES, **options
+    )
+
+
+def plain(steps: int) -> list[float]:
+    """The losses of training the model in one piece."""
+    model = whole_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = pipes.batch(MICROBATCHES)
+    losses = []
+    for _ in range(steps):
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class Noticed:
+    """What the device has noticed since the last question."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sim = pipes.simulation(device)
+        self.again()
+
+    def again(self) -> None:
+        torch.accelerator.synchronize()
+        self.sim.reset()
+
+    def waits(self) -> int:
+        return len(self.sim.waits())
+
+
+STEPS = 4
+
+
+def trains(device: torch.device) -> dict[str, Any]:
+    """Steps as in a training loop, and what each part of a warm one made the host wait."""
+    pipe = piped(device)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    x, y = (part.to(device) for part in pipes.batch(MICROBATCHES))
+    noticed = Noticed(device)
+    waits: dict[str, int] = {}
+    results = []
+    for _ in range(STEPS):
+        noticed.again()
+        results.append(pipe.step(x, target=y))
+        optimizer.step()
+        optimizer.zero_grad()
+        waits["step"] = noticed.waits()
+    if dist.get_rank() == 0:  # one rank reads, the others need not
+        assert results[-1].loss is not None
+        waits["loss"] = noticed.waits()
+        assert len(results[-1].losses) == MICROBATCHES
+        waits["losses"] = noticed.waits()
+    pipe.step(x, target=y)
+    noticed.again()
+    norm = pipe.clip_grad_norm_(1e-3)
+    waits["clip"] = noticed.waits()
+    evaluated = pipe.evaluate(x, target=y).loss
+    violations = noticed.sim.violations()
+    return {
+        "waits": waits,
+        "losses": [r.loss for r in results],
+        "norm": norm,
+        "evaluated": evaluated,
+        "violations": violations,
+    }
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "lazy"), (3, "lazy"), (3, "eager")])
+def test_a_training_step_does_not_wait_and_a_loss_is_read_by_whoever_wants_it(
+    sim: SimPool, ranks: int, mode: Mode
+) -> None:
+    told = sim.run(ranks, mode, trains)
+    expected = plain(STEPS + 1)
+    for rank, found in enumerate(told):
+        assert found["waits"]["step"] == 0
+        assert found["waits"]["clip"] == 1
+        assert found["losses"] == pytest.approx(expected[:STEPS])
+        assert found["evaluated"] == pytest.approx(expected[STEPS])
+        assert found["violations"] == []
+        if rank == 0:
+            assert found["waits"]["loss"] == found["waits"]["losses"] == 1
+    assert len({found["norm"] for found in told}) == 1
+
+
+def scales(device: torch.device, poison: int | None) -> tuple[int, bool, float]:
+    """A step with a GradScaler; on one rank gradients may overflow. Waits, whether parameters moved, the scale after it."""
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    model = whole_model().float().to(device)
+    example = torch.zeros(MICROBATCHES * pipes.ROWS, pipes.WIDTH, device=device)
+    pipe = penstock.Pipeline(
+        model,
+        (example,),
+        microbatches=MICROBATCHES,
+        loss_fn=nn.functional.mse_loss,
+        schedule="1f1b",
+        profile=False,
+        loss_scale=scaler,
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    x, y = (part.float().to(device) for part in pipes.batch(MICROBATCHES))
+    for _ in range(2):
+        pipe.step(x, target=y)
+        pipe.zero_grad()
+    if dist.get_rank() == poison:
+        next(iter(pipe.parameters())).register_hook(infinite)
+    before = [p.detach().clone() for p in pipe.parameters()]
+    noticed = Noticed(device)
+    pipe.step(x, target=y)
+    waits = noticed.waits()
+    scaler.step(optimizer)
+    scaler.update()
+    moved = any(not torch.equal(old, new) for old, new in zip(before, pipe.parameters(), strict=True))
+    return waits, moved, scaler.get_scale()
+
+
+def infinite(grad: Tensor) -> Tensor:
+    return grad * float("inf")
+
+
+@pytest.mark.parametrize("poison", [None, 0, 1])
+def test_a_scaler_asks_the_device_for_nothing_and_all_ranks_skip_an_overflow(sim: SimPool, poison: int | None) -> None:
+    expected = (0, True, 1024.0) if poison is None else (0, False, 512.0)
+    assert sim.run(2, "eager", scales, poison) == [expected] * 2
