@@ -42,11 +42,14 @@ _HOME = {
     }.items()
     for name in names.split()
 }
+_ROOMS = ("balance", "batch", "compat", "plan", "schedules", "search", "show", "simulate", "train")
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"penstock.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")

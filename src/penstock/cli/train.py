@@ -62,6 +62,7 @@ _FROM_ZERO = click.IntRange(min=0)
 )
 @click.option("--keep-best", is_flag=True, help="Keep a checkpoint of the best validation loss, in OUTPUT/best.")
 @click.option("--log", default="", metavar="NAMES", help="jsonl, tensorboard, wandb, mlflow; with commas between them.")
+@click.option("--trace", type=_FROM_ZERO, default=0, show_default=True, help="Steps to profile for OUTPUT/trace.json.")
 @click.option("--threads", type=_AT_LEAST_ONE, help="Threads of each rank.  [default: its share of the cores]")
 @click.pass_context
 def command(ctx: click.Context, /, **given: Any) -> None:

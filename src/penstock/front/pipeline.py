@@ -134,6 +134,11 @@ class Pipeline:
         return self._ends.num_ranks
 
     @property
+    def replica(self) -> int:
+        """Which of the data-parallel copies of the pipeline this rank belongs to, from 0."""
+        return self._ends.replica
+
+    @property
     def profile(self) -> Profile | None:
         """What the layers cost; None for stages made by hand."""
         return None if self._built.choice is None else self._built.choice.profile

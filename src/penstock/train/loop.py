@@ -19,7 +19,8 @@ from penstock.train.corpus import generate
 from penstock.train.events import EventLog, Noted
 from penstock.train.measure import measure_memory, measure_step
 from penstock.train.screen import Screen
-from penstock.train.train_job import Job
+from penstock.train.traces import traced
+from penstock.train.train_job import Batch, Job
 from penstock.train.train_options import OPTIONS, TrainOptions, read_json
 from penstock.train.unpipelined import Checked, check
 from penstock.train.update import Update
@@ -277,6 +278,8 @@ class Run:
         with self.update.casting(self.pipe.transport.device.type):
             measured = measure_step(self.pipe, batch)
             memory = measure_memory(self.pipe, batch)
+            if self.options.trace:
+                self._trace(batch)
         if not self.screen.enabled:
             return
         data = run_report.collect(
@@ -295,3 +298,13 @@ class Run:
         path = run_report.write(self.options.folder, data)
         self.screen.say(f"final loss {self.losses[-1]:.4f}" if self.losses else "nothing to do")
         self.screen.say(f"report: {path}")
+
+    def _trace(self, batch: Batch) -> None:
+        """What the profiler sees of some more steps, whose gradients are dropped."""
+        args, target = batch
+        file = self.options.folder / "trace.json"
+        with traced(self.pipe, file):
+            for _ in range(self.options.trace):
+                self.pipe.step(*args, target=target)
+        self.pipe.zero_grad()
+        self.screen.say(f"trace: {file} (open it in https://ui.perfetto.dev)")

@@ -53,6 +53,7 @@ class TrainOptions:
     patience: int = 0  # validations without a better loss until the run ends; 0: it goes to its end
     keep_best: bool = False  # a checkpoint of the best validation loss
     log: str = ""  # loggers beside log.jsonl, by name, with commas between them
+    trace: int = 0  # steps at the end that torch's profiler sees on all ranks, for trace.json; 0: none
     threads: int | None = None  # of each rank; None: its share of the cores
 
     @property

@@ -1,0 +1,167 @@
+"""What torch's profiler saw of some steps on all ranks, in one file, with the planned actions beside the kernels.
+
+    with penstock.train.traced(pipe, "trace.json"):
+        pipe.step(tokens, target=labels)
+
+Every rank enters it. Open the file in https://ui.perfetto.dev or chrome://tracing: each rank has its threads and devices, in
+which every action of the plan is a range (penstock:0F1) around its operators and kernels, and below them the same step as it
+was planned. All times are on the clock of rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.front import Pipeline
+from penstock.front.spread import receive_from, send_to
+from penstock.show.trace import Event, to_trace
+from penstock.simulate import simulate
+
+_ANCHOR: Final = "penstock:anchor"  # ranges whose times are known on both clocks
+_ANCHORS: Final = 8
+_ACTION: Final = "penstock:"
+_PLACES: Final = 1000  # processes and devices of a rank, in the file
+
+
+@contextmanager
+def traced(pipe: Pipeline, file: str | Path) -> Iterator[torch.profiler.profile]:
+    """Profile the steps inside on every rank, and write what all of them saw into one file.
+
+        with penstock.train.traced(pipe, "trace.json") as profiler:
+            pipe.step(tokens, target=labels)
+
+    What comes is torch's profiler of this rank. With data-parallel replicas each pipeline writes a file of its own, the
+    second one trace.replica1.json.
+    """
+    device = pipe.transport.device.type
+    with torch.profiler.profile(activities=_activities(device)) as profiler:
+        anchors = [_anchor() for _ in range(_ANCHORS)]
+        yield profiler
+    offset = pipe.transport.clock_offset()
+    quickest = min(range(_ANCHORS), key=lambda number: anchors[number][1])
+    mine = _on_clock(_seen(profiler), quickest, (anchors[quickest][0] + offset) * 1e6)
+    if pipe.rank > 0:
+        packed = zlib.compress(json.dumps(mine).encode())
+        send_to(pipe.transport, [0], torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(pipe.transport.device))
+        return
+    others = (receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))
+    ranks = [mine, *(_unpacked(other) for other in others)]
+    place = Path(file)
+    place = place if pipe.replica == 0 else place.with_suffix(f".replica{pipe.replica}{place.suffix}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps(merged(pipe, ranks), separators=(",", ":")), encoding="utf-8")
+
+
+def _anchor() -> tuple[float, float]:
+    """When a range of no length was, and how long that took to find out."""
+    before = time.perf_counter()
+    with torch.profiler.record_function(_ANCHOR):
+        pass
+    return before, time.perf_counter() - before
+
+
+def _activities(device: str) -> list[Any]:
+    known = {"cuda": "CUDA", "xpu": "XPU", "privateuse1": "PrivateUse1"}
+    activity = torch.profiler.ProfilerActivity
+    return [activity.CPU, *([getattr(activity, known[device])] if device in known else [])]
+
+
+def _seen(profiler: torch.profiler.profile) -> list[Event]:
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
+def _on_clock(events: list[Event], number: int, anchor: float) -> list[Event]:
+    """The events with microseconds of rank 0's clock, given when one of the anchors was."""
+    anchors = sorted(event["ts"] for event in events if event.get("name") == _ANCHOR)
+    if len(anchors) != _ANCHORS:
+        raise PenstockError("the profiler gave nothing back: another profiler is running in this program; end it first")
+    return [event | {"ts": event["ts"] - anchors[number] + anchor} if "ts" in event else event for event in events]
+
+
+def _unpacked(packed: Tensor) -> list[Event]:
+    events: list[Event] = json.loads(zlib.decompress(bytes(packed.cpu().numpy())))
+    return events
+
+
+def merged(pipe: Pipeline, ranks: list[list[Event]]) -> dict[str, Any]:
+    """The events of all ranks and those that were planned, as one trace that begins at 0."""
+    steps = _steps(pipe, ranks)
+    begin = min((event["ts"] for events in ranks for event in events if "ts" in event), default=0.0)
+    found = [moved for rank, events in enumerate(ranks) for moved in _of_rank(rank, events, begin)]
+    for number, (start, end) in enumerate(steps):
+        found += _planned(pipe, number, start - begin, end - start)
+    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"schedule": pipe.plan.name, "by": "penstock"}}
+
+
+def _of_rank(rank: int, events: list[Event], begin: float) -> Iterator[Event]:
+    """Processes, devices and arrows get numbers that no other rank has; the names say whose they are."""
+    places: dict[Any, int] = {}
+    for event in events:
+        pid = places.setdefault(event.get("pid", 0), len(places))
+        moved = event | {"pid": rank * 2 * _PLACES + pid}
+        if "ts" in event:
+            moved["ts"] = round(event["ts"] - begin, 3)
+        if "id" in event:
+            moved["id"] = f"{rank}:{event['id']}"
+        if event.get("name") == "process_name":
+            moved["args"] = {"name": f"rank {rank}: {event.get('args', {}).get('name', '')}"}
+        elif event.get("name") == "process_sort_index":
+            moved["args"] = {"sort_index": rank * 2 * _PLACES + pid}
+        yield moved
+
+
+def _steps(pipe: Pipeline, ranks: list[list[Event]]) -> list[tuple[float, float]]:
+    """When each training step began and ended, by the ranges of its actions."""
+    lowered, found = pipe.schedule.lowered_plan(), dict[int, list[tuple[float, float]]]()
+    for codes, events in zip(lowered.codes, ranks, strict=True):
+        ranges = sorted(
+            (event["ts"], event["ts"] + event.get("dur", 0))
+            for event in events
+            if event.get("ph") == "X"
+            and str(event.get("name")).startswith(_ACTION)
+            and event["name"] != _ANCHOR
+            and event.get("cat") == "user_annotation"
+        )
+        for number in range(len(ranges) // max(len(codes), 1)):
+            step = ranges[number * len(codes) : (number + 1) * len(codes)]
+            found.setdefault(number, []).append((step[0][0], max(end for _, end in step)))
+    return [(min(start for start, _ in spans), max(end for _, end in spans)) for spans in found.values()]
+
+
+def _planned(pipe: Pipeline, step: int, start: float, length: float) -> Iterator[Event]:
+    """The step as it was planned; drawn as long as it took, if nothing was measured before that says how long it takes."""
+    timed = pipe.choice is not None and pipe.choice.is_timed and pipe.timeline is not None
+    timeline = pipe.timeline if timed and pipe.timeline is not None else simulate(pipe.plan)
+    events = to_trace(timeline)["traceEvents"]
+    whole = max((event["ts"] + event.get("dur", 0) for event in events if "ts" in event), default=0.0)
+    scale = 1.0 if timed or not whole else length / whole
+    for event in events:
+        rank = event["pid"]
+        moved = event | {"pid": rank * 2 * _PLACES + _PLACES}
+        if "ts" in event:
+            moved["ts"] = round(start + event["ts"] * scale, 3)
+        if "dur" in event:
+            moved["dur"] = round(event["dur"] * scale, 3)
+        if "id" in event:
+            moved["id"] = f"planned:{step}:{event['id']}"
+        if event["name"] == "process_name":
+            moved["args"] = {"name": f"rank {rank}: planned"}
+        elif event["name"] == "process_sort_index":
+            moved["args"] = {"sort_index": rank * 2 * _PLACES + _PLACES}
+        if step == 0 or event["ph"] != "M":
+            yield moved
