@@ -2,15 +2,19 @@
 
 Run: python benchmarks/planning.py [--full]
 
-Torch builds and lowers, and checks nothing that messages could get wrong; penstock builds, lowers and proves. With
---full torch also plans the largest size, which takes it minutes. Times are CPU times, the best of a few runs,
+Torch builds and lowers, and checks nothing that messages could get wrong; penstock builds, lowers and proves. What a rank
+binds before its first step is measured for every named schedule, and the command `penstock plan` with its start-up.
+With --full torch also plans the largest size, which takes it minutes. Times are CPU times, the best of a few runs,
 so that other programs on the machine do not count. Exits with 1 when a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
+import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -18,7 +22,7 @@ from types import SimpleNamespace
 
 from penstock.lower import lower, lower_rank
 from penstock.plan import Plan, check
-from penstock.schedules import get_schedule
+from penstock.schedules import all_schedules, get_schedule
 from penstock.simulate import simulate
 
 SCHEDULES = {"interleavedzerobubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble"}
@@ -29,6 +33,9 @@ STAGES_PER_RANK = 2
 FASTER_THAN_TORCH = 50.0  # at the largest size
 LINEAR = 1.5  # cost of an action at the largest size against the smallest
 ONE_RANK_SECONDS = 2.0
+BIND_SECONDS, BIND_MEGABYTES = 1.0, 200.0  # one rank of HUGE, its messages bound to what does them
+HUGE = (1024, 4096)
+COMMAND_FASTER_THAN_TORCH = 8.0  # start-up included
 SIMULATED_PER_SECOND = 400_000.0
 
 
@@ -128,6 +135,63 @@ def simulating(name: str, targets: Targets) -> None:
     targets.hold(f"{rate:,.0f} actions a second (target {SIMULATED_PER_SECOND:,.0f})", rate >= SIMULATED_PER_SECOND)
 
 
+def bound_share(name: str) -> tuple[int, float, float]:
+    """One rank binds what it will run: how many actions, CPU seconds, and the peak of what was allocated in megabytes."""
+    import torch
+
+    from penstock.comm import LocalWorld
+    from penstock.run import Schedule
+    from penstock.stage.stage import PipelineStage
+
+    transport, device = LocalWorld(HUGE[0]).transports[HUGE[0] // 2], torch.device("cpu")
+
+    def bind() -> int:
+        plan = get_schedule(name)(*HUGE)
+        stages = [
+            PipelineStage(torch.nn.Linear(2, 2), k, plan.num_stages, device, group=transport)
+            for k in plan.placement.stages_of(transport.rank)
+        ]
+        schedule = Schedule.from_plan(plan, stages, loss_fn=torch.nn.functional.mse_loss)
+        return len(schedule.lowered_plan(forward_only=not plan.has_backward).codes[transport.rank])
+
+    taken = seconds(bind, runs=2)
+    tracemalloc.start()
+    actions = bind()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return actions, taken, most / 1e6
+
+
+def shares(targets: Targets) -> None:
+    print(f"one rank binds its share of {HUGE[0]:,} ranks x {HUGE[1]:,} microbatches")
+    for recipe in all_schedules():
+        actions, taken, most = bound_share(recipe.name)
+        targets.hold(
+            f"{recipe.name:<22} {actions:>7,} actions: {taken:.3f} s (target {BIND_SECONDS}), "
+            f"{most:.0f} MB (target {BIND_MEGABYTES:.0f})",
+            taken <= BIND_SECONDS and most <= BIND_MEGABYTES,
+        )
+
+
+def command(targets: Targets) -> None:
+    """The whole plan as a file: what the command takes, from its start to its end."""
+    name, (num_ranks, num_microbatches) = "interleavedzerobubble", BESIDE_TORCH[-1]
+    other = seconds(lambda: theirs(name, num_ranks, num_microbatches), runs=1)
+    with tempfile.TemporaryDirectory() as folder:
+        words = f"plan {name} -p {num_ranks} -m {num_microbatches} -v {STAGES_PER_RANK} --lowered --quiet -o {folder}/plan.csv"
+        taken = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, "-m", "penstock", *words.split()], check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    print(
+        f"penstock {words.replace(folder + '/', '')}: {min(taken):.3f} s with its start-up, torch {other:.3f} s without"
+    )
+    ratio = other / min(taken)
+    targets.hold(f"{ratio:.1f} times as fast (target {COMMAND_FASTER_THAN_TORCH})", ratio >= COMMAND_FASTER_THAN_TORCH)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="torch plans 64 ranks x 1,024 microbatches, too: minutes")
@@ -137,6 +201,8 @@ def main() -> None:
         whole_plans(name, targets, full=full)
         one_rank(name, targets)
         simulating(name, targets)
+    shares(targets)
+    command(targets)
     sys.exit(1 if targets.missed else 0)
 
 

@@ -12,10 +12,10 @@ from torch import nn
 import penstock
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PlanError, RanksDisagree, RunError, StageError
-from penstock.lower import Ahead, JustInTime, lower
+from penstock.lower import Ahead, JustInTime, lower, lower_rank
 from penstock.plan import Plan, dumps, load
 from penstock.run import Schedule, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
-from penstock.schedules import get_schedule
+from penstock.schedules import Recipe, Sizes, get_schedule
 from penstock.search import search
 from penstock.simulate import Costs
 from penstock.stage.stage import PipelineStage
@@ -199,3 +199,20 @@ def test_custom_functions_come_before_the_first_step() -> None:
     schedule.step(x, target=y)
     with pytest.raises(RunError, match="Call it before"):
         schedule.register_custom_function(penstock.Op.F, lambda action, context: None)
+
+
+def test_a_rank_binds_its_share_alone() -> None:
+    """What binding costs does not grow with the number of ranks: no list is made but of ranks that are two steps away."""
+    known, asked = get_schedule("zbv"), set[int]()
+
+    def counted(sizes: Sizes, rank: int) -> list[int]:
+        asked.add(rank)
+        return known.rank_actions(sizes, rank)
+
+    plan = Recipe("counted", "", counted, "v", 2, is_family=True)(256, 4)
+    stages = stages_for(plan, LocalWorld(256).transports[100], [nn.Linear(2, 2)] * 512)
+    schedule = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss)
+    ran = schedule.lowered_plan().codes[100]
+    assert ran == tuple(lower_rank(known, 100, num_ranks=256, num_microbatches=4))
+    schedule.lowered_plan(forward_only=True)
+    assert asked <= {0, 1, 254, 255, *range(98, 103)}  # the first and the last are asked which ops there are

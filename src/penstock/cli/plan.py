@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.cli import shared
 @shared.costs
 @shared.less_memory
 @click.option("--lowered", is_flag=True, help="With sends and receives: all that a rank does, not only its computing.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing, and leave out the timing unless a drawing needs it.")
 @shared.as_json
 @shared.output
 @shared.drawings
@@ -26,6 +28,7 @@ def command(
     microbatches: int,
     stages_per_rank: int | None,
     lowered: bool,
+    quiet: bool,
     as_json: bool,
     output: Path | None,
     **given: Any,
@@ -45,16 +48,21 @@ def command(
     from penstock.lower import lower
     from penstock.plan import check, dump
     from penstock.schedules import get_schedule
-    from penstock.simulate import simulate
 
+    gc.disable()  # a plan is many small objects, and none of them garbage
     plan = get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank)
     costs = shared.costs_of(plan, given)
     plan = shared.holding_less(plan, costs, given)
     if lowered:
         plan = lower(plan)
     check(plan)
-    timeline = simulate(plan, costs)
     if output is not None:
         dump(plan, output)
+    if quiet and not any(given[drawing] for drawing in ("svg", "html", "trace")):
+        return
+    from penstock.simulate import simulate
+
+    timeline = simulate(plan, costs)
     shared.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
-    shared.print_timeline(timeline, as_json=as_json, actions=lowered)
+    if not quiet:
+        shared.print_timeline(timeline, as_json=as_json, actions=lowered)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.lower.merge import free_stages, merge, merge_backward
@@ -60,14 +61,43 @@ def lower_rank(
     >>> len(lower_rank(recipe, 500, num_ranks=1024, num_microbatches=8))
     48
     """
-    sizes = recipe.sizes(num_ranks, num_microbatches, stages_per_rank)
-    rules = Rules(graph if graph is not None else StageGraph.chain(sizes.num_stages), recipe.place(sizes), lowered=True)
+    plan = recipe(num_ranks, num_microbatches, stages_per_rank=stages_per_rank, graph=graph)
+    care = Care(shards, max_unsharded, reduce)
+    return list(lower_shares(plan, receives=receives, care=care).codes[rank])
+
+
+@dataclass(frozen=True)
+class Care:
+    """What the parameters of stages need beside the computing: see `lower`."""
+
+    shards: bool = False
+    max_unsharded: int = 3
+    reduce: bool = False
+
+    def taken(self, codes: Sequence[int], num_microbatches: int) -> Sequence[int]:
+        """The list of one rank with it."""
+        if self.shards:
+            codes = unshard_reshard(codes, self.max_unsharded)
+        return reduce_grad(codes, num_microbatches) if self.reduce else codes
+
+
+def lower_shares(
+    plan: Plan,
+    *,
+    receives: ReceivePolicy = Early(),  # noqa: B008  a frozen value
+    care: Care = Care(),  # noqa: B008  a frozen value
+) -> Plan:
+    """What `lower` gives; each rank's list is lowered when it is first asked for, from its own and its neighbours' actions.
+
+    >>> from penstock.schedules import get_schedule
+    >>> len(lower_shares(get_schedule("1f1b")(1024, 8)).codes[500])
+    48
+    """
+    rules = Rules(plan.graph, plan.placement, lowered=True)
 
     @lru_cache(maxsize=8)
     def codes_of(rank: int) -> Sequence[int]:
-        codes = merge(recipe.rank_actions(sizes, rank), free_stages(rules, rank))
-        if shards:
-            codes = unshard_reshard(codes, max_unsharded)
-        return reduce_grad(codes, num_microbatches) if reduce else codes
+        return care.taken(merge(plan.codes[rank], free_stages(rules, rank)), plan.num_microbatches)
 
-    return MessageLowering(rules, codes_of, receives, num_microbatches=num_microbatches).rank(rank)
+    lowering = MessageLowering(rules, codes_of, receives, num_microbatches=plan.num_microbatches)
+    return plan.with_lists(lowering.rank, f"lowered with {receives} and {care}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.errors import PlanError
 from penstock.plan.actions import KEY, OP, AnyAction, parts, text, unpack
 from penstock.plan.graph import StageGraph
+from penstock.plan.lists import Lists
 from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, OVERLAP, TRAINING, Op
 from penstock.plan.placement import Placement
 from penstock.plan.rules import Rules
@@ -33,8 +34,9 @@ class Plan:
     placement: Placement
     graph: StageGraph
     num_microbatches: int
-    codes: tuple[tuple[int, ...], ...] = field(repr=False)  # the packed actions of each rank
+    codes: Sequence[tuple[int, ...]] = field(repr=False)  # the packed actions of each rank
     name: str = ""  # the schedule that it came from, for titles and messages
+    family: str = field(default="", compare=False, repr=False)  # see `is_share`
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -87,11 +89,25 @@ class Plan:
     @cached_property
     def _ops(self) -> frozenset[int]:
         """The ops that are there; `OVERLAP` for overlapped pairs."""
+        if self.is_share:
+            return frozenset(code & OP for rank in (0, -1) for code in self.codes[rank])
         return frozenset(key & OP for keys in self.keys for key in keys)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the plan is one of a family (a named schedule of penstock's own, on a chain of stages, as it is or lowered).
+
+        What is known of the family holds for the plan: it is right, and the first and the last rank have every op that
+        any rank has. So a rank that asks for its own list alone pays for that alone. `family` says which one it is.
+        `tests/schedules/test_families.py` proves these claims for every family, over all small sizes.
+        """
+        return bool(self.family)
 
     @property
     def is_lowered(self) -> bool:
         """Whether the plan holds its messages; a compute-only plan does not."""
+        if self.is_share:  # its name says so: no list has to be made to find out
+            return ", lowered" in self.family and self.num_ranks > 1
         return not self._ops.isdisjoint(MESSAGES)
 
     def has(self, op: Op) -> bool:
@@ -104,7 +120,8 @@ class Plan:
 
     @cached_property
     def rules(self) -> Rules:
-        chosen = frozenset(key for keys in self.keys for key in keys if key & OP in CHOICES)
+        some = () if self.is_share else self.keys  # families recompute and offload nothing
+        chosen = frozenset(key for keys in some for key in keys if key & OP in CHOICES)
         return Rules(self.graph, self.placement, lowered=self.is_lowered, chosen=chosen)
 
     def actions(self, rank: int) -> tuple[AnyAction, ...]:
@@ -118,14 +135,21 @@ class Plan:
 
     def with_codes(self, codes: Iterable[Iterable[int]], *, name: str | None = None) -> Plan:
         """The same sizes, other actions."""
-        return replace(self, codes=tuple(map(tuple, codes)), name=self.name if name is None else name)
+        return replace(self, codes=tuple(map(tuple, codes)), name=self.name if name is None else name, family="")
+
+    def with_lists(self, make: Callable[[int], Iterable[int]], change: str) -> Plan:
+        """The same sizes, with lists that are made when they are asked for; `change` is added to the name of a family."""
+        family = f"{self.family}, {change}" if self.family else ""
+        return replace(self, codes=Lists(self.num_ranks, make), family=family)
 
     def with_graph(self, graph: StageGraph) -> Plan:
         """The same actions for a model with other connections between its stages."""
-        return replace(self, graph=graph)
+        return replace(self, graph=graph, family=self.family if graph == self.graph else "")
 
     def forward_only(self) -> Plan:
         """The plan of an evaluation: every forward in its place, and nothing of the backward."""
-        return self.with_codes(
-            [part for code in codes for part in parts(code) if part & OP not in TRAINING] for codes in self.codes
+        lists = self.codes
+        return self.with_lists(
+            lambda rank: [part for code in lists[rank] for part in parts(code) if part & OP not in TRAINING],
+            "forward only",
         )

@@ -45,7 +45,24 @@ def dumps(plan: Plan) -> str:
 
     dumps(get_schedule("1f1b")(2, 4))
     """
-    return "".join(",".join(map(text, codes)) + "\n" for codes in plan.codes)
+    numbers = [str(number) for number in range(plan.num_microbatches)]
+    heads = _Heads()
+    return "".join(",".join(_texts(codes, heads, numbers)) + "\n" for codes in plan.codes)
+
+
+def _texts(codes: Iterable[int], heads: _Heads, numbers: Sequence[str]) -> Iterator[str]:
+    """The text of each action; those of one key differ in the number at the end."""
+    for code in codes:
+        head = heads[code & KEY] if code & OP in COUNTED and not code >> PEER_SHIFT else None
+        yield text(code) if head is None else head + numbers[code >> MICROBATCH_SHIFT & MICROBATCH]
+
+
+class _Heads(dict[int, str]):
+    """By key: the text of an action before its microbatch."""
+
+    def __missing__(self, key: int) -> str:
+        head = self[key] = text(key).removesuffix("0")
+        return head
 
 
 def dump(plan: Plan, path: str | PathLike[str]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.comm.transport import Transport
 from penstock.errors import DeadlockError
 from penstock.lower import Ahead, Early, ReceivePolicy, add_reduce_grad, add_unshard_reshard, lower
+from penstock.lower.lower import Care, lower_shares
 from penstock.parallel import DataParallel, adapt
 from penstock.plan import Op, Plan, check
 from penstock.run.handlers import HANDLERS
@@ -16,7 +19,36 @@ from penstock.run.rng import MicrobatchRng
 from penstock.stage.offload import Elsewhere
 from penstock.stage.stage import PipelineStage
 
+BLOCKING_FORWARDS_DEADLOCK = frozenset({"loopedbfs"})  # forward only, with receives two ahead
 TRAIN, FORWARD = 0, 1  # modes: a training step, or an evaluation
+
+
+@contextmanager
+def no_collecting() -> Iterator[None]:
+    """Binding makes many objects and no garbage; Python's collector would look at all of them again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def runs_with_blocking_sends(plan: Plan) -> bool:
+    """Prove that a lowered plan is right, and find out whether a rank may stay in a send until it is received.
+
+    If not it runs all the same, since sends are asynchronous; only nothing may wait for one before the end. For plans of a
+    family both is known (`Plan.is_share`).
+    """
+    if plan.is_share:
+        return plan.has_backward or plan.name not in BLOCKING_FORWARDS_DEADLOCK
+    check(plan)
+    try:
+        check(plan, sends="blocking")
+    except DeadlockError:
+        return False
+    return True
 
 
 @dataclass
@@ -47,8 +79,9 @@ class Programs(dict[int, Program]):
 
     def bind(self, mode: int) -> Program:
         adapters = self.adapters()
-        plan = self.lowered(mode, adapters)
-        return Program(self.proved(plan, adapters, grad=mode == TRAIN), self.stages, self.transport)
+        with no_collecting():
+            plan = self.lowered(mode, adapters)
+            return Program(self.proved(plan, adapters, grad=mode == TRAIN), self.stages, self.transport)
 
     def current(self, mode: int) -> Program:
         """The program, for the modules that the stages hold now; what is known of messages stays."""
@@ -73,15 +106,11 @@ class Programs(dict[int, Program]):
             plan = add_unshard_reshard(plan) if shards else plan
             return add_reduce_grad(plan) if reduces else plan
         default: ReceivePolicy = Early() if mode == TRAIN else Ahead(2)
+        if plan.is_share and self.binding.receives in (None, default):
+            return lower_shares(plan, receives=default, care=Care(shards, reduce=reduces))
         return lower(plan, receives=self.binding.receives or default, shards=shards, reduce=reduces)
 
     def proved(self, plan: Plan, adapters: Mapping[int, DataParallel], *, grad: bool) -> Setting:
         """A lowered plan that cannot go wrong, and what its actions are done with."""
-        check(plan)
-        try:
-            check(plan, sends="blocking")
-            reap = True
-        except DeadlockError:
-            reap = False  # it runs, since sends are asynchronous; only nothing may wait for one before the end
-        binding = self.binding
+        binding, reap = self.binding, runs_with_blocking_sends(plan)
         return Setting(plan, grad, reap, adapters, binding.handlers, binding.custom, binding.rng, binding.elsewhere)

@@ -15,6 +15,7 @@ from penstock.comm.local import LocalWorld
 from penstock.comm.transport import Transport
 from penstock.parallel import DataParallel
 from penstock.plan import Plan, dumps
+from penstock.plan.actions import text
 from penstock.run.ties import Ties
 from penstock.stage.stage import PipelineStage, place_in
 
@@ -31,7 +32,7 @@ def transport_of(group: Any, device: torch.device) -> Transport:
 def facts_of(plan: Plan, stage: PipelineStage, ties: Ties, *, loss: bool) -> dict[str, str]:
     """What must be the same on every rank."""
     return {
-        "plan": hashlib.sha256(dumps(plan).encode()).hexdigest()[:16],
+        "plan": digest_of(plan),
         "microbatches": str(plan.num_microbatches),
         "wires": "those of a chain" if stage.routes is None else stage.routes.wires,
         "placement": str(plan.placement.ranks),
@@ -42,6 +43,12 @@ def facts_of(plan: Plan, stage: PipelineStage, ties: Ties, *, loss: bool) -> dic
         "penstock": __version__,
         "torch": torch.__version__,
     }
+
+
+def digest_of(plan: Plan) -> str:
+    """Of all ranks' lists; of a family its name and sizes, from which they follow, and the list of the first rank."""
+    told = f"{plan.family}\n{','.join(map(text, plan.codes[0]))}" if plan.is_share else dumps(plan)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 @contextmanager

@@ -94,6 +94,7 @@ class Program:
         self.inboxes: dict[int, Inbox] = {}
         self.outboxes: dict[tuple[int, int], Outbox] = {}
         self.runs: dict[int, StageRun] = {}
+        self._ends: dict[tuple[Op, int, int | None], Box] = {}  # what `message_box` found
         self.parameters = [p for stage in stages for p in stage.submod.parameters()] if setting.grad else []
         self.saved: dict[int, list[tuple[list[Any], list[Any]]]] = {}  # signature -> layouts
         self.codes = self.plan.codes[self.rank]
@@ -258,9 +259,16 @@ class Program:
 
     def message_box(self, action: Action) -> Box:
         """The box that a message action works on."""
-        if action.op in (Op.RECV_F, Op.SEND_B):
-            return self.inboxes[peer_of(action.code)]
-        return self.outboxes[action.stage, self.plan.placement.rank_of(peer_of(action.code))]
+        end = action.op, action.stage, action.peer
+        found = self._ends.get(end)
+        if found is None:
+            peer = peer_of(action.code)
+            if action.op in (Op.RECV_F, Op.SEND_B):
+                found = self.inboxes[peer]
+            else:
+                found = self.outboxes[action.stage, self.plan.placement.rank_of(peer)]
+            self._ends[end] = found
+        return found
 
 
 def kind_of(action: AnyAction) -> ActionKind:

@@ -8,51 +8,58 @@ from __future__ import annotations
 
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, peer_of
-from penstock.plan.ops import COMPUTES, RECEIVES, SENDS
+from penstock.plan.ops import COMPUTES, MESSAGES, RECEIVES, SENDS
 
 
 def reap_points(plan: Plan, rank: int) -> dict[int, list[tuple[int, int]]]:
     """By position in the rank's list: after that action, the first `count` sends to `peer` have arrived: (peer, count)."""
-    rank_of = plan.placement.rank_of
-    order: dict[int, dict[int, int]] = {}  # by peer: our sends to it, and how many they are with those before
-    for code in plan.codes[rank]:
+    rank_of, needed, codes = plan.placement.rank_of, _Needed(plan), plan.codes[rank]
+    peers = {key: rank_of(peer_of(key)) for key in set(map(KEY.__and__, codes)) if key & OP in MESSAGES}
+    order: dict[int, dict[int, int]] = {}  # by peer: its receives of our sends, and how many they are with those before
+    for code in codes:
         if code & OP in SENDS:
-            sent = order.setdefault(rank_of(peer_of(code)), {})
-            sent[code] = len(sent) + 1
+            sent = order.setdefault(peers[code & KEY], {})
+            sent[partner_of(code)] = len(sent) + 1
     told: dict[int, int] = {}  # by our receive: how many of our sends its sender had used before
     for peer, sent in order.items():
-        told.update(_told(plan, peer, rank, sent))
+        told.update(_told(plan, peer, rank, sent, needed))
     points: dict[int, list[tuple[int, int]]] = {}
     best = dict.fromkeys(order, 0)
-    for position, code in enumerate(plan.codes[rank]):
-        for receive in _needed(plan, code):
-            count, peer = told.get(receive, 0), rank_of(peer_of(receive))
-            if count > best.get(peer, count):
-                best[peer] = count
-                points.setdefault(position, []).append((peer, count))
+    for position, code in enumerate(codes):
+        for part in parts(code):
+            for need in needed[part & KEY]:
+                count, peer = told.get(need | part & MICROBATCH_FIELD, 0), peers[need]
+                if count > best.get(peer, count):
+                    best[peer] = count
+                    points.setdefault(position, []).append((peer, count))
     return points
 
 
-def _told(plan: Plan, peer: int, rank: int, sent: dict[int, int]) -> dict[int, int]:
+def _told(plan: Plan, peer: int, rank: int, sent: dict[int, int], needed: _Needed) -> dict[int, int]:
     """For each message that the peer sends to us, as our receive: how many of ours it had used before."""
-    rank_of = plan.placement.rank_of
+    codes, rank_of = plan.codes[peer], plan.placement.rank_of
+    keys = {key for key in set(map(KEY.__and__, codes)) if key & OP in SENDS and rank_of(peer_of(key)) == rank}
+    partners = {key: partner_of(key) for key in keys}
     used = 0
     found: dict[int, int] = {}
-    for code in plan.codes[peer]:
-        if code & OP in SENDS and rank_of(peer_of(code)) == rank:
-            found[partner_of(code)] = used
-        for receive in _needed(plan, code):
-            used = max(used, sent.get(partner_of(receive), 0))
+    for code in codes:
+        for part in parts(code):
+            key = part & KEY
+            if key in partners:
+                found[partners[key] | part & MICROBATCH_FIELD] = used
+            for need in needed[key]:
+                used = max(used, sent.get(need | part & MICROBATCH_FIELD, 0))
     return found
 
 
-def _needed(plan: Plan, code: int) -> list[int]:
-    """The receives that a compute action needs."""
-    if code & OP not in COMPUTES:
-        return []
-    return [
-        need | part & MICROBATCH_FIELD
-        for part in parts(code)
-        for need in plan.rules.needs(part & KEY)
-        if need & OP in RECEIVES
-    ]
+class _Needed(dict[int, tuple[int, ...]]):
+    """By key of an action: the keys of the receives that it needs, if it computes."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.rules = plan.rules
+
+    def __missing__(self, key: int) -> tuple[int, ...]:
+        needs = self.rules.needs(key) if key & OP in COMPUTES else ()
+        found = self[key] = tuple(need for need in needs if need & OP in RECEIVES)
+        return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from penstock.schedules import (
     dualpipev,
     forward_only,
@@ -19,28 +21,30 @@ from penstock.schedules import (
 )
 from penstock.schedules.registry import Recipe, Sizes, all_schedules, get_schedule, register
 
-register(Recipe("forward", "forward only, for evaluation", forward_only.rank_actions, aliases=("ForwardOnly",)))
-register(Recipe("gpipe", "all forwards, then all backwards", gpipe.rank_actions, stages_per_rank=1))
-register(Recipe("1f1b", "one forward, one backward", one_f_one_b.rank_actions, stages_per_rank=1))
-register(Recipe("loopedbfs", "looped breadth-first", looped_bfs.rank_actions, default_stages_per_rank=2))
-register(Recipe("interleaved1f1b", "interleaved 1F1B", interleaved_1f1b.rank_actions, default_stages_per_rank=2))
+_family = partial(Recipe, is_family=True)
+
+register(_family("forward", "forward only, for evaluation", forward_only.rank_actions, aliases=("ForwardOnly",)))
+register(_family("gpipe", "all forwards, then all backwards", gpipe.rank_actions, stages_per_rank=1))
+register(_family("1f1b", "one forward, one backward", one_f_one_b.rank_actions, stages_per_rank=1))
+register(_family("loopedbfs", "looped breadth-first", looped_bfs.rank_actions, default_stages_per_rank=2))
+register(_family("interleaved1f1b", "interleaved 1F1B", interleaved_1f1b.rank_actions, default_stages_per_rank=2))
 register(
-    Recipe(
+    _family(
         "interleavedzerobubble",
         "interleaved zero bubble",
         interleaved_zero_bubble.rank_actions,
         default_stages_per_rank=2,
     )
 )
-register(Recipe("zbv", "zero bubble, V-shaped", zbv.rank_actions, "v", 2, aliases=("ZBVZeroBubble", "V-ZB")))
-register(Recipe("dualpipev", "overlapped pairs, V-shaped", dualpipev.rank_actions, "v", 2))
-register(Recipe("zb-h1", "zero bubble with the memory of 1F1B", zb_h1.rank_actions, stages_per_rank=1))
-register(Recipe("zb-h2", "zero bubble with twice the memory of 1F1B", zb_h2.rank_actions, stages_per_rank=1))
-register(Recipe("v-half", "V-shaped, half the memory of 1F1B", v_half.rank_actions, "v", 2))
-register(Recipe("v-min", "V-shaped, a third of the memory of 1F1B", v_min.rank_actions, "v", 2))
+register(_family("zbv", "zero bubble, V-shaped", zbv.rank_actions, "v", 2, aliases=("ZBVZeroBubble", "V-ZB")))
+register(_family("dualpipev", "overlapped pairs, V-shaped", dualpipev.rank_actions, "v", 2))
+register(_family("zb-h1", "zero bubble with the memory of 1F1B", zb_h1.rank_actions, stages_per_rank=1))
+register(_family("zb-h2", "zero bubble with twice the memory of 1F1B", zb_h2.rank_actions, stages_per_rank=1))
+register(_family("v-half", "V-shaped, half the memory of 1F1B", v_half.rank_actions, "v", 2))
+register(_family("v-min", "V-shaped, a third of the memory of 1F1B", v_min.rank_actions, "v", 2))
 
 register(
-    Recipe(
+    _family(
         "gis",
         "generalised interleaved, smallest groups",
         generalised_interleaved.rank_actions,
@@ -49,7 +53,7 @@ register(
     )
 )
 register(
-    Recipe(
+    _family(
         "zb-gis",
         "generalised interleaved, smallest groups, zero bubble",
         generalised_interleaved.zero_bubble_actions,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from penstock.errors import PlanError, UnknownNameError
 from penstock.plan import Placement, Plan, StageGraph
+from penstock.plan.lists import Lists
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Recipe:
     stages_per_rank: int | None = None  # the only number that it allows, or None for any
     default_stages_per_rank: int = 1
     aliases: tuple[str, ...] = ()
+    is_family: bool = False  # whether tests prove it right for all sizes, so that no run has to; see `Plan.is_share`
 
     def sizes(self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Sizes:
         """Check the sizes and fill in the default."""
@@ -87,12 +90,16 @@ class Recipe:
     ) -> Plan:
         """The plan of compute actions for these sizes. `graph` is a chain unless the model has skip connections."""
         sizes = self.sizes(num_ranks, num_microbatches, stages_per_rank)
+        chain = StageGraph.chain(sizes.num_stages)
+        family = f"{self.name}: {num_ranks} ranks, {sizes.stages_per_rank} stages each, {num_microbatches} microbatches"
+        lists = Lists(num_ranks, partial(self.rank_actions, sizes))
         return Plan(
             self.place(sizes),
-            graph if graph is not None else StageGraph.chain(sizes.num_stages),
+            graph if graph is not None else chain,
             num_microbatches,
-            tuple(tuple(self.rank_actions(sizes, rank)) for rank in range(num_ranks)),
+            lists if self.is_family else tuple(lists),
             self.name,
+            family if self.is_family and graph in (None, chain) else "",
         )
 
 

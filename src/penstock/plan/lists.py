@@ -1,0 +1,46 @@
+"""Lists: what every rank does, each rank's list made when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+
+class Lists(Sequence[tuple[int, ...]]):
+    """The packed actions of each rank, as a tuple of tuples would have them; no rank pays for the others.
+
+    >>> lists = Lists(1000, lambda rank: [rank])
+    >>> lists[7], len(lists)
+    ((7,), 1000)
+    """
+
+    def __init__(self, num_ranks: int, make: Callable[[int], Iterable[int]]) -> None:
+        self._num_ranks, self._make = num_ranks, make
+        self._made: dict[int, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return self._num_ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[int, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[int, ...], ...]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+        if isinstance(rank, slice):
+            return tuple(self[each] for each in range(*rank.indices(self._num_ranks)))
+        if not -self._num_ranks <= rank < self._num_ranks:
+            raise IndexError(f"rank {rank} of {self._num_ranks}")
+        rank %= self._num_ranks
+        found = self._made.get(rank)
+        if found is None:
+            found = self._made[rank] = tuple(self._make(rank))
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)  # in a copy or another process, plain values
