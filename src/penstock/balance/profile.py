@@ -163,6 +163,8 @@ class Profile:
             return cls.loads(Path(path).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise BalanceError(f"{path} is no profile: no text ({error})") from error
+        except OSError as error:
+            raise BalanceError(f"the profile {path} cannot be read: {error.strerror or error}") from error
 
 
 def _check_profile(profile: Profile) -> None:

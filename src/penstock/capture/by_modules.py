@@ -19,6 +19,7 @@ from torch import nn
 from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.marks import pipe_split, submodule
 from penstock.errors import CaptureError
+from penstock.stage.digest import model_digest
 
 Call = Callable[..., Any]  # (submodule, *what the one before returned) -> what the next one gets
 
@@ -50,6 +51,7 @@ class ListStage(nn.Module):
     """
 
     ties: tuple[Tie, ...] = ()
+    cut_from: str = ""  # the whole model in a few words, which ranks compare before their first step
 
     def __init__(self, modules: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> None:
         super().__init__()
@@ -95,9 +97,9 @@ def split_modules(
     bounds = [0, *even_cuts(weights, num_stages), len(names)]
     ways = _by_name(calls or {}, names)
     stages = [ListStage({name: parts[name] for name in names[start:end]}, ways) for start, end in pairwise(bounds)]
-    ties = find_ties(stages)
+    ties, digest = find_ties(stages), model_digest(stages)
     for stage in stages:
-        stage.ties = ties
+        stage.ties, stage.cut_from = ties, digest
         stage.training = model.training
     return stages
 

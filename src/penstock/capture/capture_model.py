@@ -25,6 +25,7 @@ from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames, assign, find_shared, give
 from penstock.errors import CaptureError
 from penstock.nest import leaf_names
+from penstock.stage.digest import model_digest
 
 SplitPolicy = Callable[[fx.GraphModule], Any]
 
@@ -129,6 +130,7 @@ def _assembled(
         output_paths=tuple(leaf_names(last.recipe)),
         loss_index=find_loss(last.recipe, last.outputs, fixed=[position for position, _ in last.fixed], spec=loss_spec),
         why_static=source.why_static,
+        model=model_digest(stages),
     )
     return stages, info
 

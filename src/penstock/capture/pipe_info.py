@@ -48,6 +48,7 @@ class PipeInfo:
     output_paths: tuple[str, ...]  # of the output leaves, tensors and traced sizes, as a user would write them
     loss_index: int | None  # which tensor of the output is the model's own loss
     why_static: str = ""  # why the batch size could not be kept open
+    model: str = ""  # names, shapes and types of what all stages hold, in a few words
     cuts: Cuts | None = None  # with num_stages=: the table of the stages and what each costs
     cut_by: str = ""  # what these costs are: measured where, estimated how and why
     uneven: str = ""  # which stage takes more than 1.5 times the mean, and where it could be cut
@@ -146,6 +147,11 @@ class StageRoutes:
         return ", ".join(
             f"{wire.source}>{k} {wire.name}" for k, wires in inputs for wire in wires if wire.source is not None
         )
+
+    @property
+    def model(self) -> str:
+        """What all stages hold, in a few words: the same on ranks that have captured the same model."""
+        return self.info.model
 
     @property
     def has_loss(self) -> bool:

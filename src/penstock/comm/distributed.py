@@ -24,7 +24,7 @@ from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.pulse import Pulse, address_towards, heartbeat
 from penstock.comm.store import Departure, DistributedStore
 from penstock.comm.switchboard import Switchboard
-from penstock.comm.transport import FailureRecord, Transport
+from penstock.comm.transport import NOBODY, FailureRecord, Transport
 from penstock.comm.watcher import Watcher
 from penstock.errors import PenstockError, StepTimeout, TransportError
 
@@ -57,6 +57,11 @@ class DistributedTransport(Transport):
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
         self.store.silent = self.pulse.look
+        self.store_holder = (
+            NOBODY  # the rank whose process holds the store, if it is one of these; known from `connect` on
+        )
+        if "server=TCPServer" in str(_innermost(_get_default_store())):
+            self.store.set("holder", str(self.rank).encode())
         self._switchboard = Switchboard(self.rank, self.store) if self._gloo is not None else None
         self._waiter: tuple[float, Callable[[Work], object]] = (-1.0, methodcaller("wait"))
         self._watcher: Watcher | None = None
@@ -86,6 +91,8 @@ class DistributedTransport(Transport):
         parent, children = self.family()
         everyone = {*peers, *children, *([] if parent is None else [parent])}
         self.pulse.watch(everyone)
+        if self.store.check("holder"):
+            self.store_holder = int(self.store.get("holder", self.timeout))
         if self._switchboard is not None:
             self._switchboard.connect([peer for peer in everyone if self._line(peer) is not None])
 
@@ -133,7 +140,7 @@ class DistributedTransport(Transport):
 
     def _unusable(self) -> TransportError:
         assert self._torn is not None, "there is a reason"
-        whose = "this rank" if self._torn.rank == self.rank else f"rank {self._torn.rank}"
+        whose = {self.rank: "this rank", NOBODY: "the store"}.get(self._torn.rank, f"rank {self._torn.rank}")
         return TransportError(
             f"rank {self.rank}: the connections of this process group are closed since {whose} failed: {self._torn.cause}. "
             "Start the job again, from a checkpoint if there is one; if all processes live, make a new process group"
@@ -283,6 +290,13 @@ def place_of_group(group: dist.ProcessGroup, what: str) -> Any:
     name = hashlib.sha1(f"{group.group_name}|{ranks}|{what}".encode()).hexdigest()[:16]
     base = PrefixStore(f"penstock/{name}", _get_default_store())
     return PrefixStore(str(base.add(f"lives/{group.rank()}", 1)), base)
+
+
+def _innermost(store: Any) -> Any:
+    """The store under all prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 def _connection_lost(text: str) -> bool:

@@ -69,8 +69,8 @@ class DistributedStore:
 
     def _lost(self) -> TransportError:
         return TransportError(
-            f"the store of the process group does not answer ({self._gone[0]}); the process that holds it, usually that of "
-            "rank 0, has ended or cannot be reached. Start the job again, from a checkpoint"
+            f"the store of the process group does not answer ({self._gone[0]}); the process that holds it, that of the "
+            "job's rank 0 or of its launcher, has ended or cannot be reached. Start the job again, from a checkpoint"
         )
 
     def set(self, key: str, value: bytes) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.comm.messages import Messages
-from penstock.errors import PeerFailed, RanksDisagree, RunError
+from penstock.errors import PeerFailed, RanksDisagree, RunError, TransportError
 
 
 class Store(Protocol):
@@ -52,6 +52,10 @@ class Store(Protocol):
     def delete(self, key: str) -> None: ...
 
 
+NOBODY = -1
+"""In place of a rank: something outside the ranks of this transport has failed, such as the process that holds the store."""
+
+
 @dataclass(frozen=True, slots=True)
 class FailureRecord:
     """Which rank failed, at which action, and why: what one rank posts and all others raise.
@@ -63,7 +67,7 @@ class FailureRecord:
     'rank 1 failed in action 3F0 (stage 3, microbatch 0): ValueError: no'
     """
 
-    rank: int
+    rank: int  # or NOBODY, for what is no rank's fault
     stage: int | None = None
     action: str | None = None
     microbatch: int | None = None
@@ -80,7 +84,9 @@ class FailureRecord:
     def of(cls, error: PeerFailed) -> FailureRecord:
         return cls(error.rank, error.stage, error.action, error.microbatch, error.cause)
 
-    def error(self) -> PeerFailed:
+    def error(self) -> PeerFailed | TransportError:
+        if self.rank == NOBODY:
+            return TransportError(self.cause)
         return PeerFailed(self.rank, self.stage, self.action, self.microbatch, self.cause)
 
 
@@ -178,16 +184,18 @@ class Transport(Messages):
             self.store.delete(f"{before}/called")
         return payloads
 
-    def agree(self, name: str, facts: Mapping[str, str], *, timeout: float | None = None) -> None:
+    def agree(self, name: str, facts: Mapping[str, str], *, own: Any = None, timeout: float | None = None) -> list[Any]:
         """Compare the facts with those of all ranks; every rank raises RanksDisagree if one differs.
 
-        Ranks that are at different meetings (one trains, one evaluates) disagree on the name.
+        Ranks that are at different meetings (one trains, one evaluates) disagree on the name. `own`, anything that JSON can
+        hold, may differ: that of each rank comes back.
         """
-        mine = {"about to": name, **facts}
+        mine = [{"about to": name, **facts}, own]
         posts = self.gather(f"facts for {name!r}", json.dumps(mine).encode(), timeout=timeout)
         everyone = [json.loads(post) for post in posts]
-        if any(facts != everyone[0] for facts in everyone):
-            raise RanksDisagree(_differences(everyone))
+        if any(facts != everyone[0][0] for facts, _ in everyone):
+            raise RanksDisagree(_differences([facts for facts, _ in everyone]))
+        return [theirs for _, theirs in everyone]
 
     def sum(self, tensor: Tensor) -> None:
         """Make the small tensor, on every rank, the sum over all ranks: up a tree to rank 0, and down again."""

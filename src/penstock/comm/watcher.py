@@ -33,6 +33,7 @@ class Watched(Protocol):
     epoch: int
     meetings: int
     failed: FailureRecord | None
+    store_holder: int
     pulse: Pulse
 
     def break_connections(self, record: FailureRecord) -> None: ...
@@ -96,7 +97,7 @@ class Watcher:
             except TransportError as error:
                 # The store's process is gone or out of reach, and with it every record.
                 if self._epoch:
-                    self._tell(transport, self._epoch, FailureRecord(0, cause=str(error)))
+                    self._tell(transport, self._epoch, FailureRecord(transport.store_holder, cause=str(error)))
                     self._lose_patience(transport, self._epoch)
             del transport
 

@@ -65,6 +65,7 @@ class Built:
 
 def build(request: Request, ends: Ends) -> Built:
     """Capture, decide on the first rank, and build what belongs on this one."""
+    request = _with_profile(request, ends)
     machine = Machine() if request.of_cut.profile is False else measure_machine(ends)
     text = ends.decide("profiling the model and choosing a schedule", lambda: _decide(request, ends, machine).dumps())
     choice = Choice.loads(text)
@@ -82,6 +83,15 @@ def build(request: Request, ends: Ends) -> Built:
     modules = [pipe.get_stage_module(k) for k in here]
     ends.agree("the values of the model", lambda: fill_meta(modules, request, ends.device))
     return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
+
+
+def _with_profile(request: Request, ends: Ends) -> Request:
+    """The file of a profile is read first of all, by the rank that decides: it may be on no other host."""
+    file = request.of_cut.profile
+    if not isinstance(file, str | Path):
+        return request
+    text = ends.decide(f"reading the profile {file}", lambda: Profile.load(file).dumps())
+    return replace(request, of_cut=replace(request.of_cut, profile=Profile.loads(text)))
 
 
 def stage_facts(pipe: Pipe, request: Request) -> dict[str, str]:
@@ -131,8 +141,6 @@ def _decide(request: Request, ends: Ends, machine: Machine) -> Choice:
     _check(wishes)
     if isinstance(of_cut.profile, Profile):
         return choose(of_cut.profile, wishes)
-    if isinstance(of_cut.profile, str | Path):
-        return choose(Profile.load(of_cut.profile), wishes)
     args, kwargs = microbatch_of(request)
     most = of_cut.count or (wishes.plan.num_stages if wishes.plan else 4 * ends.num_ranks)
     capture = of_cut.of_capture

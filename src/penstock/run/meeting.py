@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,13 @@ from penstock import __version__
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.local import LocalWorld
 from penstock.comm.transport import Transport
-from penstock.parallel import DataParallel
+from penstock.dtypes import dtype_name
+from penstock.errors import RanksDisagree
+from penstock.parallel import DataParallel, unwrap
 from penstock.plan import Plan, dumps
 from penstock.plan.actions import text
 from penstock.run.ties import Ties
+from penstock.stage.boundary import flatten
 from penstock.stage.stage import PipelineStage, place_in
 
 
@@ -29,15 +32,17 @@ def transport_of(group: Any, device: torch.device) -> Transport:
     return DistributedTransport.of(group, device=device)
 
 
-def facts_of(plan: Plan, stage: PipelineStage, ties: Ties, *, loss: bool) -> dict[str, str]:
+def facts_of(plan: Plan, stages: Sequence[PipelineStage], ties: Ties, *, loss: bool) -> dict[str, str]:
     """What must be the same on every rank."""
+    stage = stages[0]
     return {
         "plan": digest_of(plan),
         "microbatches": str(plan.num_microbatches),
+        "model": _model_of(stage),
         "wires": "those of a chain" if stage.routes is None else stage.routes.wires,
         "placement": str(plan.placement.ranks),
         "loss": "with loss" if loss else "without loss",
-        "tied parameters": ", ".join(group.name for group in ties.known),
+        "tied parameters": ", ".join(group.holders for group in ties.known),
         "kind of device": stage.device.type,
         "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "penstock": __version__,
@@ -49,6 +54,39 @@ def digest_of(plan: Plan) -> str:
     """Of all ranks' lists; of a family its name and sizes, from which they follow, and the list of the first rank."""
     told = f"{plan.family}\n{','.join(map(text, plan.codes[0]))}" if plan.is_share else dumps(plan)
     return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _model_of(stage: PipelineStage) -> str:
+    """The whole model in a few words, where the stage knows it: capture and `split_modules` have seen all of it."""
+    if stage.routes is not None:
+        return stage.routes.model
+    said = getattr(unwrap(stage.submod), "cut_from", "")
+    return said if isinstance(said, str) and said else "made by hand"
+
+
+def boundaries_of(stages: Iterable[PipelineStage]) -> dict[str, list[str]]:
+    """What hand-made stages say of the messages at their ends: "2 in" and "2 out" for stage 2, where it was given."""
+    found = {}
+    for stage in stages:
+        if stage.routes is None:
+            for end, given in (("in", stage.input_args), ("out", stage.output_args)):
+                if given is not None:
+                    tensors, _ = flatten(tuple(given) if isinstance(given, (tuple, list)) else (given,))
+                    found[f"{stage.stage_index} {end}"] = [f"{dtype_name(t.dtype)}{list(t.shape)}" for t in tensors]
+    return found
+
+
+def check_boundaries(everyone: Iterable[Mapping[str, list[str]]]) -> None:
+    """Raise, on every rank alike, if a stage was made for other inputs than the stage before it was made to give."""
+    said = {key: shapes for facts in everyone for key, shapes in facts.items()}
+    for key, given in said.items():
+        stage, end = key.split()
+        expected = said.get(f"{int(stage) + 1} in") if end == "out" else None
+        if expected is not None and expected != given:
+            raise RanksDisagree(
+                f"output_args of stage {stage} say ({', '.join(given)}), input_args of stage {int(stage) + 1} say "
+                f"({', '.join(expected)}). Cut both stages from the same model, and give the shapes of one microbatch"
+            )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from penstock.plan import Placement, Plan, StageGraph, load
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, shapes_of, shares
-from penstock.run.meeting import facts_of, tended, transport_of
+from penstock.run.meeting import boundaries_of, check_boundaries, facts_of, tended, transport_of
 from penstock.run.program import ActionKind, Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
@@ -350,13 +350,14 @@ class Schedule:
         channels: Collection[int] = ()
         try:
             facts["schedule"] = self.plan.name or type(self).__name__
-            facts |= facts_of(self.plan, self.stages[0], self._ties, loss=self.loss_fn is not None)
+            facts |= facts_of(self.plan, self.stages, self._ties, loss=self.loss_fn is not None)
             channels = self._programs[self._mode(train=train)].channels
         except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
             problem = error
         facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            self._transport.agree("the first step of a schedule", facts)
+            boundaries = boundaries_of(self.stages)
+            check_boundaries(self._transport.agree("the first step of a schedule", facts, own=boundaries))
         except RanksDisagree:
             if problem is None:
                 raise

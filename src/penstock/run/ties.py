@@ -36,6 +36,7 @@ class _TieGroup:
     ranks: tuple[int, ...]  # that hold it, the owner's first
     mine: tuple[nn.Parameter, ...]  # the copies on this rank
     name: str
+    holders: str  # all of them, for the ranks to compare
 
 
 class Ties:
@@ -56,7 +57,8 @@ class Ties:
             if placement.rank_of(stage) == self.transport.rank:
                 parameter = _named(stages[stage], name)
                 mine[id(parameter)] = parameter
-        return _TieGroup(tuple(ranks), tuple(mine.values()), f"{holders[0][1]} of stage {holders[0][0]}")
+        names = [f"{name} of stage {stage}" for stage, name in holders]
+        return _TieGroup(tuple(ranks), tuple(mine.values()), names[0], " = ".join(names))
 
     @property
     def peers(self) -> set[int]:

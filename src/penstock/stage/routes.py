@@ -20,6 +20,11 @@ class Routes(Protocol):
         ...
 
     @property
+    def model(self) -> str:
+        """What all stages of the model hold, in a few words that ranks compare before their first step."""
+        ...
+
+    @property
     def has_loss(self) -> bool:
         """Whether the model returns its own loss."""
         ...

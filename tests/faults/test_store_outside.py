@@ -1,0 +1,75 @@
+"""The process that holds the store is none of the ranks of a pipeline: when it ends, no rank of the pipeline is blamed.
+
+The story: a pipeline over ranks 1 and 2 of a job, whose store is in the process of rank 0. When that was killed, the ranks of the
+pipeline said that *their* rank 0 had failed, which was alive and well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from penstock.comm import DistributedTransport
+from penstock.errors import PenstockError
+from penstock.run import ScheduleGPipe
+from penstock.stage.stage import PipelineStage
+from tests.faults.fragile import loss_fn, make_batch, make_modules
+from tests.gloo_pool import GlooPool
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
+
+
+def outside() -> list[str]:
+    group = dist.new_group([1, 2])
+    store = _get_default_store()
+    if dist.get_rank() == 0:
+        store.wait(["ready 1", "ready 2"])
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport = DistributedTransport.of(group)
+    rank = transport.rank
+    modules = make_modules(2, [])
+    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, "cpu", group=group), 4, loss_fn=loss_fn)
+    x, y = make_batch(8)
+    schedule.step(x, target=y)
+    store.set(f"ready {dist.get_rank()}", "")
+    modules[rank].register_forward_pre_hook(lambda *_: time.sleep(0.5))  # the store ends while a step runs
+    found = []
+    for _ in range(2):
+        try:
+            schedule.step(x, target=y)
+            found.append("")
+        except PenstockError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_no_rank_is_blamed_for_a_store_that_was_not_its(gloo_pool: GlooPool) -> None:
+    first, *others = gloo_pool.outcomes(3, outside, store="tcp")
+    assert first.exit_code == -signal.SIGKILL
+    for outcome in others:
+        assert outcome.ok, outcome.details
+        during, after = outcome.value
+        assert during.startswith("TransportError: the store of the process group does not answer"), during
+        assert "Start the job again" in after, after
+
+
+def holder() -> tuple[int, int]:
+    """Of the whole job, and of a group whose order is another."""
+    ends = [DistributedTransport.of(), DistributedTransport.of(dist.new_group([1, 0] if dist.get_rank() < 2 else None))]
+    found = []
+    for transport in ends:
+        transport.gather("all are here", b"")
+        transport.connect([])
+        found.append(transport.store_holder)
+    return found[0], found[1]
+
+
+def test_the_rank_that_holds_the_store_is_known(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(2, holder, store="tcp") == [(0, 0)] * 2
+    assert gloo_pool.run(2, holder, store="file") == [(-1, -1)] * 2, "a file is in no process"

@@ -1,0 +1,124 @@
+"""Stages of another model on one rank, where no `Pipeline` has seen the whole model: refused before the first step.
+
+The story: `Pipeline` compared what it captured, but a `Schedule` over stages of `split_modules` or of `pipe.build_stage` took
+a stage of a model with six layers beside one of a model with four, and trained something that was no model at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.comm import LocalTransport, LocalWorld
+from penstock.errors import PenstockError, RanksDisagree
+from tests.front.models import batch, loss_fn, make
+
+
+class Chain(nn.Module):
+    """Layers in a row, which split_modules can cut."""
+
+    def __init__(self, layers: int, *, width: int = 8, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for _ in range(layers))
+        self.layers[-1] = nn.Sequential(nn.Linear(4, width, dtype=dtype), nn.Linear(width, 4, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def by_modules(model: Chain, transport: LocalTransport) -> penstock.PipelineStage:
+    names = [f"layers.{number}" for number in range(len(model.layers))]
+    module = penstock.split_modules(model, names, 2)[transport.rank]
+    return penstock.PipelineStage(module, transport.rank, 2, "cpu", group=transport)
+
+
+def by_capture(model: Chain, transport: LocalTransport) -> penstock.PipelineStage:
+    point = {f"layers.{len(model.layers) // 2}": penstock.SplitPoint.BEGINNING}
+    pipe = penstock.pipeline(model, (torch.randn(2, 4),), split_spec=point)
+    stage: penstock.PipelineStage = pipe.build_stage(transport.rank, "cpu", transport)
+    return stage
+
+
+def said_by_each(make_stage: Callable[[int, LocalTransport], penstock.PipelineStage], **options: Any) -> list[str]:
+    """What the first step of each rank raised."""
+
+    def run(transport: LocalTransport) -> str:
+        stage = make_stage(transport.rank, transport)
+        schedule = penstock.Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss, **options)
+        with pytest.raises(RanksDisagree) as caught:
+            schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
+        return str(caught.value)
+
+    return LocalWorld(2).run(run)
+
+
+@pytest.mark.parametrize("cut", [by_modules, by_capture])
+@pytest.mark.parametrize("other", [{"layers": 6}, {"layers": 4, "width": 9}, {"layers": 4, "dtype": torch.float64}])
+def test_stages_cut_from_another_model_are_refused(cut: Any, other: dict[str, Any]) -> None:
+    for text in said_by_each(lambda rank, transport: cut(Chain(**({"layers": 4}, other)[rank]), transport)):
+        assert "model" in text
+        assert "parameters, " in text
+
+
+@pytest.mark.parametrize("cut", [by_modules, by_capture])
+def test_stages_of_one_model_are_accepted(cut: Any) -> None:
+    def run(transport: LocalTransport) -> None:
+        schedule = penstock.Schedule1F1B(cut(Chain(4), transport), 2, loss_fn=nn.functional.mse_loss)
+        schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
+
+    LocalWorld(2).run(run)
+
+
+def test_hand_made_stages_that_declare_what_they_take_and_give_must_fit() -> None:
+    def made(rank: int, transport: LocalTransport) -> penstock.PipelineStage:
+        shapes = {"output_args": torch.empty(2, 4)} if rank == 0 else {"input_args": (torch.empty(2, 5),)}
+        return penstock.PipelineStage(nn.Linear(4, 4), rank, 2, "cpu", group=transport, **shapes)
+
+    for text in said_by_each(made):
+        assert "output_args of stage 0 say (float32[2, 4]), input_args of stage 1 say (float32[2, 5])" in text
+
+
+def test_ties_that_differ_in_any_holder_are_refused() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            value: torch.Tensor = self.b(self.a(x))
+            return value
+
+    def run(transport: LocalTransport) -> str:
+        stage = penstock.PipelineStage(Two(), transport.rank, 2, "cpu", group=transport)
+        tied = penstock.tie([(0, "a.weight"), (1, "a.weight" if transport.rank == 0 else "b.weight")])
+        schedule = penstock.Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss, ties=[tied])
+        with pytest.raises(RanksDisagree) as caught:
+            schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
+        return str(caught.value)
+
+    for text in LocalWorld(2).run(run):
+        assert "a.weight of stage 0 = a.weight of stage 1" in text
+        assert "a.weight of stage 0 = b.weight of stage 1" in text
+
+
+def test_a_profile_that_is_not_there_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said after the machine had been measured, as a RunError around FileNotFoundError."""
+    monkeypatch.setattr("penstock.front.build.measure_machine", lambda ends: pytest.fail("something was measured"))
+
+    def run(transport: LocalTransport) -> str:
+        with pytest.raises(PenstockError) as caught:
+            penstock.Pipeline(
+                make(), (batch()[0],), group=transport, loss_fn=loss_fn, microbatches=4, profile=tmp_path / "none.json"
+            )
+        return str(caught.value)
+
+    for text in LocalWorld(2).run(run):
+        assert "none.json cannot be read: No such file or directory" in text
