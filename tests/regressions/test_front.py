@@ -295,12 +295,14 @@ def test_13_13_a_plan_file_is_bounded(tmp_path: Path) -> None:
         os.truncate(stream.fileno(), 200_000_000)
     tracemalloc.start()
     try:
-        with pytest.raises(PenstockError, match=r"200,000,000 bytes; plans are read up to 16,000,000.*limit=200000000"):
+        with pytest.raises(
+            PenstockError, match=r"200,000,000 bytes; such files are read up to 16,000,000.*limit=200000000"
+        ):
             load(file)
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
     file.write_text("0F0,0B0\n")
     assert load(file, limit=8).num_actions == 2
-    with pytest.raises(PenstockError, match="8 bytes; plans are read up to 7"):
+    with pytest.raises(PenstockError, match="8 bytes; such files are read up to 7"):
         load(file, limit=7)

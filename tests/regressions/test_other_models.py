@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 import penstock
+import penstock.balance
+import penstock.plan
+import penstock.simulate
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.errors import PenstockError, RanksDisagree
+from penstock.errors import PenstockError, RanksDisagree, RunError, SplitError
 from tests.front.models import batch, loss_fn, make
 
 
@@ -122,3 +125,38 @@ def test_a_profile_that_is_not_there_is_said_before_any_work(tmp_path: Path, mon
 
     for text in LocalWorld(2).run(run):
         assert "none.json cannot be read: No such file or directory" in text
+
+
+@pytest.mark.parametrize(("rows", "target_rows"), [(8, 3), (8, 12), (6, 4)])
+def test_a_target_for_other_rows_is_refused_on_one_rank_too(rows: int, target_rows: int) -> None:
+    """Ranks compared their rows with those of the rank before; the first one with nobody's."""
+    pipe = penstock.Pipeline(
+        nn.Linear(4, 4), (torch.randn(8, 4),), loss_fn=nn.functional.mse_loss, microbatches=2, profile=False
+    )
+    with pytest.raises(SplitError, match=f"{target_rows} rows of the target here, {rows} rows of the input"):
+        pipe.step(torch.randn(rows, 4), target=torch.randn(target_rows, 4))
+    pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
+
+
+def test_a_schedule_without_a_loss_refuses_a_target() -> None:
+    """It ran forward only, and left no gradients and no word."""
+    schedule = penstock.ScheduleGPipe(penstock.PipelineStage(nn.Linear(4, 4), 0, 1, "cpu"), 2)
+    with pytest.raises(RunError, match="with a target and without a loss"):
+        schedule.step(torch.randn(8, 4), target=torch.randn(8, 4))
+    assert schedule.step(torch.randn(8, 4)).shape == (8, 4)
+
+
+@pytest.mark.parametrize("read", [penstock.plan.load, penstock.simulate.load_costs, penstock.balance.Profile.load])
+@pytest.mark.parametrize("name", ["none", "folder", "zero\0byte"])
+def test_files_that_cannot_be_opened_are_errors_of_penstock(read: Any, name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(PenstockError, match=r"cannot be read|is no name of a file"):
+        read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("norm", [-1.0, float("nan"), "1"])
+def test_a_norm_that_is_none_is_refused(norm: Any) -> None:
+    """A negative one turned the gradients round."""
+    pipe = penstock.Pipeline(nn.Linear(4, 4), (torch.randn(8, 4),), profile=False)
+    with pytest.raises(RunError, match="expected a number from 0"):
+        pipe.clip_grad_norm_(norm)

@@ -30,8 +30,16 @@ def _without_grad(schedule: Schedule) -> Any:
 WRONG: dict[str, tuple[Callable[[Schedule], Any], int, str]] = {  # what is called, which rank notices, what it says
     "no arguments": (_step(target=Y), 0, r"step\(\) without arguments; expected the model's input"),
     "no target": (_step(X), 2, r"there is a loss_fn and no target; write step\(..., target=labels\)"),
-    "too few rows": (_step(X[:3], target=Y), 0, "batch size 3 .* smaller than the number of microbatches, 4"),
-    "too few targets": (_step(X, target=Y[:3]), 2, "batch size 3 .* smaller than the number of microbatches, 4"),
+    "too few rows": (
+        _step(X[:3], target=Y),
+        0,
+        "batch size 3 .* smaller than the number of microbatches, 4|3 rows of the target",
+    ),
+    "too few targets": (
+        _step(X, target=Y[:3]),
+        2,
+        "batch size 3 .* smaller than the number of microbatches, 4|3 rows of the target",
+    ),
     "a scalar": (_step(X, torch.tensor(1.0), target=Y), 0, r"args\[1\]"),
     "too many arguments": (_step(X, X, target=Y), 0, "positional arguments"),
     "a string": (_step("text", target=Y), 0, "str"),

@@ -82,8 +82,8 @@ def test_deep_and_large_files_are_refused(tmp_path: Path) -> None:
         loads_costs("[" * 100_000)
     path = tmp_path / "large.json"
     path.write_bytes(b" " * (16 * 1024 * 1024 + 1))
-    with pytest.raises(ParseError, match="more than 16777216 bytes"):
+    with pytest.raises(ParseError, match="16,777,217 bytes; such files are read up to"):
         load_costs(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ParseError, match="is no file of costs"):
+    with pytest.raises(ParseError, match="is no text"):
         load_costs(path)

@@ -11,8 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import BalanceError
+from penstock.plan.reading import read_text
 
 _FORMAT = "penstock-profile"
+_LARGEST = 64 * 1024 * 1024  # bytes of a file: a line for each layer
 _VERSION = 1
 _TIMES = ("forward", "backward_input", "backward_weight")
 _BYTES = ("activation_to_input", "activation_to_weight", "parameter_bytes", "output_bytes")
@@ -159,12 +161,9 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile from a JSON file."""
-        try:
-            return cls.loads(Path(path).read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise BalanceError(f"{path} is no profile: no text ({error})") from error
-        except OSError as error:
-            raise BalanceError(f"the profile {path} cannot be read: {error.strerror or error}") from error
+        return cls.loads(
+            read_text(path, BalanceError, limit=_LARGEST, hint="; expected a profile, a line for each layer")
+        )
 
 
 def _check_profile(profile: Profile) -> None:

@@ -106,6 +106,9 @@ class _PipelineSchedule(Orders, Parts):
     def _trains(self) -> bool:
         return self._has_backward
 
+    def _check_target(self, target: Any) -> None:
+        """Torch's programs may give a target to a schedule without a loss, which is then not looked at."""
+
     def register_custom_function(
         self, computation_type: ActionKind | ComputationType, custom_function: CustomFunction | Callable[..., object]
     ) -> None:

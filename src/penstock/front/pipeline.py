@@ -259,6 +259,8 @@ class Pipeline:
 
         Each parameter counts once, however many stages and replicas hold it: the norm is that of the unsplit model.
         """
+        if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+            raise RunError(f"max_norm={max_norm!r}; expected a number from 0, the largest norm that may be")
         counted = [p.grad for _, p in self.tensors.counted() if p.grad is not None]
         total = norm.total_norm(counted, self._ends, norm_type=float(norm_type))
         if error_if_nonfinite and not total < float("inf"):

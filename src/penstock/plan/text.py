@@ -34,6 +34,7 @@ from penstock.plan.graph import StageGraph
 from penstock.plan.ops import COMPUTES, COUNTED, MESSAGES, TRAINING
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
+from penstock.plan.reading import read_text
 
 _ACTIVATIONS = MESSAGES - TRAINING
 LIMIT = 16_000_000  # bytes of a plan file: about two million actions
@@ -83,16 +84,8 @@ def load(path: str | PathLike[str], *, limit: int = LIMIT, **known: object) -> P
     `known` is what the file cannot tell: ``placement``, ``graph``, ``num_microbatches``, ``name``; by default they are
     read off the actions, as in `Plan.of`.
     """
-    size = Path(path).stat().st_size
-    if size > limit:
-        raise ParseError(
-            f"{path} has {size:,} bytes; plans are read up to {limit:,}. If it is a plan, load(path, limit={size}) reads it, and "
-            f"takes about {30 * size / 1e9:.1f} GB"
-        )
-    try:
-        string = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ParseError(f"{path} is no text: {error}; expected CSV, one row a rank") from None
+    hint = ". If it is a plan, load(path, limit={size}) reads it, and takes about thirty times its size in memory"
+    string = read_text(path, ParseError, limit=limit, encoding="utf-8-sig", hint=hint)
     return loads(string, source=str(path), **known)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.batch import merge_chunks, split_batch, split_target
 from penstock.comm.transport import Transport
-from penstock.errors import PlanError, RanksDisagree, RunError, StageError
+from penstock.errors import PlanError, RanksDisagree, RunError, SplitError, StageError
 from penstock.lower import ReceivePolicy
 from penstock.lower import offload as offload_pass
 from penstock.lower import recompute as recompute_pass
@@ -197,6 +197,7 @@ class Schedule:
         Without a `loss_fn` there is nothing to differentiate, and the step is an evaluation.
         """
         given = Given(args, kwargs, target, loss_kwargs or {}, return_outputs)
+        self._check_target(target)
         return self._merge(self._run(given, train=self._trains), given, losses)
 
     def eval(
@@ -211,6 +212,14 @@ class Schedule:
         """The same forward only, without gradients; any batch size. Modules stay in the mode that they are in."""
         given = Given(args, kwargs, target, loss_kwargs or {}, return_outputs)
         return self._merge(self._run(given, train=False), given, losses)
+
+    def _check_target(self, target: Any) -> None:
+        """A target that nobody would look at: whoever gives one expects gradients. May be overridden."""
+        if target is not None and self.loss_fn is None:
+            raise RunError(
+                "step() with a target and without a loss: nothing would be differentiated. Give the schedule a "
+                "loss_fn=function, or call eval() for the outputs alone"
+            )
 
     @property
     def _trains(self) -> bool:
@@ -242,9 +251,12 @@ class Schedule:
                 adapter.begin()
             if program.setting.grad:
                 self._ties.begin()
+            rows = given.rows(self._specs, of_target=self._has_first or self._has_last)
             inputs = self._cut(given, train=program.setting.grad)
+            if self.loss_fn is not None and (differs := rows.differs_from(rows)):
+                raise SplitError(f"{differs}. Give a target for the rows of the input, or target_chunk_spec")
             key = (shapes_of(given.args, given.kwargs), program.frozen()) if self._has_first else None
-            return Prepared(inputs, key, given.rows(self._specs, of_target=self._has_first or self._has_last))
+            return Prepared(inputs, key, rows)
         except BaseException as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
             return Prepared(error=error)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import ParseError
+from penstock.plan.reading import read_text
 from penstock.simulate.costs import Costs, Link
 
 FORMAT: Final = "penstock-costs"
@@ -36,14 +37,9 @@ def load_costs(path: Path | str) -> Costs:
 
     simulate(plan, load_costs("costs.json"))
     """
-    with Path(path).open("rb") as file:
-        data = file.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise ParseError(f"{path} has more than {LARGEST} bytes; expected a file of costs, which is small")
+    text = read_text(path, ParseError, limit=LARGEST, hint="; expected a file of costs, which is small")
     try:
-        return loads_costs(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ParseError(f"{path} is no file of costs: {error}") from None
+        return loads_costs(text)
     except ParseError as error:
         raise ParseError(f"{path}: {error}") from None
 

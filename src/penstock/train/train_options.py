@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError, PlanError, SplitError
+from penstock.plan.reading import read_text
 from penstock.schedules import get_schedule
 
 OPTIONS = "options.json"  # in the output folder
+_LARGEST = 1 << 28  # bytes of a file that a run writes: a report has the times of every action
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,10 @@ class TrainOptions:
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a file that a run has written."""
+    text = read_text(file, PenstockError, limit=_LARGEST)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise PenstockError(f"{file} cannot be read: {error}; if the run is lost, give another --output") from error
     if not isinstance(data, dict):
         raise PenstockError(f"{file} holds a {type(data).__name__}; expected what penstock train wrote there")

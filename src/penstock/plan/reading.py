@@ -1,0 +1,35 @@
+"""Reading a file that somebody else wrote: bounded, and with errors of penstock's own.
+
+read_text("plan.csv", ParseError, limit=1 << 20)
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+from penstock.errors import PenstockError
+
+
+def read_text(
+    path: str | PathLike[str], error: type[PenstockError], *, limit: int, encoding: str = "utf-8", hint: str = ""
+) -> str:
+    """The text of a file of at most `limit` bytes; `hint` ends the error for a longer one, and may name its {size}."""
+    try:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, 2) if file.seekable() else 0
+            if size <= limit:
+                if file.seekable():
+                    file.seek(0)
+                data = file.read(limit + 1)
+                size = len(data)
+    except OSError as problem:
+        raise error(f"{path} cannot be read: {problem.strerror or problem}") from problem
+    except ValueError as problem:  # a name with a zero byte in it
+        raise error(f"{str(path)!r} is no name of a file: {problem}") from problem
+    if size > limit:
+        raise error(f"{path} has {size:,} bytes; such files are read up to {limit:,}{hint.format(size=size)}")
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is no text: {problem}") from None
