@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -337,3 +338,29 @@ def test_marks_decide_where_to_cut() -> None:
     first, second = LocalWorld(2).run(run)
     assert {name.split(".")[1] for name in first if name.startswith("blocks")} == {"0"}
     assert {name.split(".")[1] for name in second if name.startswith("blocks")} == {"1", "2", "3"}
+
+
+def test_evaluation_under_autocast() -> None:
+    """The graph of evaluation mode is made in the middle of a program that casts; the casts are not part of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3), nn.Dropout(0.5))
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+
+    def run(transport: Any) -> list[float | None]:
+        mine = copy.deepcopy(model)
+        loss = nn.functional.mse_loss
+        pipe = penstock.Pipeline(
+            mine, (x,), loss_fn=loss, schedule="1f1b", microbatches=2, num_stages=2, profile=False, group=transport
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = pipe.evaluate(x, target=y).loss
+        return [cast, pipe.evaluate(x, target=y).loss]
+
+    model.eval()
+    plain = [nn.functional.mse_loss(model(x), y).item()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain.insert(0, nn.functional.mse_loss(model(x), y).item())
+    model.train()
+    for found in penstock.LocalWorld(2).run(run):
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    assert plain[0] != plain[1]

@@ -15,7 +15,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,16 @@ def _quiet() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    """Casts belong to a step, not to the graph: a stage that is traced in the middle of one is as it would be before it."""
+    with ExitStack() as stack:
+        for kind in {"cpu", device.type}:
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 def trace(
     skeleton: Skeleton,
     table: InputTable,
@@ -168,6 +178,7 @@ def trace(
                 watching_checkpoints(),
                 watching_functions(),
                 _quiet(),
+                _without_autocast(skeleton.device),
                 draws,
                 torch.enable_grad(),
             ):

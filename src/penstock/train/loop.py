@@ -234,7 +234,8 @@ class Run:
                 log.write(json.dumps({"step": step, "loss": loss, "seconds": self.seconds[-1]}) + "\n")
 
     def _validate(self, step: int) -> None:
-        losses = [self.pipe.evaluate(*args, target=target).loss for args, target in self.job.validation]
+        with self.update.casting(self.pipe.transport.device.type):
+            losses = [self.pipe.evaluate(*args, target=target).loss for args, target in self.job.validation]
         loss = sum(x for x in losses if x is not None) / len(losses)
         best = min((known for _, known in self.validation), default=math.inf)
         self.validation.append((step, loss))
