@@ -10,45 +10,18 @@ from torch import fx, nn
 from torch.export import ExportedProgram, export
 from torch.utils import _pytree as pytree
 
-from penstock.capture import (
-    LossWrapper,
-    MultiUseParameterConfig,
-    PipeInfo,
-    PipeSequential,
-    PipeSplitWrapper,
-    SplitPoint,
-    StageModule,
-    TrivialLossWrapper,
-    pipe_split,
-)
-from penstock.capture import Pipe as _Pipe
-from penstock.capture import annotate_split_points as _annotate
+from penstock import capture
+from penstock.capture import MultiUseParameterConfig, PipeInfo, SplitPoint, StageModule
 from penstock.compat._captured import build_stage
 from penstock.compat._siblings import found_in
 from penstock.errors import CaptureError
 
 PP_SUBMOD_PREFIX = "submod_pp"
 MultiUseParamSpec = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
-__getattr__ = found_in(__name__)
-
-__all__ = [
-    "LossWrapper",
-    "MultiUseParamSpec",
-    "MultiUseParameterConfig",
-    "Pipe",
-    "PipeSequential",
-    "PipeSplitWrapper",
-    "SplitPoint",
-    "TrivialLossWrapper",
-    "_move_placeholders_to_front",
-    "annotate_split_points",
-    "get_submod_name",
-    "pipe_split",
-    "pipeline",
-]
+__getattr__ = found_in(__name__, "..capture")
 
 
-class Pipe(_Pipe):
+class Pipe(capture.Pipe):
     """A pipe that returns the leaves of the model's output as a tuple, as torch's does."""
 
     def __init__(self, stages: Sequence[StageModule], info: PipeInfo) -> None:
@@ -130,7 +103,7 @@ def pipeline(
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
     """Mark submodules, by their names, before or after which to cut."""
-    _annotate(mod, spec)
+    capture.annotate_split_points(mod, spec)
 
 
 def get_submod_name(stage_idx: int) -> str:

@@ -59,7 +59,7 @@ class RecvInfo:
         return buffer
 
 
-class RootArg(RecvInfo):
+class RootArgPlaceholder(RecvInfo):
     """An argument of the model, which nobody sends."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -280,6 +280,7 @@ class Exchange(StageState):
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
     """The outputs of a stage: a tuple or list is several, anything else one."""
-    if type(output) in (list, tuple):
-        return tuple(output)
-    return (output,)
+    return tuple(output) if type(output) in (list, tuple) else (output,)
+
+
+normalize_model_output_as_tuple = as_tuple

@@ -40,7 +40,7 @@ class PipelineContext:
     losses: list[Any] | None = None
 
 
-class CustomFunction(Protocol):
+class CustomFunctionProtocol(Protocol):
     """A user's function for a kind of action."""
 
     def __call__(self, action: NamedAction, ctx: PipelineContext) -> object: ...

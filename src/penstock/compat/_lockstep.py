@@ -1,6 +1,6 @@
 """Orders in lockstep: one slot an action, whatever it costs. The clock of torch.distributed.pipelining's own checks.
 
-    in_lockstep(order, stage_to_rank, num_stages)     # which rank does what in which slot, messages and all
+    simulate_comms_compute(order, stage_to_rank, num_stages)     # which rank does what in which slot, messages and all
     with_bubbles(order, num_stages)                   # computations only, None where a rank waits
 
 penstock's own clock is `simulate`, which knows costs.
@@ -18,7 +18,7 @@ from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
 from penstock.plan.ops import ROWS
 
 
-def in_lockstep(
+def simulate_comms_compute(
     pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
 ) -> dict[int, list[NamedAction | None]]:
     """Work through a lowered order in lockstep, one slot an action: which rank does what in which slot, None where it waits.

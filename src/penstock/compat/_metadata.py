@@ -31,7 +31,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return isinstance(tensor, Tensor) and layout_of(tensor) is not None
 
 
-MeshKey = tuple[tuple[str, ...], Any]  # the names of the dimensions of a mesh, and its layout
+MeshCacheKey = tuple[tuple[str, ...], Any]  # the names of the dimensions of a mesh, and its layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class _DTensorMeta(_TensorMeta):
         )
 
     @property
-    def mesh_cache_key(self) -> MeshKey:
+    def mesh_cache_key(self) -> MeshCacheKey:
         return self.mesh_dim_names, self.mesh_layout
 
     def to_dtensor(self, device: torch.device | str, mesh: Any) -> DTensor:
@@ -190,10 +190,10 @@ class _MeshCache:
     """The meshes that arriving DTensors are put on, by the names and the layout of the sender's."""
 
     def __init__(self, get_mesh_cb: Callable[..., Any] | None = None) -> None:
-        self._meshes: dict[MeshKey, Any] = {}
+        self._meshes: dict[MeshCacheKey, Any] = {}
         self._ask = get_mesh_cb
 
-    def get_mesh(self, key: MeshKey) -> Any:
+    def get_mesh(self, key: MeshCacheKey) -> Any:
         if key not in self._meshes:
             if self._ask is None:
                 raise ShapeError(
@@ -203,7 +203,7 @@ class _MeshCache:
             self._meshes[key] = self._ask(*key)
         return self._meshes[key]
 
-    def put(self, key: MeshKey, mesh: Any) -> None:
+    def put(self, key: MeshCacheKey, mesh: Any) -> None:
         self._meshes[key] = mesh
 
     def update_from_tensors(self, tensors: Sequence[Any]) -> None:

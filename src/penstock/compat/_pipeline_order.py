@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.compat._in_turn import defer_receives, messages_in_turn
-from penstock.compat._lockstep import in_lockstep, with_bubbles
+from penstock.compat._lockstep import simulate_comms_compute, with_bubbles
 from penstock.compat._state import is_overridden
 from penstock.compat._vocabulary import ComputationType, NamedAction, Order, of_code, order_of, plan_of, to_code
 from penstock.errors import IncompleteError, PlanError
@@ -187,7 +187,9 @@ class Orders(Schedule):
 
     def _simulate(self) -> OrderDict:
         """The order with its messages, slot by slot."""
-        return in_lockstep(self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages)
+        return simulate_comms_compute(
+            self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages
+        )
 
     def _add_bubbles_to_actions(self, num_stages_global: int) -> OrderDict:
         """The order with None in the slots in which a rank waits."""

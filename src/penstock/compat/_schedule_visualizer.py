@@ -12,12 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
 from penstock.compat._vocabulary import ComputationType, NamedAction, plan_of, to_op
 from penstock.compat.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _PipelineSchedule,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )

@@ -33,8 +33,9 @@ _INSIDE = {
 """What is inside torch's functions and of no use without them: it can be imported, and says so when it is used."""
 
 
-def found_in(module: str) -> Callable[[str], Any]:
-    """A `__getattr__` for a module: what it does not have itself is where the module of that name in torch imports it from.
+def found_in(module: str, *rooms: str) -> Callable[[str], Any]:
+    """A `__getattr__` for a module: what it does not have itself is in one of these files of the package, there perhaps
+    without the underscore, or where the module of that name in torch imports it from.
 
     >>> from penstock.compat.stage import flatten_args, nn
     >>> flatten_args.__module__, nn.__name__
@@ -47,6 +48,11 @@ def found_in(module: str) -> Callable[[str], Any]:
             return importlib.import_module("logging").getLogger(module)
         if name in _INSIDE:
             return _refusal(f"{module}.{name}", _INSIDE[name])
+        for room in rooms if not name.startswith("__") else ():
+            inside = vars(importlib.import_module(room, "penstock.compat"))
+            bare = name.removeprefix("_")
+            if name in inside or bare in inside:
+                return inside[name if name in inside else bare]
         home, inner = ("", None) if name.startswith("__") else _imports(short).get(name, ("", None))
         if not home:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -49,37 +49,17 @@ class StageState(PipelineStage):
     def log_prefix(self) -> str:
         return f"[Stage {self.stage_index}]"
 
-    @cached_property
-    def fwd_cache(self) -> dict[int, tuple[tuple[Any, ...], list[Any]]]:
-        """By microbatch: the outputs of its forward, and its flat inputs; until its backward."""
-        return {}
-
-    @cached_property
-    def bwd_cache(self) -> dict[int, tuple[Any, ...]]:
-        """By microbatch: the gradients of its inputs, until they are sent or handed over."""
-        return {}
-
-    @cached_property
-    def output_chunks(self) -> list[Any]:
-        """On the last stage: what each microbatch of the last step gave, if it was asked for."""
-        return []
-
-    @cached_property
-    def dw_runner(self) -> dict[int, Callable[[], None]]:
-        """By microbatch: the weight work that is still owed."""
-        return {}
-
-    @cached_property
-    def args_recv_info(self) -> dict[int, tuple[Any, ...]]:
-        return {}
-
-    @cached_property
-    def act_send_info(self) -> dict[int, list[Any]]:
-        return {}
-
-    @cached_property
-    def grad_recv_info(self) -> dict[int, tuple[Any, ...]]:
-        return {}
+    # By microbatch: the outputs of its forward, and its flat inputs; until its backward.
+    fwd_cache = cached_property[dict[int, tuple[tuple[Any, ...], list[Any]]]](lambda _: {})
+    # By microbatch: the gradients of its inputs, until they are sent or handed over.
+    bwd_cache = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
+    # On the last stage: what each microbatch of the last step gave, if it was asked for.
+    output_chunks = cached_property[list[Any]](lambda _: [])
+    # By microbatch: the weight work that is still owed.
+    dw_runner = cached_property[dict[int, Callable[[], None]]](lambda _: {})
+    args_recv_info = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
+    act_send_info = cached_property[dict[int, list[Any]]](lambda _: {})
+    grad_recv_info = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
 
     @cached_property
     def _stage_meta(self) -> _StageMeta:
@@ -99,15 +79,10 @@ class StageState(PipelineStage):
     def _deferral(self) -> Deferral:
         return Deferral(self.submod)
 
-    @cached_property
-    def _pending(self) -> dict[int, Any]:
-        """By microbatch: the weight work that its forward began."""
-        return {}
-
-    @cached_property
-    def _posted(self) -> set[tuple[str, int]]:
-        """The messages of this step that were asked for: their kind, and the microbatch."""
-        return set()
+    # By microbatch: the weight work that its forward began.
+    _pending = cached_property[dict[int, Any]](lambda _: {})
+    # The messages of this step that were asked for: their kind, and the microbatch.
+    _posted = cached_property[set[tuple[str, int]]](lambda _: set())
 
     @cached_property
     def stage_index_to_group_rank(self) -> dict[int, int]:

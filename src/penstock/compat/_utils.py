@@ -7,64 +7,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.capture import PipeInfo
-from penstock.compat._metadata import (
-    GetMeshCallback,
-    InferenceMode,
-    _derive_grad_metas,
-    _DTensorMeta,
-    _make_tensor_from_meta,
-    _MeshCache,
-    _StageBackwardMeta,
-    _StageForwardMeta,
-    _StageMeta,
-    _TensorMeta,
-    extract_tensor_meta,
-    extract_tensor_metas,
-    to_local_if_dtensor,
-    validate_and_normalize_to_tuple,
-    validate_metadata,
-    validate_static_arg_grad_correspondence,
-    validate_tensors_metadata,
-)
-from penstock.compat._metadata import MeshKey as MeshCacheKey
+from penstock.compat._metadata import _DTensorMeta, _TensorMeta
 from penstock.compat._siblings import found_in
-from penstock.errors import PlanError
-from penstock.errors import ShapeError as PipeliningMetadataError
-from penstock.errors import ShapeError as PipeliningShapeError
+from penstock.errors import PlanError, ShapeError
 from penstock.plan import Placement
 
-__getattr__ = found_in(__name__)
+PipeliningMetadataError = PipeliningShapeError = ShapeError
 TensorMeta = _TensorMeta | _DTensorMeta
-
-__all__ = [
-    "GetMeshCallback",
-    "InferenceMode",
-    "MeshCacheKey",
-    "PipeInfo",
-    "PipeliningMetadataError",
-    "PipeliningShapeError",
-    "TensorMeta",
-    "_DTensorMeta",
-    "_MeshCache",
-    "_StageBackwardMeta",
-    "_StageForwardMeta",
-    "_StageMeta",
-    "_TensorMeta",
-    "_derive_grad_metas",
-    "_make_tensor_from_meta",
-    "extract_tensor_meta",
-    "extract_tensor_metas",
-    "flatten_args",
-    "flatten_args_detach",
-    "generate_rank_to_stage_mapping",
-    "generate_stage_to_rank_mapping",
-    "to_local_if_dtensor",
-    "validate_and_normalize_to_tuple",
-    "validate_metadata",
-    "validate_static_arg_grad_correspondence",
-    "validate_tensors_metadata",
-]
+__getattr__ = found_in(__name__, "._metadata", "..capture")
 
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:

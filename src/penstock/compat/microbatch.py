@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from penstock.batch import CustomReducer as _CustomReducer
-from penstock.batch import Replicate as _Replicate
 from penstock.batch import (
+    CustomReducer,
     TensorChunkSpec,
     merge_chunks,
     microbatch_sizes,
     split_block_mask,
     split_tensor,
-    sum_reducer,
 )
 from penstock.batch import split_args_kwargs_into_chunks as _split
 from penstock.batch.masks import block_mask_batch
 from penstock.compat._siblings import found_in
 
-logger = logging.getLogger(__name__)
 DEFAULT_CHUNK_DIM = 0
-__getattr__ = found_in(__name__)
+__getattr__ = found_in(__name__, "..batch")
 _debug_mask_minibatches = False  # torch's switch for parts that are masked copies of the batch; penstock has none
-_LossReducer = _CustomReducer
-
-__all__ = [
-    "DEFAULT_CHUNK_DIM",
-    "BlockMask",
-    "TensorChunkSpec",
-    "_CustomReducer",
-    "_LossReducer",
-    "_Replicate",
-    "_shard_dict_of_args",
-    "_split_block_mask",
-    "_split_tensor",
-    "merge_chunks",
-    "split_args_kwargs_into_chunks",
-    "sum_reducer",
-]
+_LossReducer = CustomReducer
+__all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 
 
 def split_args_kwargs_into_chunks(

@@ -6,29 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist  # noqa: F401  programs patch what stands here
 from torch import Tensor
 
 from penstock import run
 from penstock.batch import TensorChunkSpec
-from penstock.compat._exchange import RecvInfo as _RecvInfo
-from penstock.compat._hand_stage import CustomFunction as _CustomFunctionProtocol
-from penstock.compat._hand_stage import PipelineContext as _PipelineContext
-from penstock.compat._infer import PipelineStage
-from penstock.compat._lockstep import in_lockstep as _simulate_comms_compute
-from penstock.compat._orders import add_reduce_grad as _add_reduce_grad
-from penstock.compat._orders import add_send_recv as _add_send_recv
-from penstock.compat._orders import add_unshard_reshard as _add_unshard_reshard
-from penstock.compat._orders import defer_recv_ops as _defer_recv_ops
-from penstock.compat._orders import dump_chrometrace as _dump_chrometrace
-from penstock.compat._orders import format_pipeline_order as _format_pipeline_order
-from penstock.compat._orders import merge_bw as _merge_bw
-from penstock.compat._p2p import batch_p2p as _batch_p2p
-from penstock.compat._p2p import sorted_batch_p2p as _sorted_batch_p2p
-from penstock.compat._p2p import wait_batch_p2p as _wait_batch_p2p
 from penstock.compat._pipeline_order import validate_order
-from penstock.compat._ranks import get_1f1b_rank_ops as _get_1f1b_rank_ops
-from penstock.compat._ranks import get_warmup_ops as _get_warmup_ops
 from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
 from penstock.compat._stage_base import _PipelineStageBase
@@ -47,12 +29,11 @@ SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
 OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE_GRAD
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 _action_regex = re.compile(rf"(\d+)({'|'.join(kind.value for kind in _ComputationType if kind != OVERLAP_F_B)})(\d*)")
-__getattr__ = found_in(__name__)
+__getattr__ = found_in(__name__, "._orders", "._p2p", "._ranks", "._lockstep", "._hand_stage", "._exchange", "._infer")
 
 __all__ = [
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
-    "PipelineStage",
     "Schedule1F1B",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
@@ -60,30 +41,6 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
-    "_Action",
-    "_ComputationType",
-    "_CustomFunctionProtocol",
-    "_PipelineContext",
-    "_PipelineSchedule",
-    "_PipelineScheduleRuntime",
-    "_PipelineStageBase",
-    "_RecvInfo",
-    "_ScheduleForwardOnly",
-    "_add_reduce_grad",
-    "_add_send_recv",
-    "_add_unshard_reshard",
-    "_batch_p2p",
-    "_defer_recv_ops",
-    "_dump_chrometrace",
-    "_format_pipeline_order",
-    "_get_1f1b_rank_ops",
-    "_get_profiler_function_name",
-    "_get_warmup_ops",
-    "_merge_bw",
-    "_simulate_comms_compute",
-    "_sorted_batch_p2p",
-    "_validate_schedule",
-    "_wait_batch_p2p",
     "get_schedule_class",
 ]
 
