@@ -171,10 +171,10 @@ def assert_nothing_left(schedule: Schedule) -> None:
 def left_in(program: Program) -> list[str]:
     found = program.left_over()
     for inbox in program.inboxes.values():
-        found += [f"inbox {inbox.producer}"] if any(map(_held, (inbox.leaves, inbox.values, inbox.works))) else []
+        found += [f"inbox {inbox.producer}"] if any(map(_held, (inbox.arrived, inbox.values, inbox.works))) else []
         found += ["reads"] if any(inbox.reads) else []
     for (stage, rank), box in program.outboxes.items():
-        held = any(map(_held, (box.tensors, box.specs, box.buffers, box.works)))
+        held = any(map(_held, (box.tensors, box.specs, box.arrived, box.works)))
         found += [f"outbox {stage} to {rank}"] if held else []
     for index, run in program.runs.items():
         held = any(map(_held, (run.pending, run.losses, run.reported, run.outputs)))

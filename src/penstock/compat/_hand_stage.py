@@ -15,7 +15,6 @@ from penstock.compat._vocabulary import NamedAction
 from penstock.errors import RunError
 from penstock.plan import Op
 from penstock.run.channel import Channel
-from penstock.run.layout import GradLayout, Layout
 from penstock.run.stage_run import StepInputs
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ class HandBox:
 
     def __init__(self, op: Op, run: HandRun, channel: Channel, program: HandProgram) -> None:
         self.op, self.run, self.program, self._channel = op, run, program, channel
-        self.layouts: list[Layout | None] = []  # nobody describes these messages
-        self.grad_layouts: list[GradLayout | None] = []
         recv = program.schedule.bwd_recv_ops if op is Op.RECV_B else program.schedule.fwd_recv_ops
         self.posted = recv if op in (Op.RECV_F, Op.RECV_B) else None
 
@@ -75,8 +72,7 @@ class HandBox:
         if channel.reap_after is not None:
             channel.wait_for_sent(len(channel.sent) - channel.reap_after)
 
-    send = send_described = send_grads = send_described_grads = post  # cold or warm, values or gradients
-    queue = queue_grads = post_grads = post
+    send = send_described = queue = post  # cold or warm
 
     def wait(self, works: list[Any]) -> None:
         try:

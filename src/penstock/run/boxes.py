@@ -3,142 +3,102 @@
 An `Inbox` holds what a producer stage gave to this rank, as fresh leaves: autograd gathers their gradients in `.grad`,
 over all the stages of this rank that use them. An `Outbox` holds what a stage of this rank gave to one rank (perhaps
 this one), with its graph, until its gradient comes back.
-
-Each message has a cold form, which describes itself, and a warm form, which relies on the layout that the cold step left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.comm.framing import Receiving
-from penstock.comm.messages import Work
 from penstock.errors import ShapeError
 from penstock.run.channel import Channel
 from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, wire
-from penstock.stage.boundary import SINGLE, flatten, unflatten
+from penstock.run.message_box import MessageBox
+from penstock.stage.boundary import SINGLE, Spec, flatten, unflatten
+from penstock.stage.dtensors import DTensorLayout
+
+MeshOf = Callable[[DTensorLayout], Any]
+"""What an arriving DTensor is put on."""
 
 
-class Inbox:
-    """What the stage `producer` gave to this rank, by microbatch."""
+class Inbox(MessageBox):
+    """What the stage `producer` gave to this rank, by microbatch: `arrived` are leaves."""
 
-    def __init__(
-        self, producer: int, num_microbatches: int, *, channel: Channel | None, grad: bool, readers: int, mesh: Any
-    ) -> None:
+    def __init__(self, producer: int, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
+        super().__init__(num_microbatches, channel, grad=grad)
         self.producer = producer
-        self.channel = channel  # None: the producer sits on this rank
-        self.grad = grad  # whether gradients go back
-        self.readers = readers  # how many stages of this rank use it
-        self.mesh = mesh  # a function of a layout: what an arriving DTensor is put on
+        self.readers = 1  # how many stages of this rank use it
+        self.mesh: MeshOf | None = None
         self.places: tuple[int, ...] = ()  # which outputs of the producer these are, for a captured stage
-        self.leaves: list[list[Tensor] | None] = [None] * num_microbatches
         self.values: list[Any] = [None] * num_microbatches
-        self.works: list[list[Work] | None] = [None] * num_microbatches
         self.reads = [0] * num_microbatches
-        self.layouts: list[Layout | None] = [None] * num_microbatches
-        self.grad_layouts: list[GradLayout | None] = [None] * num_microbatches
 
     # -- forward
 
-    def put(self, microbatch: int, tensors: list[Tensor], spec: Any) -> None:
+    def put(self, microbatch: int, tensors: list[Tensor], spec: Spec) -> None:
         """Hand over on one rank: fresh leaves of the same memory."""
         leaves = [t.detach().requires_grad_(self.grad and t.requires_grad) for t in tensors]
-        self.leaves[microbatch] = leaves
+        self.arrived[microbatch] = leaves
         self.values[microbatch] = unflatten(spec, leaves)
 
-    def post(self, microbatch: int) -> None:
-        """RECV_F of a warm step."""
-        layout, channel = self.layouts[microbatch], self.channel
-        buffers, works = [], []
-        try:
-            for tensor in layout.tensors:  # type: ignore[union-attr]
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)  # type: ignore[union-attr]
-                buffers.append(buffer)
-                works.append(channel.recv([buffer]))  # type: ignore[union-attr]
-        except RuntimeError as error:
-            channel.fail(error)  # type: ignore[union-attr]
-        self.leaves[microbatch] = buffers
-        self.works[microbatch] = works
-
-    def queue(self, microbatch: int) -> None:
-        """RECV_F of a cold step: its turn comes when somebody needs it, or something behind it."""
-        self.channel.incoming.append(self.pull(microbatch))  # type: ignore[union-attr]
-
     def pull(self, microbatch: int) -> Receiving[None]:
-        """Receive a message of a cold step."""
         channel = self.channel
-        assert channel is not None, "only another rank sends messages"
         description = Description.decode((yield from channel.receive_description()))
-        self.leaves[microbatch] = yield from channel.receive([t.empty(channel.device) for t in description.tensors])
-        layout = self.layouts[microbatch] = description.layout()
-        self._arrive(microbatch, layout)
+        self.arrived[microbatch] = yield from channel.receive([t.empty(channel.device) for t in description.tensors])
+        self.incoming[microbatch] = description.layout()
 
     def ready(self, microbatch: int) -> Any:
-        """The value, as soon as it is there."""
-        works = self.works[microbatch]
-        if works is not None:
-            wait = self.channel.wait  # type: ignore[union-attr]
-            try:
-                while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
-                    wait(works.pop())
-            except RuntimeError as error:
-                self.channel.fail(error)  # type: ignore[union-attr]
-            self.works[microbatch] = None
-            self._arrive(microbatch, self.layouts[microbatch])  # type: ignore[arg-type]
-        elif self.leaves[microbatch] is None and self.channel is not None:
-            self.channel.pull_until(lambda: self.leaves[microbatch] is not None)
+        """The value, as soon as it is there: leaves of a graph of its own."""
+        if self.values[microbatch] is None:
+            leaves = self.wait_for(microbatch)
+            layout: Layout | None = self.incoming[microbatch]
+            if layout is not None:  # None: handed over on this rank, and nothing in it
+                for place, tensor in enumerate(layout.tensors):
+                    if tensor.distributed is not None and self.mesh is not None:
+                        leaves[place] = unwire(leaves[place], tensor, self.mesh(tensor.distributed))
+                    if tensor.requires_grad and self.grad:
+                        leaves[place].requires_grad_()
+                self.values[microbatch] = leaves[0] if layout.spec is SINGLE else unflatten(layout.spec, leaves)
         return self.values[microbatch]
-
-    def _arrive(self, microbatch: int, layout: Layout) -> None:
-        """Make leaves of the buffers."""
-        leaves: Any = self.leaves[microbatch]
-        for place, description in enumerate(layout.tensors):
-            if description.distributed is not None:
-                leaves[place] = unwire(leaves[place], description, self.mesh(description.distributed))
-            if description.requires_grad and self.grad:
-                leaves[place].requires_grad_()
-        self.values[microbatch] = leaves[0] if layout.spec is SINGLE else unflatten(layout.spec, leaves)
 
     def read(self, microbatch: int) -> None:
         """In a forward-only plan: let go when the last stage of this rank has read it."""
         self.reads[microbatch] += 1
         if self.reads[microbatch] == self.readers:
             self.reads[microbatch] = 0
-            self.leaves[microbatch] = self.values[microbatch] = None
+            self.arrived[microbatch] = self.values[microbatch] = None
 
     # -- backward
 
     def grads(self, microbatch: int) -> list[Tensor | None]:
         """The gradients of the leaves, which are let go."""
-        leaves = self.leaves[microbatch]
-        found = [leaf.grad for leaf in leaves]  # type: ignore[union-attr]
-        self.leaves[microbatch] = self.values[microbatch] = None
-        return found
+        leaves = self.arrived[microbatch] or ()
+        self.arrived[microbatch] = self.values[microbatch] = None
+        return [leaf.grad for leaf in leaves]
 
-    def send_grads(self, microbatch: int) -> None:
+    def send(self, microbatch: int) -> None:
         """SEND_B of a warm step. Nothing is sent before all of it has been found to be as expected."""
-        layout, leaves = self.grad_layouts[microbatch], self.leaves[microbatch]
-        self.leaves[microbatch] = self.values[microbatch] = None
+        layout, leaves = self.outgoing[microbatch], self.arrived[microbatch]
+        self.arrived[microbatch] = self.values[microbatch] = None
         grads = []
-        for place, (leaf, expected) in enumerate(zip(leaves, layout.tensors, strict=True)):  # type: ignore[arg-type,union-attr]
+        for place, (leaf, expected) in enumerate(zip(leaves, layout.tensors, strict=True)):  # type: ignore[arg-type]
             grad = leaf.grad
             if expected is not None:
                 if grad is None:
-                    grad = torch.zeros(expected.shape, dtype=expected.dtype, device=leaf.device)
+                    grad = expected.zeros(leaf.device)
                 elif grad.dtype is not leaf.dtype or grad.shape != leaf.shape:
-                    raise self._changed(microbatch, place, leaf, f"{_name(grad)}")
+                    raise self._changed(microbatch, place, leaf, _name(grad))
                 elif expected.distributed is not None and not expected.matches(grad):
                     raise self._changed(microbatch, place, leaf, f"{_name(grad)} spread in another way")
                 grads.append(wire(grad))
             elif grad is not None:
-                raise self._changed(
-                    microbatch, place, leaf, "none in the first step with inputs of these shapes, and one now"
-                )
+                what = "none in the first step with inputs of these shapes, and one now"
+                raise self._changed(microbatch, place, leaf, what)
         for grad in grads:
-            self.channel.post(grad)  # type: ignore[union-attr]
+            self.channel.post(grad)
 
     def _changed(self, microbatch: int, place: int, leaf: Tensor, what: str) -> ShapeError:
         return ShapeError(
@@ -147,77 +107,36 @@ class Inbox:
             "whose graph changes from step to step needs a schedule made with dynamic=True"
         )
 
-    def send_described_grads(self, microbatch: int) -> None:
+    def send_described(self, microbatch: int) -> None:
         """SEND_B of a cold step. There is a message even without a gradient, so that both ends always count alike."""
-        channel = self.channel
-        assert channel is not None, "only another rank is sent gradients"
-        leaves = self.leaves[microbatch] or []
+        leaves = self.arrived[microbatch] or []
         grads = self.grads(microbatch)
         for place, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             if grad is not None and (grad.dtype is not leaf.dtype or grad.shape != leaf.shape):
                 raise self._changed(microbatch, place, leaf, _name(grad))
-        description = GradLayout(tuple(None if grad is None else TensorLayout.of(grad) for grad in grads))
-        self.grad_layouts[microbatch] = description
-        channel.post_described(description.encode(), [wire(grad) for grad in grads if grad is not None])
-
-    # -- failure
-
-    def drain_receive(self, microbatch: int, *, cold: bool) -> None:
-        self.queue(microbatch) if cold else self.post(microbatch)
-
-    def drain_send(self, microbatch: int, *, cold: bool) -> None:
-        """SEND_B of a step that has failed."""
-        channel, layout = self.channel, self.layouts[microbatch]
-        assert channel is not None, "only messages are drained"
-        if cold:
-            channel.post_poison()
-            return
-        grads = self.grad_layouts[microbatch]
-        for tensor in grads.tensors if layout and grads else ():
-            if tensor is not None:
-                channel.post(torch.zeros(tensor.shape, dtype=tensor.dtype, device=channel.device))
-
-    def left_over(self) -> list[int]:
-        return [m for m, leaves in enumerate(self.leaves) if leaves is not None or self.works[m] is not None]
-
-    def pending(self) -> list[Work]:
-        return [work for works in self.works if works is not None for work in works]
+        layout = GradLayout.of([None if grad is None else TensorLayout.of(grad) for grad in grads])
+        self.outgoing[microbatch] = layout
+        self.channel.post_described(layout.encode(), [wire(grad) for grad in grads if grad is not None])
 
     def clear(self) -> None:
-        size = len(self.leaves)
-        self.leaves[:] = [None] * size
-        self.values[:] = [None] * size
-        self.works[:] = [None] * size
-        self.reads[:] = [0] * size
+        super().clear()
+        self.values[:] = [None] * len(self.values)
+        self.reads[:] = [0] * len(self.reads)
 
 
-class Outbox:
-    """What a stage of this rank gave to one rank, by microbatch."""
+class Outbox(MessageBox):
+    """What a stage of this rank gave to one rank, by microbatch: `arrived` are its gradients."""
 
-    def __init__(
-        self,
-        stage: int,
-        num_microbatches: int,
-        *,
-        channel: Channel | None,
-        grad: bool,
-        select: tuple[int, ...] | None,
-        inbox: Inbox | None,
-    ) -> None:
+    def __init__(self, stage: int, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
+        super().__init__(num_microbatches, channel, grad=grad)
         self.stage = stage
-        self.channel = channel  # None: the consumer sits on this rank, and `inbox` is where it looks
-        self.inbox = inbox
-        self.grad = grad
-        self.select = select  # which outputs of the stage; None: the output as it is
+        self.inbox: Inbox | None = None  # where a consumer on this rank looks
+        self.select: tuple[int, ...] | None = None  # which outputs of the stage; None: the output as it is
         self.repeated: frozenset[int] = (
             frozenset()
-        )  # microbatches whose forward is run again: until then nothing is kept
+        )  # microbatches whose forward is run again: nothing is kept till then
         self.tensors: list[list[Tensor] | None] = [None] * num_microbatches
         self.specs: list[Any] = [None] * num_microbatches
-        self.buffers: list[list[Tensor | None] | None] = [None] * num_microbatches  # gradients, arriving or there
-        self.works: list[list[Work] | None] = [None] * num_microbatches
-        self.layouts: list[Layout | None] = [None] * num_microbatches
-        self.grad_layouts: list[GradLayout | None] = [None] * num_microbatches
 
     # -- forward
 
@@ -240,124 +159,63 @@ class Outbox:
             output = tuple(output[place] for place in self.select)
         self.tensors[microbatch], self.specs[microbatch] = flatten(output)
 
-    def _sent(self, microbatch: int) -> None:
-        """A value that went out stays for its gradient, unless there will be none, or another is made for it."""
-        if not self.grad or (
-            microbatch in self.repeated and all(tensor.grad_fn is None for tensor in self.tensors[microbatch] or ())
-        ):
-            self.tensors[microbatch] = self.specs[microbatch] = None
-
     def send(self, microbatch: int) -> None:
         """SEND_F of a warm step."""
-        tensors, layout = self.tensors[microbatch], self.layouts[microbatch]
-        layout.check(tensors, self.specs[microbatch], self.stage, microbatch)  # type: ignore[union-attr,arg-type]
-        post = self.channel.post  # type: ignore[union-attr]
-        for tensor in tensors:  # type: ignore[union-attr]
+        tensors: Any = self.tensors[microbatch]
+        self.outgoing[microbatch].check(tensors, self.specs[microbatch], self.stage, microbatch)
+        post = self.channel.post
+        for tensor in tensors:
             post(wire(tensor))
-        self._sent(microbatch)
+        if not self.grad or microbatch in self.repeated:
+            self._let_go(microbatch)
 
     def send_described(self, microbatch: int) -> None:
         """SEND_F of a cold step."""
-        tensors = self.tensors[microbatch]
-        assert tensors is not None, "a value is sent after its forward"
-        assert self.channel is not None, "only another rank is sent messages"
+        tensors = self.tensors[microbatch] or []
         layout = Layout(tuple(map(TensorLayout.of, tensors)), self.specs[microbatch])
         layout.check_device(self.channel.device, self.stage, microbatch)
-        self.layouts[microbatch] = layout
+        self.outgoing[microbatch] = layout
         self.channel.post_described(layout.encode(), list(map(wire, tensors)))
-        self._sent(microbatch)
+        if not self.grad or microbatch in self.repeated:
+            self._let_go(microbatch)
+
+    def _let_go(self, microbatch: int) -> None:
+        """A value that went out stays for its gradient, unless there will be none, or another is made for it."""
+        if not self.grad or all(tensor.grad_fn is None for tensor in self.tensors[microbatch] or ()):
+            self.tensors[microbatch] = self.specs[microbatch] = None
 
     # -- backward
 
-    def post_grads(self, microbatch: int) -> None:
-        """RECV_B of a warm step."""
-        grads, channel = self.grad_layouts[microbatch], self.channel
-        buffers: list[Tensor | None] = []
-        works = []
-        try:
-            for tensor in grads.tensors:  # type: ignore[union-attr]
-                if tensor is not None:
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)  # type: ignore[union-attr]
-                    buffers.append(buffer)
-                    works.append(channel.recv([buffer]))  # type: ignore[union-attr]
-                else:
-                    buffers.append(None)
-        except RuntimeError as error:
-            channel.fail(error)  # type: ignore[union-attr]
-        self.buffers[microbatch] = buffers
-        self.works[microbatch] = works
-
-    def queue_grads(self, microbatch: int) -> None:
-        """RECV_B of a cold step."""
-        self.channel.incoming.append(self.pull_grads(microbatch))  # type: ignore[union-attr]
-
-    def pull_grads(self, microbatch: int) -> Receiving[None]:
+    def pull(self, microbatch: int) -> Receiving[None]:
         channel = self.channel
-        assert channel is not None, "only another rank sends gradients"
-        grads = GradLayout.decode((yield from channel.receive_description()))
-        assert self.layouts[microbatch] is not None, (
-            "a gradient comes after its value was sent; after poison comes poison"
-        )
-        self.grad_layouts[microbatch] = grads
-        buffers = [None if tensor is None else tensor.empty(channel.device) for tensor in grads.tensors]
-        self.buffers[microbatch] = yield from channel.receive(buffers)
+        layout = GradLayout.decode((yield from channel.receive_description()))
+        assert self.outgoing[microbatch] is not None, "a gradient comes after its value; after poison comes poison"
+        self.incoming[microbatch] = layout
+        buffers = [None if tensor is None else tensor.empty(channel.device) for tensor in layout.tensors]
+        self.arrived[microbatch] = yield from channel.receive(buffers)
 
     def gradients(self, microbatch: int) -> list[Tensor | None]:
         """The gradients of `tensors`, as soon as they are there."""
         if self.inbox is not None:
             return self.inbox.grads(microbatch)
-        works = self.works[microbatch]
-        if works is not None:
-            wait = self.channel.wait  # type: ignore[union-attr]
-            try:
-                while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
-                    wait(works.pop())
-            except RuntimeError as error:
-                self.channel.fail(error)  # type: ignore[union-attr]
-            self.works[microbatch] = None
-        elif self.buffers[microbatch] is None and self.channel is not None:
-            self.channel.pull_until(lambda: self.buffers[microbatch] is not None)
-        buffers, self.buffers[microbatch] = self.buffers[microbatch], None
-        layout = self.grad_layouts[microbatch]
+        found: list[Tensor | None] = self.wait_for(microbatch)
+        self.arrived[microbatch] = None
+        layout: GradLayout | None = self.incoming[microbatch]
         if layout is not None and layout.distributed:
-            buffers = [
+            return [
                 grad if grad is None or t is None else unwire(grad, t, getattr(tensor, "device_mesh", None))
-                for tensor, grad, t in zip(self.tensors[microbatch], buffers, layout.tensors, strict=True)  # type: ignore[arg-type]
+                for tensor, grad, t in zip(self.tensors[microbatch] or (), found, layout.tensors, strict=True)
             ]
-        return buffers  # type: ignore[return-value]
-
-    # -- failure
-
-    def drain_receive(self, microbatch: int, *, cold: bool) -> None:
-        self.queue_grads(microbatch) if cold else self.post_grads(microbatch)
-
-    def drain_send(self, microbatch: int, *, cold: bool) -> None:
-        """SEND_F of a step that has failed."""
-        channel, layout = self.channel, self.layouts[microbatch]
-        assert channel is not None, "only messages are drained"
-        if cold:
-            self.layouts[microbatch] = None
-            channel.post_poison()
-            return
-        for tensor in layout.tensors if layout else ():
-            channel.post(torch.zeros(tensor.shape, dtype=tensor.dtype, device=channel.device))
+        return found
 
     def left_over(self) -> list[int]:
-        return [
-            m
-            for m, tensors in enumerate(self.tensors)
-            if tensors is not None or self.buffers[m] is not None or self.works[m] is not None
-        ]
-
-    def pending(self) -> list[Work]:
-        return [work for works in self.works if works is not None for work in works]
+        held = {microbatch for microbatch, tensors in enumerate(self.tensors) if tensors is not None}
+        return sorted(held.union(super().left_over()))
 
     def clear(self) -> None:
-        size = len(self.tensors)
-        self.tensors[:] = [None] * size
-        self.specs[:] = [None] * size
-        self.buffers[:] = [None] * size
-        self.works[:] = [None] * size
+        super().clear()
+        self.tensors[:] = [None] * len(self.tensors)
+        self.specs[:] = [None] * len(self.specs)
 
 
 def _name(tensor: Tensor) -> str:

@@ -8,10 +8,9 @@ A new op gets its handler here. `Schedule.register_custom_function` puts a funct
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from penstock.plan import Action, Op, Overlap
-from penstock.run.program import Call, Handlers, Program
+from penstock.run.program import Call, Handler, Handlers, Program
 
 
 def _forward(program: Program, action: Action, cold: bool) -> Call:
@@ -20,63 +19,30 @@ def _forward(program: Program, action: Action, cold: bool) -> Call:
     return partial(run.checked_forward if checked else run.forward, _microbatch(action))
 
 
-def _backward(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].backward, _microbatch(action))
+def _of_run(method: str) -> Handler:
+    """The handler that calls a method of the stage's run."""
+    return lambda program, action, cold: partial(getattr(program.runs[action.stage], method), _microbatch(action))
 
 
-def _backward_input(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].backward_input, _microbatch(action))
+def _send(program: Program, action: Action, cold: bool) -> Call:
+    box = program.message_box(action)
+    return partial(box.send_described if cold else box.send, _microbatch(action))
 
 
-def _backward_weight(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].backward_weight, _microbatch(action))
+def _receive(program: Program, action: Action, cold: bool) -> Call:
+    box = program.message_box(action)
+    return partial(box.queue if cold else box.post, _microbatch(action))
 
 
-def _recompute(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].recompute, _microbatch(action))
+def _care(method: str, wanted: str) -> Handler:
+    """The handler that calls a method of the stage's data parallelism, if that has something to do."""
 
+    def handler(program: Program, action: Action, cold: bool) -> Call:
+        adapter = program.setting.adapters[action.stage]
+        call: Call = getattr(adapter, method)
+        return call if getattr(adapter, wanted) else _nothing
 
-def _offload(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].offload, _microbatch(action))
-
-
-def _load(program: Program, action: Action, cold: bool) -> Call:
-    return partial(program.runs[action.stage].load, _microbatch(action))
-
-
-def _send_forward(program: Program, action: Action, cold: bool) -> Call:
-    box: Any = program.message_box(action)
-    return partial(box.send_described if cold else box.send, action.microbatch)
-
-
-def _receive_forward(program: Program, action: Action, cold: bool) -> Call:
-    box: Any = program.message_box(action)
-    return partial(box.queue if cold else box.post, action.microbatch)
-
-
-def _send_backward(program: Program, action: Action, cold: bool) -> Call:
-    box: Any = program.message_box(action)
-    return partial(box.send_described_grads if cold else box.send_grads, action.microbatch)
-
-
-def _receive_backward(program: Program, action: Action, cold: bool) -> Call:
-    box: Any = program.message_box(action)
-    return partial(box.queue_grads if cold else box.post_grads, action.microbatch)
-
-
-def _unshard(program: Program, action: Action, cold: bool) -> Call:
-    adapter = program.setting.adapters[action.stage]
-    return adapter.unshard if adapter.sharded else _nothing
-
-
-def _reshard(program: Program, action: Action, cold: bool) -> Call:
-    adapter = program.setting.adapters[action.stage]
-    return adapter.reshard if adapter.sharded else _nothing
-
-
-def _reduce_grad(program: Program, action: Action, cold: bool) -> Call:
-    adapter = program.setting.adapters[action.stage]
-    return adapter.reduce_grad if adapter.reduces else _nothing
+    return handler
 
 
 def _overlap(program: Program, pair: Overlap, cold: bool) -> Call:
@@ -86,19 +52,19 @@ def _overlap(program: Program, pair: Overlap, cold: bool) -> Call:
 
 HANDLERS: Handlers = {
     Op.F: _forward,
-    Op.B: _backward,
-    Op.I: _backward_input,
-    Op.W: _backward_weight,
-    Op.SEND_F: _send_forward,
-    Op.RECV_F: _receive_forward,
-    Op.SEND_B: _send_backward,
-    Op.RECV_B: _receive_backward,
-    Op.UNSHARD: _unshard,
-    Op.RESHARD: _reshard,
-    Op.REDUCE_GRAD: _reduce_grad,
-    Op.R: _recompute,
-    Op.O: _offload,
-    Op.L: _load,
+    Op.B: _of_run("backward"),
+    Op.I: _of_run("backward_input"),
+    Op.W: _of_run("backward_weight"),
+    Op.SEND_F: _send,
+    Op.RECV_F: _receive,
+    Op.SEND_B: _send,
+    Op.RECV_B: _receive,
+    Op.UNSHARD: _care("unshard", "sharded"),
+    Op.RESHARD: _care("reshard", "sharded"),
+    Op.REDUCE_GRAD: _care("reduce_grad", "reduces"),
+    Op.R: _of_run("recompute"),
+    Op.O: _of_run("offload"),
+    Op.L: _of_run("load"),
     Overlap: _overlap,
 }
 

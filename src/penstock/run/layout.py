@@ -59,6 +59,9 @@ class TensorLayout:
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
     def __str__(self) -> str:
         place = "" if self.on_host else " on the device"
         return f"{dtype_name(self.dtype)}{list(self.shape)}{place}{' with gradient' if self.requires_grad else ''}"
@@ -140,17 +143,18 @@ class GradLayout:
     """
 
     tensors: tuple[TensorLayout | None, ...]
+    distributed: bool = False  # whether one of them is a DTensor
 
-    @property
-    def distributed(self) -> bool:
-        return any(tensor is not None and tensor.distributed is not None for tensor in self.tensors)
+    @classmethod
+    def of(cls, tensors: Sequence[TensorLayout | None]) -> GradLayout:
+        return cls(tuple(tensors), any(tensor is not None and tensor.distributed is not None for tensor in tensors))
 
     def encode(self) -> bytes:
         return json.dumps([None if tensor is None else tensor.to_json() for tensor in self.tensors]).encode()
 
     @classmethod
     def decode(cls, blob: bytes) -> GradLayout:
-        return cls(tuple(None if row is None else TensorLayout.from_json(row) for row in json.loads(blob)))
+        return cls.of([None if row is None else TensorLayout.from_json(row) for row in json.loads(blob)])
 
 
 def settle(layouts: Sequence[Layout | None], grads: Sequence[GradLayout | None]) -> list[GradLayout | None]:
@@ -171,14 +175,14 @@ def settle(layouts: Sequence[Layout | None], grads: Sequence[GradLayout | None])
             for place, value in enumerate(layout.tensors):
                 if place in some and found[place] is None and value.requires_grad and value.distributed is None:
                     found[place] = TensorLayout(value.shape, value.dtype, requires_grad=False)
-            grad = GradLayout(tuple(found))
+            grad = GradLayout.of(found)
         settled.append(grad)
     return settled
 
 
 def wire(tensor: Tensor) -> Tensor:
     """What is sent of a tensor: its local part, contiguous, without its graph."""
-    local = to_local(tensor)
+    local = tensor if type(tensor) is Tensor else to_local(tensor)
     return local if local.is_contiguous() else local.contiguous()
 
 

@@ -19,7 +19,7 @@ from penstock.plan import Action, AnyAction, Op, Overlap, Plan, unpack
 from penstock.plan.actions import peer_of
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
-from penstock.run.layout import GradLayout, Layout, settle
+from penstock.run.layout import settle
 from penstock.run.reaping import reap_points
 from penstock.run.rng import MicrobatchRng
 from penstock.run.stage_run import StageRun, StepInputs
@@ -34,13 +34,20 @@ _IN_FLIGHT = 2  # sends of a channel that may be on their way before the oldest 
 class Box(Protocol):
     """What lies at one end of messages: between the action that makes a value and the one that uses it."""
 
-    layouts: list[Layout | None]
-    grad_layouts: list[GradLayout | None]
-
     @property
     def channel(self) -> Channel | None:
         """None: nothing is sent, since both ends are on this rank."""
         ...
+
+    def send(self, microbatch: int) -> None:
+        """Send a message of a warm step; `send_described` one of a cold step."""
+
+    def send_described(self, microbatch: int) -> None: ...
+
+    def post(self, microbatch: int) -> None:
+        """Receive a message of a warm step; `queue` one of a cold step."""
+
+    def queue(self, microbatch: int) -> None: ...
 
     def drain_send(self, microbatch: int, *, cold: bool) -> None:
         """Send something in the place of a message that a failed step will not have."""
@@ -120,14 +127,9 @@ class Program:
         for index in self.stages:
             for there in dict.fromkeys(placement.rank_of(c) for c in graph.consumers(index)):
                 here = there == self.rank
-                self.outboxes[index, there] = Outbox(
-                    index,
-                    size,
-                    channel=None if here else self.channel(there),
-                    grad=grad,
-                    select=self.selected(index, there),
-                    inbox=self.inboxes[index] if here else None,
-                )
+                box = Outbox(index, size, None if here else self.channel(there), grad=grad)
+                box.select, box.inbox = self.selected(index, there), self.inboxes[index] if here else None
+                self.outboxes[index, there] = box
         for index, stage in self.stages.items():
             self.runs[index] = StageRun(
                 stage,
@@ -153,15 +155,10 @@ class Program:
     def _inbox(self, producer: int, stage: PipelineStage) -> Inbox:
         plan = self.plan
         there = plan.placement.rank_of(producer)
-        readers = sum(plan.placement.rank_of(c) == self.rank for c in plan.graph.consumers(producer))
-        inbox = Inbox(
-            producer,
-            plan.num_microbatches,
-            channel=None if there == self.rank else self.channel(there),
-            grad=self.setting.grad,
-            readers=readers,
-            mesh=partial(mesh_of, stage.submod, stage.get_mesh),
-        )
+        channel = None if there == self.rank else self.channel(there)
+        inbox = Inbox(producer, plan.num_microbatches, channel, grad=self.setting.grad)
+        inbox.readers = sum(plan.placement.rank_of(c) == self.rank for c in plan.graph.consumers(producer))
+        inbox.mesh = partial(mesh_of, stage.submod, stage.get_mesh)
         inbox.places = self.selected(producer, self.rank) or ()
         return inbox
 
@@ -213,16 +210,15 @@ class Program:
 
     def open(self, signature: int, *, cold: bool) -> None:
         """Before the messages of a step: a warm one knows what they look like, a cold one finds out."""
-        if not cold:
-            for box, (layouts, grads) in zip(self.boxes(), self.saved[signature], strict=True):
-                box.layouts, box.grad_layouts = layouts, grads
-            return
-        size = self.plan.num_microbatches
-        for box in self.boxes():
-            box.layouts, box.grad_layouts = [None] * size, [None] * size
+        size, boxes = self.plan.num_microbatches, (*self.inboxes.values(), *self.outboxes.values())
+        unknown: list[tuple[list[Any], list[Any]]] = [([None] * size, [None] * size) for _ in boxes]
+        for box, known in zip(boxes, unknown if cold else self.saved[signature], strict=True):
+            box.incoming, box.outgoing = known
 
     def save_layouts(self, signature: int) -> None:
-        self.saved[signature] = [(box.layouts, settle(box.layouts, box.grad_layouts)) for box in self.boxes()]
+        ins = [(box.incoming, settle(box.incoming, box.outgoing)) for box in self.inboxes.values()]
+        outs = [(settle(box.outgoing, box.incoming), box.outgoing) for box in self.outboxes.values()]
+        self.saved[signature] = [*ins, *outs]
 
     def boxes(self) -> Iterator[Box]:
         yield from self.inboxes.values()

@@ -232,7 +232,7 @@ class StageRun:
     def backward_input(self, microbatch: int) -> None:
         """I."""
         roots, grads = self.seeds(microbatch)
-        leaves = [leaf for inbox in self.inboxes.values() for leaf in inbox.leaves[microbatch] or ()]
+        leaves = [leaf for inbox in self.inboxes.values() for leaf in inbox.arrived[microbatch] or ()]
         backward_input(roots, grads, self.pending[microbatch], inputs=leaves)
 
     def backward_weight(self, microbatch: int) -> None:

@@ -1,0 +1,99 @@
+"""MessageBox: one end of the messages between two stages, and what is under way to it, microbatch by microbatch.
+
+Values go one way and their gradients the other. Each message has a cold form, which describes itself, and a warm form, which
+relies on the layout that the cold step left (see `penstock.run.layout`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.comm.framing import Receiving
+from penstock.comm.messages import Work
+from penstock.run.channel import Channel
+
+
+class MessageBox:
+    """What an inbox and an outbox have in common: receiving, waiting, and getting out of the way of a failed step."""
+
+    def __init__(self, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
+        self.channel: Any = channel  # a Channel; None: both stages sit on this rank, and there are no messages
+        self.grad = grad  # whether gradients go back
+        self.arrived: list[list[Any] | None] = [None] * num_microbatches  # tensors that arrive here, or are here
+        self.works: list[list[Work] | None] = [None] * num_microbatches  # while they are under way
+        self.incoming: list[Any] = [None] * num_microbatches  # the layout of what arrives: Layout or GradLayout
+        self.outgoing: list[Any] = [None] * num_microbatches  # the layout of what is sent: the other of them
+
+    def post(self, microbatch: int) -> None:
+        """A receive of a warm step."""
+        channel = self.channel
+        buffers: list[Tensor | None] = []
+        works = []
+        try:
+            for tensor in self.incoming[microbatch].tensors:
+                if tensor is None:  # a value that has no gradient
+                    buffers.append(None)
+                    continue
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)
+                buffers.append(buffer)
+                works.append(channel.recv([buffer]))
+        except RuntimeError as error:
+            channel.fail(error)
+        self.arrived[microbatch] = buffers
+        self.works[microbatch] = works
+
+    def queue(self, microbatch: int) -> None:
+        """A receive of a cold step: its turn comes when somebody needs it, or something behind it."""
+        self.channel.incoming.append(self.pull(microbatch))
+
+    def pull(self, microbatch: int) -> Receiving[None]:
+        """Receive a message of a cold step, and what it says of itself."""
+        raise NotImplementedError
+
+    def wait_for(self, microbatch: int) -> Any:
+        """The tensors that have arrived, as soon as they are there."""
+        works = self.works[microbatch]
+        if works is not None:
+            wait = self.channel.wait
+            try:
+                while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
+                    wait(works.pop())
+            except RuntimeError as error:
+                self.channel.fail(error)
+            self.works[microbatch] = None
+        elif self.arrived[microbatch] is None and self.channel is not None:
+            self.channel.pull_until(lambda: self.arrived[microbatch] is not None)
+        return self.arrived[microbatch]
+
+    # -- failure
+
+    def drain_receive(self, microbatch: int, *, cold: bool) -> None:
+        """Receive a message that a failed step does not need."""
+        self.queue(microbatch) if cold else self.post(microbatch)
+
+    def drain_send(self, microbatch: int, *, cold: bool) -> None:
+        """Send something in the place of a message that a failed step will not have."""
+        layout, channel = self.outgoing[microbatch], self.channel
+        if cold:
+            self.outgoing[microbatch] = None
+            channel.post_poison()
+            return
+        for tensor in layout.tensors if layout else ():
+            if tensor is not None:
+                channel.post(tensor.zeros(channel.device))
+
+    def left_over(self) -> list[int]:
+        """The microbatches of which something is still here."""
+        return [m for m, tensors in enumerate(self.arrived) if tensors is not None or self.works[m] is not None]
+
+    def pending(self) -> list[Work]:
+        """What was posted and not waited for."""
+        return [work for works in self.works if works is not None for work in works]
+
+    def clear(self) -> None:
+        size = len(self.works)
+        self.arrived[:] = [None] * size
+        self.works[:] = [None] * size
