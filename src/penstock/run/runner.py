@@ -112,8 +112,9 @@ class Runner:
         return preamble, error
 
     def signature(self, program: Program, mode: int, prepared: Prepared) -> tuple[int, int]:
-        """The number of this shape of input, and whether it is new."""
-        key = prepared.key
+        """The number of this shape of input under these casts, and whether it is new."""
+        kind = self.transport.device.type
+        key = (prepared.key, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         if prepared.error is not None:
             return FAILED, 1
         known = self.signatures.setdefault(mode, {})
