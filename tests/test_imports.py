@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "nest": ("errors",),
     "batch": ("plan", "nest"),
     "comm": ("plan", "dtypes"),
-    "parallel": ("plan", "dtypes"),
+    "parallel": ("comm",),
     "stage": ("plan", "dtypes", "nest"),
     "run": ("stage", "comm", "parallel", "batch", "lower"),
     "capture": ("stage", "batch", "balance"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,14 +16,20 @@ from penstock.comm.distributed import backend_in_host_memory, group_timeout, pla
 
 
 class HostGroup:
-    """The processes of a group, over gloo: the group's own if it has one, else one that is made beside it."""
+    """The processes of a group, over its own backend for host memory; or, if it has none, a gloo that is made beside it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._backend: Any = backend_in_host_memory(group, place_of_group(group, "host"), group_timeout(group))
+        self._group = weakref.ref(group)
+        has_one = torch.device("cpu") in group._device_types
+        place, bound = place_of_group(group, "host"), group_timeout(group)
+        self._beside: Any = None if has_one else backend_in_host_memory(group, place, bound)
 
     def sum(self, tensor: Tensor) -> None:
         """Make the tensor the sum over all processes. The wait has the bound of the group."""
-        self._backend.allreduce([tensor]).wait()
+        if self._beside is None:
+            dist.all_reduce(tensor, group=self._group())
+        else:
+            self._beside.allreduce([tensor]).wait()
 
 
 def host_group(group: dist.ProcessGroup) -> HostGroup:

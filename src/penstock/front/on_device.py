@@ -67,10 +67,11 @@ class OnDevice:
             return Told(mine, None, self._transport)
         nothing = torch.full((size,), float("nan"), dtype=self._dtype, device=self._ends.device)
         shared = nothing if mine is None or not size else mine
+        if size and self._parent is None:  # before it is sent: what is on its way must not be changed
+            self._ends.mean_over_replicas(shared[:1])
         told = self._down(shared if overflow is None else torch.cat([shared, overflow]))
         if not size:
             return Told(mine, told, self._transport)
-        self._ends.mean_over_replicas(told[:1])
         known = mine is not None or self._parent is not None  # else it was an evaluation without a target
         return Told(told[:size] if known else None, None if overflow is None else told[size:], self._transport)
 

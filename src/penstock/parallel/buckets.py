@@ -3,6 +3,9 @@
 Each bucket carries, behind its gradients, one number for each parameter that says whether this replica has a gradient
 for it. So a parameter that only some replicas used is averaged over all of them, one that none used keeps
 `.grad` as it is, and agreeing on it costs no message of its own. One more number says whether this replica has failed.
+
+On an accelerator the host would have to wait for the device to read these numbers. There the hosts of the replicas tell one
+another first, and the buckets carry gradients alone.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from penstock.comm.host_group import host_group
 
 IN_FLIGHT = 2
 """Buckets on their way at a time: while one travels, the next is filled or emptied."""
@@ -28,15 +33,31 @@ def average_gradients(parameters: Sequence[Tensor], group: Any, *, bucket_bytes:
     size = dist.get_world_size(group)
     if size == 1:
         return not failed
+    told = all(local(p).device.type != "cpu" for p in parameters) and bool(parameters)
+    if told and not agree_in_host_memory(parameters, group, failed=failed):
+        return False
     agreed = True
     flight: deque[_Bucket] = deque()
     for members in _by_size(parameters, bucket_bytes):
-        flight.append(_Bucket(members, group, size=size, failed=failed))
+        flight.append(_Bucket(members, group, size=size, failed=None if told else failed))
         if len(flight) > IN_FLIGHT:
             agreed = flight.popleft().finish() and agreed
     for bucket in flight:
         agreed = bucket.finish() and agreed
     return agreed
+
+
+def agree_in_host_memory(parameters: Sequence[Tensor], group: Any, *, failed: bool) -> bool:
+    """Whether no replica has failed. A parameter that another replica has a gradient for has one here from now on."""
+    known = torch.tensor([*(p.grad is not None for p in parameters), failed], dtype=torch.int32)
+    host_group(group).sum(known)
+    *used, failures = known.tolist()
+    if failures:
+        return False
+    for parameter, count in zip(parameters, used, strict=True):
+        if count and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return True
 
 
 @torch.no_grad()
@@ -72,40 +93,48 @@ def _by_size(parameters: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
 
 
 class _Bucket:
-    """Gradients on their way; `finish` waits for the mean and writes it back, if no replica has failed."""
+    """Gradients on their way; `finish` waits for the mean and writes it back, if no replica has failed.
 
-    __slots__ = ("_flat", "_members", "_work")
+    With `failed=None` the replicas have agreed before.
+    """
 
-    def __init__(self, members: list[Tensor], group: Any, *, size: int, failed: bool) -> None:
+    __slots__ = ("_asks", "_flat", "_members", "_work")
+
+    def __init__(self, members: list[Tensor], group: Any, *, size: int, failed: bool | None) -> None:
+        self._asks = failed is not None
         self._members = members
         first = local(members[0])
-        known = [*(float(p.grad is not None) for p in members), float(failed)]
-        present = torch.tensor(known, dtype=first.dtype, device=first.device)
         parts = [
             torch.zeros(local(p).numel(), dtype=first.dtype, device=first.device)
             if p.grad is None
             else local(p.grad).reshape(-1)
             for p in members
         ]
-        self._flat = torch.cat([*parts, present]).div_(size)  # before the sum, which might overflow
+        if failed is not None:
+            known = [*(float(p.grad is not None) for p in members), float(failed)]
+            parts.append(torch.tensor(known, dtype=first.dtype, device=first.device))
+        self._flat = torch.cat(parts).div_(size)  # before the sum, which might overflow
         self._work: Any = dist.all_reduce(self._flat, group=group, async_op=True)
 
     def finish(self) -> bool:
         self._work.wait()
         members = self._members
-        sizes = [local(p).numel() for p in members]
-        *views, known = self._flat.split([*sizes, len(members) + 1])
-        *present, failures = known.tolist()
-        if failures:
+        *views, known = self._flat.split([*(local(p).numel() for p in members), len(members) + 1 if self._asks else 0])
+        if self._asks and not self._agreed(known):
             return False
-        if any(p.grad is None for p in members):
-            for used, parameter in zip(present, members, strict=True):
-                if used and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
         for parameter, view in zip(members, views, strict=True):
             if parameter.grad is not None:
                 target = local(parameter.grad)
                 target.copy_(view.view(target.shape))
+        return True
+
+    def _agreed(self, known: Tensor) -> bool:
+        *present, failures = known.tolist()
+        if failures:
+            return False
+        for used, parameter in zip(present, self._members, strict=True):
+            if used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         return True
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError
-from penstock.parallel.buckets import average_gradients, average_sparse_gradients, local
+from penstock.parallel.buckets import agree_in_host_memory, average_gradients, average_sparse_gradients, local
 from penstock.parallel.protocol import Flags, StepOrder
 
 
@@ -150,12 +150,9 @@ def _average(ddp: Any, failed: bool) -> bool:
 def _average_through_hook(ddp: Any, failed: bool) -> bool:
     """The same by the user's hook: give it `.grad` in the reducer's own buckets, and write back what it returns."""
     parameters = ddp._module_parameters
-    used = torch.tensor([*(float(p.grad is not None) for p in parameters), float(failed)], device=ddp.device)
-    torch.distributed.all_reduce(used, group=ddp.process_group)
-    *counts, failures = used.tolist()
-    if failures:
+    if not agree_in_host_memory(parameters, ddp.process_group, failed=failed):
         return False
-    unused = {id(p) for p, count in zip(parameters, counts, strict=True) if not count}
+    unused = {id(p) for p in parameters if p.grad is None}  # on all replicas
     for bucket in ddp.reducer._get_zeros_like_grad_buckets():
         members = bucket.parameters()
         for parameter, view in zip(members, bucket.gradients(), strict=True):
@@ -164,11 +161,8 @@ def _average_through_hook(ddp: Any, failed: bool) -> bool:
         result = ddp.reducer._run_comm_hook(bucket).wait()
         bucket.set_buffer(result if isinstance(result, Tensor) else result[0])
         for parameter, view in zip(members, bucket.gradients(), strict=True):
-            if id(parameter) in unused:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            local(parameter.grad).copy_(view)
+            if id(parameter) not in unused:
+                local(parameter.grad).copy_(view)
     return True
 
 

@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.utils.hooks import RemovableHandle
 
+from penstock.comm.host_group import host_group
 from penstock.errors import RunError, StageError
 from penstock.parallel.protocol import Flags, StepOrder
 
@@ -127,12 +127,10 @@ class FullyShardAdapter:
 
     def _any_failed(self, failed: bool) -> bool:
         """Ask the replicas before the reduction, whose messages fit together only if all of them take part in it."""
-        flag: torch.Tensor | None = None
+        flag = torch.tensor([int(failed)], dtype=torch.int64)
         for group in _process_groups(self._syncing):
-            device = "cpu" if torch.device("cpu") in group._device_types else self._root._device
-            flag = torch.tensor(float(failed), device=device) if flag is None else flag.to(device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        return failed if flag is None else bool(flag)
+            host_group(group).sum(flag)  # in host memory: no host waits for its device
+        return bool(flag)
 
     def _states(self) -> list[Any]:
         """All states of the tree; before the first step FSDP2 itself has not collected them yet."""
