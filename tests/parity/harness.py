@@ -25,8 +25,8 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.plan import Op, Plan
 from penstock.plan.actions import parts, unpack
 from penstock.run import Schedule, microbatch_rng
+from penstock.run.inputs import StepInputs
 from penstock.run.program import Program
-from penstock.run.stage_run import StepInputs
 from penstock.schedules import Recipe
 from penstock.stage.stage import PipelineStage
 
@@ -177,7 +177,8 @@ def left_in(program: Program) -> list[str]:
         held = any(map(_held, (box.tensors, box.specs, box.arrived, box.works)))
         found += [f"outbox {stage} to {rank}"] if held else []
     for index, run in program.runs.items():
-        held = any(map(_held, (run.pending, run.losses, run.reported, run.outputs)))
+        last = [] if run.last is None else [run.last.losses, run.last.reported, run.last.outputs]
+        held = any(map(_held, (run.pending, *last)))
         found += [f"run {index}"] if held or run.inputs != StepInputs() else []
     for peer, channel in program.channels.items():
         found += [f"channel {peer}"] if channel.sent or channel.incoming or channel.lost else []

@@ -30,9 +30,10 @@ from penstock.plan.actions import peer_of
 from penstock.run.binding import TRAIN, Programs
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.handlers import HANDLERS
-from penstock.run.program import Call, Handlers, Program, Setting
+from penstock.run.inputs import StepInputs
+from penstock.run.program import Program
 from penstock.run.protocol import verdict
-from penstock.run.stage_run import StepInputs
+from penstock.run.setting import Call, Handlers, Setting
 
 if TYPE_CHECKING:
     from penstock.compat._schedule import _PipelineSchedule

@@ -15,7 +15,7 @@ from penstock.compat._vocabulary import NamedAction
 from penstock.errors import RunError
 from penstock.plan import Op
 from penstock.run.channel import Channel
-from penstock.run.stage_run import StepInputs
+from penstock.run.inputs import StepInputs
 
 if TYPE_CHECKING:
     from penstock.compat._by_hand import HandProgram

@@ -28,10 +28,9 @@ from penstock.errors import PlanError, RunError
 from penstock.plan import Plan
 from penstock.run.binding import TRAIN
 from penstock.run.context import CustomFunction
-from penstock.run.inputs import Given
-from penstock.run.program import ActionKind
+from penstock.run.inputs import Given, StepInputs
 from penstock.run.runner import Outcome, Runner
-from penstock.run.stage_run import StepInputs
+from penstock.run.setting import ActionKind
 from penstock.schedules import get_schedule
 from penstock.stage.stage import place_in
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.run.inputs import StepInputs
 from penstock.run.schedule import Schedule
-from penstock.run.stage_run import StepInputs
 
 
 class WeightedSchedule(Schedule):

@@ -14,8 +14,9 @@ from penstock.lower.lower import Care, lower_shares
 from penstock.parallel import DataParallel, adapt
 from penstock.plan import Op, Plan, check
 from penstock.run.handlers import HANDLERS
-from penstock.run.program import ActionKind, Handler, Handlers, Program, Setting
+from penstock.run.program import Program
 from penstock.run.rng import MicrobatchRng
+from penstock.run.setting import ActionKind, Handler, Handlers, Setting
 from penstock.stage.offload import Elsewhere
 from penstock.stage.stage import PipelineStage
 

@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.plan import AnyAction
-from penstock.run.program import Call, Program
-from penstock.run.stage_run import StepInputs
+from penstock.run.inputs import StepInputs
+from penstock.run.program import Program
+from penstock.run.setting import Call
 from penstock.stage.stage import PipelineStage
 
 if TYPE_CHECKING:

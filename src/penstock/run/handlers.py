@@ -10,7 +10,8 @@ from __future__ import annotations
 from functools import partial
 
 from penstock.plan import Action, Op, Overlap
-from penstock.run.program import Call, Handler, Handlers, Program
+from penstock.run.program import Program
+from penstock.run.setting import Call, Handler, Handlers
 
 
 def _forward(program: Program, action: Action, cold: bool) -> Call:

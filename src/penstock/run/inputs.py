@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from penstock.batch import Microbatches, sizes_of, weights
 from penstock.errors import StageError
 from penstock.run.protocol import UNKNOWN, Rows
-from penstock.run.stage_run import StepInputs
 from penstock.stage.boundary import flatten
 
 
@@ -40,6 +39,19 @@ class Specs:
     kwargs: Any = None
     target: Any = None
     output: Any = None
+
+
+@dataclass
+class StepInputs:
+    """What the user gave for one step, cut into microbatches."""
+
+    args: list[tuple[Any, ...]] | None = None  # on the rank of the first stage
+    kwargs: list[dict[str, Any]] = field(default_factory=list)
+    targets: list[Any] | None = None  # on the rank of the last stage
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weights: Sequence[float | Tensor] | None = None  # of the microbatches in the loss; None: each counts 1
+    keep_outputs: bool = False
+    loss_fn: Callable[..., Tensor] | None = None
 
 
 def shares(inputs: StepInputs, size: int) -> list[float]:

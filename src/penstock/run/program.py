@@ -6,28 +6,25 @@ messages describe themselves, and `warm`, which relies on the layouts that a col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
-from penstock.parallel import DataParallel
-from penstock.plan import Action, AnyAction, Op, Overlap, Plan, unpack
+from penstock.plan import Action, AnyAction, Op, Overlap, unpack
 from penstock.plan.actions import peer_of
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
+from penstock.run.inputs import StepInputs
 from penstock.run.layout import settle
 from penstock.run.reaping import reap_points
-from penstock.run.rng import MicrobatchRng
-from penstock.run.stage_run import StageRun, StepInputs
+from penstock.run.setting import ActionKind, Call, Setting
+from penstock.run.stage_run import StageRun
 from penstock.stage.dtensors import mesh_of
-from penstock.stage.offload import Elsewhere
 from penstock.stage.stage import PipelineStage
 
-Call = Callable[[], object]
 _IN_FLIGHT = 2  # sends of a channel that may be on their way before the oldest is waited for
 
 
@@ -64,27 +61,6 @@ class Box(Protocol):
         ...
 
     def clear(self) -> None: ...
-
-
-ActionKind: TypeAlias = Op | type[Overlap]
-"""What tells one handler from another: an Op, or Overlap for pairs."""
-Handler: TypeAlias = Callable[[Any, Any, bool], Call]
-"""``handler(program, action, cold)`` is asked once for each action, before the first step; what it returns does the action."""
-Handlers: TypeAlias = Mapping[ActionKind, Handler]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a program is bound for."""
-
-    plan: Plan  # lowered
-    grad: bool  # training, or forward only
-    reap: bool  # whether old sends may be waited for before the end: proved for plans that hold with blocking sends
-    adapters: Mapping[int, DataParallel]  # by stage
-    handlers: Handlers
-    custom: Handlers  # those of the user, which stand before the others
-    rng: MicrobatchRng | None = None
-    elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host
 
 
 class Program:
@@ -133,15 +109,10 @@ class Program:
         for index, stage in self.stages.items():
             self.runs[index] = StageRun(
                 stage,
-                size,
-                inboxes={p: self.inboxes[p] for p in graph.producers(index)},
+                self.setting,
+                inboxes=[self.inboxes[p] for p in graph.producers(index)],
                 outboxes=[box for (producer, _), box in self.outboxes.items() if producer == index],
-                grad=grad,
-                split=chosen[Op.I].get(index, frozenset()),
-                rng=self.setting.rng,
-                repeated=chosen[Op.R].get(index, frozenset()),
-                moved=chosen[Op.O].get(index, frozenset()),
-                elsewhere=self.setting.elsewhere,
+                chosen={op: microbatches.get(index, frozenset()) for op, microbatches in chosen.items()},
             )
 
     def _microbatches(self, op: Op) -> dict[int, frozenset[int]]:

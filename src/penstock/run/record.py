@@ -16,7 +16,8 @@ from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.plan import Plan
 from penstock.run.channel import Wait
-from penstock.run.program import Call, Program
+from penstock.run.program import Program
+from penstock.run.setting import Call
 from penstock.simulate import Timeline
 
 

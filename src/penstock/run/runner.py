@@ -14,10 +14,11 @@ from penstock.comm.transport import FailureRecord, Transport
 from penstock.errors import PeerFailed, PenstockError, RanksDisagree, RunError, TransportError
 from penstock.plan import Action, AnyAction, Op
 from penstock.run.channel import Channel, Poisoned
-from penstock.run.program import Call, Program, parts_of
+from penstock.run.inputs import StepInputs
+from penstock.run.program import Program, parts_of
 from penstock.run.protocol import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.record import Recorder
-from penstock.run.stage_run import StepInputs
+from penstock.run.setting import Call
 from penstock.stage.intercept import intercepted
 
 

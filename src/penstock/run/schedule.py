@@ -21,13 +21,13 @@ from penstock.lower.chosen import Stages
 from penstock.plan import Placement, Plan, StageGraph, load
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
-from penstock.run.inputs import Given, Specs, shapes_of, shares
+from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.meeting import boundaries_of, check_boundaries, facts_of, tended, transport_of
-from penstock.run.program import ActionKind, Program
+from penstock.run.program import Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
 from penstock.run.runner import Outcome, Prepared, Runner
-from penstock.run.stage_run import StepInputs
+from penstock.run.setting import ActionKind
 from penstock.run.ties import Ties, declared
 from penstock.schedules import get_schedule
 from penstock.stage.loss import OwnLoss

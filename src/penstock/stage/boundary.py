@@ -69,7 +69,7 @@ SINGLE = Spec(Kind.LEAF)
 
 def flatten(value: Any) -> tuple[list[Tensor], Spec]:
     """The tensors of a value, in order, and the rest of it."""
-    if isinstance(value, Tensor):
+    if type(value) is Tensor or isinstance(value, Tensor):
         return [value], SINGLE
     return _crossing.flatten(value)
 

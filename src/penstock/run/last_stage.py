@@ -1,0 +1,73 @@
+"""LastStage: what the last stage of a pipeline adds to its forwards: losses, and outputs if they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import StageError
+from penstock.nest import map_tensors
+from penstock.run.inputs import StepInputs
+
+
+class LastStage:
+    """The losses and the outputs of a step, by microbatch."""
+
+    def __init__(self, num_microbatches: int, *, grad: bool) -> None:
+        self.grad = grad
+        self.losses: list[Tensor | None] = [None] * num_microbatches  # with their graphs, until the backward
+        self.reported: list[Tensor | None] = [None] * num_microbatches  # of `board`, once they are there
+        self.board: tuple[Tensor, ...] = ()  # a place for each loss of a step
+        self.outputs: list[Any] = [None] * num_microbatches
+
+    def finish(self, microbatch: int, output: Any, inputs: StepInputs) -> None:
+        """After a forward: compute the loss, keep the output if it is asked for."""
+        if inputs.loss_fn is not None and inputs.targets is not None:
+            loss = inputs.loss_fn(output, inputs.targets[microbatch], **inputs.loss_kwargs)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+                raise StageError(f"loss_fn returned {what}; expected a tensor with one number")
+            if self.grad:
+                self.losses[microbatch] = loss
+            self.report(microbatch, loss.detach())
+        if inputs.keep_outputs:
+            self.outputs[microbatch] = detached(output) if self.grad else output
+
+    def report(self, microbatch: int, loss: Tensor) -> None:
+        """Copy a loss: itself it could keep its input's memory alive. All of a step lie in one piece of memory, since many
+        small ones that stay would break the memory that activations come and go in into pieces."""
+        if type(loss) is not Tensor:  # a DTensor stays one
+            self.reported[microbatch] = loss.clone()
+            return
+        if not self.board or self.board[0].dtype is not loss.dtype:
+            self.board = torch.empty(len(self.reported), dtype=loss.dtype, device=loss.device).unbind()
+        place = self.reported[microbatch] = self.board[microbatch]
+        place.copy_(loss.reshape(()) if loss.shape else loss)
+
+    def seed(self, microbatch: int, weights: Sequence[float | Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """What the backward starts from: the loss, and its weight in the batch; None: nothing is to be differentiated."""
+        loss, self.losses[microbatch] = self.losses[microbatch], None
+        if loss is None or not loss.requires_grad:
+            return None
+        weight = 1.0 if weights is None else weights[microbatch]
+        if isinstance(weight, Tensor):  # a number on a device, which is not read
+            return loss, weight.to(loss.dtype).expand_as(loss)
+        return loss, torch.full_like(loss, weight)
+
+    def results(self, inputs: StepInputs) -> tuple[list[Tensor], list[Any]]:
+        """The losses of the step, and its outputs if they were asked for; by microbatch."""
+        losses = [loss for loss in self.reported if loss is not None]
+        return losses, list(self.outputs) if inputs.keep_outputs else []
+
+    def clear(self) -> None:
+        for held in (self.losses, self.reported, self.outputs):
+            held[:] = [None] * len(held)
+        self.board = ()
+
+
+def detached(value: Any) -> Any:
+    """The output without its graph; no copy."""
+    return value.detach() if isinstance(value, Tensor) else map_tensors(Tensor.detach, value)

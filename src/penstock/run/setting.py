@@ -1,0 +1,34 @@
+"""What a program is bound for: a lowered plan, who does its actions, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from penstock.parallel import DataParallel
+from penstock.plan import Op, Overlap, Plan
+from penstock.run.rng import MicrobatchRng
+from penstock.stage.offload import Elsewhere
+
+Call: TypeAlias = Callable[[], object]
+"""Does an action."""
+ActionKind: TypeAlias = Op | type[Overlap]
+"""What tells one handler from another: an Op, or Overlap for pairs."""
+Handler: TypeAlias = Callable[[Any, Any, bool], Call]
+"""``handler(program, action, cold)`` is asked once for each action, before the first step; what it returns does the action."""
+Handlers: TypeAlias = Mapping[ActionKind, Handler]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a program is bound for."""
+
+    plan: Plan  # lowered
+    grad: bool  # training, or forward only
+    reap: bool  # whether old sends may be waited for before the end: proved for plans that hold with blocking sends
+    adapters: Mapping[int, DataParallel]  # by stage
+    handlers: Handlers
+    custom: Handlers  # those of the user, which stand before the others
+    rng: MicrobatchRng | None = None
+    elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host
