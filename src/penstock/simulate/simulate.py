@@ -25,8 +25,11 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.timeline import Timeline
 
 _NEVER = -1.0
-_SINGLE = COMPUTES - {OVERLAP}
+_MESSAGE, _SPECIAL = (-1,), (-2,)
 _HALVES = tuple(tuple(half - op for half in row.halves) for op, row in enumerate(ROWS))  # from a whole to its halves
+_HOW = tuple(  # by the number of an op: how it is timed, and for a computation its halves
+    _MESSAGE if op in MESSAGES else _HALVES[op] if op in COMPUTES - {OVERLAP} else _SPECIAL for op in range(OVERLAP + 1)
+)
 _Need = tuple[list[float], int, list[float]]  # when it is done, its key, how long it takes to here; by microbatch
 
 
@@ -107,10 +110,11 @@ class _Run:
     def settle_receives(self) -> tuple[list[float], ...]:
         """The ends of all actions, those of the messages being their arrival."""
         if self.plan.is_lowered:
+            arrived = {key: link.done for key, link in self.links.items()}
             for ends, codes in zip(self.ends, self.plan.codes, strict=True):
                 for at, code in enumerate(codes):
-                    if code & OP in MESSAGES:
-                        ends[at] = self.links[code & KEY].done[code >> MICROBATCH_SHIFT & MICROBATCH]
+                    if (key := code & KEY) in arrived:
+                        ends[at] = arrived[key][code >> MICROBATCH_SHIFT & MICROBATCH]
         return tuple(self.ends)
 
     def needs_of(self, key: int) -> list[_Need]:
@@ -136,18 +140,18 @@ class _Run:
         starts, ends, needs, done, waiting = self.starts[rank], self.ends[rank], self.needs, self.done, self.waiting
         duration, ready, posting = self.duration, self.ready, self.costs.posting
         scale, overhead = self.scale, self.costs.overhead
-        messages, single, halves = MESSAGES, _SINGLE, _HALVES
+        ways, message, special, links = _HOW, _MESSAGE, _SPECIAL, self.links
         for at in range(self.cursor[rank], len(codes)):
             code = codes[at]
-            op = code & OP
-            if op in messages:
-                if not self.message(code, now + posting):
+            how = ways[code & OP]
+            if how is message:
+                if not self.message(code, links.get(code & KEY) or self.link(code & KEY), now + posting):
                     break
                 starts.append(now)
                 now += posting
                 ends.append(now)
                 continue
-            if op not in single:
+            if how is special:
                 after = self.special(rank, code, now)
                 if after < 0.0:
                     break
@@ -171,7 +175,7 @@ class _Run:
                 done[key][microbatch] = now
                 if code in waiting:
                     ready += waiting.pop(code)
-                for half in halves[op]:  # a full backward is both
+                for half in how:  # a full backward is both
                     self.complete(code + half, now)
                 continue
             break
@@ -228,16 +232,17 @@ class _Run:
             return self.duration[code & KEY]
         return self.duration[code & KEY] * self.scale[code >> MICROBATCH_SHIFT] + self.costs.overhead
 
-    def message(self, code: int, now: float) -> bool:
+    def message(self, code: int, link: _Link, now: float) -> bool:
         """Post one half of a message; the second half to be posted sends it on its way."""
         microbatch = code >> MICROBATCH_SHIFT & MICROBATCH
-        needs, here, there, channel, transfer, latency, done, recv = self.links.get(code & KEY) or self.link(code & KEY)
+        needs, here, there, channel, transfer, latency, done, recv = link
         for times in needs:
             if times[microbatch] < 0.0:
                 return False
         here[microbatch] = now
         if there[microbatch] >= 0.0:
-            leave = max(now, there[microbatch], channel[0]) + transfer[microbatch]
+            leave = now if now > channel[0] else channel[0]
+            leave = (leave if leave > there[microbatch] else there[microbatch]) + transfer[microbatch]
             channel[0] = leave
             done[microbatch] = leave + latency
             recv |= code & MICROBATCH_FIELD
