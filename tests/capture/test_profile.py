@@ -33,8 +33,8 @@ def test_a_profile_covers_the_model_and_leaves_it_alone(tmp_path: Path) -> None:
     assert profile.layers[0].shared == profile.layers[-1].shared == {"embed.weight"}
     assert all(size >= tokens.numel() * 16 * 8 for size in profile.crossing), "a value of the full width crosses"
     blocks = [layer for layer in profile.layers if layer.name.endswith(".norm")]
-    assert len({(layer.forward, layer.activation_to_input) for layer in blocks}) == 1, "alike, so measured once"
-    assert all(layer.activation_to_weight <= layer.activation_to_input for layer in profile.layers)
+    assert len({(layer.forward, layer.forward_peak) for layer in blocks}) == 1, "alike, so measured once"
+    assert all(layer.forward_peak > 0 and layer.backward_peak > 0 for layer in blocks)
     assert any(layer.activation_to_weight > 0 for layer in profile.layers), "linear layers wait for the weight pass"
 
     profile.save(tmp_path / "profile.json")

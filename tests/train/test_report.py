@@ -14,8 +14,8 @@ from penstock.balance import LayerCost, Profile
 from penstock.front.choose import Choice, Wishes, choose
 from penstock.lower import lower
 from penstock.simulate import simulate
+from penstock.stage.held import Held
 from penstock.train import run_report
-from penstock.train.measure import Held
 from penstock.train.report_page import loss_curve
 from tests.show.conftest import NASTY, browser, open_page  # noqa: F401 - fixtures
 

@@ -17,7 +17,17 @@ _FORMAT = "penstock-profile"
 _LARGEST = 64 * 1024 * 1024  # bytes of a file: a line for each layer
 _VERSION = 1
 _TIMES = ("forward", "backward_input", "backward_weight")
-_BYTES = ("activation_to_input", "activation_to_weight", "parameter_bytes", "output_bytes")
+_BYTES = (
+    "activation_to_input",
+    "activation_to_weight",
+    "forward_peak",
+    "backward_peak",
+    "input_peak",
+    "weight_peak",
+    "unmoved",
+    "parameter_bytes",
+    "output_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,14 @@ class LayerCost:
     activation_to_input: int = 0
     # Bytes still held from the input-backward until the weight-backward.
     activation_to_weight: int = 0
+    # The most bytes at a time that its forward makes, what stays included; that its backward makes beside those, and the
+    # two parts of a split one.
+    forward_peak: int = 0
+    backward_peak: int = 0
+    input_peak: int = 0
+    weight_peak: int = 0
+    # Of what is held to the input-backward: tensors that are too small to be offloaded.
+    unmoved: int = 0
     # Parameters that this layer alone uses.
     parameter_bytes: int = 0
     # What the layer hands on.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,11 @@ from penstock.capture.load_state import has_no_data, materialise
 from penstock.capture.pipe_info import PipeInfo
 from penstock.capture.stage_module import StageModule
 from penstock.capture.wires import Wire
+from penstock.nest import tensors_in
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
 from penstock.stage.engine import run_engine
+from penstock.stage.held import Held
+from penstock.stage.offload import THRESHOLD
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,28 @@ class LayerSetting:
     enough: float = 1.0  # seconds: a layer that took longer than this is not run again
 
 
+class Bytes(NamedTuple):
+    """Of one layer, for one microbatch; as in `LayerCost`."""
+
+    activation_to_input: int
+    activation_to_weight: int
+    forward_peak: int
+    backward_peak: int
+    input_peak: int
+    weight_peak: int
+    unmoved: int
+    inputs: tuple[bool, ...]  # which of them its graph keeps
+    outputs: tuple[bool, ...]
+
+
 class Times(NamedTuple):
-    """Of one layer, for one microbatch: seconds and bytes."""
+    """Of one layer, for one microbatch: seconds, and bytes."""
 
     forward: float
     backward_input: float
     backward_weight: float
     backward: float
-    held_to_input: int
-    held_to_weight: int
+    size: Bytes
 
 
 class Layer:
@@ -81,7 +98,7 @@ class Layer:
             if self._now() - start > self.setting.enough:
                 break
         forward, first, second, full = (statistics.median(column) for column in zip(*rows, strict=True))
-        return Times(forward, first, second, full, *self._held())
+        return Times(forward, first, second, full, self._bytes())
 
     def outputs(self) -> tuple[Any, ...]:
         """What the next layers get: leaves that say whether a gradient is wanted, and hold nothing of this layer."""
@@ -122,46 +139,67 @@ class Layer:
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    def _held(self) -> tuple[int, int]:
-        """Bytes kept for the backward: to the input pass, and of these what the weight pass needs."""
-        owned = {t.untyped_storage().data_ptr() for t in (*self.module.parameters(), *self.module.buffers())}
-        taken = {v.untyped_storage().data_ptr() for v in self.inputs if isinstance(v, Tensor)}
-        kept: dict[int, int] = {}
+    def _bytes(self) -> Bytes:
+        """What one microbatch holds, counted as a stage runs. What a layer is given belongs to the layer that made it."""
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # gradients have their memory before the first microbatch
+        saved = _Saved(self)
+        with Held() as held:
+            given = self._fresh()
+            taken = held.now
+            results = self.call(*given)
+            forward_peak = held.most - taken
+            roots, grads = _seeds(results)
+            made = held.most = held.now
+            if roots:
+                run_engine(tuple(roots), tuple(grads))
+            backward_peak = held.most - made
+            self.last, roots, grads, results, given = (), [], [], (), self._fresh()
+            results, pending = run_deferred(self.deferral, self.call, given, {})
+            roots, grads = _seeds(results)
+            made = held.most = held.now
+            backward_input(roots, grads, pending, inputs=[v for v in given if isinstance(v, Tensor)])
+            input_peak = held.most - made
+            self.last, roots, grads, results, given = (), [], [], (), ()
+            waiting = held.most = held.now
+            backward_weight(pending)
+            weight_peak = held.most - waiting
+        self._forget()
+        peaks = forward_peak, backward_peak, input_peak, weight_peak
+        return Bytes(saved.size, waiting, *peaks, saved.small, saved.inputs, saved.outputs)
+
+    def _fresh(self) -> tuple[Any, ...]:
+        """The inputs in memory of their own."""
+        return tuple(
+            v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in self.inputs
+        )
+
+
+class _Saved:
+    """What the graph of one forward keeps: bytes of its own, and which of its inputs and outputs."""
+
+    def __init__(self, layer: Layer) -> None:
+        kept: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[_address(tensor)] = tensor.detach()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            results = self.call(*self.inputs)
-        if not self.module.is_last:
-            for value in results:
-                if isinstance(value, Tensor):
-                    keep(value)
-        held = sum(size for address, size in kept.items() if address not in owned | taken)
-        self.last = ()
-        return held, min(held, _deferred_bytes(self.module, self.inputs))
+            layer.call(*layer.inputs)
+        self.inputs = tuple(isinstance(v, Tensor) and _address(v) in kept for v in layer.inputs)
+        self.outputs = tuple(isinstance(v, Tensor) and _address(v) in kept for v in layer.last)
+        state = (*layer.module.parameters(), *layer.module.buffers())
+        given = tensors_in((layer.inputs, layer.setting.target))  # what the user gave for the loss is the user's
+        others = {_address(tensor) for tensor in (*state, *given)}
+        sizes = [tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in others]
+        self.size = sum(sizes)
+        self.small = sum(size for size in sizes if size < THRESHOLD)
+        layer.last = ()
 
 
-def _deferred_bytes(module: StageModule, inputs: Sequence[Any]) -> int:
-    """Rows in and gradients out of every linear layer, which wait for the weight pass."""
-    sizes = []
-
-    class Count(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            result = super().run_node(node)
-            if node.op == "call_function" and "linear" in str(node.target) and isinstance(result, Tensor):
-                rows = self.map_nodes_to_values(node.args[0], node)
-                sizes.append(result.nbytes + (rows.nbytes if isinstance(rows, Tensor) else 0))
-            return result
-
-    graph = module.graph
-    if any(node.op == "get_attr" and _state(module, str(node.target)) is None for node in graph.nodes):
-        return 0  # regions with bodies of their own: not looked into
-    with torch.no_grad():
-        Count(module, graph=graph).run(*inputs)
-    return sum(sizes)
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _state(module: StageModule, name: str) -> Tensor | None:
@@ -207,6 +245,7 @@ def measure(
             known[key] = layer.measure()
         times = known[key]
         values.add(stage.outputs, layer.outputs(), k)
+        values.keep(stage, times.size)
         parameters = {id(p): p for p in stage.parameters()}
         rows.append(
             LayerCost(
@@ -214,14 +253,20 @@ def measure(
                 times.forward,
                 times.backward_input,
                 times.backward_weight,
-                activation_to_input=times.held_to_input,
-                activation_to_weight=times.held_to_weight,
+                activation_to_input=times.size.activation_to_input,
+                activation_to_weight=times.size.activation_to_weight,
+                forward_peak=times.size.forward_peak,
+                backward_peak=times.size.backward_peak,
+                input_peak=times.size.input_peak,
+                weight_peak=times.size.weight_peak,
+                unmoved=times.size.unmoved,
                 parameter_bytes=sum(p.nbytes for i, p in parameters.items() if i not in taken),
                 output_bytes=sum(values.sizes.get(wire.name, 0) for wire in stage.outputs),
                 shared=frozenset(taken[i] for i in parameters if i in taken),
             )
         )
         full.append(times.backward)
+    rows = [replace(row, activation_to_input=row.activation_to_input + values.later[k]) for k, row in enumerate(rows)]
     return Profile(
         tuple(rows),
         shared_parameters={name: value.nbytes for name, value in shared.items()},
@@ -232,6 +277,7 @@ def measure(
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "backward": full,
+            "crossing_kept": list(values.crossing(kept=True)),
             **metadata,
         },
     )
@@ -246,22 +292,41 @@ class _Values:
             name: moved(value, setting.device) for name, value in info.inputs.bind(setting.args, setting.kwargs).items()
         }
         self.sizes: dict[str, int] = {}
+        self.root: dict[str, str] = {}  # of a value that is a view of another one: that one
+        self.source: dict[str, int] = {}
+        self.kept: set[str] = set()  # values that some layer's graph keeps: they count for the layer that made them
+        self.later: defaultdict[int, int] = defaultdict(int)  # by layer: bytes of its outputs that a later one keeps
         self.last = {wire.name: max(wire.stages) for outputs in info.stage_outputs for wire in outputs if wire.stages}
 
     def of(self, wires: Sequence[Wire]) -> list[Any]:
         return [self.now[wire.name] for wire in wires]
 
     def add(self, wires: Sequence[Wire], made: Sequence[Any], layer: int) -> None:
+        known = {_address(value): name for name, value in self.now.items() if isinstance(value, Tensor)}
         for wire, value in zip(wires, made, strict=False):
+            base = known.get(_address(value)) if isinstance(value, Tensor) else None
+            self.root[wire.name] = wire.name if base is None else self.root.get(base, base)
             self.now[wire.name] = value
+            self.source[wire.name] = layer
             self.sizes[wire.name] = value.nbytes if isinstance(value, Tensor) else 0
         for name, last in self.last.items():
             if last <= layer:
                 self.now.pop(name, None)
 
-    def crossing(self) -> tuple[int, ...]:
-        """Bytes over each cut between two layers."""
+    def keep(self, stage: StageModule, size: Bytes) -> None:
+        """Note what the graph of a layer keeps of its inputs and outputs."""
+        self.kept |= {self.root[w.name] for w, kept in zip(stage.outputs, size.outputs, strict=False) if kept}
+        for wire, kept in zip(stage.inputs, size.inputs, strict=False):
+            root = self.root.get(wire.name, wire.name)
+            if kept and root not in self.kept and root in self.source:  # what the user gave is the user's
+                self.kept.add(root)
+                self.later[self.source[root]] += self.sizes[root]
+
+    def crossing(self, *, kept: bool = False) -> tuple[int, ...]:
+        """Bytes over each cut between two layers; or of those what is held as activations anyway."""
         wires = [wire for outputs in self.info.stage_outputs for wire in outputs if wire.stages]
+        if kept:
+            wires = [wire for wire in wires if self.root[wire.name] in self.kept]
         return tuple(
             sum(self.sizes[w.name] for w in wires if w.source is not None and w.source < cut <= max(w.stages))
             for cut in range(1, self.info.num_stages)

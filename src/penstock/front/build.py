@@ -27,10 +27,11 @@ from penstock.capture import (
 )
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import CaptureError, PlanError, RanksDisagree
-from penstock.front.choose import Choice, Machine, Wishes, choose
+from penstock.front.choose import Choice, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, without_calls
 from penstock.front.pipeline_options import CutOptions, ModelOptions
+from penstock.front.stage_costs import Machine
 from penstock.plan import Action, Op, Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.stage.stage import PipelineStage

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.balance import Cuts, Profile, balance, in_flight
 from penstock.errors import BalanceError, PlanError
+from penstock.front.stage_costs import FREE, Machine, stage_costs
 from penstock.lower import lower
 from penstock.plan import Placement, Plan, dumps, loads
 from penstock.schedules import Recipe, all_schedules, get_schedule
@@ -28,16 +29,6 @@ from penstock.simulate import Costs, Timeline, simulate
 # of those what holds less.
 _CLOSE = 1.03
 _MOST_STAGES_PER_RANK = 4
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What ranks and connections cost beside the computing, in seconds. By default nothing."""
-
-    latency: float = 0.0  # of a message between two ranks
-    bandwidth: float | None = None  # bytes a second; None: no limit
-    overhead: float = 0.0  # of each compute action
-    posting: float = 0.0  # of each send or receive, for the rank that posts it
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ class Wishes:
     placement: Placement | str | None = None
     memory_limit: int | Sequence[int] | None = None
     optimizer_bytes: float = 2.0  # for each byte of parameters
-    machine: Machine = Machine()
+    machine: Machine = FREE
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ class Choice:
     boundaries: tuple[int, ...]  # the first layer of each stage but the first
     profile: Profile
     tried: tuple[Tried, ...] = ()
-    machine: Machine = Machine()
+    machine: Machine = FREE
     optimizer_bytes: float = 2.0
     why: str = ""
 
@@ -102,7 +93,7 @@ class Choice:
 
     @cached_property
     def costs(self) -> Costs:
-        return _costs(self.profile, self.bounds, self.machine)
+        return stage_costs(self.profile, self.bounds, self.machine, self.plan.placement)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -162,7 +153,7 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
     choose(profile, Wishes(num_ranks=4, num_microbatches=8)).plan
     """
     if not is_timed(profile):
-        wishes = replace(wishes, machine=Machine())
+        wishes = replace(wishes, machine=FREE)
     if wishes.schedule == "search" and wishes.plan is None:
         return _searched(choose(profile, replace(wishes, schedule="auto")), wishes)
     found = _Found()
@@ -325,26 +316,3 @@ def _try(plan: Plan, profile: Profile, wishes: Wishes, found: _Found) -> None:
     tried = Tried(plan.name, per_rank, timeline.makespan, timeline.bubble_makespan, memory)
     found.tried.append(tried)
     found.choices.append((tried, plan, cuts))
-
-
-def _costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Machine) -> Costs:
-    layers = profile.layers
-
-    def total(name: str) -> tuple[float, ...]:
-        return tuple(sum(getattr(layer, name) for layer in layers[start:stop]) for start, stop in bounds)
-
-    full = profile.metadata.get("backward")
-    crossing = (*profile.crossing, 0)
-    return Costs(
-        forward=total("forward"),
-        backward_input=total("backward_input"),
-        backward_weight=total("backward_weight"),
-        held_to_input=total("activation_to_input"),
-        held_to_weight=total("activation_to_weight"),
-        backward=None if full is None else tuple(sum(full[start:stop]) for start, stop in bounds),
-        latency=machine.latency,
-        bandwidth=machine.bandwidth,
-        output_bytes=tuple(float(crossing[stop - 1]) for _, stop in bounds),
-        overhead=machine.overhead,
-        posting=machine.posting,
-    )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.capture import pipeline, profile_layers
-from penstock.front.choose import Machine
 from penstock.front.ends import Ends
+from penstock.front.stage_costs import Machine
 from penstock.plan import Op
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP
 from penstock.run.schedule import Schedule

@@ -65,8 +65,9 @@ class Pipeline:
     - of the cut: `stages` (a number, or the `PipelineStage`s of this rank), `num_stages`, `placement`, `memory_limit`, `profile`,
       `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`, `multi_use_param_spec`;
     - of the ranks: `group`, `mesh`, `data_parallel`, `device`;
-    - of the steps: `loss_scale`, `share_loss`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`, `ties`, `dynamic`,
-      `receives`, `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
+    - of the steps: `loss_scale`, `share_loss`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`, `recompute`,
+      `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
+      `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
     """
 
     def __init__(

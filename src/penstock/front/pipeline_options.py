@@ -124,6 +124,9 @@ class StepOptions:
     scale_grads: bool = True
     seed: int = 0
     rng: str | None = None  # "per-microbatch": random numbers by seed, stage, microbatch and step
+    recompute: Any = False  # stages whose forward is run again: True, a list, or {stage: [microbatches]}
+    offload: Any = False  # stages of which what a forward saved is moved away and back
+    offload_to: Any = None  # a folder; else the memory of the host
     ties: Iterable[Any] = ()
     dynamic: bool = False
     receives: Any = None

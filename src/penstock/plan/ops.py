@@ -103,7 +103,7 @@ _TABLE: Final = {
     Op.REDUCE_GRAD: Row(OpKind.CARE, "reduce gradients", "#64748b", "reduce_grad", letter="G", training=True),
     Op.R: Row(OpKind.COMPUTE, "recompute", "#d1477a", "forward", training=True, choice=True, takes="held_to_input",
               spares="kept_input"),
-    Op.O: Row(OpKind.COPY, "offload", "#7c8f2b", "copy", training=True, choice=True, partner=Op.L, leaves=NOTHING),
+    Op.O: Row(OpKind.COPY, "offload", "#7c8f2b", "copy", training=True, choice=True, partner=Op.L, leaves="unmoved"),
     Op.L: Row(OpKind.COPY, "load", "#b58a1f", "copy", training=True, choice=True, partner=Op.O, takes="held_to_input"),
 }  # fmt: skip
 ROWS: Final = tuple(_TABLE[op] for op in Op)

@@ -31,7 +31,7 @@ class LastStage:
                 what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
                 raise StageError(f"loss_fn returned {what}; expected a tensor with one number")
             if self.grad:
-                self.losses[microbatch] = loss
+                self.losses[microbatch] = slim(loss)
             self.report(microbatch, loss.detach())
         if inputs.keep_outputs:
             self.outputs[microbatch] = detached(output) if self.grad else output
@@ -71,3 +71,10 @@ class LastStage:
 def detached(value: Any) -> Any:
     """The output without its graph; no copy."""
     return value.detach() if isinstance(value, Tensor) else map_tensors(Tensor.detach, value)
+
+
+def slim(loss: Tensor) -> Tensor:
+    """The loss in memory of its own size: some of torch's losses leave their one number in that of all rows."""
+    if type(loss) is not Tensor or loss.untyped_storage().nbytes() <= loss.nbytes:
+        return loss
+    return loss.clone()

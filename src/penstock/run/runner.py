@@ -15,6 +15,7 @@ from penstock.errors import PeerFailed, PenstockError, RanksDisagree, RunError, 
 from penstock.plan import Action, AnyAction, Op
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.inputs import StepInputs
+from penstock.run.memory import MemoryWatch
 from penstock.run.program import Program, parts_of
 from penstock.run.protocol import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.record import Recorder
@@ -57,7 +58,7 @@ class Runner:
             int, dict[Hashable, int]
         ] = {}  # by mode: a number for each shape of input, last used last
         self.preambles: Preambles | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | MemoryWatch | None = None
         self._fine = False  # whether the current step went well, as all ranks found
 
     def step(self, programs: Mapping[int, Program], mode: int, prepared: Prepared) -> Outcome:

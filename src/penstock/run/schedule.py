@@ -23,6 +23,7 @@ from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.meeting import boundaries_of, check_boundaries, facts_of, tended, transport_of
+from penstock.run.memory import MemoryWatch
 from penstock.run.program import Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
@@ -331,6 +332,21 @@ class Schedule:
         runner.recorder = recorder = Recorder(runner.transport)
         try:
             yield recorder
+        finally:
+            runner.recorder = None
+
+    @contextmanager
+    def watch_memory(self) -> Iterator[MemoryWatch]:
+        """Count the bytes that this rank holds in the steps inside; no rank is asked or waited for.
+
+        with schedule.watch_memory() as memory:
+            schedule.step(batch, target=labels)
+        print(memory.peak)
+        """
+        runner = self._connect(train=self._trains)
+        runner.recorder = watch = MemoryWatch(runner.transport)
+        try:
+            yield watch
         finally:
             runner.recorder = None
 

@@ -147,10 +147,12 @@ class StageRun:
 
     def call_saving(self, call: ModuleCall, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A run of which what autograd saves can be moved away."""
-        inputs = tensors_in((args, kwargs))
-        with self.moves.saving(inputs) as saved:  # type: ignore[union-attr]
+        given = self.inputs
+        target = given.targets[microbatch] if given.targets is not None else None
+        with self.moves.saving(tensors_in((args, kwargs, target, given.loss_kwargs))) as saved:  # type: ignore[union-attr]
             output = call(microbatch, args, kwargs)
-        saved.leave(tensors_in(output))
+        if self.outboxes or given.keep_outputs:  # else nobody holds it
+            saved.leave(tensors_in(output))
         self.saved[microbatch] = saved
         return output
 

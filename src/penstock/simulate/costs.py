@@ -39,6 +39,11 @@ class Costs:
     held_to_input: tuple[float, ...]  # bytes that a microbatch holds from its F to its I (or B)
     held_to_weight: tuple[float, ...]  # bytes that it still holds from its I to its W
     kept_input: tuple[float, ...] | None = None  # bytes that it holds from F to R where it is recomputed; None: none
+    unmoved: tuple[float, ...] | None = None  # bytes of it that stay where the rest is offloaded; None: none
+    forward_moment: tuple[float, ...] | None = None  # bytes that operators need for a moment in F and R
+    backward_moment: tuple[float, ...] | None = None  # and in B
+    input_moment: tuple[float, ...] | None = None  # and in I; None: as in B
+    weight_moment: tuple[float, ...] | None = None  # and in W; None: as in B
     backward: tuple[float, ...] | None = None  # B, if it differs from I + W
     copy: tuple[float, ...] | None = None  # O, and L; None: what is held, by `copy_bandwidth`
     copy_bandwidth: float | None = None  # bytes a unit of time off the device, and back; None: as quick as the forward

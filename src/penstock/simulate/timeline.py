@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.plan import Plan
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, AnyAction, partner_of, parts, stage_of, unpack
-from penstock.plan.ops import BESIDE, CHOICES, COMPUTES, NOTHING, RECEIVES, ROWS, SENDS, Op
+from penstock.plan.actions import OP, AnyAction, partner_of, unpack
+from penstock.plan.ops import BESIDE, COMPUTES, RECEIVES, SENDS
 from penstock.simulate.costs import Costs
 from penstock.simulate.idle import Idle, idle_of
+from penstock.simulate.memory import changes
 
 Curve = Sequence[tuple[float, float]]  # (time, what is held from then on)
 
@@ -139,26 +140,14 @@ class Timeline:
         return tuple(self._curve(rank, self.costs) for rank in range(self.plan.num_ranks)) if self.costs else ()
 
     def _curve(self, rank: int, costs: Costs) -> Curve:
-        sizes = [(costs.sizes(row.takes), costs.sizes(row.leaves)) for row in ROWS]
-        kept, none, scale = self.plan.has_backward, costs.sizes(NOTHING), costs.microbatches
-        chosen = [code for code in self.plan.codes[rank] if code & OP in CHOICES]
-        spared = {code & ~OP: costs.sizes(ROWS[code & OP].spares) for code in chosen}
-        changes: list[tuple[float, float]] = []
-        level: dict[int, float] = {}  # what a stage holds for a microbatch now, by its action without the op
-        for code, start, end in zip(self.plan.codes[rank], self.starts[rank], self.ends[rank], strict=True):
-            for part in parts(code):
-                takes, leaves = sizes[part & OP]
-                if part & OP == Op.F:
-                    leaves = spared.get(part & ~OP) if kept else none
-                for time, size in ((start, takes), (end, leaves)):
-                    if size is not None:
-                        of = part & ~OP
-                        now = size[stage_of(part)] * (scale[part >> MICROBATCH_SHIFT & MICROBATCH] if scale else 1.0)
-                        changes.append((time, now - level.get(of, 0.0)))
-                        level[of] = now
+        starts, ends = self.starts[rank], self.ends[rank]
+        timed = [
+            (ends[change.place] if change.at_end else starts[change.place], change.size)
+            for change in changes(self.plan, rank, costs)
+        ]
         held, curve = 0.0, [(self.start, 0.0)]
-        for time, change in sorted(changes):  # at one time, releases come before what is taken
-            held += change
+        for time, size in sorted(timed):  # at one time, releases come before what is taken
+            held += size
             curve.append((time, held))
         return curve
 
