@@ -42,8 +42,8 @@ class SimPool:
         self, ranks: int, mode: Mode, function: Callable[..., Any], *args: Any, timeout: float = BOUND
     ) -> list[Outcome]:
         found = self._pool.outcomes(ranks, in_group, *self._job(mode, function, args), timeout=timeout)
-        if not all(outcome.ok for outcome in found):
-            self._pool.close()  # a device with stuck streams is of no further use
+        if any(not outcome.ok and outcome.exit_code is None for outcome in found):
+            self._pool.close()  # a device with stuck streams is of no further use; processes that ended are replaced
         return found
 
     def close(self) -> None:

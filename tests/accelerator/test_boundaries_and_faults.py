@@ -18,6 +18,7 @@ from penstock.errors import PenstockError
 from penstock.run import Schedule1F1B
 from penstock.stage.stage import PipelineStage
 from tests.accelerator.pipes import ROWS, batch, block
+from tests.accelerator.pipes import expected as plain_gradients
 from tests.accelerator.pool import Mode, SimPool
 
 MICROBATCHES = 4
@@ -172,6 +173,64 @@ def test_a_rank_that_dies_or_stops_is_named_and_no_stream_stays_stuck(sim: SimPo
         assert found[1].startswith("PeerFailed: rank 1 failed"), found
         assert "tart the job again" in found[2] or "rank 1 failed" in found[2], found
         assert seconds < 20.0
+
+
+def leaves(device: torch.device) -> list[str]:
+    """Rank 1 goes away between two steps."""
+    schedule = schedule_of(device, block(dist.get_rank()))
+    found = raised_in_steps(schedule, device, 1)
+    if dist.get_rank() == 1:
+        DistributedTransport.of(device=device).close()
+        return found
+    found += raised_in_steps(schedule, device, 2)
+    with suppress(RuntimeError):  # what was on an aborted communicator is lost, and the device says so
+        torch.accelerator.synchronize()  # no stream is stuck
+    return found
+
+
+@BOTH
+def test_a_rank_that_leaves_between_steps_is_named(sim: SimPool, mode: Mode) -> None:
+    told = sim.run(3, mode, leaves)
+    assert [found[0] for found in told] == [""] * 3
+    for rank in (0, 2):
+        assert told[rank][1].startswith("PeerFailed: rank 1 failed: it left after step 1"), told[rank]
+        assert "tart the job again" in told[rank][2] or "rank 1 failed" in told[rank][2], told[rank]
+
+
+def wakes_up(device: torch.device) -> dict[str, Any]:
+    """Rank 1 is stopped in a step and goes on when the others have given it up; then all of them train."""
+    os.environ["PENSTOCK_HEARTBEAT"] = "1"
+    try:
+        rank = dist.get_rank()
+        module = Trips(stop if rank == 1 else nothing)
+        schedule = schedule_of(device, module)
+        pids = [int(pid) for pid in DistributedTransport.of(device=device).gather("pids", str(os.getpid()).encode())]
+        found = raised_in_steps(schedule, device, 2)
+        if rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        module.zero_grad()
+        found += raised_in_steps(schedule, device, 1)
+        grads = {f"{rank}.{name}": p.grad.cpu() for name, p in module.inner.named_parameters() if p.grad is not None}
+        mine = torch.ones(1, device=device)
+        dist.all_reduce(mine)  # the user's group is as it was
+        return {"found": found, "grads": grads, "sum": mine.item()}
+    finally:
+        del os.environ["PENSTOCK_HEARTBEAT"]
+
+
+@BOTH
+def test_when_all_processes_live_the_next_step_makes_new_communicators(sim: SimPool, mode: Mode) -> None:
+    told = sim.run(3, mode, wakes_up)
+    grads = {key: grad for each in told for key, grad in each["grads"].items()}
+    wanted = plain_gradients(3, MICROBATCHES)
+    assert grads.keys() == wanted.keys()
+    for key, grad in wanted.items():
+        torch.testing.assert_close(grads[key], grad, msg=key)
+    for rank, each in enumerate(told):
+        assert each["found"][0] == each["found"][2] == ""
+        who = "rank 1 failed: its process has been stopped" if rank != 1 else ""  # which does not know that it slept
+        assert each["found"][1].startswith(f"PeerFailed: {who}"), each["found"]
+        assert each["sum"] == 3.0
 
 
 def measured(device: torch.device) -> tuple[float, list[float]]:

@@ -8,7 +8,8 @@ plan orders is ordered, and the check of the plan (`queues="direction"`) is the 
 What ranks tell one another about a step (preamble, verdict, descriptions, flags, clocks) goes over gloo and lines, in host
 memory: a warm step never makes the host wait for the device. `wait` makes the current stream wait. A peer that dies
 is noticed by its connections in host memory, or by the heartbeat; the communicators are then aborted, so that no stream stays
-stuck. The user's own process group is only asked for its backend, timeout and options.
+stuck. If all processes live after all (one was stopped and goes on), the next step begins with new communicators, and a new gloo
+for host memory. The user's own process group is only asked for its backend, timeout and options.
 """
 
 from __future__ import annotations
@@ -43,10 +44,20 @@ _FAREWELL = 10.0  # seconds that the device may take, when this rank leaves, to 
 class AcceleratorTransport(DistributedTransport):
     """A process group whose tensors are on accelerators. `DistributedTransport.of(group, device="cuda")` makes it."""
 
+    _fine = True  # whether the last step went well
+
     def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str) -> None:
         super().__init__(group, device=device)
         self._ways: dict[int, Way] = {}
+        self._connected: set[int] = set()
         self._control = Control(self)
+        self.generation = 0  # how often connections were made anew
+
+    def _in_host_memory(self, group: dist.ProcessGroup) -> tuple[Any, Any]:
+        made = HostMessages(
+            lambda store: dist.ProcessGroupGloo(store, group.rank(), group.size(), self.bound), self.place
+        )
+        return made, made
 
     @property
     def control(self) -> Messages:
@@ -54,6 +65,10 @@ class AcceleratorTransport(DistributedTransport):
 
     def connect(self, peers: Collection[int]) -> None:
         super().connect(peers)
+        self._connected |= {*peers}
+        self._open(peers)
+
+    def _open(self, peers: Collection[int]) -> None:
         # Two ranks that meet in this order meet without a cycle: everybody takes the pairs in the order of the lower rank.
         for peer in sorted(peers, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
             self._way(peer).open()
@@ -95,8 +110,57 @@ class AcceleratorTransport(DistributedTransport):
                 way.settle()
         super()._unwatch(fine=fine)
 
+    def begin_step(self) -> int:
+        if self._torn is not None or (not self._fine and self.store.check(self._torn_key)):
+            try:
+                self._come_together()
+            except (PenstockError, RuntimeError) as error:  # one is gone for good: what was wrong before still is
+                why = FailureRecord(self.rank, cause=f"{type(error).__name__}: {error}")
+                self.break_connections(FailureRecord.of(error) if isinstance(error, PeerFailed) else why)
+        return super().begin_step()
+
+    def end_step(self, *, fine: bool = True) -> None:
+        self._fine = fine
+        super().end_step(fine=fine)
+
+    def _come_together(self) -> None:
+        """After connections were broken: if all processes live, all of them make new ones, and their steps go on."""
+        posts = self._meet(f"renewal/{self.generation}")
+        self._meet(f"renewal/{self.generation}/sure")  # those who gave up waiting have declined this one
+        for way in self._ways.values():
+            way.forget()
+        with suppress(RuntimeError):  # what was on communicators that were aborted is lost, and the device says so here
+            wait_for_device(self.device, self.timeout)
+            torch.accelerator.synchronize(self.device)
+        self.generation += 1
+        self.epoch = max(map(int, posts))
+        self._torn, self._broken, self.failed = None, False, None
+        if self._switchboard is not None:
+            self._switchboard.end(fine=False)  # sockets of before are given up; a step that goes well makes new ones
+        self._host_backend.renew(self.generation)
+        self._open(self._connected)
+
+    def _meet(self, folder: str) -> list[bytes]:
+        """Wait for all ranks to post the number of their last step here. Whoever cannot wait any longer declines for good."""
+        self.store.set(f"{folder}/{self.rank}", str(self.epoch).encode())
+        self.store.silent = lambda: self.pulse.look() or self.pulse.ended()
+        try:
+            return self.store.get_all(folder, self.timeout, posts="its will to go on after a failure")
+        except PenstockError as error:
+            for each in (folder, f"{folder}/sure"):
+                self.store.decline(each, FailureRecord(self.rank, cause=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self.store.silent = self.pulse.look
+
+    @property
+    def _torn_key(self) -> str:
+        return f"torn/{self.generation}"
+
     def break_connections(self, record: FailureRecord) -> None:
         super().break_connections(record)
+        with suppress(TransportError):
+            self.store.set(self._torn_key, b"1")
         for way in self._ways.values():
             way.abort()
 
@@ -147,6 +211,24 @@ class Control(Messages):
         return self._transport.explain(error, peer=peer, what=what)
 
 
+class HostMessages:
+    """A gloo of penstock's own for messages in host memory, that can be replaced while senders and receivers are kept."""
+
+    def __init__(self, make: Callable[[Any], Any], place: Any) -> None:
+        self._make, self._place = make, place
+        self.renew(0)
+
+    def renew(self, generation: int) -> None:
+        """All ranks come here together."""
+        self._gloo: Any = self._make(PrefixStore(f"control/{generation}", self._place))
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
+        return self._gloo.send(tensors, dstRank, tag)
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
+        return self._gloo.recv(tensors, srcRank, tag)
+
+
 class Way:
     """The communicators between this rank and a peer. Before the first message they are made and used once."""
 
@@ -162,7 +244,7 @@ class Way:
         if self._out is not None:
             return
         transport, lower = self._transport, self._transport.rank < self._peer
-        pair = f"{min(transport.rank, self._peer)}-{max(transport.rank, self._peer)}"
+        pair = f"{transport.generation}/{min(transport.rank, self._peer)}-{max(transport.rank, self._peer)}"
         up, down = (_communicator(transport, f"{pair}/{name}", int(not lower)) for name in ("up", "down"))
         self._out, self._back = (up, down) if lower else (down, up)
         for use in (self._out.send, self._back.recv) if lower else (self._back.recv, self._out.send):
@@ -189,9 +271,16 @@ class Way:
             self._sent.popleft()[0].wait()
 
     def abort(self) -> None:
+        """End what is on its way; what is posted after this raises."""
         for backend in (self._out, self._back) if self._out is not None else ():
             with suppress(RuntimeError):
                 backend.abort()
+
+    def forget(self) -> None:
+        """Before the next message new communicators are made."""
+        self.abort()
+        self._out = self._back = None
+        self._sent.clear()
 
 
 def _as_carried(tensor: Tensor) -> Tensor:

@@ -52,8 +52,7 @@ class DistributedTransport(Transport):
         self.place = place_of_group(group, self.device.type)
         own = self.place.clone()  # a connection of our own, whose waits we may bound
         self.store: DistributedStore = DistributedStore(own, self.rank, self.num_ranks, bound=patience)
-        self._host_backend = backend_in_host_memory(group, self.place, self.bound)
-        self._gloo: Any = self._host_backend if isinstance(self._host_backend, dist.ProcessGroupGloo) else None
+        self._host_backend, self._gloo = self._in_host_memory(group)
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
         self.store.silent = self.pulse.look
@@ -84,6 +83,11 @@ class DistributedTransport(Transport):
                 from penstock.comm.accelerator import AcceleratorTransport as made
             transports[kind] = made(group, device=device)
         return transports[kind]
+
+    def _in_host_memory(self, group: dist.ProcessGroup) -> tuple[Any, Any]:
+        """What carries messages in host memory; and the same again if that is gloo, whose waits can be ended."""
+        found = backend_in_host_memory(group, self.place, self.bound)
+        return found, found if isinstance(found, dist.ProcessGroupGloo) else None
 
     # -- messages
 
