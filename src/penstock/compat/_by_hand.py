@@ -29,7 +29,7 @@ from penstock.plan import Action, AnyAction, Op
 from penstock.plan.actions import peer_of
 from penstock.run.binding import TRAIN, Programs
 from penstock.run.channel import Channel, Poisoned
-from penstock.run.handlers import HANDLERS
+from penstock.run.handlers import HANDLERS, nothing
 from penstock.run.inputs import StepInputs
 from penstock.run.program import Program
 from penstock.run.protocol import verdict
@@ -161,16 +161,8 @@ class HandProgram(Program):
 class LoopProgram(HandProgram):
     """A loop of the user's own, `_step_microbatches`, in the place of the actions of an order."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        stages: Sequence[_PipelineStageBase],
-        transport: Transport,
-        schedule: _PipelineSchedule,
-    ) -> None:
-        super().__init__(setting, stages, transport, schedule)
-        idle: Call = lambda: None  # noqa: E731
-        self.warm = self.cold = [self.loop, *[idle] * (len(self.actions) - 1)]
+    def bind(self, action: AnyAction, *, cold: bool) -> Call:
+        return self.loop if action is self.actions[0] else nothing
 
     def loop(self) -> None:
         inputs, context = next(iter(self.runs.values())).inputs, self.context

@@ -21,16 +21,9 @@ NAME = "submod_pp_"  # of a stage in torch's captured graphs
 class _PipelineStage(CapturedStage, PipelineStage):
     """A stage around a captured module, with everything that programs find on torch's."""
 
-    def __init__(
-        self,
-        stage_module: StageModule,
-        stage_index: int,
-        pipe_info: PipeInfo,
-        device: torch.device | str,
-        group: Any = None,
-    ) -> None:
-        super().__init__(stage_module, stage_index, pipe_info, device, group)
-        self.name = f"{NAME}{stage_index}"
+    @property
+    def name(self) -> str:
+        return f"{NAME}{self.stage_index}"
 
     def _move_submod_to_device(self) -> None:
         self.submod.to(self.device)

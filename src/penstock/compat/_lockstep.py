@@ -1,7 +1,6 @@
 """Orders in lockstep: one slot an action, whatever it costs. The clock of torch.distributed.pipelining's own checks.
 
     simulate_comms_compute(order, stage_to_rank, num_stages)     # which rank does what in which slot, messages and all
-    with_bubbles(order, num_stages)                   # computations only, None where a rank waits
 
 penstock's own clock is `simulate`, which knows costs.
 """
@@ -88,32 +87,6 @@ class _Lockstep:
                 return False
         self.ready.add(rank)
         return True
-
-
-def with_bubbles(order: Order, num_stages: int) -> dict[int, list[NamedAction | None]]:
-    """Computations slot by slot: an action runs when what it needs was done in an earlier slot, else its rank idles."""
-    rows = {rank: list(order[rank]) for rank in sorted(order)}
-    at = dict.fromkeys(rows, 0)
-    slots: dict[int, list[NamedAction | None]] = {rank: [] for rank in rows}
-    done: set[int] = set()
-    rules = Rules(StageGraph.chain(num_stages), Placement.loop(1, num_stages), lowered=False)
-    while busy := [rank for rank in rows if at[rank] < len(rows[rank])]:
-        finished: list[int] = []
-        moved = False
-        for rank in busy:
-            action = rows[rank][at[rank]]
-            if action is None or done.issuperset(_needs(rules, action)):
-                slots[rank].append(action)
-                finished += () if action is None else _doing(action)
-                at[rank] += 1
-                moved = True
-            else:
-                slots[rank].append(None)
-        if not moved:
-            stuck = ", ".join(f"rank {rank} at {rows[rank][at[rank]]}" for rank in busy)
-            raise DeadlockError(f"the order does not progress: {stuck}")
-        done.update(finished)
-    return slots
 
 
 def _doing(action: NamedAction) -> Iterator[int]:

@@ -137,14 +137,9 @@ class _StageMeta:
     input_grads: Metas | None = None
     output_grads: Metas | None = None
 
-    def _all(self) -> list[Metas | None]:
-        return [self.inputs, self.outputs, self.input_grads, self.output_grads]
-
-    def has_any(self) -> bool:
-        return any(metas is not None for metas in self._all())
-
     def has_dtensors(self) -> bool:
-        return any(isinstance(meta, _DTensorMeta) for metas in self._all() for meta in metas or ())
+        every = (self.inputs, self.outputs, self.input_grads, self.output_grads)
+        return any(isinstance(meta, _DTensorMeta) for metas in every for meta in metas or ())
 
     def is_complete_for_forward(self) -> bool:
         return self.inputs is not None and self.outputs is not None

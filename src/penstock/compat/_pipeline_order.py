@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.compat._in_turn import defer_receives, messages_in_turn
-from penstock.compat._lockstep import simulate_comms_compute, with_bubbles
+from penstock.compat._lockstep import simulate_comms_compute
 from penstock.compat._state import is_overridden
 from penstock.compat._vocabulary import ComputationType, NamedAction, Order, of_code, order_of, plan_of, to_code
 from penstock.errors import IncompleteError, PlanError
@@ -190,10 +190,6 @@ class Orders(Schedule):
         return simulate_comms_compute(
             self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages
         )
-
-    def _add_bubbles_to_actions(self, num_stages_global: int) -> OrderDict:
-        """The order with None in the slots in which a rank waits."""
-        return with_bubbles(self.pipeline_order, num_stages_global)
 
 
 def validate_order(order: Order, num_ranks: int, num_stages: int, num_microbatches: int) -> dict[int, int]:

@@ -22,7 +22,7 @@ from penstock.compat._infer import PipelineStage, untouched
 from penstock.compat._parts import Parts
 from penstock.compat._pipeline_order import Orders
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._state import is_overridden
+from penstock.compat._state import is_overridden, renamed
 from penstock.compat._vocabulary import ComputationType
 from penstock.errors import PlanError, RunError
 from penstock.plan import Plan
@@ -51,15 +51,10 @@ def is_driven_by_hand(stage: Any) -> bool:
     return stage._runtime_validate or is_overridden(stage, PipelineStage, *HOOKS)
 
 
-def _renamed(name: str) -> Any:
-    """An attribute of penstock's under torch's name; a program may set it."""
-    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
-
-
 class _PipelineSchedule(Orders, Parts):
     """Stages and an order, ready to train, with everything that programs find on torch's schedules."""
 
-    _stages, _n_microbatches, _loss_fn = _renamed("stages"), _renamed("num_microbatches"), _renamed("loss_fn")
+    _stages, _n_microbatches, _loss_fn = renamed("stages"), renamed("num_microbatches"), renamed("loss_fn")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

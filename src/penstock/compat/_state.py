@@ -22,6 +22,11 @@ from penstock.stage.dtensors import from_local, mesh_of
 from penstock.stage.stage import PipelineStage
 
 
+def renamed(name: str) -> Any:
+    """An attribute of penstock's under torch's name; a program may set it."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
 class StageState(PipelineStage):
     """The attributes; a subclass that calls no constructor finds them too."""
 
@@ -37,13 +42,7 @@ class StageState(PipelineStage):
     _in_step = False  # within a step of a schedule, which has scaled the loss and reduces by itself
     _adapter: DataParallel | None = None  # the data parallelism of the module, while a step runs
 
-    @property
-    def _has_backward(self) -> bool:
-        return self.has_backward
-
-    @_has_backward.setter
-    def _has_backward(self, wanted: bool) -> None:
-        self.has_backward = wanted
+    _has_backward = renamed("has_backward")
 
     @property
     def log_prefix(self) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.lower import JustInTime
@@ -14,41 +12,22 @@ from penstock.stage.stage import PipelineStage
 
 
 class PipelineScheduleSingle(Schedule):
-    """One stage a rank.
+    """One stage a rank. What follows the number of microbatches is as in `Schedule`.
 
     class ScheduleMine(PipelineScheduleSingle):
         recipe = "mine"  # the name of a registered schedule
     """
 
-    def __init__(
-        self,
-        stage: PipelineStage,
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, stage: PipelineStage, n_microbatches: int, *args: Any, **options: Any) -> None:
         if isinstance(stage, (list, tuple)):
             raise StageError(
                 f"{type(self).__name__} takes one stage, got {len(stage)}; pass the stage itself, not a list"
             )
-        super().__init__(
-            [stage],
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            **options,
-        )
+        super().__init__([stage], n_microbatches, *args, **options)
 
 
 class PipelineScheduleMulti(Schedule):
-    """Several stages a rank.
+    """Several stages a rank. What follows the number of microbatches is as in `Schedule`.
 
         class ScheduleMine(PipelineScheduleMulti):
             recipe = "mine"  # the name of a registered schedule
@@ -61,12 +40,7 @@ class PipelineScheduleMulti(Schedule):
         self,
         stages: Sequence[PipelineStage],
         n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        *,
+        *args: Any,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         **options: Any,
@@ -77,16 +51,7 @@ class PipelineScheduleMulti(Schedule):
             )
         if defer_pp_recv:
             options.setdefault("receives", JustInTime())
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            **options,
-        )
+        super().__init__(stages, n_microbatches, *args, **options)
         self._needs_autograd = backward_requires_autograd
 
 

@@ -41,7 +41,7 @@ def _care(method: str, wanted: str) -> Handler:
     def handler(program: Program, action: Action, cold: bool) -> Call:
         adapter = program.setting.adapters[action.stage]
         call: Call = getattr(adapter, method)
-        return call if getattr(adapter, wanted) else _nothing
+        return call if getattr(adapter, wanted) else nothing
 
     return handler
 
@@ -80,5 +80,5 @@ def _in_series(first: Call, second: Call) -> None:
     second()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """The call of an action that has nothing to do here."""
