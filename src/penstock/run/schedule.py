@@ -18,19 +18,19 @@ from penstock.lower import ReceivePolicy
 from penstock.lower import offload as offload_pass
 from penstock.lower import recompute as recompute_pass
 from penstock.lower.chosen import Stages
-from penstock.plan import Placement, Plan, StageGraph, load
+from penstock.plan import Placement, Plan, load
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.meeting import boundaries_of, check_boundaries, facts_of, tended, transport_of
 from penstock.run.memory import MemoryWatch
+from penstock.run.planning import placed, plan_of_recipe
 from penstock.run.program import Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.rng import MicrobatchRng
 from penstock.run.runner import Outcome, Prepared, Runner
 from penstock.run.setting import ActionKind
-from penstock.run.ties import Ties, declared
-from penstock.schedules import get_schedule
+from penstock.run.ties import Ties
 from penstock.stage.loss import OwnLoss
 from penstock.stage.offload import Elsewhere, Folder
 from penstock.stage.stage import PipelineStage
@@ -121,7 +121,7 @@ class Schedule:
     @cached_property
     def plan(self) -> Plan:
         """What is computed, and in which order. `lowered_plan` is what is run."""
-        plan = self._place(self.make_plan())
+        plan = placed(self.make_plan(), self.stages)
         for change, stages in zip((recompute_pass, offload_pass), self._holds_less, strict=True):
             if stages is not False:
                 plan = change(plan, None if stages is True else stages)
@@ -135,32 +135,7 @@ class Schedule:
             raise PlanError(
                 f"{type(self).__name__} has no plan; use Schedule.from_plan(plan, stages), or override make_plan"
             )
-        num_ranks, num_stages = self.stages[0].group_size, self.stages[0].num_stages
-        per_rank, rest = divmod(num_stages, num_ranks)
-        if rest:
-            raise PlanError(
-                f"{num_stages} stages over {num_ranks} ranks; {self.recipe} needs the same number on every rank"
-            )
-        return get_schedule(self.recipe)(num_ranks, self.num_microbatches, stages_per_rank=per_rank)
-
-    def _place(self, plan: Plan) -> Plan:
-        """The plan for the graph of these stages, checked against where they are."""
-        rank, num_ranks, num_stages = (getattr(self.stages[0], n) for n in ("group_rank", "group_size", "num_stages"))
-        routes = self.stages[0].routes
-        if routes is not None:
-            plan = plan.with_graph(StageGraph.of(plan.num_stages, routes.edges))
-        if plan.num_stages != num_stages or plan.num_ranks != num_ranks:
-            raise PlanError(
-                f"the plan is for {plan.num_stages} stages on {plan.num_ranks} ranks, but there are {num_stages} stages "
-                f"on {num_ranks} ranks"
-            )
-        here = tuple(stage.stage_index for stage in self.stages)
-        if here != plan.placement.stages_of(rank):
-            raise PlanError(
-                f"rank {rank} holds stages {list(here)}, but {plan.name or 'the plan'} places "
-                f"{list(plan.placement.stages_of(rank))} there; make the stages for those"
-            )
-        return plan
+        return plan_of_recipe(self.recipe, self.stages[0], self.num_microbatches)
 
     @property
     def placement(self) -> Placement:
@@ -363,11 +338,7 @@ class Schedule:
     @cached_property
     def _ties(self) -> Ties:
         """The parameters that several stages hold."""
-        routes = self.stages[0].routes
-        found = [*self._tied, *(declared(self.stages) if routes is None else routes.ties)]
-        groups = list(dict.fromkeys(tuple(map(tuple, holders)) for holders in found))
-        stages = {stage.stage_index: stage for stage in self.stages}
-        return Ties(groups, stages, self.plan.placement, self._transport)
+        return Ties(self.stages, self._tied, self.plan.placement, self._transport)
 
     def _connect(self, *, train: bool) -> Runner:
         """Before the first step: find out whether all ranks are about to run the same, and can."""

@@ -43,10 +43,13 @@ class Ties:
     """The shared parameters of a schedule's stages. `meet` must be called, on all ranks, before the first step."""
 
     def __init__(
-        self, groups: Iterable[Holders], stages: Mapping[int, PipelineStage], placement: Placement, transport: Transport
+        self, stages: Sequence[PipelineStage], said: Iterable[Holders], placement: Placement, transport: Transport
     ) -> None:
         self.transport = transport
-        self.known = [self._group(holders, stages, placement) for holders in groups]
+        routes, by_index = stages[0].routes, {stage.stage_index: stage for stage in stages}
+        found = [*said, *(declared(stages) if routes is None else routes.ties)]
+        groups = dict.fromkeys(tuple((stage, name) for stage, name in holders) for holders in found)
+        self.known = [self._group(holders, by_index, placement) for holders in groups]
         self.groups: list[_TieGroup] = []  # those in which this rank has a part, once all have met
         self.before: list[list[Tensor | None]] = []
 
