@@ -40,6 +40,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # the front door
     "front": ("run", "capture", "checkpoint", "show", "search"),
     "train": ("front",),
+    "integrations": ("front",),
 }
 ON_TOP = ("cli", "compat", "__main__")  # may import everything, imported by nobody
 TORCH_FREE = ("errors", "plan", "schedules", "lower", "simulate", "show", "balance", "search", "studio")

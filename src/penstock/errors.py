@@ -11,6 +11,7 @@ PenstockError
 │   └── MergeError            what came out of the microbatches cannot be put together; also an AssertionError
 ├── CaptureError              a model cannot be captured or cut; also a RuntimeError
 ├── BalanceError              no cut of the layers fits; also a ValueError
+├── MissingPackage            an integration needs a package that is not installed; also an ImportError
 ├── StageError                a stage was built or used wrongly; also a RuntimeError
 │   ├── PlaceError            a stage outside its pipeline; also a ValueError
 │   └── ShapeError            tensors that are not what the neighbour expects
@@ -104,6 +105,13 @@ class BalanceError(PenstockError, ValueError):
     """No cut of the layers satisfies what was asked.
 
     penstock.Pipeline(model, (x,), memory_limit=1000)  # bytes: no cut is small enough
+    """
+
+
+class MissingPackage(PenstockError, ImportError):
+    """An integration needs a package that is not installed; the text says what to install.
+
+    from penstock.integrations.lightning import PipelineStrategy  # without lightning
     """
 
 

@@ -30,7 +30,7 @@ from penstock.errors import CaptureError, PlanError, RanksDisagree
 from penstock.front.choose import Choice, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, without_calls
-from penstock.front.pipeline_options import CutOptions, ModelOptions
+from penstock.front.pipeline_options import CutOptions, ModelOptions, StepOptions
 from penstock.front.stage_costs import Machine
 from penstock.plan import Action, Op, Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
@@ -48,6 +48,7 @@ class Request:
     microbatches: int
     of_model: ModelOptions
     of_cut: CutOptions
+    of_steps: StepOptions = StepOptions()
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
@@ -210,7 +211,14 @@ def microbatch_of(request: Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
     size = batch_size_of(request.args, request.kwargs)
     if size is None or size < request.microbatches:
         return request.args, dict(request.kwargs)
-    args, kwargs = split_batch(request.args, request.kwargs, request.microbatches)
+    steps = request.of_steps
+    args, kwargs = split_batch(
+        request.args,
+        request.kwargs,
+        request.microbatches,
+        args_spec=steps.args_chunk_spec,
+        kwargs_spec=steps.kwargs_chunk_spec,
+    )
     return args[0], kwargs[0]
 
 

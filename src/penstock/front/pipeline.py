@@ -89,7 +89,7 @@ class Pipeline:
         self._ends = Ends.of(group, of_ranks.mesh, made[0].device if made else device_of(model, of_ranks.device))
         self._request: Request | None = None
         if isinstance(model, nn.Module) and not made:
-            request = Request(model, tuple(example), loss_fn, schedule, microbatches, of_model, of_cut)
+            request = Request(model, tuple(example), loss_fn, schedule, microbatches, of_model, of_cut, of_steps)
             self._built = build(request, self._ends)
             # The model's memory is the user's.
             self._request = replace(request, model=nn.Module(), of_model=replace(of_model, weights=None))

@@ -1,0 +1,63 @@
+"""Adapters of peft on a pipelined model: each rank holds those of its own stages, and one folder is written that peft loads.
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained("llama/"), LoraConfig(...))
+    pipe = pipeline(model, batch)
+    ...
+    pipe.save_pretrained("adapter/")
+    PeftModel.from_pretrained(base, "adapter/")                     # without penstock
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from penstock.front.spread import receive_from, send_to
+from penstock.integrations.needs import needed
+
+if TYPE_CHECKING:
+    from penstock.integrations.transformers import TransformersPipeline
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether peft is around the model."""
+    return isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
+    """Write adapter_model.safetensors and adapter_config.json. All ranks call it; adapters are small, and rank 0 writes."""
+    peft = needed("peft", "hf")
+    from safetensors.torch import save_file
+
+    place, shell = Path(folder), pipe.shell
+    (name,) = shell.active_adapters
+    mine = {key: value.detach() for key, value in _state(pipe).items()}
+    kept = peft.get_peft_model_state_dict(shell, state_dict=mine, adapter_name=name)
+    whole: dict[str, Tensor] = {}
+    for rank in range(pipe.num_ranks):  # one after another, each to rank 0
+        if pipe.rank == rank and rank:
+            send_to(pipe.transport, [0], kept)
+        elif pipe.rank == 0:
+            whole |= receive_from(pipe.transport, rank) if rank else kept
+
+    def write() -> str:
+        place.mkdir(parents=True, exist_ok=True)
+        fresh = place / "adapter_model.safetensors.writing"
+        save_file({key: value.cpu().contiguous() for key, value in whole.items()}, fresh, {"format": "pt"})
+        fresh.replace(place / "adapter_model.safetensors")
+        config = copy.deepcopy(shell.peft_config[name])
+        config.inference_mode = True
+        config.save_pretrained(str(place))
+        return str(place)
+
+    pipe.decide(f"writing the adapter to {place}", write)
+
+
+def _state(pipe: TransformersPipeline) -> dict[str, Tensor]:
+    """What this rank holds and trains, under the names of the user's model."""
+    tensors = pipe.tensors
+    names = {id(value): key for key, value in pipe.shell.named_parameters()}
+    return {names.get(id(value), key): value for key, value in tensors.counted() if value.requires_grad}

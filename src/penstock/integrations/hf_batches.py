@@ -1,0 +1,86 @@
+"""Batches as transformers' collators make them: padded, packed, of changing lengths, with labels of which some do not count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import SplitError
+from penstock.front.weighted import WeightedSchedule
+from penstock.run.stage_run import StepInputs
+
+IGNORED = -100  # the label of a place that does not count
+ITEMS = "num_items_in_batch"
+
+
+class TokenSchedule(WeightedSchedule):
+    """A schedule in which a microbatch counts by the labels in it, not by its rows."""
+
+    def _weights(self, inputs: StepInputs) -> list[float] | None:
+        counts = [count_labels(one, shifted=False) for one in inputs.kwargs or ()]
+        if not self.scale_grads or not counts or None in counts or not sum(n or 0 for n in counts):
+            return super()._weights(inputs)
+        total = sum(n or 0 for n in counts)
+        self._shares = [(n or 0) / total for n in counts]
+        return [share * self.factor for share in self._shares]
+
+
+def count_labels(batch: Mapping[str, Any], *, shifted: bool) -> int | None:
+    """How many labels count. With `shifted`, a model predicts the next token, so the first of each row is no target."""
+    labels = batch.get("shift_labels", batch.get("labels"))
+    if not isinstance(labels, Tensor):
+        return None
+    if shifted and "shift_labels" not in batch:
+        labels = labels[..., 1:]
+    return int((labels != IGNORED).sum())
+
+
+def open_sizes(example: Mapping[str, Any]) -> dict[str, Any]:
+    """`dynamic_shapes`: the rows, and the length of whatever is as long as the tokens."""
+    auto = torch.export.Dim.AUTO
+    ids = example.get("input_ids", example.get("inputs_embeds"))
+    length = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() > 1 else None
+    found = {}
+    for name, value in example.items():
+        if isinstance(value, Tensor) and value.dim():
+            found[name] = {0: auto, **({1: auto} if value.dim() > 1 and value.shape[1] == length else {})}
+    return found
+
+
+def completed(batch: Mapping[str, Any], example: Mapping[str, Sequence[int] | None]) -> dict[str, Any]:
+    """The batch with what the example had and this one leaves out, where only one thing can be meant.
+
+    `example` has the shape of each tensor, and None for what is no tensor.
+    """
+    extra = [name for name, value in batch.items() if isinstance(value, Tensor) and name not in example]
+    if extra:
+        raise SplitError(
+            f"the batch has {', '.join(extra)}, and the example of the pipeline had {', '.join(example)}; make the pipeline "
+            f"with an example that has {', '.join(extra)} too"
+        )
+    made = {name: value for name, value in batch.items() if name in example}
+    ids = batch.get("input_ids", batch.get("inputs_embeds"))
+    if isinstance(ids, Tensor):
+        for name in example:
+            if name not in made and (value := _meant(name, ids, example)) is not None:
+                made[name] = value
+    return made
+
+
+def _meant(name: str, ids: Tensor, example: Mapping[str, Sequence[int] | None]) -> Tensor | None:
+    rows, length = ids.shape[:2]
+    match name:
+        case "attention_mask":
+            return torch.ones(rows, length, dtype=torch.long, device=ids.device)
+        case "position_ids":
+            return torch.arange(length, device=ids.device).expand(rows, length).contiguous()
+        case "token_type_ids":
+            return torch.zeros(rows, length, dtype=torch.long, device=ids.device)
+        case "labels":
+            shape = example["labels"] or ()
+            size = (rows, length) if len(shape) == 2 else (rows, *shape[1:])
+            return torch.full(size, IGNORED, dtype=torch.long, device=ids.device)
+    return None

@@ -1,0 +1,139 @@
+"""A transformers model without its memory: made on the meta device, and given values stage by stage.
+
+model, weights = found("llama/")            # a folder with config.json and safetensors
+fill = ModuleValues(model, seed=0)          # what the files do not have: as the model itself would set it
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoint.weight_files import open_weights
+from penstock.errors import CaptureError
+from penstock.integrations.needs import needed
+
+Source = nn.Module | type[nn.Module] | str | Path
+
+
+def found(source: Source, config: Any) -> tuple[nn.Module, str | Path | None]:
+    """The model, on the meta device unless it was given with values, and the folder of its weights."""
+    transformers = needed("transformers", "hf")
+    if isinstance(source, nn.Module):
+        return source, None
+    if isinstance(source, type) and issubclass(source, transformers.PreTrainedModel):
+        if config is None:
+            raise CaptureError(f"pipeline({source.__name__}, ...) without config=; which sizes has the model?")
+        return _on_meta(source, config), None
+    if not isinstance(source, str | Path) or not (Path(source) / "config.json").is_file():
+        raise CaptureError(
+            f"pipeline({source!r}, ...): expected a model, a class of transformers with config=, or a folder with "
+            "config.json and safetensors"
+        )
+    config = config or transformers.AutoConfig.from_pretrained(source)
+    name = (config.architectures or [""])[0]
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise CaptureError(f"{source}/config.json names the architecture {name!r}, which transformers does not have")
+    return _on_meta(kind, config), source
+
+
+def _on_meta(kind: Any, config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = kind._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
+    return model
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy that has no memory: the same class, names, ties and config."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(model, memo)
+
+
+class ModuleValues:
+    """Sets a tensor as the module that owns it would be initialised: `init=ModuleValues(model, seed)`.
+
+    One module at a time has memory. The random numbers of a module depend on the seed and on its name alone, so that
+    any number of stages starts with the same values.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.model = on_meta(model)
+        self.seed = seed
+        self._made: tuple[str, nn.Module] | None = None  # the last module: its weight and its bias come one after another
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        owner, _, leaf = name.rpartition(".")
+        if self._made is None or self._made[0] != owner:
+            self._made = owner, self._initialised(owner)
+        tensor.copy_(getattr(self._made[1], leaf))
+
+    def _initialised(self, owner: str) -> nn.Module:
+        module = self.model.get_submodule(owner)
+        alone = copy.copy(module)
+        alone._modules = {}
+        alone._parameters = {
+            k: None if v is None else nn.Parameter(torch.empty_like(v, device="cpu"), requires_grad=False)
+            for k, v in module._parameters.items()
+        }
+        alone._buffers = {
+            k: None if v is None else torch.empty_like(v, device="cpu") for k, v in module._buffers.items()
+        }
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(self.seed ^ zlib.crc32(owner.encode()))
+            if not _adapter(owner, alone):
+                self._initialiser(owner)(alone)
+        return alone
+
+    def _initialiser(self, owner: str) -> Any:
+        """Of the innermost model around a module; models may be made of models."""
+        found = None
+        path = ""
+        for part in ["", *owner.split(".")]:
+            path = f"{path}.{part}".strip(".")
+            found = getattr(self.model.get_submodule(path), "_init_weights", found)
+        if found is None:
+            raise CaptureError(f"nothing says how to initialise {owner}; give weights= or init=lambda name, tensor: ...")
+        return found
+
+
+def _adapter(owner: str, module: nn.Module) -> bool:
+    """The matrices of a LoRA adapter, as peft starts them: together they are nothing."""
+    if ".lora_A." not in f"{owner}." and ".lora_B." not in f"{owner}.":
+        return False
+    for parameter in module.parameters():
+        nn.init.kaiming_uniform_(parameter, a=5**0.5) if ".lora_A." in f"{owner}." else nn.init.zeros_(parameter)
+    return True
+
+
+class BaseNames(Mapping[str, Tensor]):
+    """Weights of a base model under the names that they have inside a peft model."""
+
+    def __init__(self, source: Any) -> None:
+        self.inner = open_weights(source)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.inner[_base_name(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and _base_name(name) in self.inner
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+def _base_name(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

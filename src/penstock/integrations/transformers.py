@@ -1,0 +1,267 @@
+"""Hugging Face models in a pipeline, and `transformers.Trainer` around it.
+
+    pipe = pipeline("llama/", batch, microbatches=8)                # a folder: loaded stage by stage
+    pipe = pipeline(LlamaForCausalLM, batch, config=config)         # a class: initialised stage by stage
+    pipe = pipeline(model, batch)                                   # a model, also one of peft
+    loss = pipe.step(**batch).loss
+
+docs/integrations/transformers.md has the whole story. pip install "penstock[hf]".
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.batch import Replicate
+from penstock.errors import CaptureError, RunError
+from penstock.front import Pipeline, Result
+from penstock.front.spread import Where
+from penstock.integrations.adapters import is_adapted, save_adapter
+from penstock.integrations.hf_batches import ITEMS, TokenSchedule, completed, count_labels, open_sizes
+from penstock.integrations.hf_cuts import cuts_of_plan
+from penstock.integrations.hf_model import BaseNames, ModuleValues, Source, found, on_meta
+from penstock.integrations.needs import needed
+from penstock.plan import Plan
+from penstock.schedules import Recipe, get_schedule
+from penstock.stage.stage import place_in
+
+__all__ = ["PipelineTrainer", "TransformersPipeline", "pipeline"]
+
+
+def pipeline(
+    source: Source,
+    example: Mapping[str, Any],
+    *,
+    config: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    schedule: str | Plan | Recipe = "1f1b",
+    **options: Any,
+) -> TransformersPipeline:
+    """A model of transformers as a Pipeline, ready to train; every rank makes the same call.
+
+        pipe = pipeline("llama/", batch, microbatches=8)
+        pipe.step(input_ids=ids, attention_mask=mask, labels=labels)
+
+    `source`    a folder with config.json and (sharded) safetensors, a class with `config`, or a model. The first two are made
+                on the meta device, and each rank reads or initialises its own stages alone: none ever holds the whole model.
+    `example`   a batch as the collator makes it: at least two rows. Later ones may have other numbers of rows and lengths.
+    `loss_fn`   ``loss_fn(outputs, labels)``, in place of the model's own loss.
+    `options`   those of `penstock.Pipeline`: microbatches, num_stages, mesh, weights, recompute, ...
+
+    Where the config says how the model can be cut (`base_model_pp_plan`), and the number of stages is known, it is cut there.
+    """
+    model, folder = found(source, config)
+    given = {"microbatches": 8, **options}
+    if folder is not None:
+        given.setdefault("weights", folder)
+    return TransformersPipeline(model, example, loss_fn=loss_fn, schedule=schedule, **given)
+
+
+class TransformersPipeline(Pipeline):
+    """The `Pipeline` that `pipeline` makes.
+
+    pipe.step(**batch).loss, pipe.evaluate(**batch).loss, pipe.predict(**batch)["logits"]
+
+    The loss of a batch is that of the unsplit model: with labels of which some do not count (-100), each microbatch
+    counts by those that do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Mapping[str, Any],
+        *,
+        loss_fn: Callable[..., Tensor] | None = None,
+        schedule: str | Plan | Recipe = "1f1b",
+        **options: Any,
+    ) -> None:
+        needed("transformers", "hf")
+        self.factor = 1.0  # of the loss before its backward
+        self.own_loss = loss_fn is None
+        self.shell = on_meta(model)
+        self._shifts = _shifts_labels(model)
+        batch = {name: value for name, value in example.items() if self.own_loss or name != "labels"}
+        if _takes(model, "use_cache"):
+            batch.setdefault("use_cache", False)
+        if self.own_loss and "labels" in batch and _takes(model, ITEMS):
+            batch.setdefault(ITEMS, torch.ones((), dtype=torch.long, device=batch["labels"].device))
+        self._shapes = {n: tuple(v.shape) if isinstance(v, Tensor) else None for n, v in batch.items()}
+        given = _with_defaults(model, schedule, options)
+        given["kwargs_chunk_spec"] = {ITEMS: Replicate(), **(options.get("kwargs_chunk_spec") or {})}
+        with _plain_forward(model) as checkpoints:
+            given.setdefault("recompute", checkpoints)
+            sizes = options.get("dynamic_shapes", open_sizes(batch))
+            try:
+                super().__init__(
+                    model,
+                    loss_fn=loss_fn,
+                    schedule=schedule,
+                    **{**given, "example_kwargs": batch, "dynamic_shapes": sizes},
+                )
+            except CaptureError:
+                if "dynamic_shapes" in options:
+                    raise
+                super().__init__(
+                    model, loss_fn=loss_fn, schedule=schedule, **{**given, "example_kwargs": batch}
+                )  # the length stays that of the example
+        self._enter_shell()
+
+    # -- steps
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: Where = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **batch: Any,
+    ) -> Result:
+        """One training step; `batch` as the model would be called with. See `Pipeline.step`."""
+        call, labels = self._call(batch, target)
+        return super().step(*args, target=labels, outputs=outputs, loss_kwargs=loss_kwargs, **call)
+
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: Where = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **batch: Any,
+    ) -> Result:
+        """The loss of a batch, without gradients and in evaluation mode."""
+        call, labels = self._call(batch, target)
+        return super().evaluate(*args, target=labels, outputs=outputs, loss_kwargs=loss_kwargs, **call)
+
+    def predict(self, *args: Any, outputs: Where = "all", **batch: Any) -> Any:
+        """The model's outputs for a batch without its loss, in evaluation mode, on every rank (or where `outputs` says)."""
+        call, _ = self._call(batch, None)
+        return without_loss(super().predict(*args, outputs=outputs, **call))
+
+    def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+        """Write what `from_pretrained` reads: the model, or of a peft model its adapter. All ranks call it."""
+        if is_adapted(self.shell):
+            save_adapter(folder, self)
+        else:
+            super().save_pretrained(folder, max_shard_bytes=max_shard_bytes)
+
+    # -- inside
+
+    def _call(self, batch: Mapping[str, Any], target: Any) -> tuple[dict[str, Any], Any]:
+        if not self.own_loss:
+            target = batch.get("labels") if target is None else target
+            batch = {name: value for name, value in batch.items() if name != "labels"}
+        elif target is not None:
+            raise RunError("step(target=...) with a model that computes its own loss; give labels=, or pipeline(loss_fn=...)")
+        call = completed(batch, self._shapes)
+        if "use_cache" in self._shapes:
+            call["use_cache"] = False
+        if ITEMS in self._shapes and not isinstance(call.get(ITEMS), Tensor):
+            count = call.get(ITEMS) or count_labels(call, shifted=self._shifts) or 1
+            call[ITEMS] = torch.tensor(int(count), device=self._ends.device)
+        return call, target
+
+    def _make_schedule(self, plan: Plan) -> TokenSchedule:
+        given = dict(self._options)
+        if ITEMS in self._shapes and self._reads_items():
+            given["scale_grads"] = False  # the model divides by the number of labels in the batch
+        return TokenSchedule.from_plan(plan, self._built.stages, **given)
+
+    def _reads_items(self) -> bool:
+        info = self._built.info
+        return info is not None and any(wire.name == ITEMS for wires in info.stage_inputs for wire in wires)
+
+    def _loss_factor(self) -> float:
+        return super()._loss_factor() * self.factor
+
+    def _enter_shell(self) -> None:
+        """The shell holds this rank's parameters; the others stay on the meta device, and are not trained from here."""
+        mine = {}
+        for name, parameter in self.tensors.all_parameters():
+            mine |= dict.fromkeys((name, *self.tensors.aliases.get(name, ())), parameter)
+        for name, parameter in list(self.shell.named_parameters(remove_duplicate=False)):
+            owner, _, leaf = name.rpartition(".")
+            if name in mine:
+                setattr(self.shell.get_submodule(owner), leaf, mine[name])
+            else:
+                parameter.requires_grad_(False)
+
+
+def without_loss(outputs: Any) -> Any:
+    """What a model gives apart from its loss."""
+    if isinstance(outputs, dict) and "loss" in outputs:
+        return type(outputs)({name: value for name, value in outputs.items() if name != "loss"})
+    return outputs
+
+
+def _with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Where to cut, and where values come from, unless that was said."""
+    given = dict(options)
+    count = given.get("num_stages") or given.get("stages") or _stages_of(schedule, given)
+    if isinstance(count, int) and given.get("split_spec") is None and given.get("split_policy") is None:
+        cuts = cuts_of_plan(model, count)
+        if cuts is not None:
+            given.pop("num_stages", None)
+            given.pop("stages", None)
+            given["split_spec"] = cuts
+            given.setdefault("profile", False)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        given.setdefault("init", ModuleValues(model, given.get("seed", 0)))
+        if is_adapted(model) and given.get("weights") is not None:
+            given["weights"] = BaseNames(given["weights"])
+    return given
+
+
+def _stages_of(schedule: Any, options: Mapping[str, Any]) -> int | None:
+    """How many stages a schedule has, if that is known before the model is measured."""
+    if isinstance(schedule, Plan):
+        return schedule.num_stages
+    if schedule in ("auto", "search"):
+        return None
+    recipe = schedule if isinstance(schedule, Recipe) else get_schedule(schedule)
+    mesh = options.get("mesh")
+    ranks = mesh["pp"].size() if mesh is not None else place_in(options.get("group"))[1]
+    return ranks * (recipe.stages_per_rank or 1)
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    inner = model.get_base_model() if is_adapted(model) else model
+    parameters = inspect.signature(inner.forward).parameters.values()
+    return any(p.name == name or (name == ITEMS and p.kind is p.VAR_KEYWORD) for p in parameters)
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss compares each token with the next label."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    inner = model.get_base_model() if is_adapted(model) else model
+    kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None))
+    return kind is ForCausalLMLoss and not getattr(inner.config, "is_encoder_decoder", False)
+
+
+@contextmanager
+def _plain_forward(model: Any) -> Iterator[bool]:
+    """The model without checkpoints inside it, since the plan has them instead; gives whether there were any."""
+    on = bool(getattr(model, "is_gradient_checkpointing", False))
+    changed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in changed:
+        module.gradient_checkpointing = False
+    try:
+        yield on
+    finally:
+        for module in changed:
+            module.gradient_checkpointing = True
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PipelineTrainer":
+        from penstock.integrations.hf_trainer import PipelineTrainer
+
+        return PipelineTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
