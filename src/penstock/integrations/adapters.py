@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from penstock.checkpoint.weight_files import open_weights
 from penstock.front.spread import receive_from, send_to
 from penstock.integrations.needs import needed
 
@@ -54,6 +55,18 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
         return str(place)
 
     pipe.decide(f"writing the adapter to {place}", write)
+
+
+def adapter_weights(folder: str | Path, pipe: TransformersPipeline) -> dict[str, Tensor]:
+    """What a folder of peft has for this rank, under the names of the pipeline's model."""
+    given = open_weights(Path(folder) / "adapter_model.safetensors")
+    (adapter,) = pipe.shell.active_adapters
+    found = {}
+    for name in pipe.tensors.state:
+        saved = name.replace(f".{adapter}.", ".").replace(f".modules_to_save.{adapter}.", ".")
+        if saved in given:
+            found[name] = given[saved]
+    return found
 
 
 def _state(pipe: TransformersPipeline) -> dict[str, Tensor]:

@@ -1,0 +1,233 @@
+"""`transformers.Trainer` around a pipeline: all processes together hold one model, and see the same batches.
+
+    trainer = PipelineTrainer(model=model, args=args, train_dataset=data, pipeline_options={"microbatches": 8})
+    trainer.train()                                   # torchrun --nproc-per-node 2 program.py
+
+What differs from a Trainer is in the methods below, and nothing else: who gets which batch, what a step is, how long a
+gradient is, and what is written and read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoint.weight_files import open_weights
+from penstock.errors import RunError
+from penstock.front.loading import copy_state
+from penstock.integrations.adapters import adapter_weights, is_adapted
+from penstock.integrations.needs import needed
+from penstock.integrations.transformers import TransformersPipeline, without_loss
+
+transformers = needed("transformers", "hf")
+_STATE = "pipeline"  # the folder in a checkpoint that has weights, optimizer and scheduler for any number of stages
+
+
+class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types
+    """A Trainer that trains a pipeline.
+
+        trainer = PipelineTrainer(model=model, args=args, train_dataset=data, pipeline_options={"microbatches": 8})
+        trainer.train(resume_from_checkpoint=True)
+
+    `model` is a model of transformers or peft, or a `TransformersPipeline` that `pipeline(...)` made, for instance of a folder
+    that no host could hold. `pipeline_options` are those of `pipeline`. `per_device_train_batch_size` is the batch of the
+    pipeline, which it cuts into microbatches; all other arguments mean what they mean to a Trainer, and
+    `gradient_checkpointing` is a part of the plan. `trainer.pipe` is the pipeline, `trainer.model` this rank's part of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | TransformersPipeline,
+        args: Any = None,
+        *,
+        pipeline_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        made = model if isinstance(model, TransformersPipeline) else None
+        whole = model if made is None else made.shell
+        super().__init__(model=whole, args=args, **options)
+        given = {"device": self.args.device, **(pipeline_options or {})}
+        if self.args.gradient_checkpointing:
+            given.setdefault("recompute", True)
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is not None:
+            given.setdefault("loss_scale", scaler)
+        if made is None:
+            with _same_random_numbers():
+                made = TransformersPipeline(whole, self._example(), loss_fn=self._loss_fn(), **given)
+        if made.num_ranks != self.args.world_size:
+            raise RunError(
+                f"the pipeline has {made.num_ranks} ranks and there are {self.args.world_size} processes; a PipelineTrainer "
+                "has one pipeline over all processes. For replicas beside it write a loop: docs/guides/data-parallel.md"
+            )
+        self.pipe = made
+        self._decaying = set(super().get_decay_parameter_names(self.model))
+        self.model = self.model_wrapped = self.callback_handler.model = made.shell
+        self.is_distributed_loading_by_transformers = True  # nobody wraps the model in DDP
+        self.accelerator.gather = lambda tensor: tensor  # what a rank has, all have
+        self.accelerator.prepare_data_loader = self._whole_batches
+
+    # -- the model and its data
+
+    def _example(self) -> dict[str, Any]:
+        """A batch, as the collator makes it."""
+        dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        if isinstance(dataset, dict):
+            dataset = next(iter(dataset.values()))
+        if dataset is None:
+            raise RunError("a PipelineTrainer without train_dataset and eval_dataset; make the pipeline with pipeline(...)")
+        if hasattr(dataset, "column_names"):
+            dataset = self._remove_unused_columns(dataset)
+        collate = self._get_collator_with_removed_columns(self.data_collator)
+        rows = dataset if not hasattr(dataset, "__getitem__") else (dataset[k] for k in range(len(dataset)))
+        batch = dict(collate(list(islice(iter(rows), max(2, self.args.train_batch_size)))))
+        return dict(self._prepare_inputs(batch))
+
+    def _loss_fn(self) -> Any:
+        """None: the model's own."""
+        given, smooth = self.compute_loss_func, self.label_smoother
+        if given is not None:
+            return lambda outputs, labels, items=None: given(outputs, labels, num_items_in_batch=items)
+        if smooth is None:
+            return None
+        shift = self._loss_shifts_labels
+        return lambda outputs, labels, items=None: smooth(outputs, labels, shift_labels=shift, num_items_in_batch=items)
+
+    def _whole_batches(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+        """accelerate would give each process a share of each batch."""
+        from accelerate.data_loader import prepare_data_loader
+
+        own = self.accelerator
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
+        made = prepare_data_loader(
+            loader,
+            own.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=own.device_placement if device_placement is None else device_placement,
+            rng_types=own.rng_types.copy(),
+            dispatch_batches=False,
+            use_seedable_sampler=own.use_seedable_sampler,
+            data_seed=own.dataloader_config.data_seed,
+            non_blocking=own.non_blocking,
+        )
+        own._dataloaders.append(made)
+        return made
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return int(self._train_batch_size * args.gradient_accumulation_steps)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters() if name in self._decaying]
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Only stages are on the device."""
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Each process has parameters of its own."""
+
+    # -- steps
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        self.pipe.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        divided = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        scaled = divided or self.compute_loss_func is not None
+        if self.loss_is_scaled_for_ga is not None:
+            scaled = self.loss_is_scaled_for_ga
+        self.pipe.factor = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
+        with self.accelerator.autocast():
+            result = self.pipe.step(**self._with_items(inputs, num_items_in_batch))
+        assert result.loss is not None
+        return torch.tensor(result.loss * self.pipe.factor, device=self.args.device)
+
+    def _with_items(self, inputs: Mapping[str, Any], items: Any) -> dict[str, Any]:
+        batch = dict(self._prepare_inputs(inputs))
+        if not self.pipe.own_loss:
+            return {**batch, "loss_kwargs": {"items": items}}
+        return {**batch, **({} if items is None else {"num_items_in_batch": items})}
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        inputs = dict(self._prepare_inputs(inputs))
+        names = self.label_names
+        labels = tuple(inputs[name] for name in names) if names and all(n in inputs for n in names) else None
+        with self.accelerator.autocast():
+            if labels is None:
+                loss, outputs = None, self.pipe.predict(**inputs)
+            else:
+                items = self._get_num_items_in_batch([inputs], self.args.device)
+                where = None if prediction_loss_only else "all"
+                result = self.pipe.evaluate(**self._with_items(inputs, items), outputs=where)
+                loss, outputs = torch.tensor(result.loss, device=self.args.device), result.outputs
+        if prediction_loss_only:
+            return loss, None, None
+        ignored = ignore_keys or getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+        found = tuple(v for k, v in without_loss(outputs).items() if k not in ignored and v is not None)
+        return loss, found[0] if len(found) == 1 else found, labels[0] if labels and len(labels) == 1 else labels
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        self.accelerator.unscale_gradients(self.optimizer)
+        return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        return self.pipe.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    # -- what is written and read
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `Trainer.save_model`; every process calls it, and writes its own stages."""
+        folder = Path(output_dir or self.args.output_dir)
+        self.pipe.save_pretrained(folder)
+        if self.args.should_save:
+            tokens = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokens is not None:
+                tokens.save_pretrained(str(folder))
+            torch.save(self.args, folder / "training_args.bin")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.pipe.save(Path(output_dir) / _STATE, optimizer=self._inner_optimizer, scheduler=self.lr_scheduler)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (Path(checkpoint) / _STATE).is_dir():
+            self.pipe.load(Path(checkpoint) / _STATE, optimizer=self._inner_optimizer, scheduler=self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if is_adapted(self.pipe.shell):
+            copy_state(self.pipe.tensors, adapter_weights(resume_from_checkpoint, self.pipe), strict=False)
+        else:
+            self.pipe.load_state_dict(open_weights(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    @property
+    def _inner_optimizer(self) -> Any:
+        """accelerate wraps it."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """What is drawn inside is not missing afterwards: a run is that of a Trainer without a pipeline."""
+    python, of_numpy, of_torch = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
