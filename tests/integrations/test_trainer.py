@@ -25,7 +25,7 @@ def arguments(folder: str, **changes: Any) -> transformers.TrainingArguments:
     given = {
         "max_steps": 4,
         "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
+        "per_device_eval_batch_size": 6,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "cosine",
@@ -36,6 +36,7 @@ def arguments(folder: str, **changes: Any) -> transformers.TrainingArguments:
         "eval_strategy": "steps",
         "eval_steps": 2,
         "save_steps": 2,
+        "load_best_model_at_end": True,
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": True,
@@ -67,46 +68,55 @@ class Steps(transformers.TrainerCallback):
         self.heard["evaluations"] += 1
 
 
-def run(kind: Any, folder: str, *, resume: str | None = None, options: Any = None, **changes: Any) -> dict[str, Any]:
+def run(kind: Any, folder: str, *, model: Any, resume: str | None = None, **changes: Any) -> dict[str, Any]:
     heard = Steps()
+    options = changes.pop("options", None)
     trainer = kind(
-        model=llama(),
+        model=model,
         args=arguments(folder, **changes),
         train_dataset=rows(22, 1),
-        eval_dataset=rows(6, 2),
+        eval_dataset=rows(10, 2),
         compute_metrics=accuracy,
         callbacks=[heard],
         **({} if options is None else {"pipeline_options": options}),
     )
     done = trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/best")
     logs = [
         {k: v for k, v in log.items() if not k.endswith(("_runtime", "_per_second"))}
         for log in trainer.state.log_history[:-1]
     ]
-    return {"logs": logs, "loss": done.training_loss, "heard": heard.heard}
+    found = {"logs": logs, "loss": done.training_loss, "heard": heard.heard}
+    return {**found, "pipe": trainer.pipe} if kind is PipelineTrainer else found
 
 
 def pipelined(folder: str) -> Any:
     with as_torchrun():
-        options = {"microbatches": 2}
-        first = run(PipelineTrainer, f"{folder}/a", options=options)
-        again = run(PipelineTrainer, f"{folder}/b", resume=f"{folder}/a/checkpoint-2", options=options)
-        return first, again
+        first = run(
+            PipelineTrainer, f"{folder}/a", model=llama(), options={"microbatches": 2}, gradient_checkpointing=True
+        )
+        pipe = first.pop("pipe")
+        again = run(PipelineTrainer, f"{folder}/b", model=pipe, resume=f"{folder}/a/checkpoint-2")
+        again.pop("pipe")
+        return first, again, [str(action) for action in pipe.plan.actions(0)]
 
 
 def test_a_trainer_trains_logs_evaluates_saves_and_resumes(gloo_pool: GlooPool, tmp_path: Path) -> None:
     found = gloo_pool.run(2, pipelined, str(tmp_path), timeout=240.0)
-    expected = run(transformers.Trainer, str(tmp_path / "plain"))
-    for first, again in found:
+    expected = run(transformers.Trainer, str(tmp_path / "plain"), model=llama())
+    for first, again, actions in found:
         assert first["heard"] == expected["heard"] == {"steps": 4, "saves": 2, "evaluations": 2}
         assert_logs(first["logs"], expected["logs"])
         assert_logs(again["logs"], expected["logs"])  # the first half comes out of the checkpoint
         assert first["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-4").eval()
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain" / "checkpoint-4").eval()
-    with torch.no_grad():
-        batch = padded(5, 7, seed=9)
-        torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-3, atol=1e-4)
+        assert "0R0" in actions  # gradient_checkpointing is in the plan
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    for folder, other in (("a/best", "best"), ("b/best", "best"), ("a/checkpoint-4", "checkpoint-4")):
+        with torch.no_grad():
+            found, expected = (
+                read(tmp_path / f).eval()(**padded(5, 7, seed=9)).logits for f in (folder, f"plain/{other}")
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def assert_logs(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Request:
     microbatches: int
     of_model: ModelOptions
     of_cut: CutOptions
-    of_steps: StepOptions = StepOptions()
+    of_steps: StepOptions = field(default_factory=StepOptions)
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
@@ -69,14 +69,17 @@ def build(request: Request, ends: Ends) -> Built:
     """Capture, decide on the first rank, and build what belongs on this one."""
     request = _with_profile(request, ends)
     machine = Machine() if request.of_cut.profile is False else measure_machine(ends)
-    text = ends.decide("profiling the model and choosing a schedule", lambda: _decide(request, ends, machine).dumps())
+    pipes: list[Pipe] = []
+    text = ends.decide(
+        "profiling the model and choosing a schedule", lambda: _decide(request, ends, machine, pipes).dumps()
+    )
     choice = Choice.loads(text)
     if ends.rank == 0:
         warn_if_uneven(choice.profile, choice.boundaries)
-    pipes: list[Pipe] = []
 
     def capture() -> dict[str, str]:
-        pipes.append(cut(request, choice))
+        if not pipes:
+            pipes.append(cut(request, choice))
         return stage_facts(pipes[0], request)
 
     same_everywhere("the stages of the model", ends.agree("capturing the model", capture))
@@ -128,7 +131,8 @@ def same_everywhere(what: str, everyone: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _decide(request: Request, ends: Ends, machine: Machine) -> Choice:
+def _decide(request: Request, ends: Ends, machine: Machine, pipes: list[Pipe]) -> Choice:
+    """What is chosen. If the stages are known before that, and nothing is measured, `pipes` gets them: no second capture."""
     of_cut = request.of_cut
     wishes = Wishes(
         num_ranks=ends.num_ranks,
@@ -149,6 +153,7 @@ def _decide(request: Request, ends: Ends, machine: Machine) -> Choice:
     if of_cut.split_spec is not None or of_cut.split_policy is not None:
         layers, where = pipeline(request.model, request.args, request.kwargs, **capture), None
         wishes = _with_stages(wishes, layers.num_stages)
+        pipes += [layers] if of_cut.profile is False else []
     else:
         layers, where = capture_layers(request.model, request.args, request.kwargs, num_stages=most, **capture)
     if of_cut.profile is False:

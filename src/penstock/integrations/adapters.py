@@ -1,17 +1,17 @@
 """Adapters of peft on a pipelined model: each rank holds those of its own stages, and one folder is written that peft loads.
 
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained("llama/"), LoraConfig(...))
-    pipe = pipeline(model, batch)
-    ...
-    pipe.save_pretrained("adapter/")
-    PeftModel.from_pretrained(base, "adapter/")                     # without penstock
+model = get_peft_model(AutoModelForCausalLM.from_pretrained("llama/"), LoraConfig(...))
+pipe = pipeline(model, batch)
+...
+pipe.save_pretrained("adapter/")
+PeftModel.from_pretrained(base, "adapter/")                     # without penstock
 """
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -33,7 +33,7 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
     peft = needed("peft", "hf")
     from safetensors.torch import save_file
 
-    place, shell = Path(folder), pipe.shell
+    place, shell = Path(folder), cast(Any, pipe.shell)
     (name,) = shell.active_adapters
     mine = {key: value.detach() for key, value in _state(pipe).items()}
     kept = peft.get_peft_model_state_dict(shell, state_dict=mine, adapter_name=name)
@@ -60,7 +60,7 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
 def adapter_weights(folder: str | Path, pipe: TransformersPipeline) -> dict[str, Tensor]:
     """What a folder of peft has for this rank, under the names of the pipeline's model."""
     given = open_weights(Path(folder) / "adapter_model.safetensors")
-    (adapter,) = pipe.shell.active_adapters
+    (adapter,) = cast(Any, pipe.shell).active_adapters
     found = {}
     for name in pipe.tensors.state:
         saved = name.replace(f".{adapter}.", ".").replace(f".modules_to_save.{adapter}.", ".")

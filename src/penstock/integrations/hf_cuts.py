@@ -6,8 +6,6 @@ are spread over the stages by the size of their matrices, and what stands before
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from penstock.balance import LayerCost, Profile, balance
@@ -46,11 +44,9 @@ def _units(model: nn.Module) -> list[tuple[str, int]] | None:
 
 
 def _work(module: nn.Module) -> int:
-    """Numbers in matrices that are multiplied; looking up a row of an embedding is no work."""
-    tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    used: dict[int, Any] = {}
+    """Numbers in matrices that are multiplied; looking up a row of an embedding is no work, unless a head shares it."""
+    used: dict[int, nn.Parameter] = {}
     for part in module.modules():
         if not isinstance(part, nn.Embedding):
             used |= {id(p): p for p in part.parameters(recurse=False)}
-    tied = sum(p.numel() for key, p in used.items() if key in tables)
-    return sum(p.numel() for key, p in used.items() if key not in tables) + tied
+    return sum(p.numel() for p in used.values())

@@ -7,6 +7,7 @@ fill = ModuleValues(model, seed=0)          # what the files do not have: as the
 from __future__ import annotations
 
 import copy
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import CaptureError
 from penstock.integrations.needs import needed
 
+_RANDOM = threading.Lock()  # ranks may be threads, and torch has one random state for all
 Source = nn.Module | type[nn.Module] | str | Path
 
 
@@ -64,16 +66,25 @@ class ModuleValues:
     """Sets a tensor as the module that owns it would be initialised: `init=ModuleValues(model, seed)`.
 
     One module at a time has memory. The random numbers of a module depend on the seed and on its name alone, so that
-    any number of stages starts with the same values.
+    any number of stages starts with the same values. With `only_missing`, there are files, and a parameter that they should
+    have is not made up.
     """
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
+    def __init__(self, model: nn.Module, seed: int, *, only_missing: bool = False) -> None:
         self.model = on_meta(model)
         self.seed = seed
-        self._made: tuple[str, nn.Module] | None = None  # the last module: its weight and its bias come one after another
+        self._not_made_up = set(model.state_dict()) if only_missing else set[str]()
+        self._made: tuple[str, nn.Module] | None = (
+            None  # the last module: its weight and its bias come one after another
+        )
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         owner, _, leaf = name.rpartition(".")
+        if name in self._not_made_up and not _is_adapter(owner):
+            raise CaptureError(
+                f"the weights have no value for {name}; give init=lambda name, tensor: ... for what is to be set otherwise, or "
+                "load the model with transformers and give the model"
+            )
         if self._made is None or self._made[0] != owner:
             self._made = owner, self._initialised(owner)
         tensor.copy_(getattr(self._made[1], leaf))
@@ -89,7 +100,7 @@ class ModuleValues:
         alone._buffers = {
             k: None if v is None else torch.empty_like(v, device="cpu") for k, v in module._buffers.items()
         }
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _RANDOM, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(self.seed ^ zlib.crc32(owner.encode()))
             if not _adapter(owner, alone):
                 self._initialiser(owner)(alone)
@@ -103,36 +114,40 @@ class ModuleValues:
             path = f"{path}.{part}".strip(".")
             found = getattr(self.model.get_submodule(path), "_init_weights", found)
         if found is None:
-            raise CaptureError(f"nothing says how to initialise {owner}; give weights= or init=lambda name, tensor: ...")
+            raise CaptureError(
+                f"nothing says how to initialise {owner}; give weights= or init=lambda name, tensor: ..."
+            )
         return found
 
 
 def _adapter(owner: str, module: nn.Module) -> bool:
     """The matrices of a LoRA adapter, as peft starts them: together they are nothing."""
-    if ".lora_A." not in f"{owner}." and ".lora_B." not in f"{owner}.":
+    if not _is_adapter(owner):
         return False
     for parameter in module.parameters():
         nn.init.kaiming_uniform_(parameter, a=5**0.5) if ".lora_A." in f"{owner}." else nn.init.zeros_(parameter)
     return True
 
 
+def _is_adapter(owner: str) -> bool:
+    return ".lora_A." in f"{owner}." or ".lora_B." in f"{owner}."
+
+
 class BaseNames(Mapping[str, Tensor]):
     """Weights of a base model under the names that they have inside a peft model."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, model: nn.Module) -> None:
         self.inner = open_weights(source)
+        self.names = {name: base for name in model.state_dict() if (base := _base_name(name)) in self.inner}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.inner[_base_name(name)]
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and _base_name(name) in self.inner
+        return self.inner[self.names[name]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.inner)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self.inner)
+        return len(self.names)
 
 
 def _base_name(name: str) -> str:

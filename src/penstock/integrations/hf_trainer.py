@@ -9,7 +9,6 @@ gradient is, and what is written and read.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,22 +16,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import RunError
 from penstock.front.loading import copy_state
+from penstock.front.spread import Where
 from penstock.integrations.adapters import adapter_weights, is_adapted
 from penstock.integrations.needs import needed
 from penstock.integrations.transformers import TransformersPipeline, without_loss
 
-transformers = needed("transformers", "hf")
+_Trainer: Any = needed("transformers", "hf").Trainer
 _STATE = "pipeline"  # the folder in a checkpoint that has weights, optimizer and scheduler for any number of stages
 
 
-class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types
+class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no types
     """A Trainer that trains a pipeline.
 
         trainer = PipelineTrainer(model=model, args=args, train_dataset=data, pipeline_options={"microbatches": 8})
@@ -53,7 +53,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         **options: Any,
     ) -> None:
         made = model if isinstance(model, TransformersPipeline) else None
-        whole = model if made is None else made.shell
+        whole = model.shell if isinstance(model, TransformersPipeline) else model
         super().__init__(model=whole, args=args, **options)
         given = {"device": self.args.device, **(pipeline_options or {})}
         if self.args.gradient_checkpointing:
@@ -70,7 +70,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
                 "has one pipeline over all processes. For replicas beside it write a loop: docs/guides/data-parallel.md"
             )
         self.pipe = made
-        self._decaying = set(super().get_decay_parameter_names(self.model))
+        self._decaying = set(super().get_decay_parameter_names(whole))
         self.model = self.model_wrapped = self.callback_handler.model = made.shell
         self.is_distributed_loading_by_transformers = True  # nobody wraps the model in DDP
         self.accelerator.gather = lambda tensor: tensor  # what a rank has, all have
@@ -84,7 +84,9 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         if isinstance(dataset, dict):
             dataset = next(iter(dataset.values()))
         if dataset is None:
-            raise RunError("a PipelineTrainer without train_dataset and eval_dataset; make the pipeline with pipeline(...)")
+            raise RunError(
+                "a PipelineTrainer without train_dataset and eval_dataset; make the pipeline with pipeline(...)"
+            )
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset)
         collate = self._get_collator_with_removed_columns(self.data_collator)
@@ -169,7 +171,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
                 loss, outputs = None, self.pipe.predict(**inputs)
             else:
                 items = self._get_num_items_in_batch([inputs], self.args.device)
-                where = None if prediction_loss_only else "all"
+                where: Where = None if prediction_loss_only else "all"
                 result = self.pipe.evaluate(**self._with_items(inputs, items), outputs=where)
                 loss, outputs = torch.tensor(result.loss, device=self.args.device), result.outputs
         if prediction_loss_only:
@@ -224,10 +226,10 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
     """What is drawn inside is not missing afterwards: a run is that of a Trainer without a pipeline."""
-    python, of_numpy, of_torch = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
         random.setstate(python)
-        numpy.random.set_state(of_numpy)
+        np.random.set_state(of_numpy)
         torch.set_rng_state(of_torch)

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from penstock.integrations.needs import needed
 from penstock.plan import Plan
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.stage import place_in
+
+if TYPE_CHECKING:
+    from penstock.integrations.hf_trainer import PipelineTrainer
 
 __all__ = ["PipelineTrainer", "TransformersPipeline", "pipeline"]
 
@@ -158,7 +161,9 @@ class TransformersPipeline(Pipeline):
             target = batch.get("labels") if target is None else target
             batch = {name: value for name, value in batch.items() if name != "labels"}
         elif target is not None:
-            raise RunError("step(target=...) with a model that computes its own loss; give labels=, or pipeline(loss_fn=...)")
+            raise RunError(
+                "step(target=...) with a model that computes its own loss; give labels=, or pipeline(loss_fn=...)"
+            )
         call = completed(batch, self._shapes)
         if "use_cache" in self._shapes:
             call["use_cache"] = False
@@ -182,7 +187,7 @@ class TransformersPipeline(Pipeline):
 
     def _enter_shell(self) -> None:
         """The shell holds this rank's parameters; the others stay on the meta device, and are not trained from here."""
-        mine = {}
+        mine: dict[str, nn.Parameter] = {}
         for name, parameter in self.tensors.all_parameters():
             mine |= dict.fromkeys((name, *self.tensors.aliases.get(name, ())), parameter)
         for name, parameter in list(self.shell.named_parameters(remove_duplicate=False)):
@@ -212,9 +217,10 @@ def _with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Any]) 
             given["split_spec"] = cuts
             given.setdefault("profile", False)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        given.setdefault("init", ModuleValues(model, given.get("seed", 0)))
-        if is_adapted(model) and given.get("weights") is not None:
-            given["weights"] = BaseNames(given["weights"])
+        files = given.get("weights") is not None
+        given.setdefault("init", ModuleValues(model, given.get("seed", 0), only_missing=files))
+        if files and is_adapted(model):
+            given["weights"] = BaseNames(given["weights"], model)
     return given
 
 
@@ -230,18 +236,18 @@ def _stages_of(schedule: Any, options: Mapping[str, Any]) -> int | None:
     return ranks * (recipe.stages_per_rank or 1)
 
 
-def _takes(model: nn.Module, name: str) -> bool:
+def _takes(model: Any, name: str) -> bool:
     inner = model.get_base_model() if is_adapted(model) else model
     parameters = inspect.signature(inner.forward).parameters.values()
     return any(p.name == name or (name == ITEMS and p.kind is p.VAR_KEYWORD) for p in parameters)
 
 
-def _shifts_labels(model: nn.Module) -> bool:
+def _shifts_labels(model: Any) -> bool:
     """Whether the model's own loss compares each token with the next label."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     inner = model.get_base_model() if is_adapted(model) else model
-    kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None))
+    kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "")
     return kind is ForCausalLMLoss and not getattr(inner.config, "is_encoder_decoder", False)
 
 

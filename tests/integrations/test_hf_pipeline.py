@@ -1,0 +1,129 @@
+"""A model of transformers as a pipeline in one call: its loss and gradients are those of the unsplit model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from penstock.comm.local import LocalTransport, LocalWorld
+from penstock.errors import CaptureError, SplitError
+from penstock.integrations.hf_cuts import cuts_of_plan
+from penstock.integrations.transformers import TransformersPipeline, pipeline
+from tests.integrations.hf import SIZES, llama, packed, padded
+
+
+def trained(model: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """The loss of the unsplit model, and its gradients."""
+    model.zero_grad()
+    model.config.use_cache = False  # as a Trainer sets it; with a cache, transformers takes packed rows for one text
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def over_two_ranks(source: Any, example: dict[str, Tensor], batches: list[dict[str, Tensor]], **options: Any) -> Any:
+    """The losses and all gradients of each batch, and what an evaluation gives, with ranks as threads."""
+
+    def rank(transport: LocalTransport) -> Any:
+        pipe = pipeline(source, example, group=transport, microbatches=2, **options)
+        found = []
+        for batch in batches:
+            pipe.zero_grad()
+            loss = pipe.step(**batch).loss
+            found.append((loss, {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}))
+        logits = pipe.predict(**{name: value for name, value in batches[-1].items() if name != "labels"})["logits"]
+        return found, logits, pipe.plan.placement.num_stages, [n for n, _ in pipe.named_parameters()]
+
+    first, second = LocalWorld(2).run(rank)
+    steps = [(loss, mine | others) for (loss, mine), (_, others) in zip(first[0], second[0], strict=True)]
+    return steps, first[1], first[3], second[3]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    loss, grads = found
+    assert loss == pytest.approx(expected[0], abs=2e-6)
+    assert set(grads) == set(expected[1])
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_padded_batches_of_changing_lengths_from_a_folder(tmp_path: Path) -> None:
+    """Each rank reads its own stages out of sharded safetensors; every label counts once, however it is padded."""
+    model = llama()
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    batches = [padded(6, 9, seed=1), padded(5, 7, seed=2)]
+    steps, logits, first, second = over_two_ranks(tmp_path, padded(6, 8), batches)
+    for step, batch in zip(steps, batches, strict=True):
+        assert_same(step, trained(model, batch))
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model.eval()(**batches[-1]).logits, rtol=1e-4, atol=1e-5)
+    assert "model.layers.0.mlp.up_proj.weight" in first
+    assert "model.layers.0.mlp.up_proj.weight" not in second  # no rank holds the whole model
+
+
+def test_packed_rows_and_a_class_with_a_config() -> None:
+    """What has no file is set as the model sets it, the same for any number of stages; positions begin again in a row."""
+    config = transformers.LlamaConfig(**SIZES)
+    batch = packed(4, 8)
+    steps, _, _, _ = over_two_ranks(transformers.LlamaForCausalLM, batch, [batch], config=config, recompute=True)
+    whole = pipeline(transformers.LlamaForCausalLM, batch, config=config, microbatches=2)
+    model = llama(seed=5)
+    model.load_state_dict(whole.state_dict())
+    assert_same(steps[0], trained(model, batch))
+    spread = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"].std().item()
+    assert spread == pytest.approx(config.initializer_range, rel=0.2)
+
+
+def test_a_model_that_ignores_the_number_of_labels() -> None:
+    """BERT's loss is the mean over the labels that it is given; microbatches count by theirs."""
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **dropout))
+    batch = padded(5, 8, seed=4)
+    expected = trained(model, batch)
+    model.zero_grad()
+    pipe = TransformersPipeline(model, batch, microbatches=2, profile=False)
+    loss = pipe.step(**batch).loss
+    assert_same((loss, {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}), expected)
+
+
+def test_cuts_are_those_of_the_config() -> None:
+    model = llama(num_hidden_layers=6)
+    assert list(cuts_of_plan(model, 3) or ()) == ["model.layers.2", "model.layers.4"]
+    heavy = llama(num_hidden_layers=6, vocab_size=4000)  # the head is work too
+    assert list(cuts_of_plan(heavy, 2) or ()) == ["model.layers.5"]
+    assert cuts_of_plan(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2)), 2) is None
+    assert cuts_of_plan(model, 7) is None
+
+
+def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"without config="):
+        pipeline(transformers.LlamaForCausalLM, padded(4, 8))
+    with pytest.raises(CaptureError, match=r"a folder with config\.json"):
+        pipeline(tmp_path / "nothing", padded(4, 8))
+
+
+def test_an_argument_that_the_example_lacks_is_named() -> None:
+    from penstock.integrations.hf_batches import completed
+
+    with pytest.raises(SplitError, match="make the pipeline with an example that has attention_mask too"):
+        completed(padded(4, 8), {"input_ids": (4, 8), "labels": (4, 8)})
+
+
+def test_a_parameter_that_the_files_lack_is_not_made_up(tmp_path: Path) -> None:
+    from penstock.integrations.hf_model import ModuleValues
+
+    model = llama().to("meta")
+    fill = ModuleValues(model, 0, only_missing=True)
+    with pytest.raises(CaptureError, match=r"no value for model\.norm\.weight"):
+        fill("model.norm.weight", torch.empty(16))
+    frequencies = torch.empty(4)
+    fill("model.rotary_emb.inv_freq", frequencies)  # no file has it
+    assert torch.equal(frequencies, llama().model.rotary_emb.inv_freq)

@@ -1,0 +1,77 @@
+"""LoRA adapters on a pipelined model, trained over two processes; peft loads what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from penstock.integrations.transformers import pipeline
+from tests.gloo_pool import GlooPool
+from tests.integrations.hf import llama, padded
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
+
+STEPS = 3
+
+
+def adapted(*, meta: bool = False) -> Any:
+    base = llama()
+    if meta:
+        base = base.to("meta")
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(base, config)
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    return padded(6, 8, seed=step)
+
+
+def trained(folder: str) -> Any:
+    pipe = pipeline(adapted(), batch(0), microbatches=2)
+    before = {name: p.detach().clone() for name, p in pipe.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        losses.append(pipe.step(**batch(step)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    pipe.save_pretrained(folder)
+    same = all(torch.equal(p, before[name]) for name, p in pipe.named_parameters() if name in before)
+    return losses, same, pipe.predict(**batch(9))["logits"]
+
+
+def test_adapters_are_trained_and_loaded_by_peft(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    expected = []
+    for step in range(STEPS):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses, frozen, logits in gloo_pool.run(2, trained, str(tmp_path), timeout=240.0):
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert frozen  # the base stays as it was
+        loaded = PeftModel.from_pretrained(llama(), tmp_path).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(**batch(9)).logits, logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(model.eval()(**batch(9)).logits, logits, rtol=1e-3, atol=1e-4)
+
+
+def test_a_base_that_no_rank_holds(tmp_path: Path) -> None:
+    """The base comes out of its files under the names that peft gives it; adapters start as nothing."""
+    base = llama()
+    base.save_pretrained(tmp_path)
+    pipe = pipeline(adapted(meta=True), batch(0), weights=tmp_path, microbatches=2)
+    matrices = {name.split(".")[-3] for name, p in pipe.named_parameters() if p.requires_grad and p.abs().sum() > 0}
+    assert matrices == {"lora_A"}
+    with torch.no_grad():
+        loss = base(**batch(0)).loss.item()
+    assert pipe.step(**batch(0)).loss == pytest.approx(loss, abs=1e-5)
+    assert all(p.grad is None for p in pipe.parameters() if not p.requires_grad)
