@@ -111,7 +111,7 @@ class BalanceError(PenstockError, ValueError):
 class MissingPackage(PenstockError, ImportError):
     """An integration needs a package that is not installed; the text says what to install.
 
-    from penstock.integrations.lightning import PipelineStrategy  # without lightning
+    penstock.integrations.needs.needed("lightning", "lightning")  # where it is not installed
     """
 
 
