@@ -13,7 +13,7 @@ from penstock.integrations.transformers import pipeline
 from tests.gloo_pool import GlooPool
 from tests.integrations.hf import llama, padded
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mark.timeout(300)]
 
 STEPS = 3
 

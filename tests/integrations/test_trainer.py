@@ -13,7 +13,7 @@ from penstock.integrations.transformers import PipelineTrainer
 from tests.gloo_pool import GlooPool
 from tests.integrations.hf import as_torchrun, llama, padded
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mark.timeout(300)]
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.errors import SplitError
 from penstock.front.weighted import WeightedSchedule
-from penstock.run.stage_run import StepInputs
+from penstock.run.inputs import StepInputs
 
 IGNORED = -100  # the label of a place that does not count
 ITEMS = "num_items_in_batch"
@@ -19,13 +19,18 @@ ITEMS = "num_items_in_batch"
 class TokenSchedule(WeightedSchedule):
     """A schedule in which a microbatch counts by the labels in it, not by its rows."""
 
-    def _weights(self, inputs: StepInputs) -> list[float] | None:
+    part: float = 1.0  # of a larger batch: also a factor of the loss before its backward
+
+    def _weights(self, inputs: StepInputs) -> Sequence[float | Tensor] | None:
         counts = [count_labels(one, shifted=False) for one in inputs.kwargs or ()]
-        if not self.scale_grads or not counts or None in counts or not sum(n or 0 for n in counts):
-            return super()._weights(inputs)
         total = sum(n or 0 for n in counts)
-        self._shares = [(n or 0) / total for n in counts]
-        return [share * self.factor for share in self._shares]
+        weights = super()._weights(inputs)
+        if self.scale_grads and total and None not in counts:
+            self._shares = [(n or 0) / total for n in counts]
+            weights = [share * self.factor for share in self._shares]
+        if self.part == 1.0:
+            return weights
+        return [self.part * w for w in weights or [1.0] * self.num_microbatches]
 
 
 def count_labels(batch: Mapping[str, Any], *, shifted: bool) -> int | None:

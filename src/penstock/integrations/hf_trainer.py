@@ -148,11 +148,11 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         scaled = divided or self.compute_loss_func is not None
         if self.loss_is_scaled_for_ga is not None:
             scaled = self.loss_is_scaled_for_ga
-        self.pipe.factor = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
+        part = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
         with self.accelerator.autocast():
-            result = self.pipe.step(**self._with_items(inputs, num_items_in_batch))
+            result = self.pipe.step(**self._with_items(inputs, num_items_in_batch), part=part)
         assert result.loss is not None
-        return torch.tensor(result.loss * self.pipe.factor, device=self.args.device)
+        return torch.tensor(result.loss * part, device=self.args.device)
 
     def _with_items(self, inputs: Mapping[str, Any], items: Any) -> dict[str, Any]:
         batch = dict(self._prepare_inputs(inputs))

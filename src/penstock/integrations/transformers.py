@@ -86,7 +86,6 @@ class TransformersPipeline(Pipeline):
         **options: Any,
     ) -> None:
         needed("transformers", "hf")
-        self.factor = 1.0  # of the loss before its backward
         self.own_loss = loss_fn is None
         self.shell = on_meta(model)
         self._shifts = _shifts_labels(model)
@@ -124,10 +123,15 @@ class TransformersPipeline(Pipeline):
         target: Any = None,
         outputs: Where = None,
         loss_kwargs: Mapping[str, Any] | None = None,
+        part: float = 1.0,
         **batch: Any,
     ) -> Result:
-        """One training step; `batch` as the model would be called with. See `Pipeline.step`."""
+        """One training step; `batch` as the model would be called with. See `Pipeline.step`.
+
+        `part` says how much the mean of this batch counts, if several are accumulated. The loss that is reported is the mean.
+        """
         call, labels = self._call(batch, target)
+        self._tokens.part = part
         return super().step(*args, target=labels, outputs=outputs, loss_kwargs=loss_kwargs, **call)
 
     def evaluate(
@@ -172,6 +176,11 @@ class TransformersPipeline(Pipeline):
             call[ITEMS] = torch.tensor(int(count), device=self._ends.device)
         return call, target
 
+    @property
+    def _tokens(self) -> TokenSchedule:
+        assert isinstance(self._schedule, TokenSchedule)
+        return self._schedule
+
     def _make_schedule(self, plan: Plan) -> TokenSchedule:
         given = dict(self._options)
         if ITEMS in self._shapes and self._reads_items():
@@ -181,9 +190,6 @@ class TransformersPipeline(Pipeline):
     def _reads_items(self) -> bool:
         info = self._built.info
         return info is not None and any(wire.name == ITEMS for wires in info.stage_inputs for wire in wires)
-
-    def _loss_factor(self) -> float:
-        return super()._loss_factor() * self.factor
 
     def _enter_shell(self) -> None:
         """The shell holds this rank's parameters; the others stay on the meta device, and are not trained from here."""
