@@ -17,11 +17,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from step import SCHEDULES, Workload, _step, measure, spawn, stages_of
+from step import SCHEDULES, Workload, measure, spawn, stages_of
 from torch import nn
 
 WORKLOADS = {
@@ -61,7 +62,7 @@ def build(workload: Workload, backend: str, rank: int) -> dict[str, Callable[[],
         runner = getattr(penstock, name)(given, workload.microbatches, loss_fn=nn.MSELoss())
         args = (batch,) if 0 in mine else ()
         kwargs = {"target": target} if num_stages - 1 in mine else {}
-        found[program] = _step(runner, args, kwargs)
+        found[program] = partial(runner.step, *args, return_outputs=False, **kwargs)
     return found
 
 

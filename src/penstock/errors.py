@@ -23,6 +23,7 @@ PenstockError
     └── TransportError        messages cannot be sent or received, and it is no other rank's failure
 
 UnevenCut, a warning: the stages that penstock cut are far from even.
+NotCompiled, a warning: a stage that should be compiled runs eagerly.
 """
 
 from __future__ import annotations
@@ -201,4 +202,11 @@ class UnevenCut(UserWarning):
     """A warning, no error: one stage takes more than 1.5 times the mean of all, so that the others wait for it.
 
     warnings.filterwarnings("ignore", category=penstock.UnevenCut)
+    """
+
+
+class NotCompiled(UserWarning):
+    """A warning, no error: torch.compile could not compile a stage, or part of one, which runs eagerly instead.
+
+    warnings.filterwarnings("ignore", category=penstock.NotCompiled)
     """

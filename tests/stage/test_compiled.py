@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
-from penstock.stage.compiled import CompiledParts, SplitBackend
+from penstock.stage.compiled import SplitBackend
+from penstock.stage.twins import CompiledParts
 
 pytestmark = [
     # torch.compile looks at `.grad` of what comes from the graph before
@@ -247,7 +248,7 @@ def test_what_only_the_input_pass_needs_is_let_go_after_it() -> None:
 def test_the_module_is_as_it_was_after_its_twin_ran() -> None:
     compiled = torch.compile(MODULES["linear"](), backend="aot_eager")
     before = dict(compiled.__dict__)
-    with CompiledParts(compiled).split():
+    with CompiledParts(compiled, split=True).running():
         compiled(start())
     assert compiled.__dict__ == before
 

@@ -19,11 +19,13 @@ from penstock.run.inputs import StepInputs
 from penstock.run.last_stage import LastStage
 from penstock.run.setting import Setting
 from penstock.stage.backward import Deferral, ManualWeight, backward_input, backward_weight, can_split, run_deferred
+from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.engine import run_engine
 from penstock.stage.forward import remember
 from penstock.stage.offload import HostMemory, Moves, Saved
 from penstock.stage.recompute import Repeats
 from penstock.stage.stage import PipelineStage
+from penstock.stage.twins import CompiledParts
 
 ModuleCall = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """Calls the module for a microbatch, with its arguments."""
@@ -53,6 +55,9 @@ class StageRun:
         self.inputs = StepInputs()
         self.manual = stage.dw_builder if grad else None
         self.deferral = Deferral(self.module) if split and self.manual is None else None
+        # What torch.compile has compiled; its backward comes in two parts if that of any microbatch does.
+        parts = CompiledParts(self.module, split=False) if self.deferral is None else self.deferral.compiled
+        self.compiled = parts or None
         self.pending: list[Any] = [None] * num_microbatches
         self.repeated = repeated  # the microbatches whose forward is run again before the backward
         self.repeats = Repeats(self.module, num_microbatches, keyed=rng is not None) if repeated else None
@@ -175,7 +180,11 @@ class StageRun:
     def backward(self, microbatch: int) -> None:
         """B."""
         roots, grads = self.seeds(microbatch)
-        if roots:
+        if roots and self.compiled is not None and self.compiled.split:
+            with collecting() as work:
+                run_engine(tuple(roots), tuple(grads))
+            accumulate_graphs(work)
+        elif roots:
             run_engine(tuple(roots), tuple(grads))
         if self.manual is not None:  # weight work made by hand, in the same breath
             weight = ManualWeight(self.manual)
@@ -216,6 +225,8 @@ class StageRun:
     def begin(self, inputs: StepInputs) -> None:
         self.inputs = inputs
         self.given.begin(inputs)
+        if self.compiled is not None:
+            self.compiled.install()
 
     def results(self) -> tuple[list[Tensor], list[Any]]:
         """The losses of the step, and its outputs if they were asked for; by microbatch."""
@@ -240,5 +251,7 @@ class StageRun:
         if self.last is not None:
             self.last.clear()
         self.begin(StepInputs())
+        if self.compiled is not None:
+            self.compiled.remove()
         if self.deferral is not None:
             self.deferral.reset()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from penstock.errors import StageError
 from penstock.stage.calls import Work
-from penstock.stage.compiled import accumulate_graphs, collecting
+from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.deferred import Again, Deferral, Pending
 from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
 from penstock.stage.forward import run_deferred

@@ -11,7 +11,8 @@ from torch.nn.parameter import Parameter
 from penstock.errors import StageError
 from penstock.stage.batched import Group, Grouping
 from penstock.stage.calls import Call, Nothing, Slot, Work
-from penstock.stage.compiled import CompiledParts, GraphWork
+from penstock.stage.cut_graph import GraphWork
+from penstock.stage.twins import CompiledParts
 from penstock.stage.weights import grouped
 
 
@@ -36,7 +37,7 @@ class Deferral:
     def __init__(self, module: nn.Module | None = None) -> None:
         self.slots: list[Slot] = [Nothing()]
         self.skip: dict[int, Parameter] = {} if module is None else _tied_outside_linear(module)
-        parts = None if module is None else CompiledParts(module)
+        parts = None if module is None else CompiledParts(module, split=True)
         self.compiled = parts or None  # what torch.compile has compiled is split in another way
         self.checked: dict[int, Parameter] = {}
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}  # under autocast: see `cast`

@@ -18,8 +18,8 @@ def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: d
     A module that differentiates through its own layers (forces as the gradient of an energy) cannot be split. Its first
     forward shows that; it is then run again, from the same random state and the same buffers, and never split again.
     """
-    if deferral.compiled is not None:
-        with deferral.compiled.split():
+    if deferral.compiled is not None and not deferral.compiled.installed:
+        with deferral.compiled.running():
             return _run_deferred(deferral, module, args, kwargs)
     return _run_deferred(deferral, module, args, kwargs)
 

@@ -1,0 +1,249 @@
+"""A backward graph of AOTAutograd, cut in two: what the gradients of inputs need, and the rest.
+
+    parts = split_backward(graph, inputs, weights=frozenset({0, 1}), compiler=compile_one)
+    with collecting() as work:
+        parts.run(saved_and_gradients)     # the gradients of the inputs; those of parameters 0 and 1 are left in `work`
+    accumulate_graphs(work)                # now they are in `.grad`
+
+While somebody is `collecting`, the first part (I) runs and the second (W) is handed over as a `GraphWork`, with what it needs:
+values that the first part computed on its way, and saved activations. Otherwise both run one after the other.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from penstock.stage.engine import run_engine
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+"""A compiled graph: takes a list of its inputs, which it empties, and returns its outputs."""
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
+"""Compiles one part of a backward graph for inputs such as these."""
+
+
+class GraphWork(NamedTuple):
+    """The weight part of one backward: computes the gradients of `parameters` from `kept`."""
+
+    run: Compiled
+    kept: list[Any]
+    parameters: Sequence[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept between the two parts; a storage that several values share counts once."""
+        storages = [value.untyped_storage() for value in self.kept if isinstance(value, Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class _Collecting(threading.local):
+    work: list[GraphWork] | None = None
+
+
+_here = _Collecting()
+NOTE = "penstock.stage.compiled"  # under this key autograd's node of a call knows its parameters
+_C: Any = torch._C
+
+
+@contextmanager
+def collecting() -> Iterator[list[GraphWork]]:
+    """While this is open, backwards that run in this thread, or in engine threads on its behalf, leave their weight part."""
+    work: list[GraphWork] = []
+    previous, _here.work = _here.work, work
+    _C._stash_obj_in_tls(NOTE, work)
+    try:
+        yield work
+    finally:
+        _here.work = previous
+        _C._stash_obj_in_tls(NOTE, previous)
+
+
+def _collected() -> list[GraphWork] | None:
+    if _here.work is not None:
+        return _here.work
+    return _C._get_obj_in_tls(NOTE) if _C._is_key_in_tls(NOTE) else None
+
+
+def hand_over(work: GraphWork) -> None:
+    """Leave the weight part of a backward to whoever collects them; if nobody does, it is done at once."""
+    collected = _collected()
+    (accumulate_graphs if collected is None else collected.extend)([work])
+
+
+def accumulate_graphs(work: list[GraphWork]) -> None:
+    """Run the weight parts; the engine accumulates each parameter once, with all its hooks."""
+    roots: list[Tensor] = []
+    grads: list[Tensor] = []
+    with torch.no_grad():
+        while work:
+            run, kept, parameters = work.pop()
+            for parameter, grad in zip(parameters, run(kept), strict=True):
+                if grad is not None and parameter.requires_grad:
+                    roots.append(parameter)
+                    grads.append(grad)
+    if roots:
+        run_engine(tuple(roots), tuple(grads))
+
+
+def split_backward(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, weights: frozenset[int], compiler: Compile
+) -> BackwardParts | Compiled:
+    """Cut a backward graph of AOTAutograd in two, and compile both parts; one that cannot be cut is compiled as it is.
+
+    `weights` are the places, among the inputs of the forward, of the parameters that need a gradient.
+    """
+    (output,) = graph.graph.find_nodes(op="output")
+    grads: list[Any] = list(output.args[0])  # nodes, and None for inputs that need no gradient
+    sources = [_source(description) for description in output.meta.get("desc", ())]
+    waiting = [place for place, source in enumerate(sources) if source in weights]
+    ends = [grads[place] for place in waiting if grads[place] is not None]
+    if not ends or _has_effects(graph.graph):
+        return compiler(graph, inputs)
+    first = _closed(
+        graph.graph, [grad for place, grad in enumerate(grads) if place not in waiting and grad is not None]
+    )
+    given = graph.graph.find_nodes(op="placeholder")
+    second = _ancestors(ends) - first - set(given)
+    crossing = [
+        node
+        for node in graph.graph.nodes
+        if node not in second and (node in ends or any(user in second for user in node.users))
+    ]
+    made = [node for node in crossing if node.op != "placeholder"]
+    early = [grad for place, grad in enumerate(grads) if place not in waiting]
+    reads = [node for node in given if node in first]
+    parts = BackwardParts(
+        sources=sources,
+        waiting=waiting,
+        reads=[given.index(node) for node in reads],
+        passes=[given.index(node) for node in crossing if node.op == "placeholder"],
+    )
+    kept = [node for node in crossing if node.op == "placeholder"] + made
+    values = dict(zip(given, inputs, strict=True))
+    if made or any(grad is not None for grad in early):
+        part = _extracted(graph, first, reads, [*early, *made])
+        parts.first = compiler(part, [values[node] for node in reads])
+    part = _extracted(graph, second, kept, [grads[place] for place in waiting])
+    parts.second = compiler(part, [values.get(node, node.meta["val"]) for node in kept])
+    return parts
+
+
+class BackwardParts:
+    """A backward in two parts."""
+
+    def __init__(self, *, sources: list[int | None], waiting: list[int], reads: list[int], passes: list[int]) -> None:
+        self.sources = sources  # of each gradient: the place of its input among those of the forward
+        self.waiting = waiting  # which of the gradients are those of parameters
+        self.places = [
+            place for place in range(len(sources)) if place not in waiting
+        ]  # of those that the first part gives
+        self.reads = reads  # which inputs the first part reads
+        self.passes = passes  # which inputs are kept for the second
+        self.first: Compiled | None = None
+        self.second: Compiled = _nothing
+
+    def inputs(self, given: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The first part: the gradients, without those of parameters, and what is kept for the second. Empties `given`."""
+        kept = [given[place] for place in self.passes]
+        found: list[Any] = [None] * len(self.sources)
+        if self.first is None:
+            given.clear()
+            return found, kept
+        reads = [given[place] for place in self.reads]
+        given.clear()
+        values = self.first(reads)
+        for place, value in zip(self.places, values, strict=False):
+            found[place] = value
+        kept += values[len(self.places) :]
+        return found, kept
+
+    def run(self, given: list[Any]) -> list[Any]:
+        """As AOTAutograd calls a backward in one piece."""
+        found, kept = self.inputs(given)
+        node = _C._current_autograd_node()
+        parameters = None if node is None else node.metadata.get(NOTE)
+        if parameters is None:  # it was called with the parameters themselves
+            for place, value in zip(self.waiting, self.second(kept), strict=True):
+                found[place] = value
+        else:
+            hand_over(GraphWork(self.second, kept, parameters))
+        return found
+
+    def boxed(self) -> Compiled:
+        """Marked as a function that takes a list and empties it; torch._dynamo sees that only of a plain function."""
+
+        def boxed(given: list[Any]) -> Sequence[Any]:
+            return self.run(given)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+
+def _nothing(given: list[Any]) -> Sequence[Any]:
+    return ()
+
+
+def _source(description: Any) -> int | None:
+    """The place of the forward's input of which this output of a backward graph is the gradient."""
+    return getattr(getattr(description, "grad_of", None), "idx", None)
+
+
+def _has_effects(graph: fx.Graph) -> bool:
+    """Whether the graph does more than compute its outputs: such a backward stays in one piece."""
+    return any(
+        node.op == "call_function"
+        and (getattr(getattr(node.target, "_schema", None), "is_mutable", False) or not node.users)
+        for node in graph.nodes
+    )
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    stack = list(nodes)
+    found: set[fx.Node] = set(stack)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
+
+
+def _closed(graph: fx.Graph, ends: list[fx.Node]) -> set[fx.Node]:
+    """What belongs to the first part: all that its ends need, the pieces of values that it computes anyway, and whatever
+    draws random numbers, so that they are drawn in the same order as in a backward in one piece."""
+    random = [node for node in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
+    found = _ancestors([*ends, *random])
+    for node in graph.nodes:
+        if node.target is operator.getitem and node.args[0] in found:
+            found.add(node)
+    return found
+
+
+def _extracted(
+    graph: fx.GraphModule, nodes: set[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node | None]
+) -> fx.GraphModule:
+    """The part of a graph that computes `outputs` from `inputs` with the given nodes."""
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        # A name of its own, since inductor finds compiled graphs by their code: one that may overwrite its inputs, which an
+        # equal backward in one piece does, must not be taken for this one.
+        copies[node] = part.placeholder(f"split_{node.name}")
+        copies[node].meta = dict(node.meta)
+    for node in graph.graph.nodes:
+        if node in nodes and node not in copies:
+            copies[node] = part.node_copy(node, copies.__getitem__)
+    end = part.output([None if node is None else copies[node] for node in outputs])
+    (old,) = graph.graph.find_nodes(op="output")
+    end.meta = {key: value for key, value in old.meta.items() if key not in ("desc", "user_visible_output_idxs")}
+    end.meta["user_visible_output_idxs"] = []
+    part.eliminate_dead_code()
+    part.lint()
+    return fx.GraphModule(graph, part)

@@ -1,0 +1,188 @@
+"""A compiled graph, forward and backward, run with as little of autograd in between as there can be.
+
+    joint = Joint.of(noted, examples, weights)
+    outputs = joint(*args)             # one node of autograd, whatever the number of parameters
+    with collecting() as work:
+        run_engine(outputs, grads)     # the gradients of the inputs
+    accumulate_graphs(work)            # those of the parameters
+
+AOTAutograd has a runtime of its own, which is ready for everything that a graph may do: outputs that alias inputs, inputs that
+are mutated, tensor subclasses, sizes that change. A stage of a pipeline hardly ever does any of it, and pays for it in every
+microbatch. So a graph that does none of it is called here directly; any other goes the long way (see `compiled.py`).
+
+Parameters are no inputs of the node: autograd would visit them in the input pass. `save_for_backward` is used as ever, so that
+a saved tensor which was changed in place is found out, and hooks that move saved tensors away see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from penstock.errors import StageError
+from penstock.stage.cut_graph import BackwardParts, Compiled, GraphWork, hand_over
+
+_C: Any = torch._C
+_ANCHOR = torch.zeros((), requires_grad=True)  # where no input needs a gradient, the outputs still do
+
+
+@dataclass
+class Noted:
+    """What AOTAutograd handed to the compilers of a graph, and what they made of it."""
+
+    forward: Compiled | None = None
+    num_inputs: int = 0  # of the forward graph
+    metadata: Any = None  # what AOTAutograd found out about the graph
+    backward: BackwardParts | None = None
+    tangents: Sequence[Any] = ()  # the last inputs of the backward graph, as they were traced
+
+    def take_forward(self, part: fx.GraphModule, compiled: Compiled) -> Compiled:
+        context = torch._guards.TracingContext.try_get()
+        self.forward, self.metadata = compiled, None if context is None else context.fw_metadata
+        self.num_inputs = len(part.graph.find_nodes(op="placeholder"))
+        return compiled
+
+    def take_backward(self, parts: BackwardParts | Compiled, inputs: Sequence[Any]) -> Any:
+        if isinstance(parts, BackwardParts):
+            self.backward, self.tangents = parts, inputs
+            return parts.boxed()
+        return parts
+
+
+class Joint:
+    """A graph whose forward and backward are called directly."""
+
+    def __init__(self, noted: Noted, wanted: list[int], weights: list[int]) -> None:
+        assert noted.forward is not None, "only a graph that was compiled is called"
+        assert noted.backward is not None, "only a graph whose backward was cut is called directly"
+        metadata = noted.metadata
+        self.forward = noted.forward
+        self.backward = noted.backward
+        self.wanted = wanted  # the places of inputs that need gradients and are no parameters
+        self.weights = weights  # those of parameters
+        self.num_outputs: int = metadata.num_outputs
+        self.views: list[int] = list(metadata.unsafe_view_out_indices)
+        differentiable = [info.requires_grad for info in metadata.output_info]
+        self.constants = [place for place, needs in enumerate(differentiable) if not needs]
+        self.rooted = [place for place, needs in enumerate(differentiable) if needs]
+        self.tangents = [_Like.of(tangent) for tangent in noted.tangents[len(noted.tangents) - len(self.rooted) :]]
+        self.amp: bool = _C._is_any_autocast_enabled()  # its casts are in the graph by now
+        self.places = [self.backward.sources.index(place) for place in wanted]
+
+    @classmethod
+    def of(cls, noted: Noted, examples: Sequence[Any], weights: frozenset[int]) -> Joint | None:
+        """None if the graph does something that only AOTAutograd's own runtime can do."""
+        wanted = [
+            place
+            for place, example in enumerate(examples)
+            if isinstance(example, Tensor) and example.requires_grad and place not in weights
+        ]
+        plain = noted.forward is not None and noted.backward is not None and noted.num_inputs == len(examples)
+        if not plain or not _is_plain(noted.metadata) or not set(wanted) <= set(noted.backward.sources):  # type: ignore[union-attr]
+            return None
+        if any(not isinstance(size, int) for tangent in noted.tangents for size in getattr(tangent, "shape", ())):
+            return None
+        return cls(noted, wanted, sorted(weights))
+
+    def __call__(self, *args: Any) -> Any:
+        leaves = [args[place] for place in self.wanted] or [_ANCHOR]
+        return _JointFunction.apply(self, args, *leaves)  # type: ignore[no-untyped-call]
+
+    def run(self, call: Compiled, given: list[Any]) -> Any:
+        """Run a part; autocast, whose casts are in the graph, must not cast again."""
+        if not self.amp:
+            return call(given)
+        with _C._DisableAutocast():
+            return call(given)
+
+
+class _JointFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, args: tuple[Any, ...], *leaves: Tensor) -> Any:
+        values = joint.run(joint.forward, list(args))
+        size = joint.num_outputs
+        ctx.save_for_backward(*[value.detach() if value._is_view() else value for value in values[size:]])
+        ctx.set_materialize_grads(False)
+        ctx.joint = joint
+        ctx.parameters = [args[place] for place in joint.weights]
+        outputs = list(values[:size])
+        for place in joint.views:
+            outputs[place] = torch.ops.aten._unsafe_view(outputs[place], outputs[place].shape)
+        if joint.constants:
+            ctx.mark_non_differentiable(*[outputs[place] for place in joint.constants])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        joint: Joint = ctx.joint
+        if torch.is_grad_enabled():
+            raise StageError(
+                "the backward of a compiled stage cannot be differentiated again: call backward() without create_graph=True, "
+                "or leave this stage uncompiled"
+            )
+        given = list(ctx.saved_tensors)
+        for place, like in zip(joint.rooted, joint.tangents, strict=True):
+            given.append(like.fit(grads[place]))
+        found, kept = joint.run(joint.backward.inputs, given)
+        run = joint.backward.second
+        if joint.amp:
+            run = _WithoutAutocast(run)
+        hand_over(GraphWork(run, kept, ctx.parameters))
+        return (None, None, *([found[place] for place in joint.places] or (None,)))
+
+
+class _WithoutAutocast:
+    def __init__(self, call: Compiled) -> None:
+        self.call = call
+
+    def __call__(self, given: list[Any]) -> Sequence[Any]:
+        with _C._DisableAutocast():
+            return self.call(given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """What the backward graph was traced with in the place of a gradient of an output."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Like:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    def fit(self, grad: Tensor | None) -> Tensor:
+        """The gradient, laid out in memory as the graph expects; zeros where there is none."""
+        if grad is not None and grad.stride() == self.stride:
+            return grad
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return made.zero_() if grad is None else made.copy_(grad)
+
+
+_NEVER = (  # of AOTAutograd's notes on a graph: what must be none or nothing
+    *(
+        "num_mutated_inp_runtime_indices",
+        "num_mutated_graph_handled_indices_seen_by_autograd",
+        "num_intermediate_bases",
+    ),
+    *("num_outputs_aliased", "num_symints_saved_for_bw", "num_tensors_saved_with_no_vc_check", "tokens"),
+    *("num_opaque_objects_saved_for_bw", "num_backward_tokens", "num_graphsafe_rng_states", "is_rng_op_functionalized"),
+    *("act_input_indices", "dynamic_outputs", "indices_of_inputs_that_requires_grad_with_mutations_in_bw"),
+)
+
+
+def _is_plain(metadata: Any) -> bool:
+    if metadata is None or any(getattr(metadata, name, None) for name in _NEVER):
+        return False
+    if metadata.grad_enabled_mutation is not None:
+        return False
+    subclasses = (*metadata.subclass_inp_meta, *metadata.subclass_fw_graph_out_meta)
+    if any(type(meta).__name__ == "SubclassCreationMeta" for meta in subclasses):
+        return False
+    return all(issubclass(info.raw_type, Tensor) for info in metadata.output_info)

@@ -1,0 +1,173 @@
+"""The compiled parts of a stage, each with a twin that a schedule runs in its place; and `compile=`, which compiles a stage.
+
+    compile_in_place(module, {"backend": "inductor", "mode": "max-autotune"})
+    parts = CompiledParts(module, split=True)
+    with parts.running():
+        output = module(x)             # the twins run in the place of the parts
+
+A twin is compiled with the options of its part, by a backend of `penstock.stage.compiled`. The part itself is only made to look
+away while the twin runs: it is left as it was, and both work with the same parameters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.errors import StageError, UnknownNameError
+from penstock.stage.compiled import SplitBackend, StageBackend
+
+CompileOptions = bool | Mapping[str, Any]
+"""What `compile=` takes: True, or options of torch.compile, and `memory_budget`."""
+
+_NAMES = ("backend", "mode", "options", "dynamic", "fullgraph", "memory_budget")
+
+
+def check_compile_options(given: Any) -> None:
+    """Refuse what `compile=` does not know.
+
+    >>> check_compile_options({"backened": "inductor"})
+    Traceback (most recent call last):
+        ...
+    penstock.errors.UnknownNameError: compile has no option 'backened'; did you mean 'backend'?
+    """
+    if not isinstance(given, bool | Mapping):
+        raise StageError(f'compile={given!r}; expected True, or options of torch.compile: {{"backend": "inductor"}}')
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in _NAMES:
+            near = difflib.get_close_matches(str(name), _NAMES, n=1, cutoff=0.5)
+            meant = f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(_NAMES)}"
+            raise UnknownNameError(f"compile has no option {name!r}; {meant}")
+    budget = given.get("memory_budget") if isinstance(given, Mapping) else None
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1):
+        raise StageError(f"memory_budget={budget!r}; expected a share from 0 (recompute all) to 1 (as torch does)")
+
+
+def compile_in_place(module: nn.Module, given: CompileOptions) -> None:
+    """Compile a stage's module as ``module.compile(**options)`` does: its parameters keep their names, and its class stays.
+
+    compile_in_place(module, {"backend": "aot_eager"})
+    """
+    check_compile_options(given)
+    if given is False:
+        return
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    if _compiled_call(module) is not None:
+        raise StageError(
+            "the stage's module is compiled already; give compile=, or a compiled module, and not both of them"
+        )
+    options = dict(given) if isinstance(given, Mapping) else {}
+    budget = options.pop("memory_budget", None)
+    for_inner = {name: options.pop(name) for name in ("backend", "mode", "options", "dynamic") if name in options}
+    inner = _backend_of(torch.compile(_identity, **for_inner))
+    module.compile(backend=StageBackend(inner, memory_budget=budget), dynamic=for_inner.get("dynamic"), **options)
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+def _backend_of(compiled: Any) -> Any:
+    """The backend that torch.compile made of its options."""
+    context = inspect.getclosurevars(compiled).nonlocals["self"]
+    return _inner_backend(context)
+
+
+def _inner_backend(context: Any) -> Any:
+    backend = context.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):  # what torch._dynamo wraps around it
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+class CompiledPart:
+    """One part: where its compiled call is kept, and what else can stand there."""
+
+    def __init__(self, module: nn.Module, *, place: str, context: Any, split: bool) -> None:
+        self.attributes = module.__dict__
+        self.place = place  # the name of the attribute that is called
+        self.eager: Callable[..., Any] = (
+            module.get_submodule("_orig_mod") if place == "forward" else module._call_impl  # an OptimizedModule, or not
+        )
+        make = SplitBackend if split else StageBackend
+        self.backend = make(_inner_backend(context))
+        options = {"backend": self.backend, "fullgraph": bool(context.fullgraph), "dynamic": context._dynamic}
+        twin: Any = torch.compile(self.eager, **options)
+        self.twin: Callable[..., Any] = twin.forward if place == "forward" else twin
+
+    def put(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Let this be called instead; what was called before comes back."""
+        before: Callable[..., Any] = self.attributes[self.place]
+        self.attributes[self.place] = call
+        return before
+
+
+class CompiledParts:
+    """All compiled parts of a module; none of them is inside another."""
+
+    def __init__(self, module: nn.Module, *, split: bool) -> None:
+        self.split = split  # whether the backward of the twins comes in two parts
+        self.parts: list[CompiledPart] = []
+        self.before: list[Callable[..., Any]] | None = None  # while the twins run: what ran before them
+        inside: set[nn.Module] = set()
+        for part in module.modules():
+            found = _compiled_call(part)
+            if found is not None and part not in inside:
+                place, context = found
+                self.parts.append(CompiledPart(part, place=place, context=context, split=split))
+                inside.update(part.modules())
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    @property
+    def installed(self) -> bool:
+        return self.before is not None
+
+    def install(self) -> None:
+        """From now on calls of the parts go to their twins."""
+        if self.before is None:
+            self.before = [part.put(part.twin) for part in self.parts]
+
+    def remove(self) -> None:
+        """All is as it was."""
+        if self.before is not None:
+            for part, call in zip(self.parts, self.before, strict=True):
+                part.put(call)
+            self.before = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While this is open, calls of the parts go to their twins."""
+        if self.before is not None:
+            yield
+            return
+        self.install()
+        try:
+            yield
+        finally:
+            self.remove()
+
+
+def _compiled_call(part: nn.Module) -> tuple[str, Any] | None:
+    """Under which name a compiled module keeps its compiled call, and the options with which it was compiled."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:  # it takes long to import, and nothing is compiled without it
+        return None
+    if isinstance(part, dynamo.OptimizedModule):
+        name, context = "forward", part.dynamo_ctx
+    elif part._compiled_call_impl is not None:  # module.compile()
+        name, call = "_compiled_call_impl", part._compiled_call_impl
+        context = inspect.getclosurevars(call).nonlocals.get("self")
+    else:
+        return None
+    return (name, context) if isinstance(context, dynamo.OptimizeContext) else None
