@@ -303,7 +303,8 @@ class StageModule(nn.Module):
                     self._ensure((mode, frozenset()))
                 except CaptureError as error:
                     self._why_not[mode, frozenset()] = str(error)
-        state = {k: v for k, v in self.__dict__.items() if not isinstance(v, torch.fx.GraphModule)}
+        compiled = "_compiled_call_impl"  # for this object only, as of any module
+        state = {k: v for k, v in self.__dict__.items() if not isinstance(v, torch.fx.GraphModule) and k != compiled}
         return state | {"_source": None, "_functions": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -315,7 +316,7 @@ class StageModule(nn.Module):
 
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        skip = ("_source", "_functions", "_programs")
+        skip = ("_source", "_functions", "_programs", "_compiled_call_impl")
         state = {k: v for k, v in self.__dict__.items() if k not in skip and not isinstance(v, torch.fx.GraphModule)}
         nn.Module.__setstate__(made, copy.deepcopy(state, memo))
         made._source = self._source

@@ -67,6 +67,11 @@ class HandProgram(Program):
         for index, stage in self.stages.items():
             self.runs[index] = HandRun(stage, self)
 
+    @property
+    def compiles(self) -> bool:
+        """Stages of this kind are compiled when their first microbatch comes."""
+        return False
+
     def hand(self, index: int) -> HandRun:
         run: HandRun = self.runs[index]
         return run

@@ -39,6 +39,7 @@ from penstock.run.record import Recording
 from penstock.schedules import Recipe
 from penstock.simulate import Timeline
 from penstock.stage.stage import PipelineStage
+from penstock.stage.twins import compile_in_place
 
 
 class Pipeline:
@@ -63,7 +64,7 @@ class Pipeline:
 
     - of the model: `example_kwargs`, `example_target`, `weights`, `init`;
     - of the cut: `stages` (a number, or the `PipelineStage`s of this rank), `num_stages`, `placement`, `memory_limit`, `profile`,
-      `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`, `multi_use_param_spec`;
+      `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`, `multi_use_param_spec`, `compile`;
     - of the ranks: `group`, `mesh`, `data_parallel`, `device`;
     - of the steps: `loss_scale`, `share_loss`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`, `recompute`,
       `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
@@ -98,6 +99,7 @@ class Pipeline:
             self._built = adopt(made, schedule, microbatches, self._ends)
             self._origin = Origin()
         for stage in self._built.stages:
+            compile_in_place(stage.submod, of_cut.compile)
             stage.submod = wrap(stage.submod, of_ranks.data_parallel, self._ends.mesh)
         self._ties = _ties(self._built, of_steps.ties)
         self._tensors: StageTensors | None = None

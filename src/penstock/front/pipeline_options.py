@@ -20,6 +20,7 @@ from penstock.errors import PlanError, StageError, UnknownNameError
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.stage import PipelineStage
+from penstock.stage.twins import CompileOptions, check_compile_options
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class CutOptions:
     dynamic_shapes: Mapping[str, Any] | None = None
     output_loss_value_spec: Any = None
     multi_use_param_spec: Any = None
+    compile: CompileOptions = False  # True, or options of torch.compile: compiles each stage in place
 
     def __post_init__(self) -> None:
         made = self.stages
@@ -75,6 +77,7 @@ class CutOptions:
             raise PlanError("profile=True; leave it out to measure, or give a Profile, its file, or False")
         _is(self, "split_spec", Mapping, "{name of a module: SplitPoint}")
         _is_callable(self, "split_policy", "a function of the captured module")
+        check_compile_options(self.compile)
 
     @property
     def count(self) -> int | None:

@@ -73,6 +73,7 @@ class Programs(dict[int, Program]):
     def __init__(self, plan: Plan, stages: Sequence[PipelineStage], transport: Transport, binding: Binding) -> None:
         super().__init__()
         self.plan, self.stages, self.transport, self.binding = plan, stages, transport, binding
+        self.compile_ahead = False  # whether some rank has a compiled stage
 
     def __missing__(self, mode: int) -> Program:
         program = self[mode] = self.bind(mode)
@@ -90,7 +91,8 @@ class Programs(dict[int, Program]):
         if any(run.module is not run.stage.submod for run in program.runs.values()):
             old, self[mode] = program, self.bind(mode)
             program = self[mode]
-            program.saved = old.saved
+            program.saved, program.ahead.done = old.saved, old.ahead.done
+        program.ahead.wanted = self.compile_ahead
         return program
 
     def adapters(self) -> dict[int, DataParallel]:

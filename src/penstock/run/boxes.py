@@ -142,16 +142,20 @@ class Outbox(MessageBox):
 
     def keep(self, microbatch: int, output: Any) -> None:
         """After the forward: what goes there, and its nest."""
-        select = self.select
-        if select is not None and type(output) is tuple:  # one value goes as it is, and needs no nest
-            output = output[select[0]] if len(select) == 1 else tuple([output[place] for place in select])
-        tensors, spec = flatten(output)
+        tensors, spec = flatten(self.chosen(output))
         if self.inbox is not None:
             self.inbox.put(microbatch, tensors, spec)
             if not self.grad or microbatch in self.repeated:
                 return
         self.tensors[microbatch] = tensors
         self.specs[microbatch] = spec
+
+    def chosen(self, output: Any) -> Any:
+        """What of a stage's output goes there; one value goes as it is, and needs no nest."""
+        select = self.select
+        if select is None or type(output) is not tuple:
+            return output
+        return output[select[0]] if len(select) == 1 else tuple([output[place] for place in select])
 
     def keep_again(self, microbatch: int, output: Any) -> None:
         """After a forward that was run again: the same with its graph, from which the backward starts."""

@@ -15,6 +15,7 @@ from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.plan import Action, AnyAction, Op, Overlap, unpack
 from penstock.plan.actions import peer_of
+from penstock.run.ahead import Ahead
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
 from penstock.run.inputs import StepInputs
@@ -83,6 +84,7 @@ class Program:
         self.codes = self.plan.codes[self.rank]
         self.actions = tuple(map(unpack, self.codes))
         self._connect()
+        self.ahead = Ahead(self)
         self.warm = [self.bind(action, cold=False) for action in self.actions]
         self.cold = [self.bind(action, cold=True) for action in self.actions]
         for position, points in reap_points(self.plan, self.rank).items():
@@ -174,6 +176,13 @@ class Program:
         """The first thing in a step that all ranks are about to run; what goes wrong here fails the step everywhere."""
         for run in self.runs.values():
             run.begin(inputs)
+        if self.ahead.due:
+            self.ahead.run()
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile has compiled something here."""
+        return any(run.compiled is not None for run in self.runs.values())
 
     def frozen(self) -> tuple[bool, ...]:
         """Which parameters of this rank need no gradient; what a stage gives may depend on it."""
@@ -181,6 +190,8 @@ class Program:
 
     def open(self, signature: int, *, cold: bool) -> None:
         """Before the messages of a step: a warm one knows what they look like, a cold one finds out."""
+        if cold:
+            self.ahead.open()
         size, boxes = self.plan.num_microbatches, (*self.inboxes.values(), *self.outboxes.values())
         unknown: list[tuple[list[Any], list[Any]]] = [([None] * size, [None] * size) for _ in boxes]
         for box, known in zip(boxes, unknown if cold else self.saved[signature], strict=True):
@@ -223,6 +234,8 @@ class Program:
 
     def abandon(self) -> None:
         """The step has failed here, perhaps before `begin`: meet the other ranks wherever that would have met them."""
+        if self.ahead.due:
+            self.ahead.abandon()
 
     def message_box(self, action: Action) -> Box:
         """The box that a message action works on."""

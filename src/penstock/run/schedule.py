@@ -355,14 +355,17 @@ class Schedule:
             problem = error
         facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            boundaries = boundaries_of(self.stages)
-            check_boundaries(self._transport.agree("the first step of a schedule", facts, own=boundaries))
+            compiles = problem is None and self._programs[self._mode(train=train)].compiles
+            own = [boundaries_of(self.stages), compiles]
+            told = self._transport.agree("the first step of a schedule", facts, own=own)
+            check_boundaries([boundaries for boundaries, _ in told])
         except RanksDisagree:
             if problem is None:
                 raise
         if problem is not None:
             vars(self).pop("_programs", None)
             raise problem
+        self._programs.compile_ahead = any(compiles for _, compiles in told)
         self._transport.connect({*channels, *self._ties.peers})
         self._ties.meet()
         self._runner = Runner(self._transport, dynamic=self._dynamic)

@@ -27,6 +27,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,16 +69,15 @@ class StageBackend:
     """
 
     def __init__(self, inner: Any = "inductor", *, memory_budget: float | None = None) -> None:
-        if isinstance(inner, StageBackend):
-            inner, memory_budget = inner.inner, inner.memory_budget
-        self.inner = inner
-        self.memory_budget = memory_budget
+        again = isinstance(inner, StageBackend)
+        self.inner: Any = inner.inner if again else inner
+        self.memory_budget: float | None = inner.memory_budget if again else memory_budget
         self.told = False  # that something could not be compiled
 
     def __eq__(self, other: object) -> bool:
         """Equal ones share compiled code: thirty layers, each compiled by itself, are then compiled once."""
-        same = type(other) is type(self) and bool(self.inner == other.inner)  # type: ignore[attr-defined]
-        return same and self.memory_budget == other.memory_budget  # type: ignore[attr-defined]
+        same = type(other) is type(self) and bool(self.inner == other.inner)
+        return same and bool(self.memory_budget == other.memory_budget)  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
         return hash(type(self))
@@ -167,14 +167,15 @@ def _with_aot(
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
-    as_it_is = inner in (lookup_backend("eager"), lookup_backend("aot_eager"))
+    bare = getattr(inner, "compiler_fn", inner)  # torch.compile wraps those that have a name
+    as_it_is = bare in (lookup_backend("eager"), lookup_backend("aot_eager"))
 
     def compiler(part: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         compiled: Compiled = make_boxed_func(part.forward if as_it_is else inner(part, list(inputs)))
         return compiled
 
     def forward(part: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return noted.take_forward(part, compiler(part, inputs))
+        return noted.take_forward(part, partial(compiler, part, inputs))
 
     def backward(part: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return noted.take_backward(split_backward(part, inputs, weights=weights, compiler=compiler), inputs)
@@ -194,7 +195,7 @@ def _with_inductor(
 
     def compile_part(part: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         if not options.get("is_backward"):
-            return noted.take_forward(part, compile_fx_inner(part, inputs, **options))
+            return noted.take_forward(part, partial(compile_fx_inner, part, inputs, **options))
         saved = options.pop("static_input_idxs", ())
 
         def compiler(half: fx.GraphModule, given: Sequence[Any]) -> Compiled:

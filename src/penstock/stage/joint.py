@@ -16,7 +16,7 @@ a saved tensor which was changed in place is found out, and hooks that move save
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,12 @@ class Noted:
     backward: BackwardParts | None = None
     tangents: Sequence[Any] = ()  # the last inputs of the backward graph, as they were traced
 
-    def take_forward(self, part: fx.GraphModule, compiled: Compiled) -> Compiled:
+    def take_forward(self, part: fx.GraphModule, compiler: Callable[[], Compiled]) -> Compiled:
         context = torch._guards.TracingContext.try_get()
-        self.forward, self.metadata = compiled, None if context is None else context.fw_metadata
+        self.metadata = None if context is None else context.fw_metadata  # a backend may trace the part once more
         self.num_inputs = len(part.graph.find_nodes(op="placeholder"))
-        return compiled
+        self.forward = compiler()
+        return self.forward
 
     def take_backward(self, parts: BackwardParts | Compiled, inputs: Sequence[Any]) -> Any:
         if isinstance(parts, BackwardParts):

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.errors import PlaceError, StageError
 from penstock.stage.routes import Routes
+from penstock.stage.twins import CompileOptions, compile_in_place
 
 
 class PipelineStage:
@@ -23,6 +24,7 @@ class PipelineStage:
     transport. `input_args` and `output_args` (tensors, or what has their shape and dtype) are optional: penstock finds
     shapes by itself; given, they are checked. `dw_builder` makes the weight work of a split backward by hand.
     `get_mesh(names, layout)` names the mesh on which arriving DTensors are put, where no parameter shows it.
+    `compile`, True or options of torch.compile (``{"mode": "max-autotune"}``, and `memory_budget`), compiles it in place.
     """
 
     routes: Routes | None = None  # set by capture; a hand-made stage reads all that the stage before it returns
@@ -39,6 +41,7 @@ class PipelineStage:
         group: Any = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: Callable[..., Any] | None = None,
+        compile: CompileOptions = False,  # noqa: A002  the word of torch and of everybody
     ) -> None:
         if not isinstance(submodule, nn.Module):
             raise StageError(f"a stage needs an nn.Module, got {type(submodule).__name__}")
@@ -56,6 +59,7 @@ class PipelineStage:
         self.group_rank, self.group_size = place_in(group)
         if self.group_size > num_stages:
             raise StageError(f"{self.group_size} ranks for {num_stages} stages; expected at least one stage a rank")
+        compile_in_place(submodule, compile)
 
     @property
     def is_first(self) -> bool:

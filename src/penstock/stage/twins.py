@@ -59,8 +59,7 @@ def compile_in_place(module: nn.Module, given: CompileOptions) -> None:
     check_compile_options(given)
     if given is False:
         return
-    while isinstance(module, DistributedDataParallel):
-        module = module.module
+    module = _without_ddp(module)
     if _compiled_call(module) is not None:
         raise StageError(
             "the stage's module is compiled already; give compile=, or a compiled module, and not both of them"
@@ -70,6 +69,12 @@ def compile_in_place(module: nn.Module, given: CompileOptions) -> None:
     for_inner = {name: options.pop(name) for name in ("backend", "mode", "options", "dynamic") if name in options}
     inner = _backend_of(torch.compile(_identity, **for_inner))
     module.compile(backend=StageBackend(inner, memory_budget=budget), dynamic=for_inner.get("dynamic"), **options)
+
+
+def _without_ddp(module: nn.Module) -> nn.Module:
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module
 
 
 def _identity(x: Any) -> Any:
@@ -92,17 +97,22 @@ def _inner_backend(context: Any) -> Any:
 class CompiledPart:
     """One part: where its compiled call is kept, and what else can stand there."""
 
-    def __init__(self, module: nn.Module, *, place: str, context: Any, split: bool) -> None:
+    def __init__(self, module: nn.Module, *, place: str, context: Any, split: bool, alone: bool) -> None:
+        self.module = module.get_submodule("_orig_mod") if place == "forward" else module  # an OptimizedModule, or not
         self.attributes = module.__dict__
         self.place = place  # the name of the attribute that is called
-        self.eager: Callable[..., Any] = (
-            module.get_submodule("_orig_mod") if place == "forward" else module._call_impl  # an OptimizedModule, or not
-        )
+        self.eager = _call_of(self.module, alone=alone)
         make = SplitBackend if split else StageBackend
         self.backend = make(_inner_backend(context))
         options = {"backend": self.backend, "fullgraph": bool(context.fullgraph), "dynamic": context._dynamic}
-        twin: Any = torch.compile(self.eager, **options)
-        self.twin: Callable[..., Any] = twin.forward if place == "forward" else twin
+        self.twin: Callable[..., Any] = torch.compile(self.eager, **options)
+
+    def tell_untraced(self) -> None:
+        """Say that torch.compile found nothing in it that it can compile, and why."""
+        if next(self.module.parameters(), None) is None:
+            return  # perhaps there is nothing to compute
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        self.backend.tell(StageError(next(reversed(breaks), "torch.compile found no graph in it")))
 
     def put(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Let this be called instead; what was called before comes back."""
@@ -112,10 +122,16 @@ class CompiledPart:
 
 
 class CompiledParts:
-    """All compiled parts of a module; none of them is inside another."""
+    """All compiled parts of a module; none of them is inside another.
+
+    With `split`, the backward of each comes in two parts. That of a module which is compiled as a whole always does: it costs
+    nothing, and all plans share what is compiled. (Parts beside eager ones may share parameters with those, whose hooks would
+    fire once for each.)
+    """
 
     def __init__(self, module: nn.Module, *, split: bool) -> None:
-        self.split = split  # whether the backward of the twins comes in two parts
+        whole = _compiled_call(_without_ddp(module)) is not None
+        self.split = split = split or whole
         self.parts: list[CompiledPart] = []
         self.before: list[Callable[..., Any]] | None = None  # while the twins run: what ran before them
         inside: set[nn.Module] = set()
@@ -123,7 +139,7 @@ class CompiledParts:
             found = _compiled_call(part)
             if found is not None and part not in inside:
                 place, context = found
-                self.parts.append(CompiledPart(part, place=place, context=context, split=split))
+                self.parts.append(CompiledPart(part, place=place, context=context, split=split, alone=whole))
                 inside.update(part.modules())
 
     def __bool__(self) -> bool:
@@ -156,6 +172,21 @@ class CompiledParts:
             yield
         finally:
             self.remove()
+
+
+def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Any]:
+    """A call of the module as torch.compile sees it: from a function of its own on, through whatever module that is.
+
+    torch.compile keeps what it has compiled with the code of a function, and only so many versions of it. So a stage that is
+    compiled as a whole has code `alone`; equal layers of one stage, each compiled by itself, share theirs.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    if alone:
+        call.__code__ = call.__code__.replace(co_name="call_stage")
+    return call
 
 
 def _compiled_call(part: nn.Module) -> tuple[str, Any] | None:

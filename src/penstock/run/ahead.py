@@ -1,0 +1,170 @@
+"""Before the first microbatch: all ranks learn their shapes from runs without data, and compile at the same time.
+
+Without it, ranks compile one after another down the pipeline: each waits for the first activation, and then for the first
+gradient. Here descriptions of what stages give travel ahead of the data. Each stage is *rehearsed* with what it will be given
+(see `penstock.stage.rehearsal`) and tells the stages after it. A stage that cannot be, tells that, and is compiled when its
+first microbatch comes; so are those after it.
+
+Every rank takes part, once for each program, if some rank has a compiled stage: they ask one another before the first step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from penstock.comm.framing import Receiving, frame
+from penstock.errors import PenstockError
+from penstock.run.boxes import Inbox, Outbox
+from penstock.run.channel import Channel, Poisoned
+from penstock.run.layout import DATA, POISON, Description, Layout, TensorLayout
+from penstock.run.stage_run import StageRun
+from penstock.stage.boundary import flatten, unflatten
+from penstock.stage.rehearsal import PartCall, Rehearsal, compile_calls, rehearse
+
+if TYPE_CHECKING:
+    from penstock.run.program import Program
+
+_log = logging.getLogger("penstock")
+
+
+class Ahead:
+    """The rehearsal of one program's stages."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.wanted = False  # whether some rank has a compiled stage
+        self.done = False
+        self.due = False  # in this step, and not over yet
+        self.to_send: list[Outbox] = []  # of stages that have not told what they give
+        self.to_hear: dict[int, list[Inbox]] = {}  # by rank: what it has not told
+        self.layouts: dict[int, Layout | None] = {}  # by producer, of what this rank's stages read; None: nobody knows
+        self.calls: list[PartCall] = []
+
+    def open(self) -> None:
+        """A step begins in which messages describe themselves."""
+        if not self.wanted or self.done:
+            return
+        self.done = self.due = True
+        program = self.program
+        self.to_send = [program.outboxes[key] for key in sorted(program.outboxes)]
+        for _, inbox in sorted(program.inboxes.items()):
+            if inbox.channel is not None:
+                self.to_hear.setdefault(inbox.channel.peer, []).append(inbox)
+
+    def run(self) -> None:
+        """Tell and hear, then compile what is here."""
+        for index in sorted(self.program.runs):
+            self.rehearse(self.program.runs[index])
+        self.flush()
+        self.due = False
+        calls, self.calls, self.layouts = self.calls, [], {}
+        if calls:
+            stages = ", ".join(str(index) for index, run in self.program.runs.items() if run.compiled is not None)
+            _log.info("rank %d compiles stage %s", self.program.rank, stages)
+            began = time.perf_counter()
+            compile_calls(calls)
+            _log.info("rank %d has compiled stage %s in %.1f s", self.program.rank, stages, time.perf_counter() - began)
+
+    def abandon(self) -> None:
+        """The step has failed here: the other ranks still wait to be told, and tell."""
+        self.due = False
+        for outbox in self.to_send[:]:
+            with suppress(RuntimeError, PenstockError):
+                self.tell(outbox, None)
+        for peer, inboxes in self.to_hear.items():
+            with suppress(RuntimeError, PenstockError):
+                while inboxes:
+                    self.hear(self.program.channels[peer])
+        with suppress(RuntimeError, PenstockError):
+            self.flush()
+        self.calls, self.layouts = [], {}
+
+    def rehearse(self, run: StageRun) -> None:
+        found: Rehearsal | None = None
+        for inbox in run.inboxes.values():
+            while inbox.producer not in self.layouts:
+                assert inbox.channel is not None, "stages of this rank come in their order"
+                self.hear(inbox.channel)
+        if all(self.layouts[producer] is not None for producer in run.inboxes):
+            try:
+                found = rehearse(run.module, run.compiled, *self.arguments(run))
+            except Exception as error:  # noqa: BLE001  what cannot run without data runs with it
+                _log.debug("stage %d cannot be run without data: %s", run.stage.stage_index, error)
+        for outbox in run.outboxes:
+            self.tell(outbox, found)
+        if found is not None:
+            self.calls += found.calls
+
+    def arguments(self, run: StageRun) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the stage will be called with for the first microbatch: what this rank has itself, and zeros."""
+        for inbox in run.inboxes.values():
+            self.fill(inbox)
+        try:
+            return run.arguments(0)
+        finally:
+            for inbox in run.inboxes.values():
+                inbox.leaves[0] = inbox.values[0] = None
+
+    def fill(self, inbox: Inbox) -> None:
+        layout = self.layouts[inbox.producer]
+        assert layout is not None, "only what is known is made up"
+        device = self.program.transport.device
+        leaves = [
+            tensor.empty(device).zero_().requires_grad_(tensor.requires_grad and inbox.grad)
+            for tensor in layout.tensors
+        ]
+        inbox.leaves[0], inbox.values[0] = leaves, unflatten(layout.spec, leaves)
+
+    # -- messages
+
+    def tell(self, outbox: Outbox, found: Rehearsal | None) -> None:
+        """What a stage gives to the stages of one rank, or that nobody knows."""
+        self.to_send.remove(outbox)
+        layout = None
+        if found is not None:
+            with suppress(PenstockError):
+                layout = _layout(*flatten(outbox.chosen(found.output)))
+        if outbox.inbox is not None:
+            self.layouts[outbox.stage] = layout
+            return
+        channel = outbox.channel
+        assert channel is not None, "the stage sits here or elsewhere"
+        try:
+            for part in frame(POISON, b"") if layout is None else frame(DATA, layout.encode()):
+                work = channel.tell([part])
+                if work is not None:
+                    channel.sent.append(work)
+        except RuntimeError as error:
+            channel.fail(error)
+
+    def hear(self, channel: Channel) -> None:
+        """What a rank tells next."""
+        inbox = self.to_hear[channel.peer].pop(0)
+        self.layouts[inbox.producer] = None
+        heard: list[bytes] = []
+
+        def receive() -> Receiving[None]:
+            heard.append((yield from channel.receive_description()))
+
+        channel.incoming.append(receive())
+        with suppress(Poisoned):
+            channel.pull()
+            description = Description.decode(heard[0])
+            if all(tensor.distributed is None for tensor in description.tensors):
+                with suppress(PenstockError):
+                    self.layouts[inbox.producer] = description.layout()
+
+    def flush(self) -> None:
+        for channel in self.program.channels.values():
+            channel.flush()
+
+
+def _layout(tensors: Sequence[Tensor], spec: Any) -> Layout | None:
+    found = tuple(map(TensorLayout.of, tensors))
+    return Layout(found, spec) if all(tensor.distributed is None for tensor in found) else None

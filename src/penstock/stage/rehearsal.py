@@ -1,0 +1,118 @@
+"""A stage run without data, to learn what it gives and with what its compiled parts are called; and their compilation.
+
+    rehearsal = rehearse(module, parts, (x,), {})
+    rehearsal.output                    # fake tensors: shapes, types and nothing else
+    compile_calls(rehearsal.calls)      # each part is compiled for what it would be called with; nothing is computed
+
+Forward hooks are left out of it. So are parameters: gradients, buffers and random numbers stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.nest import map_tensors
+from penstock.stage.compiled import CompiledAhead, only_compiling
+from penstock.stage.forward import remember
+from penstock.stage.twins import CompiledPart, CompiledParts
+
+
+@dataclass
+class PartCall:
+    """A call of a compiled part, with fake tensors."""
+
+    part: CompiledPart
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Rehearsal:
+    """What a run without data showed."""
+
+    output: Any = None
+    calls: list[PartCall] = field(default_factory=list)
+
+
+def rehearse(
+    module: nn.Module, parts: CompiledParts | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Rehearsal:
+    """Run the module without data. Whatever cannot be run so (a branch on a value) raises what torch raises."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    found = Rehearsal()
+    rewind = remember(module, ())
+    try:
+        args, kwargs = map_tensors(mode.from_tensor, (args, kwargs))
+        with ExitStack() as stack:
+            stack.enter_context(mode)
+            stack.enter_context(_without_hooks(module))
+            if parts is not None:
+                stack.enter_context(_noting(parts, found.calls))
+            found.output = module(*args, **kwargs)
+    finally:
+        rewind()
+    return found
+
+
+@contextmanager
+def _noting(parts: CompiledParts, calls: list[PartCall]) -> Iterator[None]:
+    """In the place of each part its eager self runs, and its calls are noted."""
+
+    def instead_of(part: CompiledPart) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(PartCall(part, args, kwargs))
+            return part.eager(*args, **kwargs)
+
+        return call
+
+    before = [part.put(instead_of(part)) for part in parts.parts]
+    try:
+        yield
+    finally:
+        for part, call in zip(parts.parts, before, strict=True):
+            part.put(call)
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    before = [(part, name, part.__dict__[name]) for part in module.modules() for name in names if part.__dict__[name]]
+    for part, name, _ in before:
+        part.__dict__[name] = OrderedDict()
+    try:
+        yield
+    finally:
+        for part, name, hooks in before:
+            part.__dict__[name] = hooks
+
+
+def compile_calls(calls: list[PartCall]) -> None:
+    """Compile each part for what it was called with. One that cannot be traced says why when it is called in earnest."""
+    for call in calls:
+        args, kwargs = map_tensors(_blank, (call.args, call.kwargs))
+        rewind = remember(call.part.module, ())
+        try:
+            with only_compiling():
+                call.part.twin(*args, **kwargs)
+        except CompiledAhead:
+            continue
+        except Exception:  # noqa: BLE001  the first microbatch comes upon it as well, where it can be told whose it is
+            rewind()
+        else:
+            rewind()
+            call.part.tell_untraced()
+
+
+def _blank(fake: Tensor) -> Tensor:
+    """Zeros that look like this."""
+    made = torch.empty_strided(tuple(fake.shape), fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
+    return made.requires_grad_(fake.requires_grad)
