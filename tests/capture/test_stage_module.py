@@ -85,6 +85,37 @@ def test_compiles() -> None:
     torch.testing.assert_close(compiled(x), pipe.get_stage_module(0)(x))
 
 
+class Branching(nn.Module):
+    """Other numbers for few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = x * 2 if x.shape[0] > 3 else x * 3
+        pipe_split()
+        return self.second(x)
+
+
+def test_compiled_sizes_of_one_and_branches_on_sizes_are_right_or_refused() -> None:
+    torch._dynamo.reset()
+    model = Branching()
+    pipe = _pipe(model, torch.randn(6, 4))
+    stages = [torch.compile(pipe.get_stage_module(k), backend="aot_eager") for k in range(2)]
+    for rows in (6, 8, 2, 1, 5, 3):
+        x = torch.randn(rows, 4)
+        (hidden,) = stages[0](x)
+        torch.testing.assert_close(stages[1](hidden.detach().requires_grad_()), model(x))
+    torch._dynamo.reset()
+    strict = torch.compile(pipe.get_stage_module(0), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(strict(torch.ones(7, 4)), pipe.get_stage_module(0)(torch.ones(7, 4)))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_unusual_key"):
+        strict(torch.ones(2, 4))
+    torch._dynamo.reset()
+
+
 def test_compiles_with_regions() -> None:
     torch._dynamo.reset()
     model, x = toys.Regions().eval(), torch.randn(6, 4)

@@ -22,7 +22,7 @@ from torch import nn
 from penstock.capture.arguments import model_values
 from penstock.capture.cutter import StagePiece
 from penstock.capture.stage_graph import OperatorGraph
-from penstock.capture.wires import Fixed, Guard, Key, Wire, check_sizes, where
+from penstock.capture.wires import Fixed, Guard, Key, Wire, check_sizes, sizes_fit, where
 from penstock.errors import CaptureError, ShapeError
 from penstock.nest import Kind
 
@@ -143,7 +143,20 @@ class StageModule(nn.Module):
     def _key_of(self, values: Sequence[Any]) -> Key:
         """Which graph is for these inputs: that of the present mode, or one of its own for sizes that need it."""
         if torch.compiler.is_compiling():
-            return self._key
+            usual = torch.compiler.is_exporting() or sizes_fit(
+                self.inputs, values, self.partners, self._guards[self._key]
+            )
+            return self._key if usual else self._unusual_key(values)
+        return self._known_key(values)
+
+    def _unusual_key(self, values: Sequence[Any]) -> Key:
+        """Outside of what is compiled: another graph may have to be traced, or the sizes refused."""
+        key: Key = torch.compiler.disable(self._known_key)(values)  # type: ignore[no-untyped-call]
+        return key
+
+    _unusual_key._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable would import all of torch._dynamo
+
+    def _known_key(self, values: Sequence[Any]) -> Key:
         seen = (self._key, *[value.shape if isinstance(value, torch.Tensor) else None for value in values])
         known = self._keys.get(seen)
         if known is None:

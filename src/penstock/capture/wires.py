@@ -7,7 +7,7 @@ stage.outputs    # values that later stages use, or the leaves of the model's ou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,9 +127,20 @@ class Guard:
     text: str
     names: frozenset[str]
 
+    def __post_init__(self) -> None:
+        """Make a function of the text, through which torch.compile can look."""
+        order = sorted(self.names)
+        object.__setattr__(self, "_order", order)
+        object.__setattr__(self, "_function", eval(f"lambda {', '.join(order)}: {self.text}", {"math": math}))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Guard, (self.text, self.names)
+
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Whether it is true; a stage that does not see all of these sizes leaves it to others."""
-        return not self.names <= sizes.keys() or bool(eval(self.text, {"math": math}, dict(sizes)))
+        order: list[str] = self._order  # type: ignore[attr-defined]
+        given = [sizes[name] for name in order if name in sizes]
+        return len(given) < len(order) or bool(self._function(*given))  # type: ignore[attr-defined]
 
 
 def guards_of(program: torch.export.ExportedProgram) -> tuple[Guard, ...]:
@@ -144,6 +155,26 @@ def guards_of(program: torch.export.ExportedProgram) -> tuple[Guard, ...]:
         Guard(printer.doprint(guard.expr), frozenset(map(str, guard.expr.free_symbols)))
         for guard in mode.shape_env.guards
     )
+
+
+def sizes_fit(wires: Sequence[Wire], values: Sequence[Any], partners: Collection[str], guards: Sequence[Guard]) -> bool:
+    """Whether values are as captured: no size that changes is 1, and no guard is broken.
+
+    torch.compile can look through it, and then guards what it asks. `partners` names the sizes that change.
+    """
+    sizes: dict[str, int] = {}
+    for wire, value in zip(wires, values, strict=True):
+        if wire.kind != "tensor" or not isinstance(value, torch.Tensor):
+            continue
+        if value.dim() != len(wire.shape):
+            return False
+        for expected, now in zip(wire.shape, value.shape, strict=True):
+            if isinstance(expected, str):
+                if sizes.setdefault(expected, now) != now or (now == 1 and expected in partners):
+                    return False
+            elif expected != now:
+                return False
+    return all(guard.holds(sizes) for guard in guards)
 
 
 def where_shapes_differ(known: Sequence[Sequence[int | str]], here: Sequence[Sequence[int | str]]) -> list[Guard]:

@@ -87,11 +87,11 @@ class Ahead:
 
     def rehearse(self, run: StageRun) -> None:
         found: Rehearsal | None = None
-        for inbox in run.inboxes.values():
+        for inbox in run.inboxes:
             while inbox.producer not in self.layouts:
                 assert inbox.channel is not None, "stages of this rank come in their order"
                 self.hear(inbox.channel)
-        if all(self.layouts[producer] is not None for producer in run.inboxes):
+        if all(self.layouts[inbox.producer] is not None for inbox in run.inboxes):
             try:
                 found = rehearse(run.module, run.compiled, *self.arguments(run))
             except Exception as error:  # noqa: BLE001  what cannot run without data runs with it
@@ -103,13 +103,13 @@ class Ahead:
 
     def arguments(self, run: StageRun) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the stage will be called with for the first microbatch: what this rank has itself, and zeros."""
-        for inbox in run.inboxes.values():
+        for inbox in run.inboxes:
             self.fill(inbox)
         try:
             return run.arguments(0)
         finally:
-            for inbox in run.inboxes.values():
-                inbox.leaves[0] = inbox.values[0] = None
+            for inbox in run.inboxes:
+                inbox.arrived[0] = inbox.values[0] = None
 
     def fill(self, inbox: Inbox) -> None:
         layout = self.layouts[inbox.producer]
@@ -119,7 +119,7 @@ class Ahead:
             tensor.empty(device).zero_().requires_grad_(tensor.requires_grad and inbox.grad)
             for tensor in layout.tensors
         ]
-        inbox.leaves[0], inbox.values[0] = leaves, unflatten(layout.spec, leaves)
+        inbox.arrived[0], inbox.values[0] = leaves, unflatten(layout.spec, leaves)
 
     # -- messages
 
