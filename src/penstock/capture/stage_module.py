@@ -151,7 +151,7 @@ class StageModule(nn.Module):
 
     def _unusual_key(self, values: Sequence[Any]) -> Key:
         """Outside of what is compiled: another graph may have to be traced, or the sizes refused."""
-        key: Key = torch.compiler.disable(self._known_key)(values)  # type: ignore[no-untyped-call]
+        key: Key = torch.compiler.disable(self._known_key)(values)
         return key
 
     _unusual_key._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable would import all of torch._dynamo
