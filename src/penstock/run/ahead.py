@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock")
 
 
-class Ahead:
+class DressRehearsal:
     """The rehearsal of one program's stages."""
 
     def __init__(self, program: Program) -> None:

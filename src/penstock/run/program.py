@@ -15,7 +15,7 @@ from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.plan import Action, AnyAction, Op, Overlap, unpack
 from penstock.plan.actions import peer_of
-from penstock.run.ahead import Ahead
+from penstock.run.ahead import DressRehearsal
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
 from penstock.run.inputs import StepInputs
@@ -84,7 +84,7 @@ class Program:
         self.codes = self.plan.codes[self.rank]
         self.actions = tuple(map(unpack, self.codes))
         self._connect()
-        self.ahead = Ahead(self)
+        self.ahead = DressRehearsal(self)
         self.warm = [self.bind(action, cold=False) for action in self.actions]
         self.cold = [self.bind(action, cold=True) for action in self.actions]
         for position, points in reap_points(self.plan, self.rank).items():

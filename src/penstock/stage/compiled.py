@@ -35,7 +35,7 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import NotCompiled
 from penstock.stage.cut_graph import NOTE, Compiled, split_backward
-from penstock.stage.joint import Joint, Noted
+from penstock.stage.joint import Joint, TracedGraph
 
 
 class CompiledAhead(Exception):
@@ -114,7 +114,7 @@ class StageBackend:
         """The graph as a function, differentiable where it must be."""
         inner = self._inner()
         if self.memory_budget is not None and not _is_inductor(self.inner):
-            return _or_compiled(_with_aot(graph, examples, inner, Noted(), memory_budget=self.memory_budget))
+            return _or_compiled(_with_aot(graph, examples, inner, TracedGraph(), memory_budget=self.memory_budget))
         return _or_compiled(inner(graph, list(examples)))
 
     def _inner(self) -> Any:
@@ -132,7 +132,7 @@ class SplitBackend(StageBackend):
             for place, example in enumerate(examples)
             if isinstance(example, nn.Parameter) and example.requires_grad
         )
-        noted = Noted()
+        noted = TracedGraph()
         if _is_inductor(self.inner):
             made = _with_inductor(graph, examples, self.inner, weights, noted)
         else:
@@ -156,7 +156,7 @@ def _with_aot(
     graph: fx.GraphModule,
     examples: Sequence[Any],
     inner: Any,
-    noted: Noted,
+    noted: TracedGraph,
     *,
     weights: frozenset[int] = frozenset(),
     memory_budget: float | None = None,
@@ -187,7 +187,7 @@ def _with_aot(
 
 
 def _with_inductor(
-    graph: fx.GraphModule, examples: Sequence[Any], inner: Any, weights: frozenset[int], noted: Noted
+    graph: fx.GraphModule, examples: Sequence[Any], inner: Any, weights: frozenset[int], noted: TracedGraph
 ) -> Callable[..., Any]:
     """Inductor's own way, but for the compilation of the backward graph."""
     import torch._functorch.config as functorch_config

@@ -31,7 +31,7 @@ _ANCHOR = torch.zeros((), requires_grad=True)  # where no input needs a gradient
 
 
 @dataclass
-class Noted:
+class TracedGraph:
     """What AOTAutograd handed to the compilers of a graph, and what they made of it."""
 
     forward: Compiled | None = None
@@ -57,7 +57,7 @@ class Noted:
 class Joint:
     """A graph whose forward and backward are called directly."""
 
-    def __init__(self, noted: Noted, wanted: list[int], weights: list[int]) -> None:
+    def __init__(self, noted: TracedGraph, wanted: list[int], weights: list[int]) -> None:
         assert noted.forward is not None, "only a graph that was compiled is called"
         assert noted.backward is not None, "only a graph whose backward was cut is called directly"
         metadata = noted.metadata
@@ -75,7 +75,7 @@ class Joint:
         self.places = [self.backward.sources.index(place) for place in wanted]
 
     @classmethod
-    def of(cls, noted: Noted, examples: Sequence[Any], weights: frozenset[int]) -> Joint | None:
+    def of(cls, noted: TracedGraph, examples: Sequence[Any], weights: frozenset[int]) -> Joint | None:
         """None if the graph does something that only AOTAutograd's own runtime can do."""
         wanted = [
             place
