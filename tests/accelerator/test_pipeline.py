@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -151,3 +152,79 @@ def infinite(grad: Tensor) -> Tensor:
 def test_a_scaler_asks_the_device_for_nothing_and_all_ranks_skip_an_overflow(sim: SimPool, poison: int | None) -> None:
     expected = (0, True, 1024.0) if poison is None else (0, False, 512.0)
     assert sim.run(2, "eager", scales, poison) == [expected] * 2
+
+
+def from_the_host(device: torch.device, kind: str) -> dict[str, Any]:
+    """The model and the batch are in host memory, or the model is nowhere; `device=` says where to compute."""
+    x, y = pipes.batch(MICROBATCHES)
+    model, options = whole_model(), {}
+    if kind == "meta":
+        options = {"weights": model.state_dict()}
+        model = whole_model().to("meta")
+    pipe = penstock.Pipeline(
+        model,
+        (x,),
+        loss_fn=nn.functional.mse_loss,
+        schedule="1f1b",
+        microbatches=MICROBATCHES,
+        profile=False,
+        device=device,
+        **options,
+    )
+    places = {parameter.device.type for parameter in pipe.parameters()}
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    noticed = Noticed(device)
+    results, waits = [], []
+    for step in range(STEPS):
+        noticed.again()
+        batch = (x, y) if step % 2 == 0 else (x.to(device), y.to(device))  # on the host, or on the device
+        noticed.again()
+        results.append(pipe.step(batch[0], target=batch[1]))
+        waits += noticed.sim.waits() if step else []
+        optimizer.step()
+        optimizer.zero_grad()
+    violations = noticed.sim.violations()
+    evaluated = pipe.evaluate(x, target=y).loss
+    losses = [result.loss for result in results]
+    return {"places": places, "losses": losses, "evaluated": evaluated, "waits": waits, "violations": violations}
+
+
+@pytest.mark.parametrize("kind", ["host", "meta"])
+def test_a_model_and_a_batch_in_host_memory_go_to_the_device_without_a_wait_or_a_race(sim: SimPool, kind: str) -> None:
+    expected = plain(STEPS + 1)
+    for found in sim.run(2, "eager", from_the_host, kind, timeout=100):
+        assert found["places"] == {"sim"}
+        assert found["losses"] == pytest.approx(expected[:STEPS])
+        assert found["evaluated"] == pytest.approx(expected[STEPS])
+        assert found["waits"] == []
+        assert found["violations"] == []
+
+
+def overlaps(device: torch.device) -> tuple[bool, bool]:
+    """Whether the second microbatch is copied while the first is computed, and on a stream of its own."""
+    from penstock.run.feed import Feed
+
+    sim = pipes.simulation(device)
+    feed = Feed(device, torch.Stream(device=device))
+    first, second = torch.ones(4), torch.full((4,), 2.0)
+    here = feed.of([first, second], 0)
+    sim.busy(0.3)  # what is computed with the first
+    total = here.sum()
+    there = feed.of([first, second], 1)
+    copied = sim.peek(there)[0].item() == 2.0 or waits_a_little(sim, there)
+    busy = not torch.accelerator.current_stream().query()
+    assert (total + there.sum()).item() == 12.0
+    return copied, busy
+
+
+def waits_a_little(sim: Any, tensor: Tensor) -> bool:
+    """The copy takes the time of a thread's turn; the kernel before it on the other stream takes much longer."""
+    for _ in range(50):
+        if sim.peek(tensor)[0].item() == 2.0:
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def test_the_next_microbatch_is_copied_while_this_one_is_computed(sim: SimPool) -> None:
+    assert sim.run(1, "lazy", overlaps) == [(True, True)]

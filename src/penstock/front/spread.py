@@ -82,7 +82,7 @@ def agree_on_rows(ends: Ends, rows: int | None, problem: Exception | None) -> in
         if problem is not None:
             raise problem
         return rows
-    table = torch.zeros(ends.transport.num_ranks, dtype=torch.float64, device=ends.transport.device)
+    table = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
     table[ends.rank] = _FAILED if problem is not None else _NOTHING if rows is None else rows
     ends.transport.sum(table)
     found = [int(value) for value in table]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from penstock.run.inputs import StepInputs
+from penstock.run.feed import Feed
+from penstock.run.inputs import Given, StepInputs
 from penstock.run.schedule import Schedule
 
 
@@ -16,6 +18,16 @@ class WeightedSchedule(Schedule):
 
     factor: float | Tensor = 1.0  # of the loss before the backward; the loss that is reported stays as it is
     _shares: Sequence[Any] | None = None
+    _copies: torch.Stream | None = None  # for copies of the batch to the device
+
+    def _cut(self, given: Given, *, train: bool) -> StepInputs:
+        inputs = super()._cut(given, train=train)
+        device = self.stages[0].device
+        if device.type != "cpu":  # the batch may be in host memory all the same
+            if self._copies is None:
+                self._copies = torch.Stream(device=device)
+            inputs.feed = Feed(device, self._copies)
+        return inputs
 
     def _weights(self, inputs: StepInputs) -> Sequence[float | Tensor] | None:
         shares = self._shares = super()._weights(inputs)

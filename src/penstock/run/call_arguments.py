@@ -34,10 +34,10 @@ class CallArguments:
 
     def of(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Those of a microbatch, as soon as they are there."""
-        kwargs = self.inputs.kwargs[microbatch] if self.inputs.kwargs else {}
         if self.routes is None:
+            kwargs = self.inputs.of(self.inputs.kwargs, microbatch) if self.inputs.kwargs else {}
             if self.box is None:
-                args = self.inputs.args[microbatch]  # type: ignore[index]
+                args = self.inputs.of(self.inputs.args, microbatch)  # type: ignore[arg-type]
             else:
                 value = self.box.ready(microbatch)
                 if self.copies:
@@ -48,7 +48,7 @@ class CallArguments:
             return args, kwargs
         if self.bound is None:
             self.bound = self.routes.bind(self.inputs.args, self.inputs.kwargs, self.num_microbatches)
-        row = list(self.bound[microbatch])
+        row = list(self.inputs.of(self.bound, microbatch))
         for inbox, places in self.taken:
             value = inbox.ready(microbatch)
             if self.copies:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.batch import Microbatches, sizes_of, weights
 from penstock.errors import StageError
+from penstock.run.feed import Feed
 from penstock.run.protocol import UNKNOWN, Rows
 from penstock.stage.boundary import flatten
 
@@ -52,6 +53,11 @@ class StepInputs:
     weights: Sequence[float | Tensor] | None = None  # of the microbatches in the loss; None: each counts 1
     keep_outputs: bool = False
     loss_fn: Callable[..., Tensor] | None = None
+    feed: Feed | None = None  # brings what is in host memory to the device; None: everything is where it is needed
+
+    def of(self, values: Sequence[Any], microbatch: int) -> Any:
+        """What a microbatch reads of what the user gave, where it is needed."""
+        return values[microbatch] if self.feed is None else self.feed.of(values, microbatch)
 
 
 def shares(inputs: StepInputs, size: int) -> list[float]:

@@ -26,7 +26,7 @@ class LastStage:
     def finish(self, microbatch: int, output: Any, inputs: StepInputs) -> None:
         """After a forward: compute the loss, keep the output if it is asked for."""
         if inputs.loss_fn is not None and inputs.targets is not None:
-            loss = inputs.loss_fn(output, inputs.targets[microbatch], **inputs.loss_kwargs)
+            loss = inputs.loss_fn(output, inputs.of(inputs.targets, microbatch), **inputs.loss_kwargs)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
                 raise StageError(f"loss_fn returned {what}; expected a tensor with one number")

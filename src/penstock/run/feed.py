@@ -1,0 +1,71 @@
+"""Feed: brings a batch that is in host memory to the device, microbatch by microbatch, while the device computes.
+
+    feed = Feed(device, stream)
+    feed.start(second)        # a copy begins, on the feed's own stream
+    feed.take(first)          # the same nest on the device; the current stream waits for its copies, and no host does
+
+Memory of the host that is not pinned is copied to pinned memory first, by the host; where a device has none, the host waits
+for the copy. Tensors that are on a device already are left alone, and one that several microbatches share is copied once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.nest import map_tensors
+
+
+class Feed:
+    """The copies of one step. The stream is the caller's, and the same for all steps."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
+        self._device, self._stream = device, stream
+        self._begun: dict[int, tuple[Tensor, Tensor, torch.Event]] = {}  # by the id of a tensor, which is kept too
+
+    def of(self, values: Sequence[Any], microbatch: int) -> Any:
+        """The value of a microbatch, on the device; the copy of the next one begins."""
+        self.start(values[microbatch])
+        if microbatch + 1 < len(values):
+            self.start(values[microbatch + 1])
+        return self.take(values[microbatch])
+
+    def start(self, value: Any) -> None:
+        """Begin to copy what is in host memory."""
+        map_tensors(self._begin, value)
+
+    def take(self, value: Any) -> Any:
+        """The value with all its tensors on the device."""
+        return map_tensors(self._take, value)
+
+    def _begin(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and not tensor.requires_grad and id(tensor) not in self._begun:
+            source = _pinned(tensor)
+            with self._stream, torch.no_grad():
+                there = source.to(self._device, non_blocking=True)
+            done = torch.Event(device=self._device)
+            done.record(self._stream)
+            self._begun[id(tensor)] = tensor, there, done
+        return tensor
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        if tensor.requires_grad:  # its copy is a part of the graph
+            return tensor.to(self._device)
+        self._begin(tensor)
+        _, there, done = self._begun[id(tensor)]
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_event(done)
+        there.record_stream(current)  # its memory belongs to the feed's stream
+        return there
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    try:
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+    except (RuntimeError, NotImplementedError):  # a device without pinned memory
+        return tensor
