@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "parallel": ("comm",),
     "stage": ("plan", "dtypes", "nest"),
     "run": ("stage", "comm", "parallel", "batch", "lower"),
-    "capture": ("stage", "batch", "balance"),
+    "capture": ("stage", "batch", "balance", "checkpoint"),
     "checkpoint": ("stage",),
     # the front door
     "front": ("run", "capture", "checkpoint", "show", "search"),

@@ -6,25 +6,22 @@
     report = materialise(pipe.get_stage_module(rank), "checkpoint/", device="cuda")
     report.missing                       # names of the stage that the files do not have
 
-Only the tensors of the given stages are read from safetensors files. A tied tensor is found under any of its names.
+Only the tensors of the given stages are read from files. A tied tensor is found under any of its names.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.capture.stage_module import StageModule
+from penstock.checkpoint.weight_files import Source, open_weights
 from penstock.errors import CaptureError
 
-Values = Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path]
 Fill = Callable[[str, torch.Tensor], None]
 
 
@@ -48,7 +45,7 @@ class LoadReport:
 
 def materialise(
     stages: nn.Module | Iterable[nn.Module],
-    source: Values | None = None,
+    source: Source | None = None,
     *,
     device: torch.device | str = "cpu",
     fill: Fill | None = None,
@@ -97,17 +94,17 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def load(stages: nn.Module | Iterable[nn.Module], source: Values) -> LoadReport:
-    """Copy values by name from a state dict, a safetensors file, several, or a folder of them.
+def load(stages: nn.Module | Iterable[nn.Module], source: Source) -> LoadReport:
+    """Copy values by name from a state dict, a file of safetensors or torch, several, a folder of them, or a checkpoint.
 
     report = penstock.capture.load(pipe, "folder/with/safetensors")
     """
     return _loaded(_stage_modules(stages), source, frozenset())
 
 
-def _loaded(modules: Sequence[StageModule], source: Values, blank: frozenset[str]) -> LoadReport:
+def _loaded(modules: Sequence[StageModule], source: Source, blank: frozenset[str]) -> LoadReport:
     """`blank`: names that have no value yet, so that they count as missing even if checkpoints leave them out."""
-    reader = _TensorReader(source)
+    weights = open_weights(source)
     loaded: dict[str, None] = {}
     missing: dict[str, None] = {}
     known: set[str] = set()
@@ -115,59 +112,15 @@ def _loaded(modules: Sequence[StageModule], source: Values, blank: frozenset[str
         known |= stage.model_names
         transient = _transient(stage)
         for name, _, _, value in _entries(stage):
-            found = next((n for n in (name, *stage.aliases.get(name, ())) if n in reader.names), None)
+            found = next((n for n in (name, *stage.aliases.get(name, ())) if n in weights), None)
             if found is None:
                 if name not in transient or name in blank or has_no_data(value):
                     missing[name] = None
                 continue
-            _copy(name, value, reader.get(found))
+            _copy(name, value, weights[found])
             loaded[name] = None
-    unexpected = tuple(sorted(reader.names - known))
+    unexpected = tuple(sorted(weights.keys() - known))
     return LoadReport(tuple(loaded), tuple(missing), unexpected)
-
-
-class _TensorReader:
-    """Tensors by name, each read when asked for."""
-
-    def __init__(self, source: Values) -> None:
-        self._mapping: Mapping[str, torch.Tensor] = {}
-        self._files: dict[str, Path] = {}
-        if isinstance(source, Mapping):
-            self._mapping = source
-            self.names = set(source)
-            return
-        for path in _files(source):
-            with _open(path) as file:
-                for name in file.keys():  # noqa: SIM118  # not a dict
-                    self._files[name] = path
-        self.names = set(self._files)
-
-    def get(self, name: str) -> torch.Tensor:
-        if name in self._mapping:
-            return self._mapping[name]
-        with _open(self._files[name]) as file:
-            return file.get_tensor(name)  # type: ignore[no-any-return]
-
-
-def _open(path: Path) -> Any:
-    from safetensors import safe_open
-
-    return safe_open(path, framework="pt")
-
-
-def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
-    paths = [Path(source)] if isinstance(source, str | Path) else [Path(p) for p in source]
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found += sorted(path.glob("*.safetensors"))
-        elif path.name.endswith(".index.json"):
-            found += sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()})
-        else:
-            found.append(path)
-    if not found:
-        raise CaptureError(f"no .safetensors file in {', '.join(map(str, paths))}")
-    return found
 
 
 def _stage_modules(stages: nn.Module | Iterable[nn.Module]) -> list[StageModule]:
