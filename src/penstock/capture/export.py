@@ -1,6 +1,6 @@
 """The model as one flat graph, by torch.export.
 
-    traced = trace(skeleton, table, leaves, training=True, dims=batch_dims(leaves), points={})
+    traced = trace(skeleton, Example(table, leaves, batch_dims(leaves)[0]), training=True, points={}, fall_back=True)
     traced.graph                     # aten operators, with the marks in their places
 
 The graph keeps in-place updates of buffers, random operators and regions of another grad or autocast mode as the model
@@ -147,13 +147,20 @@ def _without_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class Example:
+    """What a model is traced with."""
+
+    table: InputTable
+    leaves: Sequence[torch.Tensor]
+    dims: Dims  # of each leaf: the dimensions whose size stays open
+
+
 def trace(
     skeleton: Skeleton,
-    table: InputTable,
+    example: Example,
     *,
-    leaves: Sequence[torch.Tensor],
     training: bool | None,
-    dims: Dims,
     points: Mapping[str, frozenset[SplitPoint]],
     fall_back: bool,
 ) -> Traced:
@@ -161,7 +168,7 @@ def trace(
 
     With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
     """
-    why = ""
+    why, dims = "", example.dims
     draws: AbstractContextManager[Any] = nullcontext()
     model = skeleton.module
     refuse_backward_hooks(model)
@@ -169,9 +176,9 @@ def trace(
         model.train(training)
     while True:
         holder = _Holder()
-        root = _Root(model, table, holder)
+        root = _Root(model, example.table, holder)
         root.training = model.training
-        fakes = tuple(fake_leaves(list(leaves), skeleton.device))
+        fakes = tuple(fake_leaves(list(example.leaves), skeleton.device))
         try:
             with (
                 watching(model, points) as called,

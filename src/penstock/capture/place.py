@@ -156,7 +156,7 @@ def _copy_into(flat: Flat, stage: dict[fx.Node, int], value: fx.Node, here: int)
     made.meta = {"val": value.meta.get("val"), "nn_module_stack": first.meta.get("nn_module_stack")}
     for user in users:
         user.replace_input_with(value, made)
-    _insert(flat, stage, made, before=first, at=here)
+    _insert(flat, stage, made, flat.index[first], at=here)
     _rename_outputs(flat, value, made)
 
 
@@ -180,21 +180,10 @@ def _settle_state(flat: Flat, stage: dict[fx.Node, int], states: list[fx.Node], 
         made.meta = {"val": member.meta.get("val")}
         for user in later:
             user.replace_input_with(member, made)
-        _insert(flat, stage, made, after=last, at=owner)
+        _insert(flat, stage, made, flat.index[last] + 1, at=owner)
 
 
-def _insert(
-    flat: Flat,
-    stage: dict[fx.Node, int],
-    made: fx.Node,
-    *,
-    at: int,
-    before: fx.Node | None = None,
-    after: fx.Node | None = None,
-) -> None:
-    position = (
-        flat.index[before] if before is not None else flat.index[after] + 1 if after is not None else len(flat.nodes)
-    )
+def _insert(flat: Flat, stage: dict[fx.Node, int], made: fx.Node, position: int, *, at: int) -> None:
     flat.nodes.insert(position, made)
     flat.index.clear()
     flat.index.update({node: i for i, node in enumerate(flat.nodes)})

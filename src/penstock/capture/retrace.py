@@ -16,7 +16,7 @@ from torch import fx
 
 from penstock.capture.arguments import Dims, InputTable
 from penstock.capture.cutter import Cut, Cutter, StagePiece, module_path
-from penstock.capture.export import FromConstant, FromInput, trace
+from penstock.capture.export import Example, FromConstant, FromInput, trace
 from penstock.capture.flat import Flat, Mark, flatten, is_size
 from penstock.capture.marks import SplitPoint
 from penstock.capture.place import EVERYWHERE, Placed, place
@@ -89,10 +89,8 @@ class Retracer:
         dims = self.dims if not self.gave_up else tuple(None for _ in self.dims)
         traced = trace(
             self.skeleton,
-            self.table,
-            leaves=self._leaves(fixed),
+            Example(self.table, self._leaves(fixed), self._without(dims, fixed)),
             training=mode,
-            dims=self._without(dims, fixed),
             points=self.points,
             fall_back=self.fall_back and choose_cuts is not None,  # later traces must leave open what the first one did
         )

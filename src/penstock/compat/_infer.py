@@ -28,7 +28,7 @@ from penstock.compat._metadata import (
 )
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.errors import ShapeError
-from penstock.stage.dtensors import layout_of
+from penstock.stage.forward import remember
 
 
 class PipelineStage(_PipelineStageBase):
@@ -223,11 +223,8 @@ def _without_graph(tensor: Tensor) -> Tensor:
 @contextmanager
 def untouched(module: torch.nn.Module) -> Iterator[None]:
     """Put the random state and the buffers back."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if layout_of(buffer) is None]
+    rewind = remember(module, ())
     try:
-        with torch.random.fork_rng():
-            yield
+        yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        rewind()
