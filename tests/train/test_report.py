@@ -18,6 +18,7 @@ from penstock.stage.held import Held
 from penstock.train import run_report
 from penstock.train.report_page import loss_curve
 from tests.show.conftest import NASTY, browser, open_page  # noqa: F401 - fixtures
+from tests.simulate.test_measured import recorded
 
 
 def made_choice(unit: str = "s") -> Choice:
@@ -32,7 +33,7 @@ def made_choice(unit: str = "s") -> Choice:
 
 def made_data(title: str = "a run", unit: str = "s") -> dict[str, Any]:
     choice = made_choice(unit)
-    measured = simulate(lower(choice.plan), replace(choice.costs, latency=1e-3))
+    measured = recorded(simulate(lower(choice.plan), replace(choice.costs, latency=1e-3)))
     return {
         "format": 1,
         "title": title,
@@ -102,3 +103,19 @@ def test_held_counts_what_lives() -> None:
 def test_a_curve_of_nothing_and_of_one_step() -> None:
     assert "no losses" in loss_curve([float("nan")], [])
     assert "<polyline" in loss_curve([3.0], [])
+
+
+def test_the_report_says_where_the_time_goes(tmp_path: Path) -> None:
+    page = run_report.write(tmp_path, made_data()).read_text()
+    assert "Predicted and measured" in page
+    assert "sends and receives" in page
+    said = run_report.explain(tmp_path)
+    assert "messages: if they cost nothing" in said
+    assert "zb-h1 for the same stages" in said
+    assert "What was off first of all" in said
+
+
+def test_nothing_is_compared_with_what_was_not_measured(tmp_path: Path) -> None:
+    page = run_report.write(tmp_path, made_data(unit="")).read_text()
+    assert "Predicted and measured" not in page
+    assert "Nothing was measured before training" in run_report.explain(tmp_path)

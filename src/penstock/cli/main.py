@@ -14,6 +14,7 @@ from penstock.errors import PenstockError
 COMMANDS: Final = {
     "train": ("penstock.cli.train", "Train over pipelined processes, with a report at the end."),
     "report": ("penstock.cli.report", "Make the report of a training run again."),
+    "explain": ("penstock.cli.explain", "Say where the time of a run goes, and what else could be done."),
     "plan": ("penstock.cli.plan", "Make a plan of a schedule, time it and show it."),
     "compare": ("penstock.cli.compare", "Time all schedules side by side."),
     "search": ("penstock.cli.search", "Search a schedule for given costs and a limit of memory."),

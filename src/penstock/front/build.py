@@ -29,7 +29,7 @@ from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import CaptureError, PlanError, RanksDisagree
 from penstock.front.choose import Choice, Wishes, choose
 from penstock.front.ends import Ends
-from penstock.front.machine import measure_machine, without_calls
+from penstock.front.machine import measure_machine, together, without_calls
 from penstock.front.pipeline_options import CutOptions, ModelOptions, StepOptions
 from penstock.front.stage_costs import Machine
 from penstock.plan import Action, Op, Placement, Plan
@@ -70,8 +70,12 @@ def build(request: Request, ends: Ends) -> Built:
     request = _with_profile(request, ends)
     machine = Machine() if request.of_cut.profile is False else measure_machine(ends)
     pipes: list[Pipe] = []
+    if _is_measured(request):
+        profile = together(ends, lambda barrier: _measured(request, ends, barrier))
+    else:
+        profile = partial(_estimated, request, ends, pipes)
     text = ends.decide(
-        "profiling the model and choosing a schedule", lambda: _decide(request, ends, machine, pipes).dumps()
+        "profiling the model and choosing a schedule", lambda: _decide(request, ends, machine, profile).dumps()
     )
     choice = Choice.loads(text)
     if ends.rank == 0:
@@ -131,8 +135,7 @@ def same_everywhere(what: str, everyone: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _decide(request: Request, ends: Ends, machine: Machine, pipes: list[Pipe]) -> Choice:
-    """What is chosen. If the stages are known before that, and nothing is measured, `pipes` gets them: no second capture."""
+def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[], Profile]) -> Choice:
     of_cut = request.of_cut
     wishes = Wishes(
         num_ranks=ends.num_ranks,
@@ -147,17 +150,38 @@ def _decide(request: Request, ends: Ends, machine: Machine, pipes: list[Pipe]) -
     _check(wishes)
     if isinstance(of_cut.profile, Profile):
         return choose(of_cut.profile, wishes)
-    args, kwargs = microbatch_of(request)
-    most = of_cut.count or (wishes.plan.num_stages if wishes.plan else 4 * ends.num_ranks)
-    capture = of_cut.of_capture
+    found = profile()
     if of_cut.split_spec is not None or of_cut.split_policy is not None:
-        layers, where = pipeline(request.model, request.args, request.kwargs, **capture), None
-        wishes = _with_stages(wishes, layers.num_stages)
-        pipes += [layers] if of_cut.profile is False else []
-    else:
-        layers, where = capture_layers(request.model, request.args, request.kwargs, num_stages=most, **capture)
-    if of_cut.profile is False:
-        return choose(_unmeasured(layers, where), wishes)
+        wishes = _with_stages(wishes, len(found.layers))
+    return choose(found, wishes)
+
+
+def _is_measured(request: Request) -> bool:
+    """Whether the ranks measure the layers; they do unless a profile is given or none is wanted."""
+    return not isinstance(request.of_cut.profile, Profile) and request.of_cut.profile is not False
+
+
+def _estimated(request: Request, ends: Ends, pipes: list[Pipe]) -> Profile:
+    """Without measuring. If the layers are the stages, `pipes` gets them: no second capture."""
+    layers, where = _layers(request, ends)
+    pipes += [layers] if where is None else []
+    return _unmeasured(layers, where)
+
+
+def _layers(request: Request, ends: Ends) -> tuple[Pipe, Any]:
+    """The model in its smallest pieces, and where they lie in it; in the user's own pieces, None."""
+    of_cut, plan = request.of_cut, request.schedule if isinstance(request.schedule, Plan) else None
+    if of_cut.split_spec is not None or of_cut.split_policy is not None:
+        return pipeline(request.model, request.args, request.kwargs, **of_cut.of_capture), None
+    most = of_cut.count or (plan.num_stages if plan else 4 * ends.num_ranks)
+    return capture_layers(request.model, request.args, request.kwargs, num_stages=most, **of_cut.of_capture)
+
+
+def _measured(request: Request, ends: Ends, barrier: Callable[[], None]) -> Profile:
+    """What the layers cost on this rank, while the others measure theirs: `barrier` waits for them."""
+    args, kwargs = microbatch_of(request)
+    layers, where = _layers(request, ends)
+    barrier()
     measured = profile_layers(
         layers,
         where,
@@ -167,7 +191,7 @@ def _decide(request: Request, ends: Ends, machine: Machine, pipes: list[Pipe]) -
         target=_target_of(request),
         device=ends.device,
     )
-    return choose(without_calls(measured, ends.device), wishes)
+    return without_calls(measured, ends.device)
 
 
 def _schedule_name(schedule: str | Plan | Recipe) -> str:

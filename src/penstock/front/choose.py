@@ -23,7 +23,7 @@ from penstock.lower import lower
 from penstock.plan import Placement, Plan, dumps, loads
 from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.search import search
-from penstock.simulate import Costs, Timeline, simulate
+from penstock.simulate import Costs, Link, Timeline, dumps_costs, loads_costs, simulate
 
 # Candidates this near to the fastest count as equally fast: then fewer stages are taken, which send fewer messages, and
 # of those what holds less.
@@ -75,6 +75,7 @@ class Choice:
     machine: Machine = FREE
     optimizer_bytes: float = 2.0
     why: str = ""
+    calibrated: Costs | None = None  # of the stages, measured in steps of all ranks; see `Pipeline.calibrate`
 
     @property
     def num_stages(self) -> int:
@@ -93,7 +94,12 @@ class Choice:
 
     @cached_property
     def costs(self) -> Costs:
-        return stage_costs(self.profile, self.bounds, self.machine, self.plan.placement)
+        return self.calibrated or stage_costs(self.profile, self.bounds, self.machine, self.plan.placement)
+
+    @property
+    def predicted(self) -> float:
+        """How long a step takes, by these costs: its actions, and what is around them."""
+        return self.timeline.makespan + self.machine.around
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -123,6 +129,7 @@ class Choice:
                 "machine": asdict(self.machine),
                 "optimizer_bytes": self.optimizer_bytes,
                 "why": self.why,
+                "calibrated": None if self.calibrated is None else dumps_costs(self.calibrated),
             }
         )
 
@@ -130,14 +137,18 @@ class Choice:
     def loads(cls, text: str) -> Choice:
         """Read what `dumps` wrote."""
         data: dict[str, Any] = json.loads(text)
+        machine = data["machine"]
+        links = tuple(Link(*link) for link in machine.pop("links", ()))
+        calibrated = data.get("calibrated")
         return cls(
             plan=replace(loads(data["plan"]), name=data["schedule"], placement=Placement.of(data["placement"])),
             boundaries=tuple(data["boundaries"]),
             profile=Profile.loads(data["profile"]),
             tried=tuple(Tried(**tried) for tried in data["tried"]),
-            machine=Machine(**data["machine"]),
+            machine=Machine(**machine, links=links),
             optimizer_bytes=data["optimizer_bytes"],
             why=data["why"],
+            calibrated=None if calibrated is None else loads_costs(calibrated),
         )
 
 

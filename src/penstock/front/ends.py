@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +26,6 @@ from penstock.errors import (
 )
 from penstock.run.meeting import transport_of
 from penstock.stage.stage import place_in
-
-_SMALL, _LARGE = 1, 1 << 18  # numbers (of 4 bytes) in the messages that the connection is measured with
 
 
 @dataclass(frozen=True)
@@ -113,30 +110,6 @@ class Ends:
             else:
                 dist.all_reduce(values, group=self.mesh.get_group())
             values /= self.num_replicas
-
-    def measure_bandwidth(self) -> float | None:
-        """Bytes a second between ranks 0 and 1; every rank calls it, and the others get None."""
-        if self.transport.num_ranks < 2 or self.transport.rank > 1:
-            return None
-        extra = self._ping(_LARGE) - self._ping(_SMALL)
-        return 4 * (_LARGE - _SMALL) / extra if extra > 1e-7 else None
-
-    def _ping(self, size: int) -> float:
-        """Seconds of a message one way, the quickest of a few."""
-        transport = self.transport
-        peer = 1 - transport.rank
-        buffer = torch.zeros(size, dtype=torch.float32, device=transport.device)
-        found = []
-        for _ in range(6):
-            start = time.perf_counter()
-            if transport.rank == 0:
-                transport.isend(buffer, peer).wait()
-                transport.irecv(buffer, peer).wait()
-            else:
-                transport.irecv(buffer, peer).wait()
-                transport.isend(buffer, peer).wait()
-            found.append((time.perf_counter() - start) / 2)
-        return min(found)
 
 
 def _attempt(make: Callable[[], Any]) -> tuple[Exception | None, dict[str, Any]]:

@@ -104,6 +104,8 @@ def _machine(choice: Choice) -> str:
         )
         if machine.bandwidth is not None:
             found.append(f"{size_text(round(machine.bandwidth))} a second")
+        far = [f"{link.sender} to {link.receiver} {time_text(link.latency, 's')}" for link in machine.links]
+        found += [f"further apart: {', '.join(far)}"] if far else []
     return ", ".join(found)
 
 

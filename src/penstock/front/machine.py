@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.capture import pipeline, profile_layers
+from penstock.comm import LocalTransport
 from penstock.front.ends import Ends
+from penstock.front.links import measure_links, unlike, usual_bandwidth
 from penstock.front.stage_costs import Machine
 from penstock.plan import Op
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP
@@ -52,12 +54,70 @@ def measure_machine(ends: Ends) -> Machine:
             for code, start, stop in zip(codes, starts, stops, strict=True):
                 spans[code & OP].append(stop - start)
     posts = [span for op, found in spans.items() if Op(op).is_message for span in found]
+    latency = min(_median(_latencies(timeline)) for timeline in timelines)  # what disturbs it only adds to it
+    links = measure_links(ends)
     return Machine(
-        latency=min(_median(_latencies(timeline)) for timeline in timelines),  # what disturbs it only adds to it
-        bandwidth=ends.measure_bandwidth(),
+        latency=latency,
+        bandwidth=usual_bandwidth(links),
         overhead=(_median(spans[Op.F]) + _median(spans[Op.B])) / 2,
         posting=_median(posts),
+        links=unlike(links, latency),
     )
+
+
+def together(ends: Ends, measure: Callable[[Callable[[], None]], Profile]) -> Callable[[], Profile]:
+    """What layers cost while all ranks are at work: all measure at the same time, and the median over the ranks counts.
+
+    `measure` is handed a barrier, to call when it is about to begin. The first rank asks for the outcome, and gets its own error
+    if it had one; a rank that cannot measure is left out. Ranks that are threads of one process take turns anyway: the first
+    one measures for all.
+    """
+    if isinstance(ends.transport, LocalTransport):
+        return lambda: measure(lambda: None)
+    begun = False
+
+    def barrier() -> None:
+        nonlocal begun
+        begun = True
+        ends.gather("about to measure the layers", None)
+
+    mine: Profile | None = None
+    problem: Exception | None = None
+    try:
+        mine = measure(barrier)
+    except Exception as error:  # noqa: BLE001  the other ranks wait for this one
+        problem = error
+    if not begun:
+        barrier()
+    texts = ends.gather("what the layers cost on each rank", None if mine is None else mine.dumps())
+
+    def outcome() -> Profile:
+        if problem is not None:
+            raise problem
+        assert mine is not None, "measured, or a problem"
+        return typical(mine, [Profile.loads(text) for text in texts if text is not None])
+
+    return outcome
+
+
+def typical(mine: Profile, everyone: Sequence[Profile]) -> Profile:
+    """The profile with the median times of all ranks that measured the same layers."""
+    names = [layer.name for layer in mine.layers]
+    alike = [profile for profile in everyone if [layer.name for layer in profile.layers] == names]
+    if len(alike) < 2:
+        return mine
+    layers = tuple(
+        replace(
+            layer,
+            **{
+                name: statistics.median(getattr(profile.layers[k], name) for profile in alike)
+                for name in ("forward", "backward_input", "backward_weight")
+            },
+        )
+        for k, layer in enumerate(mine.layers)
+    )
+    backward = [statistics.median(whole) for whole in zip(*(p.metadata["backward"] for p in alike), strict=True)]
+    return replace(mine, layers=layers, metadata={**mine.metadata, "backward": backward, "ranks": len(alike)})
 
 
 def without_calls(profile: Profile, device: torch.device) -> Profile:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.comm.transport import Transport
 from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
 from penstock.front.build import Built, Request, adopt, build, cut, device_of, forward_plan
+from penstock.front.calibrate import calibrated
 from penstock.front.choose import Choice
 from penstock.front.companions import Companions
 from penstock.front.ends import Ends
@@ -256,6 +258,22 @@ class Pipeline:
         """Measure the steps inside; afterwards `recording.timeline` is that of the last one."""
         with self._schedule.record() as recording:
             yield recording
+
+    def calibrate(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Choice:
+        """Measure what the stages cost while all ranks are at work, with a few steps over a batch; all ranks call it.
+
+            pipe.calibrate(tokens, target=labels)
+            print(pipe.choice.predicted)
+
+        From then on `timeline`, `choice` and `explain` go by these costs. Gradients, buffers and random numbers are afterwards
+        what they were; an optimizer that works inside the backward is not held back.
+        """
+        if self._built.choice is None:
+            raise StageError("calibrate() on stages made by hand: nothing is predicted of them; pass a model instead")
+        call = partial(self._schedule.step, *args, target=target, return_outputs=False, **kwargs)
+        choice = calibrated(self._built.choice, self._schedule, self._ends, call, rounds=rounds)
+        self._built = replace(self._built, choice=choice)
+        return choice
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; the norm before comes back.

@@ -11,7 +11,7 @@ from typing import Final
 
 from penstock.balance import Profile
 from penstock.plan import Placement
-from penstock.simulate import Costs
+from penstock.simulate import Costs, Link
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Machine:
     bandwidth: float | None = None  # bytes a second; None: no limit
     overhead: float = 0.0  # of each compute action
     posting: float = 0.0  # of each send or receive, for the rank that posts it
+    around: float = 0.0  # of a step beside its actions: the batch cut, the ranks asked before and after
+    links: tuple[Link, ...] = ()  # between ranks that are further from one another than the others
 
 
 FREE: Final = Machine()
@@ -65,6 +67,7 @@ def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Ma
         output_bytes=outputs,
         overhead=machine.overhead,
         posting=machine.posting,
+        links=machine.links,
     )
 
 

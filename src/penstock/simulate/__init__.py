@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.simulate.costs import Costs, Link
 from penstock.simulate.files import dump_costs, dumps_costs, load_costs, loads_costs
 from penstock.simulate.idle import Idle
+from penstock.simulate.measured import measured_costs
 from penstock.simulate.simulate import simulate
 from penstock.simulate.timeline import Message, Span, Timeline
 
@@ -19,5 +20,6 @@ __all__ = [
     "dumps_costs",
     "load_costs",
     "loads_costs",
+    "measured_costs",
     "simulate",
 ]

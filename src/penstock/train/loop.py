@@ -14,6 +14,7 @@ from penstock.checkpoint import kept
 from penstock.errors import PenstockError
 from penstock.front import Pipeline
 from penstock.front.saving import DISK
+from penstock.show.numbers import time_text
 from penstock.train import run_report
 from penstock.train.corpus import generate
 from penstock.train.events import EventLog, Noted
@@ -134,6 +135,8 @@ class Run:
             if not self.options.resume:
                 self._put_aside()
         start = self._resume() if self.options.resume else 0
+        if self.options.measure and self.pipe.choice is not None:
+            self._calibrate()
         if start == 0 and self.options.check_steps:
             self.checked = check(self.pipe, self.update, steps=self.options.check_steps, seed=self.options.seed)
             self.screen.say(str(self.checked))
@@ -142,6 +145,13 @@ class Run:
         if self.options.loggers:
             self.log = EventLog(self.pipe, *self.options.loggers, folder=self.options.folder, first_step=start)
         return start
+
+    def _calibrate(self) -> None:
+        """Predict the steps by what they cost with all ranks at work."""
+        args, target = self.update.share(self.job.batch(0))
+        with self.update.casting(self.pipe.transport.device.type):
+            choice = self.pipe.calibrate(*args, target=target, rounds=3)
+        self.screen.say(f"a step is predicted to take {time_text(choice.predicted, 's')}, without the optimizer")
 
     def _resume(self) -> int:
         place = self.options.checkpoint

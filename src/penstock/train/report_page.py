@@ -7,6 +7,7 @@ from html import escape
 from math import ceil, floor, isfinite, log10
 from typing import Any
 
+from penstock.show import against
 from penstock.show.html import page, timeline_section
 from penstock.show.numbers import percent, sizes, time_text
 from penstock.simulate import Timeline
@@ -28,6 +29,7 @@ _STYLE = """
 .pr-figures div { padding: 8px 14px; }
 .pr-figures dt { color: var(--ps-soft); font-size: 12px; }
 .pr-figures dd { margin: 0; font-size: 18px; font-weight: 650; font-variant-numeric: tabular-nums; }
+pre.pr-words { margin: 0; font: 12.5px/1.5 system-ui, "DejaVu Sans", sans-serif; white-space: pre-wrap; }
 .pr-curve { width: 100%; height: auto; display: block; }
 .pr-curve text { fill: var(--ps-soft); font: 11px system-ui, "DejaVu Sans", sans-serif; }
 .pr-curve .pr-axis { stroke: var(--ps-line); stroke-width: 1; }
@@ -48,8 +50,9 @@ def render(
     ranks: list[list[str]],
     speed: list[list[str]],
     basis: str = "",
+    words: str = "",
 ) -> str:
-    """The whole page as text; `basis` says what the planned times rest on, if not on measured costs."""
+    """The whole page as text; `basis` says what the planned times rest on, if not on measured costs; `words`, where time goes."""
     section = timeline_section([("planned", planned), ("measured", measured)])
     head = (
         f'<header class="ps-top"><div><h1>{escape(data["title"])}</h1>'
@@ -66,6 +69,11 @@ def render(
         + section.html
         + (f'<p class="pr-basis">{escape(basis)}</p>' if basis else "")
         + '<div class="pr-grid">'
+        + (
+            ""
+            if basis
+            else _card("Predicted and measured", _by_kind(planned, measured), against.verdict(planned, measured))
+        )
         + _card("Idle time by cause", _table(_idle_rows(planned, measured), words=(1,)), "share of the makespan")
         + _card(
             "Memory of each rank",
@@ -74,6 +82,7 @@ def render(
             "and gradients, with what operators need for a moment.",
         )
         + "</div>"
+        + (_card("Where the time goes", f'<pre class="pr-words">{escape(words)}</pre>') if words else "")
         + _card(
             "Stages",
             _table(stages, words=(2,)),
@@ -81,6 +90,10 @@ def render(
         )
     )
     return page(data["title"], body, style_text=section.style + _STYLE, script_text=section.script)
+
+
+def _by_kind(planned: Timeline, measured: Timeline) -> str:
+    return _table(against.rows(against.kinds(planned, measured), measured.plan.num_ranks))
 
 
 def _figures(data: dict[str, Any], planned: Timeline, measured: Timeline) -> str:

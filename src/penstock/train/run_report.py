@@ -17,6 +17,8 @@ from penstock.errors import PenstockError
 from penstock.front import Choice, Pipeline
 from penstock.front.explain import rank_rows, stage_rows
 from penstock.plan import Placement, StageGraph, dumps, loads
+from penstock.show import against
+from penstock.show.what_if import WhatIf, explained
 from penstock.simulate import Costs, Timeline, simulate
 from penstock.train.report_page import render
 from penstock.train.train_options import read_json
@@ -90,6 +92,28 @@ def rewrite(folder: str | Path) -> Path:
         raise PenstockError(f"{Path(folder) / REPORT} does not hold the figures of a run: {error!r}") from error
 
 
+def explain(folder: str | Path) -> str:
+    """Where the time of the measured step went, and what else could be done, in words."""
+    data = read(folder)
+    try:
+        choice, measured = Choice.loads(data["choice"]), _timeline_from_json(data["measured"])
+        return _explained(choice, measured) + "\n" + _compared(choice, measured)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise PenstockError(f"{Path(folder) / REPORT} does not hold the figures of a run: {error!r}") from error
+
+
+def _explained(choice: Choice, measured: Timeline) -> str:
+    return explained(WhatIf.of([measured], replace(choice, calibrated=None).costs))
+
+
+def _compared(choice: Choice, measured: Timeline) -> str:
+    """Which assumption was off, where something was predicted."""
+    if not choice.is_timed:
+        return _NOT_MEASURED + "\n"
+    planned = replace(simulate(measured.plan, choice.costs), unit="s")
+    return against.verdict(planned, measured) + "\n"
+
+
 def _page(folder: str | Path, data: dict[str, Any]) -> Path:
     choice = Choice.loads(data["choice"])
     measured = _timeline_from_json(data["measured"])
@@ -106,6 +130,7 @@ def _page(folder: str | Path, data: dict[str, Any]) -> Path:
             ranks=_memory_rows(rank_rows(choice), data["memory"]),
             speed=_speed_rows(data, planned if choice.is_timed else None, measured),
             basis="" if choice.is_timed else _NOT_MEASURED,
+            words=_explained(choice, measured),
         ),
         encoding="utf-8",
     )

@@ -1,0 +1,113 @@
+"""Predicted against measured step times: two gloo ranks, one thread each.
+
+    .venv/bin/python benchmarks/predict.py                     # four models, four schedules
+    .venv/bin/python benchmarks/predict.py --models gpt --rounds 3
+
+For each model and schedule a Pipeline is made, which predicts the step from layers that all ranks measure at the same time
+(*by layers*); then it is calibrated with a few steps (*calibrated*); then come 20 steps without gradients in between, of which
+the median is *measured*. What may differ by 10 % is the calibrated prediction. Exits with 1 where it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+SCHEDULES = ("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbv")
+MODELS = ("gpt", "llama", "bert", "mixtral")
+RANKS, MICROBATCHES, STEPS = 2, 8, 20
+WITHIN = 0.10
+
+
+def model_of(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any, Any]:
+    """A model, its arguments for a batch of 16, a target and a loss. Those of tests/models, with more rows."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        from penstock.train.gpt import GPT, next_byte_loss, size_of
+
+        size = size_of("small")
+        tokens = torch.randint(0, 256, (16, size.length))
+        return GPT(size), (tokens,), {}, tokens, next_byte_loss
+    from tests.models.models import MODELS as KNOWN
+
+    entry = next(entry for entry in KNOWN if entry.name == name)
+    kwargs = {
+        key: torch.cat([value] * 8) if isinstance(value, torch.Tensor) else value
+        for key, value in entry.example().items()
+    }
+    return entry.make().to(entry.dtype), (), kwargs, None, None
+
+
+def rank_main(rank: int, meeting: str, models: list[str], schedules: list[str], rounds: int, out: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    from penstock import Pipeline
+
+    rows = []
+    for name in models:
+        for schedule in schedules:
+            for _ in range(rounds):
+                model, args, kwargs, target, loss_fn = model_of(name)
+                pipe = Pipeline(
+                    model, args, example_kwargs=kwargs, example_target=target, loss_fn=loss_fn, schedule=schedule,
+                    microbatches=MICROBATCHES,
+                )  # fmt: skip
+                assert pipe.choice is not None
+                before = pipe.choice.predicted
+                after = pipe.calibrate(*args, target=target, **kwargs).predicted
+                taken = []
+                for _ in range(STEPS):
+                    dist.barrier()
+                    began = time.perf_counter()
+                    pipe.step(*args, target=target, **kwargs)
+                    taken.append(time.perf_counter() - began)
+                    pipe.zero_grad()
+                rows.append((name, schedule, before, after, max(pipe.gather("seconds", statistics.median(taken)))))
+                if rank == 0:
+                    show(*rows[-1])
+    if rank == 0:
+        Path(out).write_text(str(sum(abs(row[3] / row[4] - 1) > WITHIN for row in rows)))
+    dist.destroy_process_group()
+
+
+def show(name: str, schedule: str, before: float, after: float, measured: float) -> None:
+    verdict = "ok" if abs(after / measured - 1) <= WITHIN else "MISSED"
+    cells = [f"{1e3 * one:7.2f} ms ({one / measured:.2f})" for one in (before, after)]
+    print(
+        f"{name:<8} {schedule:<22} by layers {cells[0]}   calibrated {cells[1]}   measured {1e3 * measured:7.2f} ms   {verdict}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--rounds", type=int, default=1)
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/missed"
+        mp.spawn(rank_main, (f"{folder}/meet", given.models, given.schedules, given.rounds, out), nprocs=RANKS)
+        missed = int(Path(out).read_text())
+    print(f"{missed} of {len(given.models) * len(given.schedules) * given.rounds} differ by more than {WITHIN:.0%}")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Predicted against measured, action kind by action kind, and which assumption was off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from penstock.plan.actions import OP
+from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, ROWS
+from penstock.show.numbers import percent, time_text
+from penstock.simulate import Timeline
+
+_CLOSE = 0.05  # of the step: below that no assumption is called off
+
+
+class Kind(NamedTuple):
+    """What actions of one kind take on all ranks together, in a step."""
+
+    name: str
+    actions: int
+    predicted: float
+    measured: float
+    assumption: str  # what was reckoned with
+
+    @property
+    def more(self) -> float:
+        return self.measured - self.predicted
+
+
+def kinds(planned: Timeline, measured: Timeline) -> list[Kind]:
+    """The kinds of actions that the plan has, then messages, then waiting.
+
+    kinds(simulate(measured.plan, costs), measured)
+    """
+    predicted, taken = _sums(planned), _sums(measured)
+    found = []
+    for op in sorted(op for op in taken if op in COMPUTES):
+        name = "overlapped pairs" if op == OVERLAP else ROWS[op].word
+        assumption = f"what {name} cost, as measured before"
+        found.append(Kind(name, taken[op][0], predicted[op][1], taken[op][1], assumption))
+    posting = planned.costs.posting if planned.costs else 0.0
+    messages = [taken[op] for op in taken if op in MESSAGES]
+    if messages:
+        count = sum(number for number, _ in messages)
+        spent = sum(seconds for _, seconds in messages)
+        found.append(
+            Kind("sends and receives", count, count * posting, spent, "what a rank spends on posting a message")
+        )
+    before, after = (sum(idle.total for idle in timeline.idle) for timeline in (planned, measured))
+    assumption = "how long messages are under way, and that equal actions take equal time"
+    found.append(Kind("waiting", 0, before, after, assumption))
+    return found
+
+
+def rows(found: Iterable[Kind], num_ranks: int) -> list[list[str]]:
+    """A table; the first row is its head. The last column is what the difference makes on a rank, on average."""
+    made = [["", "actions", "predicted", "measured", "difference", "on a rank"]]
+    for kind in found:
+        each = kind.actions or num_ranks
+        made.append(
+            [
+                kind.name,
+                str(kind.actions or ""),
+                time_text(kind.predicted / each, "s"),
+                time_text(kind.measured / each, "s"),
+                f"{kind.measured / kind.predicted - 1:+.0%}" if kind.predicted else "-",
+                f"{'+' if kind.more >= 0 else '-'}{time_text(abs(kind.more) / num_ranks, 's')}",
+            ]
+        )
+    return made
+
+
+def verdict(planned: Timeline, measured: Timeline) -> str:
+    """Which assumption was off, in a sentence.
+
+    verdict(planned, measured)  # "The step took 1.2 s, 3% more than predicted: every assumption held."
+    """
+    ratio = measured.makespan / planned.makespan - 1 if planned.makespan else 0.0
+    much = f"{percent(abs(ratio))} {'more' if ratio >= 0 else 'less'} than predicted"
+    step = f"The step took {time_text(measured.makespan, 's')}, {much}"
+    if abs(ratio) <= _CLOSE:
+        return f"{step}: every assumption held."
+    ranks = measured.plan.num_ranks
+    same = [kind for kind in kinds(planned, measured) if (kind.more > 0) == (ratio > 0)]
+    worst = max(same, key=lambda kind: abs(kind.more), default=None)
+    if worst is None:
+        return f"{step}, and no kind of action tells why."
+    much = f"{time_text(abs(worst.more) / ranks, 's')} a rank"
+    more = "more" if worst.more > 0 else "less"
+    return f"{step}. What was off first of all is {worst.assumption}: {worst.name} took {much} {more}."
+
+
+def _sums(timeline: Timeline) -> dict[int, tuple[int, float]]:
+    """By op: how many actions, and their time on all ranks."""
+    found: dict[int, tuple[int, float]] = {}
+    for op, seconds in _spans(timeline):
+        number, total = found.get(op, (0, 0.0))
+        found[op] = number + 1, total + seconds
+    return found
+
+
+def _spans(timeline: Timeline) -> Iterator[tuple[int, float]]:
+    for codes, starts, ends in zip(timeline.plan.codes, timeline.starts, timeline.ends, strict=True):
+        for code, start, end in zip(codes, starts, ends, strict=True):
+            yield code & OP, end - start

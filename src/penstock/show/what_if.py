@@ -1,0 +1,240 @@
+"""What a measured step would take if something about it were different: replayed in the simulator with parts replaced.
+
+print(explained(WhatIf.of([recording.timeline], choice.costs)))
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+from penstock.errors import PenstockError
+from penstock.lower import lower
+from penstock.plan import Plan
+from penstock.plan.ops import Op
+from penstock.schedules import all_schedules, get_schedule
+from penstock.show.numbers import percent, time_text
+from penstock.simulate import Costs, Timeline, measured_costs, simulate
+
+_SLOWER = 1.1  # so many times what its peers take is slow
+_WORTH = 0.002  # of the step: what gives less is not worth a line
+_TIMES = ("forward", "backward_input", "backward_weight", "backward")
+
+
+class Mended(NamedTuple):
+    """One thing that costs time, and the step without it."""
+
+    what: str  # in plain words
+    step: float  # seconds of the step if it were mended
+    saved: float
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A measured step, and what the stages were expected to cost.
+
+    `costs` are those of the step, microbatch by microbatch; `expected` are in any unit: only proportions between stages count.
+    """
+
+    plan: Plan
+    costs: Costs
+    expected: Costs
+    measured: float  # seconds
+
+    @classmethod
+    def of(cls, timelines: Sequence[Timeline], expected: Costs) -> WhatIf:
+        """From measured steps of one plan; the last one is explained, all tell what actions cost.
+
+        WhatIf.of([recording.timeline], pipe.choice.costs)
+        """
+        costs = measured_costs(timelines, expected, per_microbatch=True)
+        typical = statistics.median(timeline.makespan for timeline in timelines)
+        return cls(timelines[0].plan, costs, expected, typical)
+
+    @cached_property
+    def step(self) -> float:
+        """What the simulator makes of the measured costs."""
+        return self._time(self.costs)
+
+    def _time(self, costs: Costs, plan: Plan | None = None) -> float:
+        return simulate(self.plan if plan is None else plan, costs).makespan
+
+    def _mended(self, what: str, costs: Costs) -> Mended:
+        step = self._time(costs)
+        return Mended(what, step, self.step - step)
+
+    def mended(self) -> list[Mended]:
+        """What costs time, the most first."""
+        found = chain(self._ranks(), self._stages(), self._links(), self._others())
+        worth = [one for one in found if one.saved > _WORTH * self.step]
+        return sorted(worth, key=lambda one: -one.saved)
+
+    def _ranks(self) -> Iterator[Mended]:
+        """Ranks whose stages all take longer than was expected of them, by more than those of others."""
+        work = [self._work(self.costs, stage) / (self._work(self.expected, stage) or 1.0) for stage in self._every]
+        ratios = [
+            statistics.mean(work[stage] for stage in self.plan.placement.stages_of(rank))
+            for rank in range(self.plan.num_ranks)
+        ]
+        usual = statistics.median_low(ratios)
+        for rank, ratio in enumerate(ratios):
+            if ratio > _SLOWER * usual:
+                slow = dict.fromkeys(self.plan.placement.stages_of(rank), usual / ratio)
+                words = f"rank {rank} is slower than its peers: it takes {ratio / usual:.2f} times as long for the same work"
+                yield self._mended(words, self._scaled(slow))
+
+    def _stages(self) -> Iterator[Mended]:
+        """The cut: stages that have more to do than others."""
+        work = [self._work(self.costs, stage) for stage in self._every]
+        mean = statistics.mean(work)
+        for stage in self._every:
+            if work[stage] > _SLOWER * mean:
+                words = f"stage {stage} has {work[stage] / mean:.2f} times the work of the average stage"
+                yield self._mended(words, self._scaled({stage: mean / work[stage]}))
+        if max(work) > _SLOWER * mean:
+            even = {stage: mean / work[stage] for stage in self._every if work[stage]}
+            yield self._mended("the cut is uneven: all stages together, with the same work in each", self._scaled(even))
+
+    def _links(self) -> Iterator[Mended]:
+        for link in self.costs.links:
+            if link.latency > self.costs.latency:
+                others = tuple(other for other in self.costs.links if other != link)
+                usual, slow = time_text(self.costs.latency, "s"), time_text(link.latency, "s")
+                words = f"messages from rank {link.sender} to rank {link.receiver} take {slow} instead of {usual}"
+                yield self._mended(words, replace(self.costs, links=others))
+
+    def _others(self) -> Iterator[Mended]:
+        free = replace(self.costs, latency=0.0, bandwidth=None, posting=0.0, links=())
+        yield self._mended("messages: if they cost nothing", free)
+        yield self._mended("microbatches of unequal length: if all were of the average length", self._even)
+        ideal = sum(simulate(self.plan, free).busy) / self.plan.num_ranks
+        rest = self._time(replace(self._scaled_evenly(), latency=0.0, posting=0.0, links=(), microbatches=None)) - ideal
+        yield Mended(
+            f"the schedule {self.plan.name}: waiting that even stages and free messages would leave",
+            self.step - rest,
+            rest,
+        )
+
+    @property
+    def _even(self) -> Costs:
+        sizes = self.costs.microbatches
+        return replace(self.costs, microbatches=None) if sizes is None else self._resized(statistics.mean(sizes))
+
+    def _resized(self, size: float) -> Costs:
+        """All microbatches of one size."""
+        return replace(self._scaled(dict.fromkeys(self._every, size)), microbatches=None)
+
+    def _scaled_evenly(self) -> Costs:
+        work = [self._work(self.costs, stage) for stage in self._every]
+        mean = statistics.mean(work)
+        return self._scaled({stage: mean / work[stage] for stage in self._every if work[stage]})
+
+    @property
+    def _every(self) -> range:
+        return range(self.plan.num_stages)
+
+    @staticmethod
+    def _work(costs: Costs, stage: int) -> float:
+        return costs.time(Op.F, stage) + costs.time(Op.B, stage)
+
+    def _scaled(self, factors: dict[int, float]) -> Costs:
+        """The costs with the times of some stages multiplied."""
+        changed: dict[str, Any] = {}
+        for name in _TIMES:
+            column = getattr(self.costs, name)
+            if column is not None:
+                changed[name] = tuple(time * factors.get(stage, 1.0) for stage, time in enumerate(column))
+        return replace(self.costs, **changed)
+
+    # -- what else could be done
+
+    def schedules(self) -> list[tuple[str, float, float]]:
+        """Other known schedules for these stages where they are: name, seconds of a step, and the most that a rank holds
+        beside what it holds now.
+        """
+        now = max(simulate(self.plan, self.costs).peak_memory) or 1.0
+        per_rank, rest = divmod(self.plan.num_stages, self.plan.num_ranks)
+        found = []
+        for recipe in all_schedules() if not rest else ():
+            if recipe.stages_per_rank in (None, per_rank) and recipe.name not in ("forward", self.plan.name):
+                plan = recipe(self.plan.num_ranks, self.plan.num_microbatches, stages_per_rank=per_rank)
+                if plan.placement == self.plan.placement:
+                    timeline = simulate(lower(plan.with_graph(self.plan.graph)), self.costs)
+                    found.append((recipe.name, timeline.makespan, max(timeline.peak_memory) / now))
+        return sorted(found, key=lambda one: one[1])
+
+    def more_microbatches(self, times: int = 2) -> float | None:
+        """Seconds of a step of so many times as many microbatches of the average size: a batch that is as much larger."""
+        plan = self._again(self.plan.num_ranks, times * self.plan.num_microbatches)
+        return None if plan is None else self._time(self._even, plan)
+
+    def more_ranks(self, times: int = 2) -> float | None:
+        """Seconds of a step on so many times as many ranks, each stage cut into as many of equal cost."""
+        plan = self._again(times * self.plan.num_ranks, self.plan.num_microbatches)
+        if plan is None:
+            return None
+
+        def cut(column: Sequence[float], parts: int) -> tuple[float, ...]:
+            return tuple(value / parts for value in column for _ in range(times))
+
+        changed: dict[str, Any] = {}
+        for field in fields(self.costs):
+            column = getattr(self.costs, field.name)
+            if isinstance(column, tuple) and field.name not in ("links", "microbatches", "ranks"):
+                changed[field.name] = cut(column, 1 if field.name == "output_bytes" else times)
+        return self._time(replace(self.costs, **changed, links=()), plan)
+
+    def _again(self, num_ranks: int, num_microbatches: int) -> Plan | None:
+        """The same schedule in another size; None: it has no name, or the stages are no chain or do not fit."""
+        per_rank, rest = divmod(self.plan.num_stages, self.plan.num_ranks)
+        if rest:
+            return None
+        try:
+            return lower(get_schedule(self.plan.name)(num_ranks, num_microbatches, stages_per_rank=per_rank))
+        except PenstockError:
+            return None
+
+
+def explained(what_if: WhatIf) -> str:
+    """The answers in plain words, ranked, with seconds."""
+
+    def seconds(value: float) -> str:
+        return time_text(value, "s")
+
+    step, plan = what_if.step, what_if.plan
+    size = f"{plan.num_ranks} ranks, {plan.num_stages} stages, {plan.num_microbatches} microbatches"
+    apart = percent(abs(what_if.measured / step - 1)) if step else "-"
+    lines = [
+        f"The step took {seconds(what_if.measured)} ({plan.name or 'a plan'}, {size}).",
+        f"Replayed with the measured costs it takes {seconds(step)}, {apart} from that; all that follows is replayed.",
+        "",
+        "Where the time goes, and what the step would take without it:",
+    ]
+    mended = what_if.mended()
+    lines += [
+        f"{rank:>3}. {one.what}: {seconds(one.saved)} ({percent(one.saved / step)}); the step would take {seconds(one.step)}"
+        for rank, one in enumerate(mended, 1)
+    ] or ["     nothing: the ranks are alike, the stages even, and nobody waits"]
+    lines += ["", "What else could be done:"]
+    others = what_if.schedules()[:3]
+    for name, taken, memory in others:
+        change = f"{percent(abs(taken / step - 1))} {'less' if taken <= step else 'more'}"
+        lines.append(
+            f"  - {name} for the same stages: {seconds(taken)} a step, {change}, with {memory:.2f} times the activations"
+        )
+    longer = what_if.more_microbatches()
+    if longer is not None:
+        gain = percent(1 - longer / (2 * step))
+        lines.append(f"  - twice as many microbatches of this size: {seconds(longer)} a step, {gain} less for a row")
+    wider = what_if.more_ranks()
+    if wider is not None:
+        lines.append(
+            f"  - twice as many ranks, each stage cut in two: {seconds(wider)} a step, {step / wider:.2f} times as fast"
+        )
+    if not others and longer is None and wider is None:
+        lines.append("  - nothing that is known by name: the plan is of no named schedule")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,199 @@
+"""Costs from measured steps: what each action and message took while all ranks were at work.
+
+costs = measured_costs([recording.timeline, ...], known)     # several steps of one plan
+simulate(plan, costs)                                        # this plan again, or another for the same stages
+
+The time of an action is its median over the steps, so that what disturbs a step now and then does not count; of a stage and
+op the mean over the microbatches. An action's time ends where its call ended; what a rank takes to pick up a message that is
+there already is counted to the action that needs it. A message's latency is what passes from the end of its send to the
+start of an action that waited for nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.errors import PlanError
+from penstock.plan import Plan
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, microbatch_of, partner_of, parts, stage_of
+from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, RECEIVES, SENDS, Op
+from penstock.simulate.costs import Costs, Link
+from penstock.simulate.timeline import Timeline
+
+_DIFFERENT = 1.5  # a link whose latency is so many times that of the others has one of its own
+_BY_OP = {Op.F: "forward", Op.I: "backward_input", Op.W: "backward_weight", Op.B: "backward"}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Measured steps of one plan, put together into a typical one."""
+
+    plan: Plan
+    lengths: tuple[tuple[float, ...], ...]  # of each action, by rank and position
+    delays: dict[tuple[int, int], float]  # by ordered pair of ranks: how long a message is under way
+    pickup: float  # what it takes to pick up a message that is there
+
+    @classmethod
+    def of(cls, timelines: Sequence[Timeline]) -> Steps:
+        """The typical step of some; all have the same plan.
+
+        Steps.of([recording.timeline])
+        """
+        if not timelines:
+            raise PlanError("no measured steps; expected at least one timeline of schedule.record()")
+        plan = timelines[0].plan
+        if any(timeline.plan != plan for timeline in timelines[1:]):
+            raise PlanError("measured steps of different plans; expected one plan")
+        columns = [
+            zip(*([e - s for s, e in zip(t.starts[r], t.ends[r], strict=True)] for t in timelines), strict=True)
+            for r in range(plan.num_ranks)
+        ]
+        lengths = tuple(tuple(map(statistics.median, column)) for column in columns)
+        waits = [wait for timeline in timelines for wait in _waits(timeline)]
+        pickup = statistics.median([gap for _, gap, late in waits if not late] or [0.0])
+        return cls(plan, lengths, _delays(waits, pickup), pickup)
+
+    def by_stage(self) -> dict[int, list[tuple[int, float]]]:
+        """By key of a compute action: the microbatch and the time of each; pairs are left out."""
+        found: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        needing = _Receives(self.plan)
+        for codes, lengths in zip(self.plan.codes, self.lengths, strict=True):
+            for code, length in zip(codes, lengths, strict=True):
+                if code & OP in COMPUTES and code & OP != OVERLAP:
+                    more = self.pickup if needing[code & KEY] else 0.0
+                    found[code & KEY].append((microbatch_of(code), length + more))
+        return found
+
+    def of_kind(self, ops: frozenset[int]) -> list[float]:
+        """The times of all actions of some kinds."""
+        return [
+            length
+            for codes, lengths in zip(self.plan.codes, self.lengths, strict=True)
+            for code, length in zip(codes, lengths, strict=True)
+            if code & OP in ops
+        ]
+
+    def microbatches(self) -> tuple[float, ...]:
+        """How long the actions of each microbatch take beside those of the others."""
+        rows: list[list[float]] = [[] for _ in range(self.plan.num_microbatches)]
+        for times in self.by_stage().values():
+            typical = statistics.mean(time for _, time in times)
+            for microbatch, time in times if typical else ():
+                rows[microbatch].append(time / typical)
+        return tuple(statistics.median(row) if row else 1.0 for row in rows)
+
+
+def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatch: bool = False) -> Costs:
+    """What a plan's actions and messages cost in measured steps; `known` says what no clock tells, such as bytes.
+
+        measured_costs([recording.timeline], pipe.choice.costs)
+
+    Ops that the plan does not have keep their known proportion to those that it has. With `per_microbatch` the costs say how
+    much longer one microbatch takes than another.
+    """
+    steps = Steps.of(timelines)
+    times = {key: statistics.mean(time for _, time in found) for key, found in steps.by_stage().items()}
+    columns: dict[str, list[float | None]] = {name: [None] * known.num_stages for name in _BY_OP.values()}
+    for key, time in times.items():
+        if (name := _BY_OP.get(Op(key & OP))) is not None:
+            columns[name][stage_of(key)] = time
+    posts, pairs = steps.of_kind(MESSAGES), steps.of_kind(frozenset({OVERLAP}))
+    latency, links = _links(steps.delays)
+    return replace(
+        known,
+        **_filled(columns, known),
+        overlap=statistics.mean(pairs) if pairs else known.overlap,
+        latency=latency if latency is not None else known.latency,
+        links=links,
+        bandwidth=None if latency is not None else known.bandwidth,  # what a message takes is all in its latency
+        overhead=0.0,  # as it is in the times of the actions
+        posting=statistics.mean(posts) if posts else known.posting,
+        microbatches=steps.microbatches() if per_microbatch else known.microbatches,
+        ranks=None,
+    )
+
+
+def _filled(columns: dict[str, list[float | None]], known: Costs) -> dict[str, Any]:
+    """Every op of every stage: measured, or as long as the known costs say beside what was measured of the stage."""
+    found: dict[str, list[float]] = {name: [] for name in columns}
+    for stage in range(known.num_stages):
+        before = {name: known.time(op, stage) for op, name in _BY_OP.items()}
+        now = {name: column[stage] for name, column in columns.items()}
+        both = [(value, before[name]) for name, value in now.items() if value is not None]
+        scale = sum(new for new, _ in both) / (sum(old for _, old in both) or 1.0) if both else 1.0
+        backward, first, second = now["backward"], now["backward_input"], now["backward_weight"]
+        if backward is None and first is not None and second is not None:
+            now["backward"] = first + second
+        elif backward is not None and first is None and second is None:
+            halves = before["backward_input"] + before["backward_weight"] or 1.0
+            now["backward_input"] = backward * before["backward_input"] / halves
+            now["backward_weight"] = backward * before["backward_weight"] / halves
+        for name, value in now.items():
+            found[name].append(scale * before[name] if value is None else value)
+    return {name: tuple(values) for name, values in found.items()}
+
+
+class _Receives(dict[int, tuple[int, ...]]):
+    """By key of a compute action: the keys of the receives that it needs."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.rules = plan.rules
+
+    def __missing__(self, key: int) -> tuple[int, ...]:
+        needs = self.rules.needs(key) if key & OP in COMPUTES and key & OP != OVERLAP else ()
+        found = self[key] = tuple(need for need in needs if need & OP in RECEIVES)
+        return found
+
+
+_Wait = tuple[
+    tuple[int, int], float, bool
+]  # sender and receiver; seconds; whether the message came after the rank was free
+
+
+def _waits(timeline: Timeline) -> list[_Wait]:
+    """For each action that needs a message: how long after its send the action began; or, where the message was there
+    before the rank was free, how long after that.
+    """
+    plan = timeline.plan
+    sent = {
+        partner_of(code): (rank, end)
+        for rank, codes in enumerate(plan.codes)
+        for code, end in zip(codes, timeline.ends[rank], strict=True)
+        if code & OP in SENDS
+    }
+    needing, found = _Receives(plan), []
+    for rank, codes in enumerate(plan.codes):
+        free = 0.0
+        for code, start, end in zip(codes, timeline.starts[rank], timeline.ends[rank], strict=True):
+            messages = [sent[need | part & MICROBATCH_FIELD] for part in parts(code) for need in needing[part & KEY]]
+            if messages:
+                sender, left = max(messages, key=lambda one: one[1])
+                late = left > free
+                found.append(((sender, rank), start - (left if late else free), late))
+            free = end
+    return found
+
+
+def _delays(waits: Sequence[_Wait], pickup: float) -> dict[tuple[int, int], float]:
+    """By ordered pair of ranks; both ways get the mean, since what the clocks of two ranks differ by counts once each way."""
+    late: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for pair, seconds, is_late in waits:
+        if is_late:
+            late[pair].append(seconds)
+    one_way = {pair: statistics.median(found) for pair, found in late.items()}
+    both = {pair: (there + one_way.get(pair[::-1], there)) / 2 for pair, there in one_way.items()}
+    return {pair: max(delay - pickup, 0.0) for pair, delay in both.items()}
+
+
+def _links(delays: dict[tuple[int, int], float]) -> tuple[float | None, tuple[Link, ...]]:
+    """The usual latency, and the links that are much slower or quicker; None: nobody waited for a message."""
+    if not delays:
+        return None, ()
+    usual = statistics.median(delays.values())
+    unlike = [pair for pair, delay in delays.items() if not usual / _DIFFERENT <= delay <= usual * _DIFFERENT]
+    return usual, tuple(Link(*pair, delays[pair]) for pair in sorted(unlike))

@@ -1,0 +1,74 @@
+"""Links between ranks: every pair of neighbours is measured, in a number of rounds that does not grow with the ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.balance import LayerCost, Profile
+from penstock.comm import LocalTransport, LocalWorld
+from penstock.front.choose import Choice, Machine, Wishes, choose
+from penstock.front.ends import Ends
+from penstock.front.links import measure_links, rounds, unlike
+from penstock.simulate import Link
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 9, 100, 101])
+def test_three_rounds_have_every_pair_of_neighbours(num_ranks: int) -> None:
+    found = rounds(num_ranks)
+    assert len(found) <= 3
+    for pairs in found:
+        taken = [rank for pair in pairs for rank in pair]
+        assert len(taken) == len(set(taken)), "a rank is in one pair at a time"
+    neighbours = {frozenset((rank, (rank + 1) % num_ranks)) for rank in range(num_ranks)}
+    assert {frozenset(pair) for pairs in found for pair in pairs} == neighbours
+
+
+class Slow:
+    """A message that takes its time."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self, *args: Any) -> None:
+        time.sleep(0.02)  # time is the subject
+        self.work.wait(*args)
+
+
+def test_a_slow_link_is_found_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LocalTransport.isend
+
+    def isend(self: LocalTransport, tensor: torch.Tensor, peer: int) -> Any:
+        work = plain(self, tensor, peer)
+        return Slow(work) if {self.rank, peer} == {1, 2} else work
+
+    monkeypatch.setattr(LocalTransport, "isend", isend)
+    found = LocalWorld(4).run(lambda transport: measure_links(Ends.of(transport, None, torch.device("cpu"))))
+    assert all(links == found[0] for links in found)
+    assert {link[:2] for link in found[0]} == {(0, 1), (1, 2), (2, 3), (3, 0)}
+    far = unlike(found[0], 1e-4)
+    assert {(1, 2), (2, 1)} <= {link[:2] for link in far}
+    assert min(link.latency for link in far if set(link[:2]) == {1, 2}) > 0.015
+
+
+def test_one_rank_has_no_links() -> None:
+    ends = Ends.of(LocalWorld(1).transports[0], None, torch.device("cpu"))
+    assert measure_links(ends) == []
+    assert unlike([Link(0, 1, 1e-5)], 1e-5) == ()
+
+
+def test_the_choice_knows_slow_links() -> None:
+    """A link that is as slow as several forwards makes another schedule the fastest, or the same one slower."""
+    layers = tuple(LayerCost(f"layers.{i}", 1e-3, 1e-3, 1e-3, output_bytes=1000) for i in range(8))
+    profile = Profile(layers, metadata={"unit": "s"})
+    far = Machine(latency=1e-5, links=(Link(0, 1, 8e-3), Link(1, 0, 8e-3)))
+    near = choose(profile, Wishes(4, 8, machine=Machine(latency=1e-5)))
+    slow = choose(profile, Wishes(4, 8, machine=far))
+    named = {tried.schedule: tried.makespan for tried in near.tried}
+    assert all((tried.makespan or 0) > (named[tried.schedule] or 0) for tried in slow.tried if tried.schedule == "1f1b")
+    assert slow.costs.links == far.links
+    assert slow.plan.num_stages <= near.plan.num_stages, "fewer messages over the slow link"
+    assert Choice.loads(slow.dumps()).machine == far

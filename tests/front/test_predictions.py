@@ -1,0 +1,76 @@
+"""Predictions go by what was measured while all ranks are at work, and measuring leaves nothing behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Pipeline
+from penstock.balance import LayerCost, Profile
+from penstock.comm import LocalTransport, LocalWorld
+from penstock.errors import StageError
+from penstock.front import Choice
+from penstock.front.machine import typical
+from penstock.stage.stage import PipelineStage
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(4)]
+    return nn.Sequential(*blocks)
+
+
+X, Y = torch.randn(8, 8), torch.randn(8, 8)
+
+
+def pipe_of(transport: LocalTransport, schedule: str) -> Pipeline:
+    return Pipeline(
+        model(), (X,), loss_fn=nn.functional.mse_loss, schedule=schedule, microbatches=4, group=transport, profile=False
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleavedzerobubble"])
+def test_calibrating_changes_the_prediction_and_nothing_else(schedule: str) -> None:
+    def rank(transport: LocalTransport) -> tuple[Choice, list[torch.Tensor], list[torch.Tensor]]:
+        states = []
+        for calibrates in (False, True):
+            torch.manual_seed(transport.rank)
+            pipe = pipe_of(transport, schedule)
+            if calibrates:
+                choice = pipe.calibrate(X, target=Y, rounds=2)
+            pipe.step(X, target=Y)
+            found = [p.grad for p in pipe.parameters() if p.grad is not None]
+            states.append(found + [value.clone() for value in pipe.state_dict().values()])
+        assert pipe.choice is choice
+        assert pipe.schedule.steps == 1
+        return choice, *states
+
+    (choice, plain, calibrated), (other, *_) = LocalWorld(2).run(rank)
+    assert len(plain) == len(calibrated) > 8
+    assert all(map(torch.equal, plain, calibrated))
+    assert choice.calibrated == other.calibrated, "every rank has the same costs"
+    assert choice.calibrated is not None
+    assert choice.predicted >= choice.timeline.makespan > 0
+    assert Choice.loads(choice.dumps()) == choice
+
+
+def test_stages_made_by_hand_are_not_calibrated() -> None:
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu", group=LocalWorld(1).transports[0])
+    with pytest.raises(StageError, match="made by hand"):
+        Pipeline(stages=[stage], loss_fn=nn.functional.mse_loss).calibrate(X[:, :2], target=Y[:, :2])
+
+
+def test_the_median_over_the_ranks_counts() -> None:
+    layers = (LayerCost("a", 1.0, 2.0, 3.0), LayerCost("b", 2.0, 2.0, 2.0))
+    mine = Profile(layers, metadata={"unit": "s", "backward": [5.0, 4.0]})
+    slow = replace(
+        mine, layers=(replace(layers[0], forward=5.0), layers[1]), metadata={"unit": "s", "backward": [7.0, 4.0]}
+    )
+    found = typical(mine, [mine, slow, slow])
+    assert found.layers[0].forward == 5.0
+    assert found.metadata["backward"] == [7.0, 4.0]
+    other = replace(mine, layers=(replace(layers[0], name="c"), layers[1]))
+    assert typical(mine, [mine, other]) == mine, "another model was measured there: the ranks will disagree about it"
