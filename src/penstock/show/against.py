@@ -13,7 +13,7 @@ from penstock.simulate import Timeline
 _CLOSE = 0.05  # of the step: below that no assumption is called off
 
 
-class Kind(NamedTuple):
+class KindOfAction(NamedTuple):
     """What actions of one kind take on all ranks together, in a step."""
 
     name: str
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
         return self.measured - self.predicted
 
 
-def kinds(planned: Timeline, measured: Timeline) -> list[Kind]:
+def kinds(planned: Timeline, measured: Timeline) -> list[KindOfAction]:
     """The kinds of actions that the plan has, then messages, then waiting.
 
     kinds(simulate(measured.plan, costs), measured)
@@ -37,22 +37,22 @@ def kinds(planned: Timeline, measured: Timeline) -> list[Kind]:
     for op in sorted(op for op in taken if op in COMPUTES):
         name = "overlapped pairs" if op == OVERLAP else ROWS[op].word
         assumption = f"what {name} cost, as measured before"
-        found.append(Kind(name, taken[op][0], predicted[op][1], taken[op][1], assumption))
+        found.append(KindOfAction(name, taken[op][0], predicted[op][1], taken[op][1], assumption))
     posting = planned.costs.posting if planned.costs else 0.0
     messages = [taken[op] for op in taken if op in MESSAGES]
     if messages:
         count = sum(number for number, _ in messages)
         spent = sum(seconds for _, seconds in messages)
         found.append(
-            Kind("sends and receives", count, count * posting, spent, "what a rank spends on posting a message")
+            KindOfAction("sends and receives", count, count * posting, spent, "what a rank spends on posting a message")
         )
     before, after = (sum(idle.total for idle in timeline.idle) for timeline in (planned, measured))
     assumption = "how long messages are under way, and that equal actions take equal time"
-    found.append(Kind("waiting", 0, before, after, assumption))
+    found.append(KindOfAction("waiting", 0, before, after, assumption))
     return found
 
 
-def rows(found: Iterable[Kind], num_ranks: int) -> list[list[str]]:
+def rows(found: Iterable[KindOfAction], num_ranks: int) -> list[list[str]]:
     """A table; the first row is its head. The last column is what the difference makes on a rank, on average."""
     made = [["", "actions", "predicted", "measured", "difference", "on a rank"]]
     for kind in found:
