@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 PYODIDE := $(VENV)/pyodide/node_modules/pyodide
 
-.PHONY: help train test lint types format bench coverage docs dist browser compiler pyodide clean
+.PHONY: help train test lint types format soak bench coverage docs dist browser compiler pyodide clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ lint: $(READY) ## ruff check, ruff format --check, strict mypy
 format: $(READY) ## let ruff sort and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+soak: $(READY) ## random faults and recoveries for SECONDS=60 from SEED=0; prints what it did, and how to do a failure again
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.soak --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0)
 
 bench: $(READY) ## every program in benchmarks/, one after another
 	@for program in $(sort $(wildcard benchmarks/*.py)); do echo "== $$program"; $(BIN)/python $$program; done

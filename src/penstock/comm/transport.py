@@ -105,10 +105,12 @@ class Transport(Messages):
     epoch: int = 0
     meetings: int = 0
     _busy: threading.Lock
+    _posted: list[int]  # the epochs for which this rank has posted a failure that still stands in the store
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         made = super().__new__(cls)
         made._busy = threading.Lock()
+        made._posted = []
         return made
 
     # -- messages
@@ -142,6 +144,8 @@ class Transport(Messages):
         """Begin the next epoch: from here on ``failed`` tells of other ranks' failures in it."""
         self.epoch += 1
         self.failed = None
+        while self._posted and self._posted[0] < self.epoch - 1:  # all ranks are through with that step
+            self.store.delete(failure_key(self._posted.pop(0)))
         self._watch()
         return self.epoch
 
@@ -158,6 +162,8 @@ class Transport(Messages):
     def report_failure(self, record: FailureRecord, *, epoch: int | None = None) -> FailureRecord:
         """Post a failure of this rank in the epoch. The first one stands, and comes back."""
         epoch = self.epoch if epoch is None else epoch
+        if epoch not in self._posted:
+            self._posted.append(epoch)
         return FailureRecord.decode(self.store.first(failure_key(epoch), record.encode()))
 
     def failure(self, epoch: int | None = None) -> FailureRecord | None:
