@@ -13,6 +13,7 @@ from penstock.errors import PenstockError
 # name -> its module, and its line in `penstock --help`. Modules are imported when their command is called, not before.
 COMMANDS: Final = {
     "train": ("penstock.cli.train", "Train over pipelined processes, with a report at the end."),
+    "top": ("penstock.cli.top", "Show where each rank of a running job is, and whom it waits for."),
     "report": ("penstock.cli.report", "Make the report of a training run again."),
     "explain": ("penstock.cli.explain", "Say where the time of a run goes, and what else could be done."),
     "plan": ("penstock.cli.plan", "Make a plan of a schedule, time it and show it."),

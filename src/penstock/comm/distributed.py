@@ -26,6 +26,7 @@ from penstock.comm.store import Departure, DistributedStore
 from penstock.comm.switchboard import Switchboard
 from penstock.comm.transport import NOBODY, FailureRecord, Transport
 from penstock.comm.watcher import Watcher
+from penstock.comm.whereabouts import table
 from penstock.errors import PenstockError, StepTimeout, TransportError
 
 _TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
@@ -135,12 +136,21 @@ class DistributedTransport(Transport):
             self._torn = known
             return known.error()
         if timed_out:
-            late = StepTimeout(f"rank {self.rank} waited {self.timeout:g} s for {what}, rank {peer}")
+            late = f"rank {self.rank} waited {self.timeout:g} s for {what}, rank {peer}"
             self._torn = FailureRecord(self.rank, cause=f"StepTimeout: {late}")
+            others = self.everybody()  # before they hear of the failure, and go on
             self._post(self._torn)
-            return late
+            return StepTimeout(f"{late}\n{others}")
         self._torn = self._post(FailureRecord(peer, cause=f"connection lost during {what}: {text.split('] ', 1)[-1]}"))
         return self._torn.error()
+
+    def everybody(self) -> str:
+        """Asked through the store: the watchers of the others answer, whatever their main threads do."""
+        try:
+            found = [self.where(), *self.store.ask_around()]
+        except TransportError as error:
+            return f"{table([self.where()], num_ranks=self.num_ranks)}\n({error})"
+        return table(found, num_ranks=self.num_ranks)
 
     def _unusable(self) -> TransportError:
         assert self._torn is not None, "there is a reason"

@@ -27,7 +27,8 @@ from penstock.comm.baton import Baton, Waiting
 from penstock.comm.crew import Crew
 from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.transport import FailureRecord, Store, Transport
-from penstock.errors import PenstockError, RunError, ShapeError, TransportError
+from penstock.comm.whereabouts import table
+from penstock.errors import PenstockError, RunError, ShapeError, StepTimeout, TransportError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -160,7 +161,11 @@ class LocalTransport(Transport):
         return TransportError(f"rank {self.rank}, {what} to or from rank {peer}: {type(error).__name__}: {error}")
 
     def wait_until(self, ready: Callable[[], bool], *, peer: int | None, what: str) -> None:
-        self._world.baton.wait(self.rank, Waiting(ready, peer, what))
+        try:
+            self._world.baton.wait(self.rank, Waiting(ready, peer, what))
+        except StepTimeout as late:
+            everyone = [transport.where() for transport in self._world.transports]
+            raise StepTimeout(f"{late}\n{table(everyone, num_ranks=self.num_ranks)}") from late
 
     def withdraw(self, work: LocalWork, peer: int) -> None:
         """Forget a message that will never arrive, so that nothing later can meet it."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.comm.transport import FailureRecord
+from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import PeerFailed, StepTimeout, TransportError
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
@@ -128,6 +129,31 @@ class DistributedStore:
             return []
         gone = [rank for rank in range(self._num_ranks) if self.check(f"departed/{rank}")]
         return [Departure(rank, *json.loads(self.get(f"departed/{rank}", 1.0))) for rank in gone]
+
+    # -- where everybody is
+
+    def ask_around(self, patience: float = 1.5) -> list[Whereabouts]:
+        """Where the other ranks are, as far as their watchers answer within so many seconds."""
+        number = self.add("where/asked", 1)
+        end, found = time.monotonic() + patience, dict[int, Whereabouts]()
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        while len(found) < len(others) and time.monotonic() < end:
+            time.sleep(_LONGEST_NAP)
+            for rank in others:
+                if rank not in found and self.check(f"where/{rank}"):
+                    answered, _, data = self.get(f"where/{rank}", 1.0).partition(b" ")
+                    if answered.isdigit() and int(answered) >= number:
+                        found[rank] = Whereabouts.decode(data)
+        return list(found.values())
+
+    def answer(self, where: Callable[[], Whereabouts], answered: int) -> int:
+        """Tell whoever asks; `answered` is the number of the last question, that of the newest comes back."""
+        if not self.check("where/asked"):
+            return answered
+        number = self.add("where/asked", 0)
+        if number > answered:
+            self.set(f"where/{self._rank}", f"{number} ".encode() + where().encode())
+        return number
 
     # -- meetings that cannot come about
 

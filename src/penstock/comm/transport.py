@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from penstock.comm.messages import Messages
-from penstock.errors import PeerFailed, RanksDisagree, RunError, TransportError
+from penstock.comm.whereabouts import Whereabouts, table
+from penstock.errors import PeerFailed, RanksDisagree, RunError, StepTimeout, TransportError
 
 
 class Store(Protocol):
@@ -90,6 +91,12 @@ class FailureRecord:
         return PeerFailed(self.rank, self.stage, self.action, self.microbatch, self.cause)
 
 
+class Looked(Protocol):
+    """What knows where this rank is; see `penstock.run.position`."""
+
+    def look(self) -> Whereabouts: ...
+
+
 class Transport(Messages):
     """One rank's end of all that the ranks tell one another.
 
@@ -104,6 +111,8 @@ class Transport(Messages):
     failed: FailureRecord | None = None
     epoch: int = 0
     meetings: int = 0
+    asked: Callable[[], None] | None = None  # called when somebody asks, by a signal, where the ranks are
+    position: Looked | None = None  # where this rank is in its step, once there was one
     _busy: threading.Lock
     _posted: list[int]  # the epochs for which this rank has posted a failure that still stands in the store
 
@@ -171,6 +180,18 @@ class Transport(Messages):
         key = failure_key(self.epoch if epoch is None else epoch)
         return FailureRecord.decode(self.store.get(key, self.timeout)) if self.store.check(key) else None
 
+    # -- where everybody is
+
+    def where(self) -> Whereabouts:
+        """Where this rank is now; may be asked in any thread."""
+        if self.position is None:
+            return Whereabouts(self.rank, self.epoch, doing="has made no step yet")
+        return self.position.look()
+
+    def everybody(self) -> str:
+        """A table of where all ranks are, as far as they answer soon; for errors."""
+        return table([self.where()], num_ranks=self.num_ranks)
+
     @abstractmethod
     def close(self) -> None:
         """Leave: ranks that wait for this one in a later step raise PeerFailed instead."""
@@ -183,7 +204,10 @@ class Transport(Messages):
         folder, before = meeting_folder(self.meetings), meeting_folder(self.meetings - 1)
         self.store.set(f"{folder}/{self.rank}", payload)
         self.store.first(f"{folder}/called", json.dumps([self.rank, self.epoch, name]).encode())
-        payloads = self.store.get_all(folder, self.timeout if timeout is None else timeout, posts=name)
+        try:
+            payloads = self.store.get_all(folder, self.timeout if timeout is None else timeout, posts=name)
+        except StepTimeout as late:
+            raise StepTimeout(f"{late}\n{self.everybody()}") from late
         # All have posted here, so all have left the meeting before: nobody reads its posts any more.
         self.store.delete(f"{before}/{self.rank}")
         if self.rank == 0:

@@ -13,12 +13,14 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
 from penstock.comm.pulse import Pulse
 from penstock.comm.store import DistributedStore
 from penstock.comm.transport import FailureRecord, failure_key, meeting_folder
+from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import TransportError
 
 _TICK = 0.3  # seconds between looks at the store
@@ -35,6 +37,9 @@ class Watched(Protocol):
     failed: FailureRecord | None
     store_holder: int
     pulse: Pulse
+    asked: Callable[[], None] | None
+
+    def where(self) -> Whereabouts: ...
 
     def break_connections(self, record: FailureRecord) -> None: ...
 
@@ -48,6 +53,7 @@ class Watcher:
         self._epoch = 0  # the step that is watched, 0 between steps
         self._left_since: float | None = None
         self._interrupts = 0
+        self._answered = 0  # the number of the last question where this rank is
         self._stopping = False
         self._bell, self._button = os.pipe()
         os.set_blocking(self._bell, False)
@@ -94,6 +100,8 @@ class Watcher:
                     self._hear_signals(transport, os.read(self._bell, 64))
                 if self._epoch:
                     self._look(transport, self._epoch)
+                transport.where()  # so that it is known since when a rank is where it is
+                self._answered = self._store.answer(transport.where, self._answered)
             except TransportError as error:
                 # The store's process is gone or out of reach, and with it every record.
                 if self._epoch:
@@ -142,6 +150,8 @@ class Watcher:
         if before is not None and before >= 0:
             with suppress(OSError):
                 os.write(before, numbers)
+        if transport.asked is not None and signal.SIGUSR1 in numbers:
+            transport.asked()
         interrupts = numbers.count(signal.SIGINT)
         if not self._epoch or not interrupts or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,7 @@ from penstock.front.spread import Where, agree_on_rows, check_where, deliver, sh
 from penstock.front.weighted import WeightedSchedule
 from penstock.parallel import unwrap, wrap
 from penstock.plan import Plan
+from penstock.run.lookout import Lookout
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
 from penstock.simulate import Timeline
@@ -68,8 +70,8 @@ class Pipeline:
     - of the cut: `stages` (a number, or the `PipelineStage`s of this rank), `num_stages`, `placement`, `memory_limit`, `profile`,
       `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`, `multi_use_param_spec`, `compile`;
     - of the ranks: `group`, `mesh`, `data_parallel`, `device`;
-    - of the steps: `loss_scale`, `share_loss`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`, `recompute`,
-      `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
+    - of the steps: `loss_scale`, `share_loss`, `run_folder`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`,
+      `recompute`, `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
       `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
     """
 
@@ -109,6 +111,8 @@ class Pipeline:
         self._options = of_steps.of_schedule(loss_fn)
         self._schedule = self._make_schedule(self._built.plan)
         self._on_device = OnDevice.of(self._ends, self._built.plan.placement)
+        if of_steps.run_folder is not None:
+            self._look_out(of_steps.run_folder)
         self._saving: Saving | None = None  # a checkpoint that is being written
         if made and of_model.weights is not None:
             copy_state(self.tensors, open_weights(of_model.weights), strict=True)
@@ -406,6 +410,13 @@ class Pipeline:
         return cut(replace(self._request, model=model), self._built.choice)
 
     # -- inside
+
+    def _look_out(self, folder: str | Path) -> None:
+        def start() -> None:
+            place = Path(folder) / f"replica-{self._ends.replica}" if self._ends.replica else folder
+            weakref.finalize(self, Lookout(self._schedule._transport, place).close)
+
+        self._ends.agree(f"writing to the folder of the run, {folder}", start)
 
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
         return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)

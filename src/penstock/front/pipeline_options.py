@@ -118,11 +118,15 @@ class RankOptions:
                 raise StageError(f"device={self.device!r}: {error}") from error
 
 
+_OWN = ("loss_scale", "run_folder", "share_loss")  # options of steps that a Schedule does not have
+
+
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step goes. All but the first two are those of a `Schedule`."""
+    """How a step goes. All but the first three are those of a `Schedule`."""
 
     loss_scale: Any = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
+    run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
     share_loss: bool = True  # False: no broadcast at the end of a step; the loss is on the last stage's rank alone
     scale_grads: bool = True
     seed: int = 0
@@ -147,6 +151,7 @@ class StepOptions:
             hasattr(self.loss_scale, name) for name in ("scale", "step", "update")
         ):
             raise StageError(f"loss_scale is a {type(self.loss_scale).__name__}; expected a torch.amp.GradScaler")
+        _is(self, "run_folder", str | Path, "a folder")
         if not isinstance(self.ties, Iterable):
             raise StageError(
                 f"ties is a {type(self.ties).__name__}; expected [penstock.tie([(0, name), (3, name)]), ...]"
@@ -155,7 +160,7 @@ class StepOptions:
 
     def of_schedule(self, loss_fn: Any) -> dict[str, Any]:
         """Those that `Schedule` takes."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("loss_scale", "share_loss")}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}
         return {**given, "loss_fn": loss_fn, "ties": [getattr(tie, "holders", tie) for tie in self.ties]}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from penstock.plan import Action, AnyAction, Op
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.inputs import StepInputs
 from penstock.run.memory import MemoryWatch
+from penstock.run.position import Position
 from penstock.run.program import Program, parts_of
 from penstock.run.protocol import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.record import Recorder
@@ -59,12 +61,16 @@ class Runner:
         ] = {}  # by mode: a number for each shape of input, last used last
         self.preambles: Preambles | None = None
         self.recorder: Recorder | MemoryWatch | None = None
+        self.position = transport.position = Position(transport.rank)
         self._fine = False  # whether the current step went well, as all ranks found
 
     def step(self, programs: Mapping[int, Program], mode: int, prepared: Prepared) -> Outcome:
         """One step in the given mode: tell the other ranks, run, conclude."""
         self._fine = False
         self.transport.begin_step()
+        position = self.transport.position = self.position
+        position.step, position.at, position.thread = self.transport.epoch, -1, get_ident()
+        position.program = programs[mode]
         try:
             preamble, error = self.tell(programs[mode], mode, prepared)
             program = programs[preamble.mode]
@@ -77,6 +83,7 @@ class Runner:
                     self.drain(program, 0, cold=bool(preamble.cold))
             return self.conclude(program, error, preamble, certain=certain)
         finally:
+            position.program = None
             self.transport.end_step(fine=self._fine)
 
     # -- before
@@ -133,7 +140,8 @@ class Runner:
 
     def run(self, program: Program, inputs: StepInputs, *, cold: bool) -> BaseException | None:
         """Work through the calls. What goes wrong comes back, when all messages of the step are out of the way."""
-        at = -1
+        position = self.position
+        position.program = program
         grad = program.setting.grad and torch.is_grad_enabled()
         transport, calls = self.transport, program.cold if cold else program.warm
         if self.recorder is not None:
@@ -146,16 +154,17 @@ class Runner:
         try:
             with torch.set_grad_enabled(grad), intercepted() if program.splits else nullcontext():
                 program.begin(inputs)
-                for at, call in enumerate(calls):  # noqa: B007  where it stopped is needed below
+                for position.at, call in enumerate(calls):
                     call()
                     if transport.failed is not None:
                         raise _Heard
-                at = len(calls)
+                position.at = len(calls)
                 program.finish()
         except (_Heard, Poisoned):
-            self.drain(program, at + 1, cold=cold)
+            self.drain(program, position.at + 1, cold=cold)
             return self.peer_failure() or RunError("the step was given up, but no rank says why")
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
+            at = position.at
             action = program.actions[at] if 0 <= at < len(program.actions) else None
             self.report(action, error)
             self.drain(program, at if _posted_nothing(action) else at + 1, cold=cold)

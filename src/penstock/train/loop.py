@@ -74,6 +74,7 @@ class Run:
             mesh=self._mesh(),
             data_parallel=options.data_parallel,
             loss_scale=self.update.scaler,
+            run_folder=options.folder,
         )
         self.screen.say(pipe.explain(print_output=False))
         if self.screen.enabled:

@@ -1,0 +1,31 @@
+"""`penstock top FOLDER`: where each rank of a running job is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--watch", type=click.FloatRange(min=0.1), help="Show it again after so many seconds, until Ctrl-C.")
+def command(folder: Path, *, watch: float | None) -> None:
+    """Show where each rank of a running job is: its action, what it waits for, from whom and for how long.
+
+    FOLDER is the output folder of `penstock train`, or the `run_folder` of a Pipeline. `kill -USR1 PID` of a rank
+    shows the same in the output of the job.
+
+    \b
+    Example:
+      penstock top runs/train
+    """
+    from penstock.run.lookout import read_folder
+
+    while True:
+        click.echo(read_folder(folder))
+        if watch is None:
+            return
+        time.sleep(watch)
+        click.echo()
