@@ -1,75 +1,46 @@
-"""Lightning: an ordinary Trainer around a pipeline, with a strategy of a few lines.
+"""Lightning: an ordinary LightningModule in a pipeline, by naming a strategy.
 
     pip install "penstock[lightning]"
     torchrun --standalone --nproc-per-node 2 examples/lightning_module.py
 
-The LightningModule makes the pipeline when Lightning has started the processes (`configure_model`) and steps by hand, since
-a pipeline runs forward and backward together. `PipelineStrategy` keeps Lightning from wrapping the module in DDP, which
-would take each rank's stage for a replica of the others'.
+The module knows nothing of pipelines. `PipelineStrategy("net")` cuts its attribute `net` into stages; where a step calls it, the
+pipeline runs, and the rest of the step runs on the last stage. docs/integrations/lightning.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import penstock
-
-
-class PipelineStrategy(DDPStrategy):
-    """Lightning's processes and collectives, without DDP: every rank has other parameters, and penstock connects them."""
-
-    def configure_ddp(self) -> None:
-        pass
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": 1, "rank": 0}  # every rank is given the same batches
+from penstock.integrations.lightning import PipelineStrategy
 
 
 class Module(lightning.LightningModule):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.automatic_optimization = False
-        self.width = width
-        self.pipe: penstock.Pipeline | None = None
+        torch.manual_seed(0)  # the same model on every rank
+        layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+        self.net = nn.Sequential(*layers, nn.Linear(width, width))
 
-    def configure_model(self) -> None:
-        if self.pipe is None:
-            torch.manual_seed(0)
-            layers = [nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh()) for _ in range(3)]
-            model = nn.Sequential(*layers, nn.Linear(self.width, self.width))
-            example = torch.randn(16, self.width)
-            self.pipe = penstock.Pipeline(
-                model, (example,), loss_fn=nn.functional.mse_loss, schedule="zbv", microbatches=4, profile=False
-            )
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return iter(() if self.pipe is None else self.pipe.parameters())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, y = batch
-        optimizer = self.optimizers()
-        result = self.pipe.step(x, target=y)
-        self.pipe.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        self.log("loss", result.loss, prog_bar=True)
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.log("loss", loss, prog_bar=True)
+        return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         x, y = batch
-        self.log("validation", self.pipe.evaluate(x, target=y).loss)
+        self.log("validation", nn.functional.mse_loss(self.net(x), y))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -86,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         accelerator="cpu",
         devices=2,
         max_epochs=options.epochs,
-        strategy=PipelineStrategy(process_group_backend="gloo"),
+        gradient_clip_val=1.0,
+        strategy=PipelineStrategy("net", process_group_backend="gloo", microbatches=4, schedule="zbv", profile=False),
         enable_model_summary=False,
         **quiet,
     )
-    module = Module(options.width)
-    trainer.fit(module, DataLoader(train, batch_size=16), DataLoader(valid, batch_size=16))
-    module.pipe.save(options.checkpoint)
+    trainer.fit(Module(options.width), DataLoader(train, batch_size=16), DataLoader(valid, batch_size=16))
+    trainer.save_checkpoint(options.checkpoint)
     if dist.get_rank() == 0:
         figures = {name: value.item() for name, value in trainer.callback_metrics.items()}
         print(f"loss {figures['loss']:.4f}, validation {figures['validation']:.4f}")

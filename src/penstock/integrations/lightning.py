@@ -1,0 +1,207 @@
+"""Lightning: an ordinary LightningModule, trained in a pipeline.
+
+    trainer = lightning.Trainer(devices=2, strategy=PipelineStrategy(microbatches=8))
+    trainer.fit(module, loader)
+
+docs/integrations/lightning.md has the whole story. pip install "penstock[lightning]".
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler
+
+from penstock.errors import RunError
+from penstock.front import Pipeline
+from penstock.integrations.lightning_steps import LoggedSteps, Stand
+from penstock.integrations.needs import needed
+
+needed("lightning", "lightning")
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402  the line above says what is missing
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+__all__ = ["PipelineStrategy"]
+_PARTS, _REST = "pipeline", "meta.pt"  # in the folder of a checkpoint
+
+
+class PipelineStrategy(DDPStrategy):
+    """All processes of a Trainer together hold one model, and see the same batches.
+
+        trainer = lightning.Trainer(devices=2, strategy=PipelineStrategy(model="net", microbatches=8, schedule="zbv"))
+
+    `model` is the name of the attribute of the LightningModule that is cut into stages. Its steps are written as ever: they call
+    that model once, and compute a loss from what it returns. The call is the pipeline; what comes after it runs on the
+    last stage, for each microbatch; what is logged there is logged everywhere, as the mean over the microbatches.
+
+    A LightningModule may have the method `pipeline_example()`: a batch to trace the model with, in place of the first one of the
+    loader. All other options are those of `penstock.Pipeline`. `strategy.pipe` is the pipeline.
+    """
+
+    def __init__(self, model: str = "model", *, process_group_backend: str | None = None, **options: Any) -> None:
+        super().__init__(process_group_backend=process_group_backend)
+        self._name = model
+        self._pipeline_options = options
+        self._steps: LoggedSteps | None = None
+        self._trainer: Any = None
+
+    @property
+    def pipe(self) -> Pipeline:
+        """The pipeline, from the start of `fit` on."""
+        if self._steps is None:
+            raise RunError(
+                "there is no pipeline before trainer.fit(...), validate(...), test(...) or predict(...) began"
+            )
+        return self._steps.pipe
+
+    # -- making it
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._trainer = trainer
+        trainer._accelerator_connector.use_distributed_sampler = False  # it would give each process other rows
+        if self._steps is None or not isinstance(getattr(self.lightning_module, self._name), Stand):
+            self._steps = self._made(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            if len(self.optimizers) > 1:
+                raise RunError(f"{len(self.optimizers)} optimizers; a pipeline has one, with groups of parameters")
+        self.setup_precision_plugin()
+        own: Any = self.precision_plugin
+        own.clip_grad_by_norm = lambda optimizer, clip_val: self.pipe.clip_grad_norm_(float(clip_val))
+        module: Any = self.lightning_module
+        module.optimizer_zero_grad = lambda *given, **more: None  # see training_step
+
+    def _made(self, trainer: Any) -> LoggedSteps:
+        module: Any = self.lightning_module
+        model = getattr(module, self._name, None)
+        if not isinstance(model, nn.Module):
+            raise RunError(
+                f"{type(module).__name__}.{self._name} is {type(model).__name__}; expected the nn.Module that is cut into "
+                f'stages. Say which attribute it is: PipelineStrategy(model="...")'
+            )
+        with _same_random_numbers():
+            batch = self.batch_to_device(self._example(trainer), self.root_device)
+        stand = Stand()
+        setattr(module, self._name, stand)
+        steps = LoggedSteps(module, stand)
+        args, kwargs = steps.call_of(_method(trainer), batch, 0)
+        options = {"device": self.root_device, **self._pipeline_options}
+        steps.pipe = Pipeline(model, args, example_kwargs=kwargs, loss_fn=steps.loss, **options)
+        stand.hold(steps.pipe)
+        return steps
+
+    def _example(self, trainer: Any) -> Any:
+        own = getattr(self.lightning_module, "pipeline_example", None)
+        if own is not None:
+            return own()
+        loop = trainer.fit_loop if trainer.state.fn == TrainerFn.FITTING else trainer._active_loop
+        loader = loop._data_source.dataloader()
+        return next(iter(loader[0] if isinstance(loader, list | tuple) else loader))
+
+    def configure_ddp(self) -> None:
+        """No process has the parameters of another."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Every rank has the batches of the user's loader; if it shuffles, all shuffle alike."""
+        sampler = getattr(dataloader, "sampler", None)
+        if isinstance(sampler, RandomSampler) and sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(self.broadcast(torch.initial_seed() % 2**63))
+        return dataloader
+
+    # -- steps
+
+    def training_step(self, batch: Any, batch_idx: int = 0, *more: Any, **given: Any) -> Any:
+        """A pipeline runs forward and backward together, so gradients are set to zero before the step and not after it."""
+        assert self._steps is not None
+        every = int(self._trainer.accumulate_grad_batches)
+        if batch_idx % every == 0:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        with self.precision_plugin.train_step_context():
+            return self._steps.train(batch, batch_idx, *more, divide=every)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return closure_loss
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None
+        with self.precision_plugin.val_step_context():
+            return self._steps.evaluate("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None
+        with self.precision_plugin.test_step_context():
+            return self._steps.evaluate("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None
+        with self.precision_plugin.predict_step_context():
+            return self._steps.predict(*args, **kwargs)
+
+    # -- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The pipeline writes its own part of a checkpoint."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """A folder: what Lightning knows in one file, and a checkpoint of penstock's for any number of processes."""
+        folder = Path(self.broadcast(str(filepath)))
+        self.pipe.save(folder / _PARTS, optimizer=self.optimizers[0] if self.optimizers else None)
+
+        def write() -> str:
+            torch.save(checkpoint, folder / _REST)
+            return _REST
+
+        self.pipe.decide(f"writing {folder / _REST}", write)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        folder = Path(checkpoint_path)
+        if not (folder / _REST).is_file():
+            raise RunError(
+                f"{folder} is no checkpoint of a PipelineStrategy; expected a folder with {_REST} and {_PARTS}/"
+            )
+        found: dict[str, Any] = torch.load(folder / _REST, map_location="cpu", weights_only=bool(weights_only))
+        self.pipe.load(folder / _PARTS, optimizer=self.optimizers[0] if self.optimizers else None)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Done by `load_checkpoint`."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Done by `load_checkpoint`."""
+
+
+def _method(trainer: Any) -> str:
+    kinds = {
+        TrainerFn.FITTING: "training_step",
+        TrainerFn.VALIDATING: "validation_step",
+        TrainerFn.TESTING: "test_step",
+    }
+    return kinds.get(trainer.state.fn, "predict_step")
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """What is drawn to look at a batch is not missing afterwards."""
+    python, of_torch = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(of_torch)

@@ -1,0 +1,151 @@
+"""An ordinary LightningModule over two processes, against itself in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from penstock.errors import RunError
+from penstock.integrations.lightning import PipelineStrategy
+from tests.gloo_pool import GlooPool
+from tests.integrations.hf import as_torchrun
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mark.timeout(300)]
+WIDTH = 8
+IN_LIGHTNING = (  # what lightning 2.6 itself says or uses, of which none is about penstock
+    "ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning",
+    "ignore:.*does not have many workers.*",
+    "ignore:.*exists and is not empty.*",
+    "ignore:.*use_reentrant.*",
+)
+
+
+class Module(lightning.LightningModule):
+    """Nothing here knows of pipelines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(2 * x), y)
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=False)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        out = self.net(2 * x)
+        self.log_dict({"validation": nn.functional.mse_loss(out, y), "size": out.abs().mean()})
+
+    def predict_step(self, batch: Any, index: int) -> Tensor:
+        return self.net(2 * batch[0]).sum(1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Bar(TQDMProgressBar):
+    """Remembers what it would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: set[str] = set()
+
+    def get_metrics(self, trainer: Any, module: Any) -> Any:
+        found = super().get_metrics(trainer, module)
+        self.shown |= set(found)
+        return found
+
+
+def fit(folder: str, *, strategy: Any, epochs: int = 2, resume: str | None = None) -> dict[str, Any]:
+    x = torch.randn(52, WIDTH, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sin())
+    bar, kept = Bar(), ModelCheckpoint(dirpath=f"{folder}/kept", filename="{epoch}", save_top_k=-1)
+    given = (
+        {"plugins": [LightningEnvironment()], "devices": 2}
+        if isinstance(strategy, PipelineStrategy)
+        else {"devices": 1}
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.05,
+        log_every_n_steps=1,
+        logger=CSVLogger(folder, name="log", version="0"),
+        callbacks=[bar, kept],
+        enable_model_summary=False,
+        **given,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=12), ckpt_path=resume)
+    predicted = trainer.predict(module, DataLoader(data, batch_size=8))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"losses": module.seen, "metrics": metrics, "shown": sorted(bar.shown), "predicted": torch.cat(predicted)}
+
+
+def strategy() -> PipelineStrategy:
+    return PipelineStrategy("net", process_group_backend="gloo", microbatches=4, schedule="1f1b", profile=False)
+
+
+def pipelined(folder: str) -> Any:
+    with as_torchrun():
+        first = fit(f"{folder}/a", strategy=strategy())
+        again = fit(f"{folder}/b", strategy=strategy(), resume=f"{folder}/a/kept/epoch=0.ckpt")
+        return first, again
+
+
+@pytest.mark.filterwarnings(*IN_LIGHTNING)
+def test_an_ordinary_module_trains_logs_and_resumes(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    expected = fit(str(tmp_path / "plain"), strategy="auto")
+    for first, again in gloo_pool.run(2, pipelined, str(tmp_path), timeout=240.0):
+        assert first["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert again["losses"] == pytest.approx(expected["losses"][len(expected["losses"]) // 2 :], abs=1e-6)
+        assert first["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
+        assert first["shown"] == expected["shown"]
+        torch.testing.assert_close(first["predicted"], expected["predicted"])
+        torch.testing.assert_close(again["predicted"], expected["predicted"])
+    assert (tmp_path / "a/log/0/metrics.csv").read_text().splitlines()[0] == (
+        tmp_path / "plain/log/0/metrics.csv"
+    ).read_text().splitlines()[0]
+
+
+def test_what_cannot_be_is_said() -> None:
+    from penstock.integrations.lightning_steps import LoggedSteps, Stand
+
+    class Twice(Module):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return self.net(self.net(batch[0])).sum()
+
+        def test_step(self, batch: Any, index: int) -> None:
+            self.log("rows", len(batch[0]))
+
+    module = Twice()
+    module.net = Stand()
+    steps = LoggedSteps(module, module.net)
+    batch = (torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    (args, kwargs) = steps.call_of("training_step", batch, 0)
+    assert torch.equal(args[0], batch[0])
+    assert kwargs == {}
+    steps._rest = ("training_step", (0,))
+    with pytest.raises(RunError, match="calls its model once"):
+        steps.loss(torch.ones(2, WIDTH), batch)
+    with pytest.raises(RunError, match="does not call its model"):
+        steps.call_of("test_step", batch, 0)
