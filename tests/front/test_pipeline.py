@@ -314,11 +314,10 @@ def test_a_meta_model_without_values_says_so() -> None:
 
 def test_a_memory_limit_that_nothing_fits_is_explained_on_every_rank() -> None:
     world = LocalWorld(2)
-    with pytest.raises(BalanceError, match="no schedule can be used"):
+    with pytest.raises(BalanceError, match="The smallest limit that would do is"):
         world.run(lambda transport: pipeline(transport, make(), memory_limit=1000))
     assert all(isinstance(error, BalanceError) for error in world.errors), "every rank can catch the same"
     assert all("bytes" in str(error) for error in world.errors)
-    assert all(str(error).count("alone needs") == 1 for error in world.errors), "each reason once"
 
 
 def test_contradictions_are_refused() -> None:

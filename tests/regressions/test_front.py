@@ -163,7 +163,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "1f2b"}, "1f2b"),
     ({"schedule": None}, "schedule=None"),
     ({"placement": "w"}, "placement='w'"),
-    ({"memory_limit": "12 GB"}, "memory_limit='12 GB'"),
+    ({"memory_limit": "12 GBs"}, "memory_limit='12 GBs'"),
     ({"num_stages": -1}, "num_stages=-1"),
     ({"stages": 2, "num_stages": 3}, "give one of them"),
     ({"stages": []}, "PipelineStages of this rank"),

@@ -32,6 +32,7 @@ from penstock.front.choose import Choice, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, together, without_calls
 from penstock.front.pipeline_options import CutOptions, ModelOptions, StepOptions
+from penstock.front.sizes import state_of
 from penstock.front.stage_costs import Machine
 from penstock.plan import Action, Op, Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
@@ -146,7 +147,9 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[]
         num_stages=of_cut.count,
         placement=of_cut.placement,
         memory_limit=of_cut.memory_limit,
+        optimizer_bytes=optimizer_bytes(request),
         machine=machine,
+        offload=ends.device.type != "cpu" or request.of_steps.offload_to is not None,
     )
     _check(wishes)
     if isinstance(of_cut.profile, Profile):
@@ -193,6 +196,13 @@ def _measured(request: Request, ends: Ends, barrier: Callable[[], None]) -> Prof
         device=ends.device,
     )
     return without_calls(measured, ends.device)
+
+
+def optimizer_bytes(request: Request) -> float:
+    """State of the optimizer for each byte of parameters: measured where the optimizer is given, else as the option says."""
+    make = request.of_cut.optimizer
+    dtype = next((p.dtype for p in request.model.parameters() if p.is_floating_point()), torch.float32)
+    return request.of_cut.optimizer_bytes if make is None else state_of(make, dtype)
 
 
 def _schedule_name(schedule: str | Plan | Recipe) -> str:

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from penstock.balance import Cuts, Profile, balance, in_flight
+from penstock.balance import Cuts, Profile, balance
 from penstock.errors import BalanceError, PlanError
 from penstock.front.stage_costs import FREE, Machine, stage_costs
 from penstock.lower import lower
@@ -27,7 +27,7 @@ from penstock.simulate import Costs, Link, Timeline, dumps_costs, loads_costs, s
 
 # Candidates this near to the fastest count as equally fast: then fewer stages are taken, which send fewer messages, and
 # of those what holds less.
-_CLOSE = 1.03
+CLOSE = 1.03
 _MOST_STAGES_PER_RANK = 4
 
 
@@ -44,6 +44,21 @@ class Wishes:
     memory_limit: int | Sequence[int] | None = None
     optimizer_bytes: float = 2.0  # for each byte of parameters
     machine: Machine = FREE
+    offload: bool = False  # whether stages may be offloaded to keep to the limit
+
+
+@dataclass(frozen=True)
+class Spared:
+    """One stage that holds less, to keep to a limit.
+
+    [(one.stage, one.way, one.size, one.time) for one in pipe.choice.spared]
+    """
+
+    stage: int
+    way: str  # "recompute" or "offload"
+    microbatches: int  # of how many
+    size: int  # bytes less on its rank
+    time: float  # what the step takes longer for it, in the unit of the profile
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,8 @@ class Choice:
     optimizer_bytes: float = 2.0
     why: str = ""
     calibrated: Costs | None = None  # of the stages, measured in steps of all ranks; see `Pipeline.calibrate`
+    spared: tuple[Spared, ...] = ()  # the stages that hold less, to keep to a limit
+    smallest_limit: int | None = None  # bytes a rank: the least limit that would have done
 
     @property
     def num_stages(self) -> int:
@@ -130,6 +147,8 @@ class Choice:
                 "optimizer_bytes": self.optimizer_bytes,
                 "why": self.why,
                 "calibrated": None if self.calibrated is None else dumps_costs(self.calibrated),
+                "spared": [asdict(spared) for spared in self.spared],
+                "smallest_limit": self.smallest_limit,
             }
         )
 
@@ -149,6 +168,8 @@ class Choice:
             optimizer_bytes=data["optimizer_bytes"],
             why=data["why"],
             calibrated=None if calibrated is None else loads_costs(calibrated),
+            spared=tuple(Spared(**spared) for spared in data.get("spared", ())),
+            smallest_limit=data.get("smallest_limit"),
         )
 
 
@@ -166,14 +187,19 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
     if not is_timed(profile):
         wishes = replace(wishes, machine=FREE)
     if wishes.schedule == "search" and wishes.plan is None:
-        return _searched(choose(profile, replace(wishes, schedule="auto")), wishes)
+        known = choose(profile, replace(wishes, schedule="auto"))
+        return known if known.spared else _searched(known, wishes)
+    if wishes.memory_limit is not None:
+        from penstock.front.within import choose_within
+
+        return choose_within(profile, wishes)
     found = _Found()
-    for plan in _plans(profile, wishes):
+    for plan in plans(profile, wishes):
         _try(plan, profile, wishes, found)
     if not found.choices:
         raise BalanceError(f"no schedule can be used:\n{_reasons(found.tried)}")
     fastest = min(tried.makespan or 0.0 for tried, _, _ in found.choices)
-    near = [entry for entry in found.choices if (entry[0].makespan or 0.0) <= _CLOSE * fastest]
+    near = [entry for entry in found.choices if (entry[0].makespan or 0.0) <= CLOSE * fastest]
     best, plan, cuts = min(near, key=lambda entry: (entry[1].num_stages, entry[0].memory))
     given = wishes.schedule != "auto" or wishes.plan is not None
     return Choice(
@@ -183,7 +209,7 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
         tuple(sorted(found.tried, key=lambda tried: (tried.makespan is None, tried.makespan or 0.0))),
         wishes.machine,
         wishes.optimizer_bytes,
-        why=_why(best, len(found.choices), fastest, given=given, profile=profile),
+        why=why_chosen(best, len(found.choices), fastest, given=given, profile=profile),
     )
 
 
@@ -211,6 +237,8 @@ def _searched(known: Choice, wishes: Wishes) -> Choice:
         round(peak) + choice.state_bytes(placement.stages_of(rank))
         for rank, peak in enumerate(choice.timeline.peak_memory)
     )
+    if limit is not None and any(peak > left for peak, left in zip(choice.timeline.peak_memory, room, strict=True)):
+        return replace(known, why=f"{known.why}; what a search found holds too much with its messages")
     timeline = choice.timeline
     tried = Tried("searched", -(-choice.num_stages // len(ranks)), timeline.makespan, timeline.bubble_makespan, memory)
     why = f"searched: {1 - ratio:.1%} faster than {known.plan.name}, {bound} {_at_costs(known.profile)}"
@@ -227,11 +255,11 @@ def _reasons(refused: Sequence[Tried]) -> str:
     return "\n".join(f"  {', '.join(names)}:\n    {why}" for why, names in lines.items())
 
 
-def _why(best: Tried, count: int, fastest: float, *, given: bool, profile: Profile) -> str:
+def why_chosen(best: Tried, count: int, fastest: float, *, given: bool, profile: Profile) -> str:
     if given:
         return "given"
     if best.makespan is not None and best.makespan > fastest:
-        close = f"within {100 * (_CLOSE - 1):.0f}% of the fastest of {count} candidates {_at_costs(profile)}"
+        close = f"within {100 * (CLOSE - 1):.0f}% of the fastest of {count} candidates {_at_costs(profile)}"
         return f"{close}, with the fewest stages and the least memory of those"
     return f"the fastest of {count} candidates {_at_costs(profile)}"
 
@@ -249,7 +277,7 @@ def is_timed(profile: Profile) -> bool:
     return profile.metadata.get("unit") == "s"
 
 
-def _plans(profile: Profile, wishes: Wishes) -> Iterator[Plan]:
+def plans(profile: Profile, wishes: Wishes) -> Iterator[Plan]:
     if wishes.plan is not None:
         yield wishes.plan
         return
@@ -305,9 +333,6 @@ def _try(plan: Plan, profile: Profile, wishes: Wishes, found: _Found) -> None:
             plan.num_stages,
             placement=plan.placement,
             num_ranks=plan.num_ranks,
-            memory_limit=wishes.memory_limit,
-            microbatches_in_flight=in_flight(plan) if plan.has_backward else None,
-            optimizer_bytes_per_parameter_byte=wishes.optimizer_bytes,
         )
     except BalanceError as error:
         found.tried.append(Tried(plan.name, per_rank, None, why=str(error)))

@@ -25,7 +25,16 @@ def explanation(built: Built) -> str:
         return "\n".join([f"{head}: stages made by hand, nothing measured", *_table(rows), ""])
     choice = built.choice
     return "\n".join(
-        [f"{head}: {choice.why}", "", *_table(stage_rows(choice)), "", *_prediction(choice), *_others(choice), ""]
+        [
+            f"{head}: {choice.why}",
+            "",
+            *_table(stage_rows(choice)),
+            "",
+            *_prediction(choice),
+            *_limit(choice),
+            *_others(choice),
+            "",
+        ]
     )
 
 
@@ -107,6 +116,23 @@ def _machine(choice: Choice) -> str:
         far = [f"{link.sender} to {link.receiver} {time_text(link.latency, 's')}" for link in machine.links]
         found += [f"further apart: {', '.join(far)}"] if far else []
     return ", ".join(found)
+
+
+def _limit(choice: Choice) -> list[str]:
+    """What keeping to a limit of memory took."""
+    if choice.smallest_limit is None:
+        return []
+    rows = [["stage", "holds less by", "microbatches", "saves", "costs"]]
+    for one in choice.spared:
+        time = _cost(one.time, choice, whole=choice.timeline.makespan)
+        of = f"{one.microbatches} of {choice.plan.num_microbatches}"
+        rows.append([str(one.stage), one.way, of, size_text(one.size), time])
+    table = _table(rows) if choice.spared else ["no stage has to hold less for it"]
+    assumed = f"reckoned with {choice.optimizer_bytes:g} bytes of optimizer state for each byte of parameters"
+    return [
+        f"within the limit of memory; {assumed}; the smallest limit that would do is {size_text(choice.smallest_limit)}",
+        *table,
+    ]
 
 
 def _others(choice: Choice) -> list[str]:

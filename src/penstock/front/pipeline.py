@@ -67,8 +67,8 @@ class Pipeline:
     The other options are in four groups, whose fields say what each is (docs/guides/options.md has the table):
 
     - of the model: `example_kwargs`, `example_target`, `weights`, `init`;
-    - of the cut: `stages` (a number, or the `PipelineStage`s of this rank), `num_stages`, `placement`, `memory_limit`, `profile`,
-      `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`, `multi_use_param_spec`, `compile`;
+    - of the cut: `stages` (a number, or the `PipelineStage`s of this rank), `num_stages`, `placement`, `memory_limit`,
+      `optimizer`, `optimizer_bytes`, `profile`, `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`, `multi_use_param_spec`, `compile`;
     - of the ranks: `group`, `mesh`, `data_parallel`, `device`;
     - of the steps: `loss_scale`, `share_loss`, `run_folder`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`,
       `recompute`, `offload`, `offload_to`, `ties`, `dynamic`, `receives`,

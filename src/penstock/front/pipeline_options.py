@@ -17,6 +17,7 @@ import torch
 
 from penstock.balance import Profile
 from penstock.errors import PlanError, StageError, UnknownNameError
+from penstock.front.sizes import byte_limits
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.stage import PipelineStage
@@ -44,7 +45,9 @@ class CutOptions:
     stages: int | Sequence[PipelineStage] | None = None  # how many, or those of this rank, made by hand
     num_stages: int | None = None  # says the same as a number of `stages`
     placement: Placement | str | None = None  # "loop", "v", or one of your own
-    memory_limit: int | Sequence[int] | None = None  # bytes of a rank, or of each
+    memory_limit: Any = None  # of a rank, or of each: bytes, or "6GiB"
+    optimizer_bytes: float = 2.0  # state of the optimizer for each byte of parameters, for memory_limit
+    optimizer: Any = None  # a function of parameters that makes the optimizer: its state is measured instead
     profile: Profile | str | Path | bool | None = None  # measured before, or its file; False: cut by size
     split_spec: Mapping[str, Any] | None = None
     split_policy: Callable[..., Any] | None = None
@@ -65,12 +68,12 @@ class CutOptions:
             raise StageError(f"stages={made} and num_stages={self.num_stages}; give one of them")
         if self.placement not in ("loop", "v", None) and not isinstance(self.placement, Placement):
             raise PlanError(f'placement={self.placement!r}; expected "loop", "v" or a Placement')
-        limits = self.memory_limit if isinstance(self.memory_limit, Sequence) else [self.memory_limit]
-        if any(
-            limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)) for limit in limits
-        ):
+        if self.memory_limit is not None:
+            object.__setattr__(self, "memory_limit", byte_limits(self.memory_limit))
+        _is_callable(self, "optimizer", "optimizer(parameters), such as torch.optim.AdamW")
+        if isinstance(self.optimizer_bytes, bool) or not 0 <= self.optimizer_bytes < float("inf"):
             raise PlanError(
-                f"memory_limit={self.memory_limit!r}; expected bytes of a rank, or a list with those of each"
+                f"optimizer_bytes={self.optimizer_bytes!r}; expected a number from 0: 2 for Adam, 0 for SGD"
             )
         _is(self, "profile", Profile | str | Path | bool, "a Profile, its file, or False")
         if self.profile is True:

@@ -1,0 +1,240 @@
+"""Within a limit of memory: cut, schedule, and which stages recompute or offload, chosen together.
+
+    choice = choose_within(profile, Wishes(2, 8, memory_limit=6 << 30))
+    [(one.stage, one.way, one.size, one.time) for one in choice.spared]
+
+Every candidate is simulated with all that a rank holds: parameters, gradients and optimizer state; what forwards saved and the
+inputs they keep; buffers of messages; what operators need for a moment. Where that is more than the limit, the stages of the rank
+hold less one after the other, those first whose activations live longest, until it fits; then as few microbatches as will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.balance import Profile, balance
+from penstock.balance.cuts import size_text
+from penstock.errors import BalanceError
+from penstock.front.choose import CLOSE, Choice, Spared, Tried, Wishes, plans, why_chosen
+from penstock.lower import offload, recompute
+from penstock.plan import Plan
+
+RECOMPUTE, OFFLOAD = "recompute", "offload"
+_HALVINGS = 24  # of the range in which the leanest cut is looked for
+_TRIMMED = 3  # candidates whose microbatches are weighed one by one
+Ways = Mapping[int, tuple[str, int]]  # by stage: how it holds less, and for how many of its microbatches
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A candidate with the stages that hold less."""
+
+    bare: Choice  # as it would be without
+    choice: Choice
+    ways: Ways
+    memory: tuple[int, ...]  # bytes of each rank
+    limits: tuple[int, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.over
+
+    @property
+    def over(self) -> list[int]:
+        """The ranks that hold too much."""
+        return [rank for rank, size in enumerate(self.memory) if size > self.limits[rank]]
+
+    @property
+    def makespan(self) -> float:
+        return self.choice.timeline.makespan
+
+    def with_ways(self, ways: Ways) -> _Fit:
+        choice = replace(self.bare, plan=holding_less(self.bare.plan, ways))
+        return _Fit(self.bare, choice, dict(ways), memory_of(choice), self.limits)
+
+
+def choose_within(profile: Profile, wishes: Wishes) -> Choice:
+    """The fastest candidate that keeps to the limit of every rank; raises BalanceError with the smallest that would do."""
+    limits = _limits(wishes)
+    fits: list[_Fit] = []
+    least: _Fit | None = None  # of all candidates the one that can hold least
+    tried: list[Tried] = []
+    for bare in _candidates(profile, wishes, tried):
+        start = _Fit(bare, bare, {}, memory_of(bare), limits)
+        found = _fitted(start, wishes)
+        leanest = start.with_ways(dict.fromkeys(range(bare.num_stages), (RECOMPUTE, bare.plan.num_microbatches)))
+        for one in (start, found, leanest):
+            least = one if least is None or max(one.memory) < max(least.memory) else least
+        if found.fits:
+            fits.append(found)
+        tried.append(_tried(found))
+    if least is None:
+        raise BalanceError("no schedule can be used: " + "; ".join(dict.fromkeys(one.why for one in tried)))
+    if not fits:
+        raise BalanceError(_nothing_fits(least, limits))
+    fits.sort(key=lambda fit: fit.makespan)
+    fits[:_TRIMMED] = [_trimmed(fit) for fit in fits[:_TRIMMED]]
+    fastest = min(fit.makespan for fit in fits)
+    near = [fit for fit in fits if fit.makespan <= CLOSE * fastest]
+    best = min(near, key=lambda fit: (fit.choice.num_stages, max(fit.memory)))
+    given = wishes.schedule != "auto" or wishes.plan is not None
+    why = why_chosen(_tried(best), len(fits), fastest, given=given, profile=profile)
+    return replace(
+        best.choice,
+        tried=tuple(sorted(tried, key=lambda one: (one.makespan is None, one.makespan or 0.0))),
+        why=f"{why}, within {_limit_text(limits)} a rank",
+        spared=_spared(best),
+        smallest_limit=max(least.memory),
+    )
+
+
+def memory_of(choice: Choice) -> tuple[int, ...]:
+    """Bytes of each rank at its peak, all told."""
+    peaks = choice.timeline.peak_memory
+    return tuple(
+        round(peak) + choice.state_bytes(choice.plan.placement.stages_of(rank)) for rank, peak in enumerate(peaks)
+    )
+
+
+def holding_less(plan: Plan, ways: Ways) -> Plan:
+    """The plan in which some stages recompute or offload, for so many of their microbatches, evenly spread."""
+    count = plan.num_microbatches
+    for way, change in ((OFFLOAD, offload), (RECOMPUTE, recompute)):
+        chosen = {
+            stage: [m for m in range(count) if m * number // count != (m + 1) * number // count]
+            for stage, (how, number) in ways.items()
+            if how == way and number
+        }
+        plan = change(plan, chosen) if chosen else plan
+    return plan
+
+
+def _limits(wishes: Wishes) -> tuple[int, ...]:
+    limit = wishes.memory_limit
+    assert limit is not None, "asked only with a limit"
+    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * wishes.num_ranks
+    if len(limits) != wishes.num_ranks:
+        raise BalanceError(f"memory_limit has {len(limits)} entries, expected {wishes.num_ranks}: one for each rank")
+    return limits
+
+
+def _candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Choice]:
+    """Every plan with the cut that is best in time, and with the one that holds least."""
+    lean: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for plan in plans(profile, wishes):
+        per_rank = -(-plan.num_stages // plan.num_ranks)
+        if plan.num_stages > len(profile.layers):
+            why = f"the model has only {len(profile.layers)} layers"
+            tried.append(Tried(plan.name, per_rank, None, why=why))
+            continue
+        if plan.placement.ranks not in lean:
+            lean[plan.placement.ranks] = _leanest(profile, plan, wishes.optimizer_bytes)
+        quick = balance(profile, plan.num_stages, placement=plan.placement, num_ranks=plan.num_ranks).boundaries
+        for boundaries in dict.fromkeys((quick, lean[plan.placement.ranks])):
+            yield Choice(plan, boundaries, profile, machine=wishes.machine, optimizer_bytes=wishes.optimizer_bytes)
+
+
+def _leanest(profile: Profile, plan: Plan, optimizer_bytes: float) -> tuple[int, ...]:
+    """The cut whose fullest rank holds least, with one microbatch in flight on each stage."""
+    layers = profile.layers
+    high = sum(
+        round(layer.parameter_bytes * (2 + optimizer_bytes)) + layer.activation_to_input for layer in layers
+    ) + round(sum(profile.shared_parameters.values()) * (2 + optimizer_bytes))
+    low = 0
+    found: tuple[int, ...] = ()
+    for _ in range(_HALVINGS):
+        limit = (low + high) // 2 if found else max(high, 1)
+        try:
+            cuts = balance(
+                profile,
+                plan.num_stages,
+                placement=plan.placement,
+                num_ranks=plan.num_ranks,
+                memory_limit=max(limit, 1),
+                optimizer_bytes_per_parameter_byte=optimizer_bytes,
+            )
+            found, high = cuts.boundaries, limit
+        except BalanceError:
+            low = limit
+        if high - low <= high // 100:
+            break
+    return found
+
+
+def _fitted(start: _Fit, wishes: Wishes) -> _Fit:
+    """Let one stage after the other of each rank that is too full hold less."""
+    every, placement = start.bare.plan.num_microbatches, start.bare.plan.placement
+    ways = (RECOMPUTE, OFFLOAD) if wishes.offload else (RECOMPUTE,)
+    best = start
+    while not best.fits:
+        left = {r: [s for s in placement.stages_of(r) if s not in best.ways] for r in best.over}
+        if not any(left.values()):
+            break
+        options = [
+            best.with_ways({**best.ways, **{stages[0]: (way, every) for stages in left.values() if stages}})
+            for way in ways
+        ]
+        best = min(options, key=lambda fit: (len(fit.over), fit.makespan))
+    return best
+
+
+def _trimmed(fit: _Fit) -> _Fit:
+    """Let each stage hold less for as few of its microbatches as will do."""
+    for stage, (way, number) in fit.ways.items():
+        low, high = 0, number
+        while low < high:
+            middle = (low + high) // 2
+            tried = fit.with_ways({**fit.ways, stage: (way, middle)})
+            if tried.fits:
+                high = middle
+            else:
+                low = middle + 1
+        tried = fit.with_ways({s: w for s, w in {**fit.ways, stage: (way, high)}.items() if w[1]})
+        if tried.fits and tried.makespan <= fit.makespan:
+            fit = tried
+    return fit
+
+
+def _spared(fit: _Fit) -> tuple[Spared, ...]:
+    """What each stage that holds less saves its rank, and what it costs: the difference to the same without it."""
+    found = []
+    for stage, (way, number) in fit.ways.items():
+        without = fit.with_ways({s: w for s, w in fit.ways.items() if s != stage})
+        rank = fit.choice.plan.placement.rank_of(stage)
+        saved = without.memory[rank] - fit.memory[rank]
+        found.append(Spared(stage, way, number, max(saved, 0), max(fit.makespan - without.makespan, 0.0)))
+    return tuple(found)
+
+
+def _tried(fit: _Fit) -> Tried:
+    plan, timeline = fit.choice.plan, fit.choice.timeline
+    per_rank = -(-plan.num_stages // plan.num_ranks)
+    if not fit.fits:
+        needs = ", ".join(f"rank {rank} {size_text(fit.memory[rank])}" for rank in fit.over)
+        return Tried(plan.name, per_rank, None, why=f"needs more than the limit: {needs}")
+    return Tried(plan.name, per_rank, timeline.makespan, timeline.bubble_makespan, max(fit.memory))
+
+
+def _limit_text(limits: Sequence[int]) -> str:
+    return " or ".join(size_text(limit) for limit in dict.fromkeys(limits))
+
+
+def _nothing_fits(least: _Fit, limits: Sequence[int]) -> str:
+    choice, placement = least.choice, least.choice.plan.placement
+    rows = []
+    for rank, size in enumerate(least.memory):
+        state = choice.state_bytes(placement.stages_of(rank))
+        rows.append(
+            f"  rank {rank}: {size_text(size)} ({state} bytes of parameters, gradients and optimizer state; "
+            f"{size - state} in a step)"
+        )
+    how = "with everything recomputed" if choice.plan.name and least.ways else "as it is"
+    return (
+        f"memory_limit: nothing fits into {_limit_text(limits)} a rank. The smallest limit that would do is "
+        f"{max(least.memory)} bytes ({size_text(max(least.memory))}), for {choice.plan.name}, "
+        f"{choice.num_stages} stages, {how}:\n"
+        + "\n".join(rows)
+        + "\nRaise memory_limit, use more ranks or more microbatches, "
+        "or an optimizer with less state (optimizer_bytes=)"
+    )

@@ -1,0 +1,130 @@
+"""A limit of memory: everything counts, the stages that must hold less do, and the smallest limit is the smallest."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.balance import LayerCost, Profile
+from penstock.errors import BalanceError
+from penstock.front.build import Built
+from penstock.front.choose import Choice, Wishes, choose
+from penstock.front.explain import explanation
+from penstock.front.within import holding_less, memory_of
+from penstock.plan import Op, check
+from penstock.schedules import get_schedule
+
+HELD, WEIGHT, MOMENT = 1_000_000, 200_000, 50_000
+
+
+def profile(count: int = 8) -> Profile:
+    layer = LayerCost(
+        "",
+        1e-3,
+        1e-3,
+        1e-3,
+        activation_to_input=HELD,
+        activation_to_weight=HELD // 2,
+        forward_peak=HELD + MOMENT,
+        backward_peak=MOMENT,
+        parameter_bytes=WEIGHT,
+        output_bytes=HELD // 16,
+    )
+    return Profile(tuple(replace(layer, name=f"layers.{i}") for i in range(count)), metadata={"unit": "s"})
+
+
+def wishes(limit: int | list[int], schedule: str = "gpipe", **options: object) -> Wishes:
+    return Wishes(2, 8, schedule, memory_limit=limit, **options)  # type: ignore[arg-type]
+
+
+def free(schedule: str = "gpipe") -> Choice:
+    return choose(profile(), Wishes(2, 8, schedule))
+
+
+def test_with_room_for_all_nothing_changes() -> None:
+    choice = choose(profile(), wishes(max(memory_of(free()))))
+    assert choice.plan == free().plan
+    assert choice.spared == ()
+
+
+def test_all_that_a_rank_holds_counts() -> None:
+    """Four layers: eight microbatches, parameters four times over, buffers, and a moment."""
+    found = memory_of(free())
+    assert found[0] >= 4 * WEIGHT * 4 + 8 * 4 * HELD + MOMENT
+    assert found[1] >= found[0] - HELD, "its inputs are held in buffers"
+    state = choose(profile(), Wishes(2, 8, "gpipe", optimizer_bytes=0.0))
+    assert memory_of(free())[0] - memory_of(state)[0] == 2 * 4 * WEIGHT
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv", "interleaved1f1b", "auto"])
+@pytest.mark.parametrize("share", [0.7, 0.1])
+def test_stages_hold_less_until_it_fits(schedule: str, share: float) -> None:
+    """From the least that a schedule can do with to what it holds as it is."""
+    most = max(memory_of(free("gpipe" if schedule == "auto" else schedule)))
+    least = choose(profile(), wishes(most, schedule)).smallest_limit
+    assert least is not None
+    limit = round(least + share * (most - least))
+    choice = choose(profile(), wishes(limit, schedule))
+    assert max(memory_of(choice)) <= limit
+    check(choice.plan)
+    assert Choice.loads(choice.dumps()) == choice
+    if schedule != "auto":
+        assert choice.spared
+        assert choice.plan.has(Op.R)
+        assert choice.timeline.makespan >= free(schedule).timeline.makespan
+        text = explanation(Built([], choice.plan, None, choice))
+        assert "holds less by" in text
+        assert "2 bytes of optimizer state" in text
+
+
+def test_no_more_microbatches_are_recomputed_than_must_be() -> None:
+    """GPipe holds eight of four layers: one microbatch less needs one recomputed, or two of two stages."""
+    before = max(memory_of(free()))
+    slightly = choose(profile(), wishes(before - 4 * HELD))
+    assert 0 < sum(one.microbatches for one in slightly.spared) <= 2 * 2
+    much = choose(profile(), wishes(round(0.5 * before)))
+    assert sum(one.microbatches for one in much.spared) > sum(one.microbatches for one in slightly.spared)
+    assert all(one.size > 0 and one.time >= 0 for one in much.spared)
+
+
+def test_each_rank_may_have_a_limit_of_its_own() -> None:
+    before = memory_of(free())
+    choice = choose(profile(), wishes([round(0.6 * before[0]), 2 * before[1]]))
+    assert {choice.plan.placement.rank_of(one.stage) for one in choice.spared} == {0}
+    with pytest.raises(BalanceError, match="3 entries, expected 2"):
+        choose(profile(), wishes([1, 2, 3]))
+
+
+def test_the_smallest_limit_is_named_and_does() -> None:
+    with pytest.raises(BalanceError, match="The smallest limit that would do is") as caught:
+        choose(profile(), wishes(1000))
+    smallest = int(re.search(r"would do is (\d+) bytes", str(caught.value))[1])  # type: ignore[index]
+    choice = choose(profile(), wishes(smallest))
+    assert max(memory_of(choice)) <= smallest
+    assert choice.smallest_limit == smallest
+    with pytest.raises(BalanceError):
+        choose(profile(), wishes(smallest - 1))
+
+
+def test_offload_is_taken_where_it_may_be_and_costs_less() -> None:
+    limit = round(0.6 * max(memory_of(free())))
+    choice = choose(profile(), wishes(limit, offload=True))
+    without = choose(profile(), wishes(limit))
+    assert max(memory_of(choice)) <= limit
+    assert choice.timeline.makespan <= without.timeline.makespan
+    assert choice.plan.has(Op.O)
+
+
+def test_microbatches_are_spread_evenly() -> None:
+    plan = holding_less(get_schedule("gpipe")(2, 8), {0: ("recompute", 2)})
+    assert [str(a) for a in plan.actions(0) if a.op is Op.R] == ["0R3", "0R7"]  # type: ignore[union-attr]
+
+
+def test_the_state_of_an_optimizer_is_measured() -> None:
+    from penstock.front.sizes import state_of
+
+    assert state_of(torch.optim.AdamW, torch.float32) == 2.0
+    assert state_of(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.float64) == 1.0
