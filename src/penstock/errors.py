@@ -18,12 +18,15 @@ PenstockError
 └── RunError                  a step went wrong; also a RuntimeError
     ├── PeerFailed            another rank raised: rank, stage, action, microbatch, cause
     ├── ReplicaFailed         another data-parallel replica of a stage failed in this step
+    ├── OutOfMemory           a rank had no memory left for an action: rank, action
     ├── RanksDisagree         ranks are about to run different things
     ├── StepTimeout           a bounded wait ran out
     └── TransportError        messages cannot be sent or received, and it is no other rank's failure
 
 UnevenCut, a warning: the stages that penstock cut are far from even.
 NotCompiled, a warning: a stage that should be compiled runs eagerly.
+OverLimit, a warning: a step held more than its memory_limit.
+HoldsLess, a warning: after running out of memory a pipeline goes on under a plan that holds less.
 """
 
 from __future__ import annotations
@@ -177,6 +180,28 @@ class ReplicaFailed(RunError):
     """
 
 
+class OutOfMemory(RunError):
+    """A rank had no memory left in the middle of a step. Every rank raises it, and the next step works.
+
+        try:
+            pipe.step(batch, target=labels)
+        except penstock.OutOfMemory as error:
+            print(error.rank, error.action, error.cause)
+
+    ``rank`` and ``action`` say where, ``cause`` what was asked for there and what was held.
+    """
+
+    def __init__(self, rank: int, action: str | None, cause: str) -> None:
+        self.rank = rank
+        self.action = action
+        self.cause = cause
+        where = "" if action is None else f" in action {action}"
+        super().__init__(
+            f"rank {rank} ran out of memory{where}: {cause}. Set recompute=True (or a list of stages), memory_limit= "
+            'or on_oom="replan", or cut the batch into more microbatches'
+        )
+
+
 class RanksDisagree(RunError):
     """The ranks are about to run different things; the text is a table of the differences.
 
@@ -209,4 +234,18 @@ class NotCompiled(UserWarning):
     """A warning, no error: torch.compile could not compile a stage, or part of one, which runs eagerly instead.
 
     warnings.filterwarnings("ignore", category=penstock.NotCompiled)
+    """
+
+
+class OverLimit(UserWarning):
+    """A warning, no error: a step held more on this rank than `memory_limit` allows.
+
+    warnings.filterwarnings("error", category=penstock.OverLimit)  # stop there
+    """
+
+
+class HoldsLess(UserWarning):
+    """A warning, no error: a rank ran out of memory, and the batch is done again under a plan that holds less.
+
+    warnings.filterwarnings("ignore", category=penstock.HoldsLess)
     """

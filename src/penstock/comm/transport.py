@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.comm.messages import Messages
 from penstock.comm.whereabouts import Whereabouts, table
-from penstock.errors import PeerFailed, RanksDisagree, RunError, StepTimeout, TransportError
+from penstock.errors import OutOfMemory, PeerFailed, RanksDisagree, RunError, StepTimeout, TransportError
 
 
 class Store(Protocol):
@@ -73,6 +73,7 @@ class FailureRecord:
     action: str | None = None
     microbatch: int | None = None
     cause: str = ""
+    out_of_memory: bool = False
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -85,9 +86,11 @@ class FailureRecord:
     def of(cls, error: PeerFailed) -> FailureRecord:
         return cls(error.rank, error.stage, error.action, error.microbatch, error.cause)
 
-    def error(self) -> PeerFailed | TransportError:
+    def error(self) -> PeerFailed | OutOfMemory | TransportError:
         if self.rank == NOBODY:
             return TransportError(self.cause)
+        if self.out_of_memory:
+            return OutOfMemory(self.rank, self.action, self.cause)
         return PeerFailed(self.rank, self.stage, self.action, self.microbatch, self.cause)
 
 

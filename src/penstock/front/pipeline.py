@@ -28,10 +28,12 @@ from penstock.front.companions import Companions
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
 from penstock.front.loading import copy_state, load_into
+from penstock.front.memory import Memory, MemoryKeeper, shapes_in
 from penstock.front.names import StageTensors, stage_tensors
 from penstock.front.on_device import OnDevice
 from penstock.front.pipeline_options import check_named, sorted_options
 from penstock.front.publish import Origin, save_pretrained
+from penstock.front.replan import until_it_fits
 from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, agree_on_rows, check_where, deliver, share_losses
@@ -39,6 +41,7 @@ from penstock.front.weighted import WeightedSchedule
 from penstock.parallel import unwrap, wrap
 from penstock.plan import Plan
 from penstock.run.lookout import Lookout
+from penstock.run.memory import MemoryWatch
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
 from penstock.simulate import Timeline
@@ -68,9 +71,10 @@ class Pipeline:
 
     - of the model: `example_kwargs`, `example_target`, `weights`, `init`;
     - of the cut: `stages` (a number, or the `PipelineStage`s of this rank), `num_stages`, `placement`, `memory_limit`,
-      `optimizer`, `optimizer_bytes`, `profile`, `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`, `multi_use_param_spec`, `compile`;
+      `optimizer`, `optimizer_bytes`, `profile`, `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`,
+      `multi_use_param_spec`, `compile`;
     - of the ranks: `group`, `mesh`, `data_parallel`, `device`;
-    - of the steps: `loss_scale`, `share_loss`, `run_folder`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`,
+    - of the steps: `loss_scale`, `on_oom`, `share_loss`, `run_folder`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`,
       `recompute`, `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
       `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
     """
@@ -113,6 +117,11 @@ class Pipeline:
         self._on_device = OnDevice.of(self._ends, self._built.plan.placement)
         if of_steps.run_folder is not None:
             self._look_out(of_steps.run_folder)
+        modules = [stage.submod for stage in self._built.stages]
+        state = of_cut.optimizer_bytes if self._built.choice is None else self._built.choice.optimizer_bytes
+        self._memory = MemoryKeeper(modules, self._ends, of_cut.memory_limit, state)
+        if of_steps.on_oom == "replan" and self._ends.num_replicas > 1:
+            raise StageError('on_oom="replan" with data-parallel replicas, which would not know of it; leave it out')
         self._saving: Saving | None = None  # a checkpoint that is being written
         if made and of_model.weights is not None:
             copy_state(self.tensors, open_weights(of_model.weights), strict=True)
@@ -214,10 +223,16 @@ class Pipeline:
         """
         self._check_call("step", target, outputs)
         losses: list[Tensor] = []
-        self._schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
-        value = self._schedule.step(
-            *args, target=target, losses=losses, return_outputs=outputs is not None, loss_kwargs=loss_kwargs, **kwargs
-        )
+
+        def attempt() -> Any:
+            schedule, keep = self._schedule, outputs is not None
+            schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
+            with self._memory.around(schedule, shapes_in((args, kwargs))):
+                return schedule.step(
+                    *args, target=target, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs, **kwargs
+                )
+
+        value = attempt() if self._of_steps.on_oom == "raise" else until_it_fits(attempt, self._memory.modules, self)
         overflow = self._agree_on_overflow()
         return self._result(self._schedule, losses, value, outputs, overflow)
 
@@ -278,6 +293,25 @@ class Pipeline:
         choice = calibrated(self._built.choice, self._schedule, self._ends, call, rounds=rounds)
         self._built = replace(self._built, choice=choice)
         return choice
+
+    @contextmanager
+    def watch_memory(self) -> Iterator[MemoryWatch]:
+        """Count the bytes that the steps inside hold, action by action; `memory()` then has those of the last one.
+
+        with pipe.watch_memory():
+            pipe.step(tokens, target=labels)
+        print(pipe.memory())
+        """
+        with self._schedule.watch_memory() as watch:
+            yield watch
+        self._memory.keep(watch)
+
+    def memory(self) -> Memory:
+        """What each rank holds, planned and measured, in bytes, and what it consists of. All ranks call it.
+
+        print(pipe.memory())
+        """
+        return self._memory.value(self._schedule.lowered_plan(), self._built.choice)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; the norm before comes back.
@@ -408,6 +442,19 @@ class Pipeline:
         if self._request is None or self._built.choice is None:
             raise StageError("stages made by hand: penstock does not know the whole model")
         return cut(replace(self._request, model=model), self._built.choice)
+
+    def run_plan(self, plan: Plan) -> None:
+        """Go on under another plan for the same stages; all ranks call it, between two steps.
+
+        pipe.run_plan(penstock.recompute(pipe.plan))
+        """
+        choice, steps = self._built.choice, self._schedule.steps
+        self._built = replace(
+            self._built, plan=plan, choice=None if choice is None else replace(choice, plan=plan, calibrated=None)
+        )
+        self._options |= {"recompute": False, "offload": False}  # what they asked for is in the plan
+        self._schedule, self._smaller = self._make_schedule(plan), {}
+        self._schedule.steps = steps
 
     # -- inside
 

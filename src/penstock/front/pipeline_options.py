@@ -121,7 +121,7 @@ class RankOptions:
                 raise StageError(f"device={self.device!r}: {error}") from error
 
 
-_OWN = ("loss_scale", "run_folder", "share_loss")  # options of steps that a Schedule does not have
+_OWN = ("loss_scale", "on_oom", "run_folder", "share_loss")  # options of steps that a Schedule does not have
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class StepOptions:
 
     loss_scale: Any = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
     run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
+    on_oom: str = "raise"  # or "replan": do the batch again under a plan that holds less
     share_loss: bool = True  # False: no broadcast at the end of a step; the loss is on the last stage's rank alone
     scale_grads: bool = True
     seed: int = 0
@@ -148,6 +149,8 @@ class StepOptions:
     def __post_init__(self) -> None:
         if self.rng not in (None, "per-microbatch"):
             raise StageError(f'rng={self.rng!r}; expected "per-microbatch", or nothing')
+        if self.on_oom not in ("raise", "replan"):
+            raise StageError(f'on_oom={self.on_oom!r}; expected "raise" or "replan"')
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise StageError(f"seed={self.seed!r}; expected a whole number")
         if self.loss_scale is not None and not all(

@@ -14,6 +14,7 @@ from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import PenstockError
 from penstock.run.layout import DATA, POISON
+from penstock.stage.held import is_out_of_memory
 
 Wait = Callable[[Work], object]
 Buffer = TypeVar("Buffer", Tensor, Tensor | None)
@@ -48,7 +49,7 @@ class Channel:
 
         Whoever posts or awaits a message of a step calls this when that raises.
         """
-        if self.drains or isinstance(error, PenstockError):
+        if self.drains or isinstance(error, PenstockError) or is_out_of_memory(error):
             raise error
         self.lost = True
         raise self.transport.explain(error, peer=self.peer, what="a message of the step") from error

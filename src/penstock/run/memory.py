@@ -4,7 +4,7 @@
         schedule.step(batch, target=labels)
     print(memory.peak, memory.levels)
 
-Counted is what a step makes: parameters, gradients and the batch were there before. On the host every operation that makes a
+Counted is what a step makes for itself: not parameters, gradients and the batch. On the host every operation that makes a
 tensor is seen, which takes time; an accelerator's own allocator counts for nothing.
 """
 
@@ -83,6 +83,7 @@ class MemoryWatch:
         self.plan = program.plan
         self.levels, self.peaks, self.buffers = [], [], []
         self.meter = HostMeter() if self.on_host else DeviceMeter()
+        self.without = [p for p in program.parameters if p.grad is None]
         return [partial(self.counted, program, call) for call in calls]
 
     def unwatch(self, program: Program) -> None:
@@ -94,8 +95,9 @@ class MemoryWatch:
             try:
                 call()
             finally:  # an action that runs out of memory counts too
-                self.peaks.append(meter.most())
-        self.levels.append(meter.now())
+                gradients = sum(p.grad.nbytes for p in self.without if p.grad is not None)
+                self.peaks.append(meter.most() - gradients)
+        self.levels.append(meter.now() - gradients)
         self.buffers.append(in_buffers(program))
 
 

@@ -30,16 +30,12 @@ class MessageBox:
     def post(self, microbatch: int) -> None:
         """A receive of a warm step."""
         channel = self.channel
-        buffers: list[Tensor | None] = []
-        works = []
+        buffers: list[Tensor | None] = [  # None: a value that has no gradient
+            None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)
+            for tensor in self.incoming[microbatch].tensors
+        ]
         try:
-            for tensor in self.incoming[microbatch].tensors:
-                if tensor is None:  # a value that has no gradient
-                    buffers.append(None)
-                    continue
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)
-                buffers.append(buffer)
-                works.append(channel.recv([buffer]))
+            works = [channel.recv([buffer]) for buffer in buffers if buffer is not None]
         except RuntimeError as error:
             channel.fail(error)
         self.arrived[microbatch] = buffers

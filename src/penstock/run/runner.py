@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from penstock.comm.transport import FailureRecord, Transport
-from penstock.errors import PeerFailed, PenstockError, RanksDisagree, RunError, TransportError
+from penstock.errors import OutOfMemory, PeerFailed, PenstockError, RanksDisagree, RunError, TransportError
 from penstock.plan import Action, AnyAction, Op
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.inputs import StepInputs
 from penstock.run.memory import MemoryWatch
+from penstock.run.out_of_memory import explained
 from penstock.run.position import Position
 from penstock.run.program import Program, parts_of
 from penstock.run.protocol import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.record import Recorder
 from penstock.run.setting import Call
+from penstock.stage.held import is_out_of_memory
 from penstock.stage.intercept import intercepted
 
 
@@ -142,6 +144,7 @@ class Runner:
         """Work through the calls. What goes wrong comes back, when all messages of the step are out of the way."""
         position = self.position
         position.program = program
+        failure = BaseException()
         grad = program.setting.grad and torch.is_grad_enabled()
         transport, calls = self.transport, program.cold if cold else program.warm
         if self.recorder is not None:
@@ -164,15 +167,22 @@ class Runner:
             self.drain(program, position.at + 1, cold=cold)
             return self.peer_failure() or RunError("the step was given up, but no rank says why")
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
-            at = position.at
-            action = program.actions[at] if 0 <= at < len(program.actions) else None
-            self.report(action, error)
-            self.drain(program, at if _posted_nothing(action) else at + 1, cold=cold)
-            return error
+            if is_out_of_memory(error):
+                failure = explained(error, program.actions, position.at, rank=self.transport.rank)
+                program.let_go()
+            else:
+                failure = error
+        else:
+            return None
         finally:
             if self.recorder is not None:
                 self.recorder.unwatch(program)
-        return None
+        # Only here, where nothing refers to the frames of what was raised: they hold memory.
+        at = position.at
+        action = program.actions[at] if 0 <= at < len(program.actions) else None
+        self.report(action, failure)
+        self.drain(program, at if _posted_nothing(action) else at + 1, cold=cold)
+        return failure
 
     def report(self, action: AnyAction | None, error: BaseException) -> None:
         """Tell the other ranks; those that cannot be told see that the connections are gone."""
@@ -185,7 +195,8 @@ class Runner:
                 None if single is None else single.stage,
                 None if action is None else str(action),
                 None if single is None else single.microbatch,
-                f"{type(error).__name__}: {error}",
+                error.cause if isinstance(error, OutOfMemory) else f"{type(error).__name__}: {error}",
+                out_of_memory=isinstance(error, OutOfMemory),
             )
         with suppress(TransportError):
             self.transport.report_failure(record)

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive: every operation that makes one is seen, and so is its end."""
+"""How many bytes of tensors are alive: every operation that makes one is seen, and so is its end. And when there are too many."""
 
 from __future__ import annotations
 
@@ -47,3 +47,18 @@ class Held(TorchDispatchMode):
     def _release(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+_WORDS = ("can't allocate memory", "not enough memory", "out of memory")  # of allocators that raise RuntimeError
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """
+    >>> is_out_of_memory(torch.OutOfMemoryError("no")), is_out_of_memory(MemoryError()), is_out_of_memory(ValueError())
+    (True, True, False)
+    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
+    True
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)

@@ -1,0 +1,182 @@
+"""What a pipeline holds: planned and measured, rank by rank, in bytes, and what it consists of.
+
+    memory = pipe.memory()                       # on every rank
+    for rank in memory.ranks:
+        print(rank.rank, rank.planned_peak, rank.measured_peak, rank.state)
+
+A step is measured if the pipeline has a `memory_limit` (the first two of each shape of batch on the host, where counting
+takes time; every step on an accelerator), or inside `with pipe.watch_memory():`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.balance.cuts import size_text
+from penstock.errors import OverLimit
+from penstock.front.choose import Choice
+from penstock.front.ends import Ends
+from penstock.lower import lower
+from penstock.plan import Plan
+from penstock.plan.actions import text
+from penstock.run.memory import MemoryWatch
+from penstock.run.schedule import Schedule
+from penstock.simulate.memory import levels
+from penstock.stage.dtensors import to_local
+
+_COUNTED = 2  # steps of each shape of batch that are counted on the host: one cold, one warm
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds, in bytes: always, and over a step, after each of its actions.
+
+    [(action, held) for action, held in zip(rank.actions, rank.measured)]
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int  # as the plan reckons with
+    limit: int | None
+    actions: tuple[str, ...]
+    planned: tuple[dict[str, float], ...] = ()  # after each action, by kind; empty for stages made by hand
+    planned_peak: int = 0  # in a step, with what operators need for a moment
+    measured: tuple[int, ...] = ()  # after each action; empty: no step was measured
+    measured_buffers: tuple[int, ...] = ()  # of that, what is in buffers of messages
+    measured_peak: int = 0
+
+    @property
+    def state(self) -> int:
+        """Parameters, gradients and optimizer."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def planned_curve(self) -> tuple[int, ...]:
+        """After each action, all kinds together."""
+        return tuple(round(sum(level.values())) for level in self.planned)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What all ranks hold.
+
+    pipe.memory().ranks[0].planned_peak
+    """
+
+    ranks: tuple[RankMemory, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"rank {one.rank}: {size_text(one.state)} of parameters, gradients and optimizer; a step "
+            f"{size_text(one.planned_peak)} planned, "
+            + (f"{size_text(one.measured_peak)} measured" if one.measured else "not measured")
+            for one in self.ranks
+        )
+
+
+class MemoryKeeper:
+    """Measures steps of this rank, and says when one held too much."""
+
+    def __init__(self, modules: Sequence[nn.Module], ends: Ends, limit: Any, optimizer_bytes: float) -> None:
+        self.modules, self.ends, self.optimizer_bytes = modules, ends, optimizer_bytes
+        self.limits = [limit] * ends.num_ranks if limit is None or isinstance(limit, int) else list(limit)
+        self.limit: int | None = self.limits[ends.rank]
+        self.counted: dict[Hashable, int] = {}
+        self.last: MemoryWatch | None = None
+
+    @property
+    def parameters(self) -> int:
+        found = {id(p): to_local(p.detach()).nbytes for module in self.modules for p in module.parameters()}
+        return sum(found.values())
+
+    @property
+    def state(self) -> int:
+        return round(self.parameters * (2 + self.optimizer_bytes))
+
+    @contextmanager
+    def around(self, schedule: Schedule, shapes: Hashable) -> Iterator[None]:
+        """A step: counted, if it is one of those that are."""
+        if not self._wanted(shapes):
+            yield
+            return
+        with schedule.watch_memory() as watch:
+            yield
+        self.keep(watch)
+        self._check(watch)
+
+    def keep(self, watch: MemoryWatch) -> None:
+        """The last step that was measured."""
+        if watch.levels:
+            self.last = watch
+
+    def _wanted(self, shapes: Hashable) -> bool:
+        if self.limit is None:
+            return False
+        if self.ends.device.type != "cpu":
+            return True
+        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for top in self.modules for m in top.modules()):
+            return False  # what counts on the host would keep compiled code from running
+        self.counted[shapes] = self.counted.get(shapes, 0) + 1
+        return self.counted[shapes] <= _COUNTED
+
+    def _check(self, watch: MemoryWatch) -> None:
+        total = self.state + watch.peak
+        if self.limit is None or total <= self.limit or watch.plan is None:
+            return
+        place = max(range(len(watch.peaks)), key=watch.peaks.__getitem__)
+        action = text(watch.plan.codes[self.ends.rank][place])
+        warnings.warn(
+            f"rank {self.ends.rank} held {size_text(total)} in this step, most of it in action {action}; memory_limit is "
+            f"{size_text(self.limit)}. Parameters, gradients and optimizer state are {size_text(self.state)}, the step took "
+            f"{size_text(watch.peak)}. Give a smaller memory_limit, so that more is recomputed, or a batch of the example's size",
+            OverLimit,
+            stacklevel=4,
+        )
+
+    def value(self, plan: Plan, choice: Choice | None) -> Memory:
+        """Of all ranks; every rank calls it."""
+        last = self.last
+        mine = {
+            "parameters": self.parameters,
+            "levels": [] if last is None else last.levels,
+            "buffers": [] if last is None else last.buffers,
+            "peak": 0 if last is None else last.peak,
+        }
+        found = self.ends.gather("the memory of each rank", mine)
+        peaks = None if choice is None else choice.timeline.peak_memory
+        lowered = plan if plan.is_lowered else lower(plan)
+        ranks = []
+        for rank, one in enumerate(found):
+            ranks.append(
+                RankMemory(
+                    rank,
+                    parameters=one["parameters"],
+                    gradients=one["parameters"],
+                    optimizer=round(one["parameters"] * self.optimizer_bytes),
+                    limit=self.limits[rank],
+                    actions=tuple(text(code) for code in lowered.codes[rank]),
+                    planned=() if choice is None else tuple(levels(lowered, rank, choice.costs)),
+                    planned_peak=0 if peaks is None else round(peaks[rank]),
+                    measured=tuple(one["levels"]),
+                    measured_buffers=tuple(one["buffers"]),
+                    measured_peak=one["peak"],
+                )
+            )
+        return Memory(tuple(ranks))
+
+
+def shapes_in(value: Any) -> Hashable:
+    """What tells one shape of batch from another."""
+    from penstock.nest import tensors_in
+
+    return tuple(
+        (tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value) if isinstance(tensor, torch.Tensor)
+    )
