@@ -51,6 +51,7 @@ _FROM_ZERO = click.IntRange(min=0)
 @click.option("--measure/--no-measure", default=True, help="Measure the layers before cutting, or cut by size.")
 @click.option("--sample", type=_FROM_ZERO, default=240, show_default=True, help="Bytes of generated text at the end.")
 @click.option("--max-restarts", type=_FROM_ZERO, default=3, show_default=True, help="Restarts after a crash.")
+@click.option("--min-ranks", type=_FROM_ZERO, default=0, help="Go on with the ranks that are left, down to so many.")
 @click.option("--clip", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Gradient norm; 0: not.")
 @click.option("--rate-schedule", help="constant, linear or cosine.  [default: what the job brings]")
 @click.option("--warmup", type=_FROM_ZERO, default=0, show_default=True, help="Steps in which the rate rises.")
@@ -104,10 +105,12 @@ def _be_rank(options: TrainOptions) -> None:
     from penstock.errors import PeerFailed, StepTimeout, TransportError
     from penstock.train.launch import GRACE, LOST
     from penstock.train.rank import run_rank
+    from penstock.train.recovery import note_loss
 
     try:
         run_rank(options)
     except (PeerFailed, StepTimeout, TransportError) as error:
+        note_loss(options)
         click.echo(f"Error: {error}", err=True)
         time.sleep(GRACE)
         sys.exit(LOST)

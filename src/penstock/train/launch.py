@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Final
 
 from penstock.errors import PenstockError
+from penstock.train.recovery import LOSS, note_loss
 from penstock.train.train_options import TrainOptions
 
 RESTARTS: Final = "PENSTOCK_RESTARTS"  # in the environment of the ranks: how often they were started again
@@ -45,22 +46,29 @@ def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[st
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _hush()
-    threads = options.threads or max(1, (os.cpu_count() or 1) // (options.ranks * options.dp))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ["TORCHELASTIC_LOG_LEVEL"] = "CRITICAL"
+    processes = options.ranks * options.dp
+    (options.folder / LOSS).unlink(missing_ok=True)  # of a run that nobody went on with
     for number in range(options.max_restarts + 1):
         os.environ[RESTARTS] = str(number)
+        os.environ["OMP_NUM_THREADS"] = str(options.threads or max(1, (os.cpu_count() or 1) // processes))
         try:
-            _launch_once(options.ranks * options.dp, arguments)
+            _launch_once(processes, arguments)
         except SignalException as stopped:
             raise Interrupted(f"stopped by {stopped.sigval.name}") from stopped
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             how = how_it_ended(failure.exitcode)
-            if number < options.max_restarts and is_crash(each.exitcode for each in failed.failures.values()):
+            codes = [each.exitcode for each in failed.failures.values()]
+            left = processes - sum(map(was_killed, codes)) if options.min_ranks else processes
+            if number < options.max_restarts and is_crash(codes) and left >= options.min_ranks:
+                fewer = f" with {left} of {processes} ranks" if left < processes else ""
+                processes = left
+                note_loss(options)  # unless a rank has done so before it ended
                 say(
-                    f"rank {rank} {how}: starting again from the last checkpoint ({number + 1} of {options.max_restarts})"
+                    f"rank {rank} {how}: starting again{fewer} from the last checkpoint "
+                    f"({number + 1} of {options.max_restarts})"
                 )
                 continue
             after = f" after {number} restart{'' if number == 1 else 's'}" if number else ""
@@ -102,7 +110,16 @@ def is_crash(exit_codes: Iterable[int]) -> bool:
     (True, True, False, False)
     """
     codes = list(exit_codes)
-    return any(code < 0 and code != -signal.SIGTERM for code in codes) or all(code == LOST for code in codes)
+    return any(map(was_killed, codes)) or all(code == LOST for code in codes)
+
+
+def was_killed(exit_code: int) -> bool:
+    """By a signal that did not come from the launcher, which ends the others with SIGTERM.
+
+    >>> was_killed(-9), was_killed(-15), was_killed(75)
+    (True, False, False)
+    """
+    return exit_code < 0 and exit_code != -signal.SIGTERM
 
 
 def how_it_ended(exit_code: int) -> str:

@@ -19,6 +19,7 @@ from penstock.train import run_report
 from penstock.train.corpus import generate
 from penstock.train.events import EventLog, Noted
 from penstock.train.measure import measure_memory, measure_step
+from penstock.train.recovery import Recovery, from_json, loss_noted, to_json
 from penstock.train.screen import Screen
 from penstock.train.traces import traced
 from penstock.train.train_job import Batch, Job
@@ -46,6 +47,8 @@ class Run:
         self.losses: list[float] = []
         self.validation: list[tuple[int, float]] = []
         self.seconds: list[float] = []
+        self.lost: float | None = None  # when a rank was, if this life of the run follows such a loss
+        self.recoveries: list[Recovery] = []
         self.saving: list[float] = []  # seconds that each checkpoint kept the steps waiting
         self.replica = int(os.environ.get("RANK", "0")) // self._ranks
         self.update = Update.of(options, job, replica=self.replica)
@@ -143,6 +146,8 @@ class Run:
             self.screen.say(str(self.checked))
         if self.screen.enabled:
             self._cut_log(start)
+            lost = loss_noted(self.options.folder)
+            self.lost = lost if self.options.resume else None
         if self.options.loggers:
             self.log = EventLog(self.pipe, *self.options.loggers, folder=self.options.folder, first_step=start)
         return start
@@ -164,6 +169,7 @@ class Run:
         self.validation = [(step, loss) for step, loss in extra["validation"]]
         self.seconds = list(extra["seconds"])
         self.checked = Checked(**extra["checked"]) if extra.get("checked") else None
+        self.recoveries = from_json(extra.get("recoveries", []))
         self.screen.say(f"resumed from step {extra['step']} ({place})")
         return int(extra["step"])
 
@@ -191,6 +197,7 @@ class Run:
                 self.seconds.append(time.perf_counter() - began)
                 self.losses.append(loss)
                 self._note(step, loss)
+                self._count_from_loss(step)
                 bar.update(step + 1, loss=loss, speed=self._speed(), unit=self._unit)
                 done = step + 1
                 if options.validate_every and self.job.validation and done % options.validate_every == 0:
@@ -244,6 +251,13 @@ class Run:
             with (self.options.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(json.dumps({"step": step, "loss": loss, "seconds": self.seconds[-1]}) + "\n")
 
+    def _count_from_loss(self, step: int) -> None:
+        """After the first good step since a rank was lost: how long that took."""
+        if self.lost is not None:
+            self.recoveries.append(Recovery(step, time.time() - self.lost, self._ranks))
+            self.screen.say(str(self.recoveries[-1]))
+            self.lost = None
+
     def _validate(self, step: int) -> None:
         with self.update.casting(self.pipe.transport.device.type):
             losses = [self.pipe.evaluate(*args, target=target).loss for args, target in self.job.validation]
@@ -274,6 +288,7 @@ class Run:
             "validation": self.validation,
             "seconds": self.seconds,
             "checked": None if self.checked is None else vars(self.checked),
+            "recoveries": to_json(self.recoveries),
         }
         place, keep = self.options.checkpoint, self.options.keep
         self.pipe.save(place, optimizer=self.rated.optimizer, extra=extra, keep=keep, wait=wait)
@@ -301,6 +316,7 @@ class Run:
             validation=self.validation,
             seconds=self.seconds,
             saving=self.saving,
+            recoveries=to_json(self.recoveries),
             rows=self._rows,
             unit=self._unit,
             checked=self.checked,

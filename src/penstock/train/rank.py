@@ -17,6 +17,7 @@ import torch.distributed as dist
 from penstock.train.launch import restarts
 from penstock.train.loop import Run, Stop
 from penstock.train.meet import connect
+from penstock.train.recovery import fitted
 from penstock.train.screen import Screen
 from penstock.train.train_job import make_job
 from penstock.train.train_options import TrainOptions
@@ -27,6 +28,7 @@ def run_rank(options: TrainOptions) -> bool:
     with _connected(options), _stop_requests() as stop:
         sys.excepthook = partial(_show_from_here, sys.excepthook)
         job = make_job(options)
+        options = fitted(options, int(os.environ.get("WORLD_SIZE", "1")))
         screen = Screen(enabled=int(os.environ.get("RANK", "0")) == 0)
         return Run(replace(options, resume=options.resume or _started_again()), job, screen, stop).train()
 

@@ -39,6 +39,7 @@ def collect(
     validation: Sequence[tuple[int, float]],
     seconds: Sequence[float],
     saving: Sequence[float],
+    recoveries: Sequence[dict[str, Any]],
     rows: int,
     unit: str,
     checked: Checked | None,
@@ -55,6 +56,7 @@ def collect(
         "validation": [list(point) for point in validation],
         "seconds": list(seconds),
         "saving": list(saving),
+        "recoveries": list(recoveries),
         "rows": rows,
         "unit": unit,
         "checked": None if checked is None else asdict(checked),
@@ -180,6 +182,9 @@ def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeli
         made.append(row("measured, training (median)", statistics.median(data["seconds"])))
     if data["checked"] is not None:
         made.append(row("one process, unpipelined, training", data["checked"]["seconds"]))
+    for lost in data.get("recoveries", ()):
+        what = f"from the loss of a rank to the end of step {lost['step']}, with {lost['ranks']} ranks"
+        made.append([what, time_text(lost["seconds"], "s"), "-"])
     saving = data.get("saving", ())
     if saving:
         made.append(

@@ -1,0 +1,132 @@
+"""A rank is killed: the job goes on by itself with those that are left, from the last checkpoint, as if they had been resumed.
+
+The run is one real command with three ranks. What it must equal is the plain loop, step by step, in double precision: a run that
+somebody resumes by hand with two ranks equals that too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import PenstockError
+from penstock.train import run_report
+from penstock.train.recovery import LOSS, Recovery, fitted, from_json, loss_noted, note_loss, to_json
+from penstock.train.train_options import TrainOptions
+from tests.train.test_train import alive, losses, run, start, steps_done, wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+JOB = """
+import time
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)])
+    def data(step):
+        time.sleep(0.05)
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        return (x,), x.flip(1)
+    return model, data, nn.functional.mse_loss, lambda p: torch.optim.Adam(p, lr=0.01)
+"""
+STEPS = 40
+
+
+def plain_losses() -> list[float]:
+    scope: dict[str, Any] = {}
+    before = torch.get_default_dtype()
+    try:
+        exec(JOB.replace("time.sleep(0.05)", "pass"), scope)
+        model, data, loss_fn, make = scope["build"]()
+        optimizer, found = make(model.parameters()), []
+        for step in range(STEPS):
+            (x,), y = data(step)
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.xdist_group("own")
+def test_a_job_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
+    (tmp_path / "elastic_job.py").write_text(JOB)
+    folder = tmp_path / "run"
+    process = start(
+        tmp_path, "elastic_job:build", "--ranks", "3", "--min-ranks", "2", "--stages", "3", "--microbatches", "4",
+        "--steps", str(STEPS), "--checkpoint-every", "4", "--no-measure", "--check-steps", "0", "--clip", "0", "-o", "run",
+    )  # fmt: skip
+    try:
+        wait_for(lambda: (folder / "ranks.json").is_file() and steps_done(folder) >= 9, process)
+        first = json.loads((folder / "ranks.json").read_text())
+        killed = time.time()
+        os.kill(first[1], signal.SIGKILL)
+        output, _ = process.communicate(timeout=250)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    assert "rank 1 was killed by SIGKILL: starting again with 2 of 3 ranks from the last checkpoint (1 of 3)" in output
+    (resumed,) = [int(number) for number in re.findall(r"resumed from step (\d+) ", output)]
+    assert resumed >= 4
+    assert resumed % 4 == 0
+    second = json.loads((folder / "ranks.json").read_text())
+    assert len(second) == 2
+    assert not any(alive(pid) for pid in first + second)
+    assert losses(folder) == pytest.approx(plain_losses(), rel=1e-9)
+    report = run_report.read(folder)
+    ((lost),) = report["recoveries"]
+    assert (lost["step"], lost["ranks"]) == (resumed, 2)
+    assert 0.0 < lost["seconds"] < time.time() - killed
+    assert f"from the loss of a rank to the end of step {resumed}, with 2 ranks" in (folder / "report.html").read_text()
+    assert not (folder / LOSS).exists()
+
+
+def test_fewer_than_the_least_is_the_end() -> None:
+    with pytest.raises(PenstockError, match="1 ranks are left, and --min-ranks 2"):
+        fitted(TrainOptions(ranks=3, min_ranks=2), 1)
+
+
+def test_stages_that_no_longer_fit_are_chosen_anew() -> None:
+    assert fitted(TrainOptions(ranks=3, stages=6, min_ranks=2), 2).stages == 6
+    assert fitted(TrainOptions(ranks=3, stages=3, min_ranks=2), 2).stages is None
+    assert fitted(TrainOptions(ranks=3, stages=3), 2).stages == 3, "nobody asked for it: the error of the cut says so"
+
+
+def test_the_first_word_on_a_loss_stands_and_is_told_once(tmp_path: Path) -> None:
+    options = TrainOptions(output=str(tmp_path))
+    before = time.time()
+    note_loss(options)
+    first = (tmp_path / LOSS).read_text()
+    note_loss(options)
+    assert (tmp_path / LOSS).read_text() == first
+    when = loss_noted(tmp_path)
+    assert when is not None
+    assert before <= when <= time.time()
+    assert loss_noted(tmp_path) is None
+    note_loss(TrainOptions(output=str(tmp_path / "not there")))
+
+
+def test_recoveries_go_through_json() -> None:
+    found = [Recovery(8, 2.5, 2)]
+    assert from_json(json.loads(json.dumps(to_json(found)))) == found
+    assert str(found[0]) == "a rank was lost; step 8 was done 2.5 s later, on 2 ranks"
+
+
+@pytest.mark.xdist_group("own")
+def test_more_than_there_are_is_refused(tmp_path: Path) -> None:
+    assert "--min-ranks 3 with --ranks 2" in run(tmp_path, "--ranks", "2", "--min-ranks", "3", code=1)
