@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.balance import Cuts, Profile, balance
-from penstock.capture.cut_places import cut_places, estimated
+from penstock.capture.cut_places import cut_places, estimated, sizes_in_example
 from penstock.capture.flat import Flat, Mark
 from penstock.capture.layer_costs import LayerSetting, kept_random_state, measure
 from penstock.capture.load_state import has_no_data
@@ -197,15 +197,11 @@ def fingerprint(flat: Flat, num_stages: int) -> str:
     digest = hashlib.sha256(f"{num_stages}".encode())
     for node in (*flat.traced.origins, *flat.nodes):
         value = node.meta.get("val")
-        shape = [_hint(size) for size in value.shape] if isinstance(value, Tensor) else None
+        shape = sizes_in_example(value) if isinstance(value, Tensor) else None
         kind = (value.dtype, value.device.type) if isinstance(value, Tensor) else None
         line = f"{node.name} {node.target} {node.args} {node.kwargs} {shape} {kind}"
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", line).encode())
     return digest.hexdigest()[:24]
-
-
-def _hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 PATIENCE = timedelta(minutes=10)  # for the rank that answers

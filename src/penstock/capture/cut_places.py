@@ -164,7 +164,7 @@ def estimate(node: fx.Node) -> float:
     """Operations of one node, roughly: matrix products by their sizes, everything else by what it makes."""
     made = _elements(node.meta.get("val"))
     tensors = [a.meta.get("val") for a in node.all_input_nodes]
-    shapes = [_sizes(t) for t in tensors if isinstance(t, torch.Tensor)]
+    shapes = [sizes_in_example(t) for t in tensors if isinstance(t, torch.Tensor)]
     name = str(node.target)
     if "linear" in name or "mm" in name or "matmul" in name:
         return 2.0 * made * (shapes[0][-1] if shapes and shapes[0] else 1)
@@ -175,13 +175,13 @@ def estimate(node: fx.Node) -> float:
     return made
 
 
-def _sizes(value: torch.Tensor) -> list[int]:
+def sizes_in_example(value: torch.Tensor) -> list[int]:
     return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in value.shape]
 
 
 def _elements(value: Any) -> float:
     if isinstance(value, torch.Tensor):
-        return float(prod(_sizes(value)))
+        return float(prod(sizes_in_example(value)))
     if isinstance(value, list | tuple):
         return sum(_elements(v) for v in value)
     return 0.0
@@ -189,5 +189,5 @@ def _elements(value: Any) -> float:
 
 def _bytes(value: Any) -> float:
     if isinstance(value, torch.Tensor):
-        return float(prod(_sizes(value))) * value.dtype.itemsize
+        return float(prod(sizes_in_example(value))) * value.dtype.itemsize
     return 0.0

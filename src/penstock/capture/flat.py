@@ -12,7 +12,7 @@ know, are regions that are always open.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -198,16 +198,10 @@ def is_region(node: fx.Node) -> bool:
 
 def bodies(node: fx.Node, root: torch.nn.Module | None) -> list[fx.Graph]:
     """The graphs that a region runs."""
-    found = []
-    for arg in node.all_input_nodes:
-        if arg.op == "get_attr":
-            inner = getattr(root, str(arg.target), None)
-            if isinstance(inner, fx.GraphModule):
-                found.append(inner.graph)
-    return found
+    return [inner.graph for arg in node.all_input_nodes if (inner := body_module(arg, root)) is not None]
 
 
-def body_module(node: fx.Node, root: torch.nn.Module) -> fx.GraphModule | None:
+def body_module(node: fx.Node, root: torch.nn.Module | None) -> fx.GraphModule | None:
     """The module behind a get_attr node, when it is the body of a region."""
     if node.op != "get_attr":
         return None
@@ -238,38 +232,32 @@ def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operator writes to."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target is aten.detach_.default:
         return []
-    found = []
     # batch norm writes its running statistics although its schema does not say so
     if node.target in _NORMS:
-        if _argument(node, 5, "training"):
-            found = [
-                a for a in (_argument(node, 3, "running_mean"), _argument(node, 4, "running_var")) if a is not None
-            ]
-        return [a for a in found if isinstance(a, fx.Node)]
-    for i, arg in enumerate(node.target._schema.arguments):
-        if arg.alias_info is not None and arg.alias_info.is_write:
-            value = _argument(node, i, arg.name)
-            found += [v for v in (value if isinstance(value, list | tuple) else (value,)) if isinstance(v, fx.Node)]
-    return found
+        statistics = (_argument(node, 3, "running_mean"), _argument(node, 4, "running_var"))
+        return [a for a in statistics if isinstance(a, fx.Node)] if _argument(node, 5, "training") else []
+    return _aliased(node, lambda info: info.is_write)
 
 
 def shares_memory(node: fx.Node) -> list[fx.Node]:
     """The arguments of which the result may be a view."""
     if node.target is operator.getitem:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    if node.target in _NORMS:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in _NORMS:
         return []
     if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:  # dropout that is off returns what it was given
         return node.all_input_nodes[:1]
-    schema = node.target._schema
-    if all(r.alias_info is None for r in schema.returns):
+    if all(r.alias_info is None for r in node.target._schema.returns):
         return []
+    return _aliased(node, lambda info: True)
+
+
+def _aliased(node: fx.Node, wanted: Callable[[Any], bool]) -> list[fx.Node]:
+    """The arguments that an operator's schema marks as written to, or as shared with its result."""
     found = []
-    for i, arg in enumerate(schema.arguments):
-        value = _argument(node, i, arg.name)
-        if arg.alias_info is not None:
+    for i, arg in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if arg.alias_info is not None and wanted(arg.alias_info):
+            value = _argument(node, i, arg.name)
             found += [v for v in (value if isinstance(value, list | tuple) else (value,)) if isinstance(v, fx.Node)]
     return found
 

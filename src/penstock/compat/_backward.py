@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -88,7 +90,7 @@ def stage_backward_input(
         for group in groups:
             group["grads"] = [None] * len(group["intermediates"])
             for place, joint in enumerate(group["intermediates"]):
-                hooks.callback(joint.register_prehook(_noting(group["grads"], place)).remove)
+                hooks.callback(joint.register_prehook(partial(setitem, group["grads"], place)).remove)
         if roots:
             _note_roots(roots, grads, groups)
         if roots and inputs:
@@ -119,7 +121,7 @@ def stage_backward_weight(
         with ExitStack() as hooks:
             if len(joints) > 1:  # a joint behind another one would be reached twice
                 for joint, grads in zip(joints, noted, strict=True):
-                    hooks.callback(joint.register_prehook(_instead(grads)).remove)
+                    hooks.callback(joint.register_prehook(partial(_instead, grads)).remove)
             torch.autograd.backward(
                 [edge for edge, _ in edges],
                 grad_tensors=[grad for _, grad in edges],
@@ -129,15 +131,8 @@ def stage_backward_weight(
     return before
 
 
-def _noting(noted: list[Any], place: int) -> Any:
-    def note(grads: tuple[Tensor | None, ...]) -> None:
-        noted[place] = grads
-
-    return note
-
-
-def _instead(noted: Any) -> Any:
-    return lambda grads: grads if noted is None else noted
+def _instead(noted: Any, grads: Any) -> Any:
+    return grads if noted is None else noted
 
 
 def _note_roots(roots: Sequence[Any], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:

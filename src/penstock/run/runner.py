@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,7 @@ class Prepared:
     error: BaseException | None = None  # what was given here is wrong; the other ranks must hear of it
 
 
+Watch = TypeVar("Watch", Recorder, MemoryWatch)
 _REMEMBERED = 64  # shapes of input whose layouts are kept
 
 
@@ -87,6 +88,16 @@ class Runner:
         finally:
             position.program = None
             self.transport.end_step(fine=self._fine)
+
+    @contextmanager
+    def watched(self, watch: Callable[[Transport], Watch]) -> Iterator[Watch]:
+        """Have the actions of the steps inside watched."""
+        made = watch(self.transport)
+        self.recorder = made
+        try:
+            yield made
+        finally:
+            self.recorder = None
 
     # -- before
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from os import PathLike
 from typing import Any, ClassVar, Literal, Self
@@ -295,35 +295,23 @@ class Schedule:
             yield recording
         recording.finish(recorder, recorder.transport)
 
-    @contextmanager
-    def watch(self) -> Iterator[Recorder]:
+    def watch(self) -> AbstractContextManager[Recorder]:
         """Time the actions of this rank in the steps inside; no rank is asked or waited for.
 
         with schedule.watch() as recorder:
             schedule.step(batch, target=labels)
         print(recorder.busy, recorder.span)
         """
-        runner = self._connect(train=self._trains)
-        runner.recorder = recorder = Recorder(runner.transport)
-        try:
-            yield recorder
-        finally:
-            runner.recorder = None
+        return self._connect(train=self._trains).watched(Recorder)
 
-    @contextmanager
-    def watch_memory(self) -> Iterator[MemoryWatch]:
+    def watch_memory(self) -> AbstractContextManager[MemoryWatch]:
         """Count the bytes that this rank holds in the steps inside; no rank is asked or waited for.
 
         with schedule.watch_memory() as memory:
             schedule.step(batch, target=labels)
         print(memory.peak)
         """
-        runner = self._connect(train=self._trains)
-        runner.recorder = watch = MemoryWatch(runner.transport)
-        try:
-            yield watch
-        finally:
-            runner.recorder = None
+        return self._connect(train=self._trains).watched(MemoryWatch)
 
     # -- before the first step
 
