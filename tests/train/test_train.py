@@ -263,6 +263,10 @@ def test_an_exception_ends_the_run_at_once_and_is_shown(tmp_path: Path) -> None:
         (["my_module"], "write module:function, for example my_module:build"),
         (["--data", "nowhere.txt"], "does not exist"),
         (["--steps", "-1"], "Invalid value for '--steps'"),
+        (["--device", "cpus"], "--device 'cpus': "),
+        (["--device", "cuda:1"], "give the kind alone (cuda)"),
+        (["--device", "xpu"], "2 ranks need a device each, and there are 0 here"),
+        (["--backend", "carrier-pigeon"], "--backend 'carrier-pigeon' is not in this torch; it has gloo"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_started(

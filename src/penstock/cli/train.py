@@ -64,6 +64,8 @@ _FROM_ZERO = click.IntRange(min=0)
 @click.option("--keep-best", is_flag=True, help="Keep a checkpoint of the best validation loss, in OUTPUT/best.")
 @click.option("--log", default="", metavar="NAMES", help="jsonl, tensorboard, wandb, mlflow; with commas between them.")
 @click.option("--trace", type=_FROM_ZERO, default=0, show_default=True, help="Steps to profile for OUTPUT/trace.json.")
+@click.option("--device", default="cpu", show_default=True, help="Where ranks compute: cpu, cuda, or another kind.")
+@click.option("--backend", help="Of torch.distributed.  [default: gloo on the CPU, nccl for cuda]")
 @click.option("--threads", type=_AT_LEAST_ONE, help="Threads of each rank.  [default: its share of the cores]")
 @click.pass_context
 def command(ctx: click.Context, /, **given: Any) -> None:
@@ -79,11 +81,13 @@ def command(ctx: click.Context, /, **given: Any) -> None:
       penstock train --ranks 4 --schedule zbv --steps 1000 -o runs/zbv
       penstock train my_module:build --microbatches 16
       penstock train --ranks 2 --dp 2 --data-parallel fsdp
+      penstock train --ranks 4 --device cuda
       torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint host0:29500 --rdzv-backend c10d -m penstock train
     """
     from penstock.train.launch import Interrupted, is_rank, launch
     from penstock.train.train_options import TrainOptions
     from penstock.train.update import check_names
+    from penstock.train.where import check_where
 
     default = click.core.ParameterSource.DEFAULT
     said = [name for name in given if ctx.get_parameter_source(name) is not default]
@@ -93,6 +97,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         return
     options.check()
     check_names(options)
+    check_where(options)
     try:
         launch(options, sys.argv[sys.argv.index("train") + 1 :], say=lambda text: click.echo(text, err=True))
     except Interrupted as stopped:

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from datetime import timedelta
 from operator import methodcaller
 from typing import Any
 
@@ -78,6 +79,11 @@ class AcceleratorTransport(DistributedTransport):
 
     def receiver(self, peer: int) -> Receive:
         return self._way(peer).receive
+
+    def isend(self, tensor: Tensor, peer: int) -> Work:
+        """The wait makes the current stream wait, so that the tensor may be changed. In a step `end_step` does it for all."""
+        super().isend(tensor, peer)
+        return Sent(self._way(peer))
 
     def waiter(self) -> Callable[[Work], object]:
         return methodcaller("wait")  # the stream waits; a bound would make the host wait for it
@@ -227,6 +233,16 @@ class HostMessages:
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
         return self._gloo.recv(tensors, srcRank, tag)
+
+
+class Sent:
+    """Sends to a peer that may still be on their way."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+
+    def wait(self, timeout: timedelta | None = None, /) -> None:
+        self._way.settle()
 
 
 class Way:

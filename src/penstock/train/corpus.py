@@ -95,7 +95,7 @@ def generate(pipe: Pipeline, text: Text, count: int, *, length: int, seed: int) 
     window = text.validation[:length].long().unsqueeze(0)
     made = bytearray()
     for _ in range(count):
-        scores = pipe.predict(window)[0, -1].float() / _TEMPERATURE
+        scores = pipe.predict(window)[0, -1].float().cpu() / _TEMPERATURE
         following = torch.multinomial(scores.softmax(-1), 1, generator=generator)
         made.append(int(following))
         window = torch.cat([window[:, 1:], following.unsqueeze(0)], dim=1)

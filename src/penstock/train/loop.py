@@ -26,6 +26,7 @@ from penstock.train.train_job import Batch, Job
 from penstock.train.train_options import OPTIONS, TrainOptions, read_json
 from penstock.train.unpipelined import Checked, check
 from penstock.train.update import Update
+from penstock.train.where import where_of
 
 CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
 SEEDS_APART = 1_000_003  # replicas draw other random numbers, as the rows of one batch do
@@ -78,6 +79,7 @@ class Run:
             data_parallel=options.data_parallel,
             loss_scale=self.update.scaler,
             run_folder=options.folder,
+            device=where_of(options),
         )
         self.screen.say(pipe.explain(print_output=False))
         if self.screen.enabled:
@@ -98,7 +100,8 @@ class Run:
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh("cpu", (self.options.dp, self._ranks), mesh_dim_names=("dp", "pp"))
+        kind = where_of(self.options).type
+        return init_device_mesh(kind, (self.options.dp, self._ranks), mesh_dim_names=("dp", "pp"))
 
     def _kept_choice(self) -> dict[str, Any]:
         """A run that goes on is cut as it was, as long as the same is asked for: the same random numbers, the same run."""

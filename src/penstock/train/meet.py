@@ -12,6 +12,7 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -22,11 +23,12 @@ _PATIENCE = 300.0  # seconds for all ranks to start
 _NAP = 0.02
 
 
-def connect(backend: str) -> None:
+def connect(backend: str, device: torch.device) -> None:
     """Make the default process group out of what torchrun has put into the environment."""
     store, rank, size = next(rendezvous("env://"))
     fresh = PrefixStore(f"penstock/run/{agree_on_life(store, rank, size)}", store)
-    dist.init_process_group(backend, store=fresh, rank=rank, world_size=size)
+    bound = None if device.type == "cpu" else device  # one communicator for the group, as torch recommends
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, device_id=bound)
 
 
 def agree_on_life(store: Any, rank: int, size: int, *, patience: float = _PATIENCE) -> str:

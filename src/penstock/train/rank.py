@@ -21,6 +21,7 @@ from penstock.train.recovery import fitted
 from penstock.train.screen import Screen
 from penstock.train.train_job import make_job
 from penstock.train.train_options import TrainOptions
+from penstock.train.where import backend_of, where_of
 
 
 def run_rank(options: TrainOptions) -> bool:
@@ -30,7 +31,9 @@ def run_rank(options: TrainOptions) -> bool:
         job = make_job(options)
         options = fitted(options, int(os.environ.get("WORLD_SIZE", "1")))
         screen = Screen(enabled=int(os.environ.get("RANK", "0")) == 0)
-        return Run(replace(options, resume=options.resume or _started_again()), job, screen, stop).train()
+        return Run(
+            replace(options, resume=options.resume or _started_again(where_of(options))), job, screen, stop
+        ).train()
 
 
 def _show_from_here(show: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -41,9 +44,9 @@ def _show_from_here(show: Any, kind: type[BaseException], error: BaseException, 
     show(kind, error.with_traceback(found or trace), found or trace)
 
 
-def _started_again() -> bool:
+def _started_again(device: torch.device) -> bool:
     """Whether this life of the run follows a crash. Torch counts for each host; all ranks must see it alike."""
-    count = torch.tensor([restarts()])
+    count = torch.tensor([restarts()], device=device)
     if dist.is_initialized():
         dist.all_reduce(count, dist.ReduceOp.MAX)
     return count.item() > 0
@@ -55,7 +58,10 @@ def _connected(options: TrainOptions) -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
-    connect("gloo")
+    device = where_of(options)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    connect(backend_of(options), device)
     ended_well = False
     try:
         yield

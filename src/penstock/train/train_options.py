@@ -60,6 +60,8 @@ class TrainOptions:
     log: str = ""  # loggers beside log.jsonl, by name, with commas between them
     trace: int = 0  # steps at the end that torch's profiler sees on all ranks, for trace.json; 0: none
     threads: int | None = None  # of each rank; None: its share of the cores
+    device: str = "cpu"  # the kind of device of every rank: "cpu", "cuda"
+    backend: str | None = None  # of torch.distributed; None: that of the device
 
     @property
     def folder(self) -> Path:
@@ -122,6 +124,7 @@ class TrainOptions:
             "threads": 1,
             "rate_schedule": "",
             "validation": "",
+            "backend": "",
         }  # those whose default is None
         for name, value in data.items():
             wanted = type(kinds.get(name))

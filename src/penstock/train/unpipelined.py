@@ -16,6 +16,7 @@ from penstock.batch import sizes_of, split_batch, split_target, weights
 from penstock.capture import Pipe
 from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
+from penstock.nest import map_tensors
 from penstock.plan import Plan
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS
@@ -49,6 +50,7 @@ class Unpipelined:
     def __init__(
         self, update: Update, model: nn.Module, order: Sequence[int], *, whole: Pipe | None = None, seed: int = 0
     ) -> None:
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.update, self.model, self.whole = update, model, whole
         self.order, self.seed = order, seed
         self.rated = update.optimizer(model.parameters())
@@ -56,7 +58,7 @@ class Unpipelined:
     def step(self, number: int) -> float:
         """The mean loss of the batches of a step, after which the optimizer has done its work."""
         update = self.update
-        with update.casting():
+        with update.casting(self.device.type):
             losses = [
                 self.add_up(number * update.accumulate + place, batch)
                 for place, batch in enumerate(update.batches(number))
@@ -70,7 +72,7 @@ class Unpipelined:
 
     def add_up(self, number: int, batch: Batch) -> float:
         """The loss of a whole batch; its gradients are added to those that are there."""
-        args, target = batch
+        args, target = map_tensors(lambda tensor: tensor.to(self.device), batch)
         size = len(self.order)
         pieces, _ = split_batch(args, {}, size)
         targets = split_target(target, size)
@@ -85,7 +87,7 @@ class Unpipelined:
     @property
     def scale(self) -> float:
         scaler = self.update.scaler
-        return 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
+        return 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self.device)))
 
     def loss(self, output: Any, target: Any) -> Tensor:
         if self.update.job.loss_fn is None:
@@ -175,10 +177,15 @@ def backward_order(plan: Plan) -> list[int]:
 
 
 def _reference(pipe: Pipeline, update: Update, seed: int) -> Unpipelined:
-    model = copy.deepcopy(update.job.model)
+    device = pipe.stages[0].device
+    model = copy.deepcopy(update.job.model).cpu()  # the stages of this rank may share its parameters, and be elsewhere
     if update.scaler is not None:
-        update = replace(update, scaler=torch.amp.GradScaler("cpu"))
+        update = replace(update, scaler=torch.amp.GradScaler(device.type))
     whole = pipe.whole(model) if is_random(model) else None
+    model.to(device)
+    if whole is not None:
+        for stage in range(whole.num_stages):
+            whole.get_stage_module(stage).to(device)
     return Unpipelined(update, model, backward_order(pipe.plan), whole=whole, seed=seed)
 
 

@@ -53,7 +53,7 @@ class Update:
 
     @classmethod
     def of(cls, options: TrainOptions, job: Job, *, replica: int = 0) -> Update:
-        scaler = torch.amp.GradScaler("cpu") if options.precision == "fp16" else None
+        scaler = torch.amp.GradScaler(options.device) if options.precision == "fp16" else None
         return cls(
             job,
             options.clip,
