@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,12 @@ from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
 from penstock.front.build import Built, Request, adopt, build, cut, device_of, forward_plan
 from penstock.front.calibrate import calibrated
+from penstock.front.change_plan import Replanner, replanned
 from penstock.front.choose import Choice
 from penstock.front.companions import Companions
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
+from penstock.front.grouping import in_groups, in_order
 from penstock.front.loading import copy_state, load_into
 from penstock.front.memory import Memory, MemoryKeeper, shapes_in
 from penstock.front.names import StageTensors, stage_tensors
@@ -44,7 +46,7 @@ from penstock.run.lookout import Lookout
 from penstock.run.memory import MemoryWatch
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
-from penstock.simulate import Timeline
+from penstock.simulate import Costs, Timeline
 from penstock.stage.stage import PipelineStage
 from penstock.stage.twins import compile_in_place
 
@@ -74,8 +76,8 @@ class Pipeline:
       `optimizer`, `optimizer_bytes`, `profile`, `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`,
       `multi_use_param_spec`, `compile`;
     - of the ranks: `group`, `mesh`, `data_parallel`, `device`;
-    - of the steps: `loss_scale`, `on_oom`, `share_loss`, `run_folder`, and those of a `Schedule`: `scale_grads`, `seed`, `rng`,
-      `recompute`, `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
+    - of the steps: `loss_scale`, `on_oom`, `share_loss`, `run_folder`, `group_rows`, `replan`, and those of a `Schedule`:
+      `scale_grads`, `seed`, `rng`, `recompute`, `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
       `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
     """
 
@@ -122,6 +124,10 @@ class Pipeline:
         self._memory = MemoryKeeper(modules, self._ends, of_cut.memory_limit, state)
         if of_steps.on_oom == "replan" and self._ends.num_replicas > 1:
             raise StageError('on_oom="replan" with data-parallel replicas, which would not know of it; leave it out')
+        self._replanner: Replanner | None = None
+        if of_steps.replan is not None:
+            choice = self._built.choice
+            self._replanner = Replanner(of_steps.replan, Costs.unit(self.plan) if choice is None else choice.costs)
         self._saving: Saving | None = None  # a checkpoint that is being written
         if made and of_model.weights is not None:
             copy_state(self.tensors, open_weights(of_model.weights), strict=True)
@@ -223,16 +229,24 @@ class Pipeline:
         """
         self._check_call("step", target, outputs)
         losses: list[Tensor] = []
+        grouped, keep = None, outputs is not None
+        if self._of_steps.group_rows is not None and (args or kwargs):
+            grouped = self._of_steps.group_rows.grouped(self._schedule.num_microbatches, args, kwargs)
+            args, kwargs, target = in_groups(grouped, (args, kwargs, target))
 
         def attempt() -> Any:
-            schedule, keep = self._schedule, outputs is not None
+            schedule = self._schedule
             schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
-            with self._memory.around(schedule, shapes_in((args, kwargs))):
+            measured = nullcontext() if self._replanner is None else self._replanner.around(schedule)
+            with measured, self._memory.around(schedule, shapes_in((args, kwargs))):
                 return schedule.step(
                     *args, target=target, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs, **kwargs
                 )
 
         value = attempt() if self._of_steps.on_oom == "raise" else until_it_fits(attempt, self._memory.modules, self)
+        if self._replanner is not None and self._replanner.has_changed:
+            self._built = replanned(self._built, self._schedule.plan, self._replanner)
+        value = value if grouped is None or value is None else in_order(grouped, value)
         overflow = self._agree_on_overflow()
         return self._result(self._schedule, losses, value, outputs, overflow)
 

@@ -17,6 +17,7 @@ import torch
 
 from penstock.balance import Profile
 from penstock.errors import PlanError, StageError, UnknownNameError
+from penstock.front.grouping import GroupRows
 from penstock.front.sizes import byte_limits
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, get_schedule
@@ -121,17 +122,19 @@ class RankOptions:
                 raise StageError(f"device={self.device!r}: {error}") from error
 
 
-_OWN = ("loss_scale", "on_oom", "run_folder", "share_loss")  # options of steps that a Schedule does not have
+_OWN = ("loss_scale", "on_oom", "run_folder", "share_loss", "group_rows", "replan")  # what a Schedule does not have
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step goes. All but the first three are those of a `Schedule`."""
+    """How a step goes. All but the first five are those of a `Schedule`."""
 
     loss_scale: Any = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
     run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
     on_oom: str = "raise"  # or "replan": do the batch again under a plan that holds less
     share_loss: bool = True  # False: no broadcast at the end of a step; the loss is on the last stage's rank alone
+    group_rows: Any = None  # GroupRows, or the function of a step's arguments that gives the lengths of its rows
+    replan: float | None = None  # take another plan when measured steps say that it saves this share of a step
     scale_grads: bool = True
     seed: int = 0
     rng: str | None = None  # "per-microbatch": random numbers by seed, stage, microbatch and step
@@ -158,6 +161,21 @@ class StepOptions:
         ):
             raise StageError(f"loss_scale is a {type(self.loss_scale).__name__}; expected a torch.amp.GradScaler")
         _is(self, "run_folder", str | Path, "a folder")
+        specs = (self.args_chunk_spec, self.kwargs_chunk_spec, self.target_chunk_spec, self.output_merge_spec)
+        if self.group_rows is not None and any(spec is not None for spec in specs):
+            raise StageError(
+                "group_rows with a chunk or merge spec; rows are grouped along dimension 0, so leave one out"
+            )
+        if callable(self.group_rows):
+            object.__setattr__(self, "group_rows", GroupRows(self.group_rows))
+        _is(
+            self,
+            "group_rows",
+            GroupRows,
+            "a function of the arguments that gives the lengths of the rows, or GroupRows",
+        )
+        if self.replan is not None and (isinstance(self.replan, bool) or not 0 < self.replan < 1):
+            raise StageError(f"replan={self.replan!r}; expected a share of a step, such as 0.05")
         if not isinstance(self.ties, Iterable):
             raise StageError(
                 f"ties is a {type(self.ties).__name__}; expected [penstock.tie([(0, name), (3, name)]), ...]"

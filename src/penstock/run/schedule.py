@@ -27,10 +27,12 @@ from penstock.run.memory import MemoryWatch
 from penstock.run.planning import placed, plan_of_recipe
 from penstock.run.program import Program
 from penstock.run.record import Recorder, Recording
+from penstock.run.replanning import agreed_plan
 from penstock.run.rng import MicrobatchRng
 from penstock.run.runner import Outcome, Prepared, Runner
 from penstock.run.setting import ActionKind
 from penstock.run.ties import Ties
+from penstock.simulate import Costs
 from penstock.stage.loss import OwnLoss
 from penstock.stage.offload import Elsewhere, Folder
 from penstock.stage.stage import PipelineStage
@@ -144,6 +146,28 @@ class Schedule:
     def lowered_plan(self, *, forward_only: bool = False) -> Plan:
         """The very plan that is run, messages and all."""
         return self._programs[FORWARD if forward_only else TRAIN].plan
+
+    def replan(
+        self, costs: Costs, *, gain: float = 0.05, search: Callable[[Plan], Iterable[Plan]] | None = None
+    ) -> bool:
+        """Between two steps: take another plan on all ranks at once, if these costs say that it saves that share of a step.
+
+            with schedule.record() as recording:
+                schedule.step(batch, target=labels)
+            schedule.replan(measured_costs([recording.timeline], known))
+
+        Every rank calls it; the first one decides, by its costs. The stages stay where they are, no rank holds more than
+        before, and the same numbers come out of the training. `search` may give plans to consider beside the known ones.
+        Whether the plan is another one comes back.
+        """
+        with self._transport.alone("replan()"):
+            found = agreed_plan(self.plan, costs, self._transport, gain=gain, search=search)
+        if found is None:
+            return False
+        self._given_plan, self._runner = found, None  # what was bound for the plan before is made again
+        for name in ("plan", "_programs"):
+            vars(self).pop(name, None)
+        return True
 
     def register_custom_function(self, computation_type: ActionKind, custom_function: CustomFunction) -> None:
         """Do actions of a kind (an `Op`, or `Overlap` for pairs) with a function of your own: ``function(action, context)``.

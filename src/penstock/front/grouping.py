@@ -1,0 +1,71 @@
+"""Rows of unequal length in microbatches of even cost: what `Pipeline(group_rows=...)` does around a step.
+
+Every rank groups the rows of its own copy of the batch, in the same way, so nobody has to be told. The loss of a microbatch
+counts by its share of the rows, so the gradient is that of the batch; outputs come back in the order of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.balance import Grouped, group_rows
+from penstock.batch import Microbatches, batch_size_of
+from penstock.errors import SplitError
+from penstock.nest import map_tensors
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """How rows are grouped: `lengths` is asked with the arguments of each step.
+
+        Pipeline(model, (tokens,), group_rows=GroupRows(lambda tokens: (tokens != PAD).sum(1), cost=attention(1024)), ...)
+
+    `cost` and `longest` are those of `penstock.balance.group_rows`.
+    """
+
+    lengths: Callable[..., Sequence[int] | Tensor]
+    cost: Callable[[int], float] = float
+    longest: float | None = None
+
+    def grouped(self, num_microbatches: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Grouped:
+        """The rows of each microbatch of this batch."""
+        found = self.lengths(*args, **kwargs)
+        lengths = [int(length) for length in (found.tolist() if isinstance(found, Tensor) else found)]
+        rows = batch_size_of(args, kwargs)
+        if rows != len(lengths):
+            raise SplitError(
+                f"group_rows: {len(lengths)} lengths for a batch of {rows} rows; expected one for each row"
+            )
+        return group_rows(lengths, num_microbatches, cost=self.cost, longest=self.longest)
+
+
+def in_groups(grouped: Grouped, value: Any) -> Any:
+    """The value with every tensor of as many rows cut into these microbatches.
+
+    in_groups(Grouped(rows=((0, 2), (1,)), costs=(1.0, 1.0)), torch.arange(3))
+    """
+    count = sum(map(len, grouped.rows))
+    parts = [torch.tensor(rows) for rows in grouped.rows]
+
+    def cut(tensor: Tensor) -> Any:
+        if not tensor.dim() or tensor.size(0) != count:
+            return tensor
+        return Microbatches([tensor[rows.to(tensor.device)] for rows in parts])
+
+    return map_tensors(cut, value)
+
+
+def in_order(grouped: Grouped, value: Any) -> Any:
+    """What came out of the microbatches one after another, in the order of the batch."""
+    order = torch.tensor([row for rows in grouped.rows for row in rows])
+    place = torch.argsort(order)
+
+    def sort(tensor: Tensor) -> Tensor:
+        return tensor[place.to(tensor.device)] if tensor.dim() and tensor.size(0) == len(place) else tensor
+
+    return map_tensors(sort, value)
