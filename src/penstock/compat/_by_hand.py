@@ -31,8 +31,8 @@ from penstock.run.binding import TRAIN, Programs
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.handlers import HANDLERS, nothing
 from penstock.run.inputs import StepInputs
+from penstock.run.preamble import verdict
 from penstock.run.program import Program
-from penstock.run.protocol import verdict
 from penstock.run.setting import Call, Handlers, Setting
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from penstock.front.ends import Ends
 from penstock.lower import lower
 from penstock.plan import Plan
 from penstock.plan.actions import text
-from penstock.run.memory import MemoryWatch
+from penstock.run.memory_watch import MemoryWatch
 from penstock.run.schedule import Schedule
 from penstock.simulate.memory import levels
 from penstock.stage.dtensors import to_local

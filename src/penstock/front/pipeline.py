@@ -43,7 +43,7 @@ from penstock.front.weighted import WeightedSchedule
 from penstock.parallel import unwrap, wrap
 from penstock.plan import Plan
 from penstock.run.lookout import Lookout
-from penstock.run.memory import MemoryWatch
+from penstock.run.memory_watch import MemoryWatch
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
 from penstock.simulate import Costs, Timeline

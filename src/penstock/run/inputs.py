@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.batch import Microbatches, sizes_of, weights
 from penstock.errors import StageError
 from penstock.run.feed import Feed
-from penstock.run.protocol import UNKNOWN, Rows
+from penstock.run.preamble import UNKNOWN, Rows
 from penstock.stage.boundary import flatten
 
 

@@ -20,7 +20,7 @@ class MessageBox:
     """What an inbox and an outbox have in common: receiving, waiting, and getting out of the way of a failed step."""
 
     def __init__(self, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
-        self.channel: Any = channel  # a Channel; None: both stages sit on this rank, and there are no messages
+        self.channel: Channel = channel  # type: ignore[assignment]  # None: both stages sit here; only messages use it
         self.grad = grad  # whether gradients go back
         self.arrived: list[list[Any] | None] = [None] * num_microbatches  # tensors that arrive here, or are here
         self.works: list[list[Work] | None] = [None] * num_microbatches  # while they are under way

@@ -16,11 +16,11 @@ from penstock.errors import OutOfMemory, PeerFailed, PenstockError, RanksDisagre
 from penstock.plan import Action, AnyAction, Op
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.inputs import StepInputs
-from penstock.run.memory import MemoryWatch
+from penstock.run.memory_watch import MemoryWatch
 from penstock.run.out_of_memory import explained
 from penstock.run.position import Position
+from penstock.run.preamble import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.program import Program, parts_of
-from penstock.run.protocol import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.record import Recorder
 from penstock.run.setting import Call
 from penstock.stage.held import is_out_of_memory

@@ -23,7 +23,7 @@ from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.meeting import boundaries_of, check_boundaries, facts_of, tended, transport_of
-from penstock.run.memory import MemoryWatch
+from penstock.run.memory_watch import MemoryWatch
 from penstock.run.planning import placed, plan_of_recipe
 from penstock.run.program import Program
 from penstock.run.record import Recorder, Recording
