@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
       torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint host0:29500 --rdzv-backend c10d -m penstock train
     """
     from penstock.train.launch import Interrupted, is_rank, launch
+    from penstock.train.slurm import STOPPED, enter_slurm
     from penstock.train.train_options import TrainOptions
     from penstock.train.update import check_names
     from penstock.train.where import check_where
@@ -92,8 +94,11 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     default = click.core.ParameterSource.DEFAULT
     said = [name for name in given if ctx.get_parameter_source(name) is not default]
     options = TrainOptions(**given).resumed(said)
+    by_srun = enter_slurm(os.environ)
     if is_rank():
-        _be_rank(options)
+        finished = _be_rank(options)
+        if by_srun and not finished:
+            ctx.exit(STOPPED)
         return
     options.check()
     check_names(options)
@@ -105,15 +110,18 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         ctx.exit(130)
 
 
-def _be_rank(options: TrainOptions) -> None:
-    """One rank. If it ends only because another one is gone, that one may end first, and say why."""
+def _be_rank(options: TrainOptions) -> bool:
+    """One rank; whether the run went to its end.
+
+    If it ends only because another one is gone, that one may end first, and say why.
+    """
     from penstock.errors import PeerFailed, StepTimeout, TransportError
     from penstock.train.launch import GRACE, LOST
     from penstock.train.rank import run_rank
     from penstock.train.recovery import note_loss
 
     try:
-        run_rank(options)
+        return run_rank(options)
     except (PeerFailed, StepTimeout, TransportError) as error:
         note_loss(options)
         click.echo(f"Error: {error}", err=True)

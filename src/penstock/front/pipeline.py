@@ -28,6 +28,7 @@ from penstock.front.choose import Choice
 from penstock.front.companions import Companions
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
+from penstock.front.garbage import Garbage
 from penstock.front.grouping import in_groups, in_order
 from penstock.front.loading import copy_state, load_into
 from penstock.front.memory import Memory, MemoryKeeper, shapes_in
@@ -76,7 +77,8 @@ class Pipeline:
       `optimizer`, `optimizer_bytes`, `profile`, `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`,
       `multi_use_param_spec`, `compile`;
     - of the ranks: `group`, `mesh`, `data_parallel`, `device`;
-    - of the steps: `loss_scale`, `on_oom`, `share_loss`, `run_folder`, `group_rows`, `replan`, and those of a `Schedule`:
+    - of the steps: `loss_scale`, `on_oom`, `share_loss`, `run_folder`, `group_rows`, `replan`,
+      `collect_every`, and those of a `Schedule`:
       `scale_grads`, `seed`, `rng`, `recompute`, `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
       `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
     """
@@ -114,6 +116,7 @@ class Pipeline:
         self._ties = _ties(self._built, of_steps.ties)
         self._tensors: StageTensors | None = None
         self._of_steps = of_steps
+        self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
         self._options = of_steps.of_schedule(loss_fn)
         self._schedule = self._make_schedule(self._built.plan)
         self._on_device = OnDevice.of(self._ends, self._built.plan.placement)
@@ -248,6 +251,8 @@ class Pipeline:
             self._built = replanned(self._built, self._schedule.plan, self._replanner)
         value = value if grouped is None or value is None else in_order(grouped, value)
         overflow = self._agree_on_overflow()
+        if self._garbage is not None:
+            self._garbage.after(self._schedule.steps)
         return self._result(self._schedule, losses, value, outputs, overflow)
 
     def evaluate(

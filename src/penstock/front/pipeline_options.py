@@ -122,7 +122,15 @@ class RankOptions:
                 raise StageError(f"device={self.device!r}: {error}") from error
 
 
-_OWN = ("loss_scale", "on_oom", "run_folder", "share_loss", "group_rows", "replan")  # what a Schedule does not have
+_OWN = (
+    "collect_every",
+    "loss_scale",
+    "on_oom",
+    "run_folder",
+    "share_loss",
+    "group_rows",
+    "replan",
+)  # what a Schedule does not have
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,7 @@ class StepOptions:
     loss_scale: Any = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
     run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
     on_oom: str = "raise"  # or "replan": do the batch again under a plan that holds less
+    collect_every: int | None = None  # Python's garbage is collected after so many steps, on all ranks at once
     share_loss: bool = True  # False: no broadcast at the end of a step; the loss is on the last stage's rank alone
     group_rows: Any = None  # GroupRows, or the function of a step's arguments that gives the lengths of its rows
     replan: float | None = None  # take another plan when measured steps say that it saves this share of a step
@@ -154,6 +163,8 @@ class StepOptions:
             raise StageError(f'rng={self.rng!r}; expected "per-microbatch", or nothing')
         if self.on_oom not in ("raise", "replan"):
             raise StageError(f'on_oom={self.on_oom!r}; expected "raise" or "replan"')
+        if self.collect_every is not None:
+            _is_count("collect_every", self.collect_every)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise StageError(f"seed={self.seed!r}; expected a whole number")
         if self.loss_scale is not None and not all(

@@ -30,6 +30,7 @@ from penstock.train.where import where_of
 
 CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
 SEEDS_APART = 1_000_003  # replicas draw other random numbers, as the rows of one batch do
+COLLECT_EVERY = 50  # steps between two collections of Python's garbage, on all ranks at once
 
 
 class Stop:
@@ -80,6 +81,7 @@ class Run:
             loss_scale=self.update.scaler,
             run_folder=options.folder,
             device=where_of(options),
+            collect_every=COLLECT_EVERY,
         )
         self.screen.say(pipe.explain(print_output=False))
         if self.screen.enabled:
