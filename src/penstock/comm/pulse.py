@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.comm import beat
+from penstock.comm.decoding import loads, reading, texts, whole
 from penstock.comm.transport import FailureRecord, Store
 from penstock.errors import PenstockError
 
@@ -68,7 +69,10 @@ class Pulse:
         """Look after these peers from now on, as they do after this rank."""
         far = []
         for peer in {*peers} - {*self._near} - {*self._far} if self.patience else ():
-            space, process, started = json.loads(self._store.get(f"process/{peer}", _PATIENCE))
+            with reading(f"the process of rank {peer}"):
+                space, process, started = loads(self._store.get(f"process/{peer}", _PATIENCE), list)
+                whole(process)
+                texts(space, started)
             if space and space == _processes():
                 self._near[peer] = process, started
             else:
@@ -82,7 +86,11 @@ class Pulse:
             where = ["", 0] if self._socket is None else list(self._socket.getsockname()[:2])
             self._store.set(f"pulse/{self.rank}", json.dumps([*where, self._key.hex()]).encode())
         for peer in far:
-            address, port, key = json.loads(self._store.get(f"pulse/{peer}", _PATIENCE))
+            with reading(f"the address of rank {peer}"):
+                address, port, key = loads(self._store.get(f"pulse/{peer}", _PATIENCE), list)
+                whole(port)
+                texts(address, key)
+                bytes.fromhex(key)
             self._far[peer] = address, port, key
         self.close()
         heart = _start_heart(self.rank, self.patience / _BEATS, [place for place in self._far.values() if place[0]])

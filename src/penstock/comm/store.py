@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock.comm.decoding import loads, reading, texts, whole
 from penstock.comm.transport import FailureRecord
 from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import PeerFailed, StepTimeout, TransportError
@@ -53,6 +54,11 @@ class DistributedStore:
         made = DistributedStore(self._store.clone(), self._rank, self._num_ranks, bound=self._bound)
         made._gone = self._gone
         return made
+
+    @property
+    def gone(self) -> bool:
+        """Whether no call is made any more, since the process that holds the store has ended or cannot be reached."""
+        return bool(self._gone)
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
@@ -128,7 +134,14 @@ class DistributedStore:
         if not self.check("departures"):
             return []
         gone = [rank for rank in range(self._num_ranks) if self.check(f"departed/{rank}")]
-        return [Departure(rank, *json.loads(self.get(f"departed/{rank}", 1.0))) for rank in gone]
+        found = []
+        with reading("the farewell of a rank"):
+            for rank in gone:
+                epoch, cause = loads(self.get(f"departed/{rank}", 1.0), list)
+                whole(epoch)
+                texts(cause)
+                found.append(Departure(rank, epoch, cause))
+        return found
 
     # -- where everybody is
 

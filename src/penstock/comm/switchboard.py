@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from penstock.comm.decoding import loads, reading, texts
 from penstock.comm.line import Line
 from penstock.comm.messages import Receive, Send
 from penstock.comm.transport import Store
@@ -123,7 +124,10 @@ class Switchboard:
 
     def _ask(self, peer: int, end: float) -> socket.socket | None:
         key = f"line/{self.rank}/{peer}/{self._rounds[peer]}"
-        place, secret = json.loads(self._store.get(key, max(0.0, end - time.monotonic())))
+        with reading("the door of a rank"):
+            place, secret = loads(self._store.get(key, max(0.0, end - time.monotonic())), list)
+            texts(place, secret)
+            bytes.fromhex(secret)
         self._store.delete(key)
         if not place:
             return None

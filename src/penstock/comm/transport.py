@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from penstock.comm.decoding import loads, reading
 from penstock.comm.messages import Messages
 from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import OutOfMemory, PeerFailed, RanksDisagree, RunError, StepTimeout, TransportError
@@ -80,7 +81,14 @@ class FailureRecord:
 
     @classmethod
     def decode(cls, data: bytes) -> FailureRecord:
-        return cls(**json.loads(data))
+        with reading("the record of a failure"):
+            found = loads(data, dict)
+            for name, kind in (("rank", int), ("stage", int), ("action", str), ("microbatch", int), ("cause", str)):
+                value = found.get(name)
+                may_lack = name in ("stage", "action", "microbatch") and value is None
+                if isinstance(value, bool) or not (may_lack or isinstance(value, kind)):
+                    raise ValueError(f"{name} is {value!r:.80}")
+            return cls(**found)
 
     @classmethod
     def of(cls, error: PeerFailed) -> FailureRecord:
@@ -225,7 +233,10 @@ class Transport(Messages):
         """
         mine = [{"about to": name, **facts}, own]
         posts = self.gather(f"facts for {name!r}", json.dumps(mine).encode(), timeout=timeout)
-        everyone = [json.loads(post) for post in posts]
+        with reading(f"what a rank posted for {name!r}"):
+            everyone = [(facts, theirs) for facts, theirs in (loads(post, list) for post in posts)]
+            if not all(isinstance(facts, dict) for facts, _ in everyone):
+                raise ValueError("no facts")
         if any(facts != everyone[0][0] for facts, _ in everyone):
             raise RanksDisagree(_differences([facts for facts, _ in everyone]))
         return [theirs for _, theirs in everyone]

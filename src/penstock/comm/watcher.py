@@ -6,7 +6,6 @@ send what is awaited, unfilled, and the wait ends. Where nobody is left to drain
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -17,9 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+from penstock.comm.decoding import loads, reading, texts, whole
 from penstock.comm.pulse import Pulse
 from penstock.comm.store import DistributedStore
-from penstock.comm.transport import FailureRecord, failure_key, meeting_folder
+from penstock.comm.transport import NOBODY, FailureRecord, failure_key, meeting_folder
 from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import TransportError
 
@@ -103,9 +103,10 @@ class Watcher:
                 transport.where()  # so that it is known since when a rank is where it is
                 self._answered = self._store.answer(transport.where, self._answered)
             except TransportError as error:
-                # The store's process is gone or out of reach, and with it every record.
+                # The store's process is gone or out of reach, and with it every record; or what stands there makes no sense.
                 if self._epoch:
-                    self._tell(transport, self._epoch, FailureRecord(transport.store_holder, cause=str(error)))
+                    holder = transport.store_holder if self._store.gone else NOBODY
+                    self._tell(transport, self._epoch, FailureRecord(holder, cause=str(error)))
                     self._lose_patience(transport, self._epoch)
             del transport
 
@@ -126,7 +127,10 @@ class Watcher:
         folder = meeting_folder(transport.meetings + 1)
         if not self._store.check(f"{folder}/called"):
             return
-        rank, steps, name = json.loads(self._store.get(f"{folder}/called", _TICK))
+        with reading("who called a meeting"):
+            rank, steps, name = loads(self._store.get(f"{folder}/called", _TICK), list)
+            whole(rank, steps)
+            texts(name)
         if steps < epoch and rank != transport.rank:
             self._tell(transport, epoch, FailureRecord(rank, cause=f"after step {steps} it went to exchange {name}"))
             self._store.decline(folder, FailureRecord(transport.rank, cause=f"it is in step {epoch} instead of {name}"))

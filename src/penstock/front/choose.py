@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.balance import Cuts, Profile, balance
+from penstock.comm.decoding import reading
 from penstock.errors import BalanceError, PlanError
 from penstock.front.stage_costs import FREE, Machine, stage_costs
 from penstock.lower import lower
@@ -155,7 +156,11 @@ class Choice:
     @classmethod
     def loads(cls, text: str) -> Choice:
         """Read what `dumps` wrote."""
-        data: dict[str, Any] = json.loads(text)
+        with reading("the choice of a schedule"):
+            return cls._of(json.loads(text))
+
+    @classmethod
+    def _of(cls, data: dict[str, Any]) -> Choice:
         machine = data["machine"]
         links = tuple(Link(*link) for link in machine.pop("links", ()))
         calibrated = data.get("calibrated")

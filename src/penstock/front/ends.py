@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.checkpoint.manifest import Damaged
+from penstock.comm.decoding import reading
 from penstock.comm.host_group import host_group
 from penstock.comm.transport import Transport
 from penstock.errors import (
@@ -100,7 +101,8 @@ class Ends:
     def gather(self, what: str, value: Any) -> list[Any]:
         """A small value of each rank of this pipeline, on each of them."""
         posts = self.transport.gather(what, json.dumps(value).encode())
-        return [json.loads(post) for post in posts]
+        with reading(f"what a rank posted for {what}"):
+            return [json.loads(post) for post in posts]
 
     def mean_over_replicas(self, values: torch.Tensor) -> None:
         """Of numbers in host memory or on the device; the host waits for the replicas' hosts, or for nothing."""

@@ -8,6 +8,7 @@ the *warm* steps that follow send tensors and nothing else.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.comm.decoding import loads, reading, whole
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import ShapeError
 from penstock.stage.boundary import SINGLE, Spec
@@ -52,6 +54,11 @@ class TensorLayout:
     @classmethod
     def from_json(cls, row: list[Any]) -> TensorLayout:
         shape, dtype, requires_grad, spread = row
+        whole(*shape)
+        if not isinstance(requires_grad, bool) or len(shape) > 64 or any(size < 0 for size in shape):
+            raise ValueError(f"{row!r:.80} describes no tensor")
+        if math.prod(shape) >= 1 << 48:
+            raise ValueError(f"a tensor of shape {shape!r:.80} is more than any memory holds")
         return cls(
             tuple(shape), dtype_named(dtype), requires_grad, None if spread is None else DTensorLayout.from_json(spread)
         )
@@ -127,11 +134,13 @@ class Description:
 
     @classmethod
     def decode(cls, blob: bytes) -> Description:
-        rows, nest = json.loads(blob)
-        return cls(tuple(map(TensorLayout.from_json, rows)), nest)
+        with reading("the description of a message"):
+            rows, nest = loads(blob, list)
+            return cls(tuple(map(TensorLayout.from_json, rows)), nest)
 
     def layout(self) -> Layout:
-        return Layout(self.tensors, Spec.from_json(self.nest))
+        with reading("the nest of a message"):
+            return Layout(self.tensors, Spec.from_json(self.nest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +162,8 @@ class GradLayout:
 
     @classmethod
     def decode(cls, blob: bytes) -> GradLayout:
-        return cls.of([None if row is None else TensorLayout.from_json(row) for row in json.loads(blob)])
+        with reading("the description of gradients"):
+            return cls.of([None if row is None else TensorLayout.from_json(row) for row in loads(blob, list)])
 
 
 def settle(layouts: Sequence[Layout | None], grads: Sequence[GradLayout | None]) -> list[GradLayout | None]:

@@ -36,6 +36,10 @@ class DTensorLayout:
     @classmethod
     def from_json(cls, data: list[Any]) -> DTensorLayout:
         shape, stride, placements, names, mesh = data
+        if any(isinstance(n, bool) or not isinstance(n, int) for n in (*shape, *stride, *mesh)):
+            raise ValueError(f"{data!r:.80} describes no DTensor")
+        if any(not isinstance(word, str) for word in (*placements, *(names or ()))):
+            raise ValueError(f"{data!r:.80} describes no DTensor")
         return cls(tuple(shape), tuple(stride), tuple(placements), None if names is None else tuple(names), tuple(mesh))
 
 

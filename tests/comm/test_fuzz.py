@@ -1,0 +1,218 @@
+"""Whatever stands in the store or comes over the wire is read as what it is, or refused with an error of penstock's own.
+
+The sources are real: each test takes something that a rank wrote, and changes, cuts or replaces parts of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.comm import FailureRecord, LocalTransport, LocalWorld
+from penstock.comm.decoding import loads, reading, texts, whole
+from penstock.comm.framing import LONGEST, complete, frame, receive_frame
+from penstock.comm.store import DistributedStore
+from penstock.comm.whereabouts import Whereabouts
+from penstock.errors import PenstockError, RunError, TransportError
+from penstock.front.choose import Choice
+from penstock.run import Schedule1F1B
+from penstock.run.layout import Description, GradLayout, Layout, TensorLayout
+from penstock.run.protocol import Preamble, Rows
+from penstock.stage.boundary import flatten
+from penstock.stage.stage import PipelineStage
+
+SCRAPS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(
+    SCRAPS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+)
+
+
+def _layout() -> Layout:
+    tensors, spec = flatten({"x": torch.zeros(2, 3), "more": [torch.zeros(1, requires_grad=True), 5, "text", None]})
+    return Layout(tuple(map(TensorLayout.of, tensors)), spec)
+
+
+def _choice(data: bytes) -> Choice:
+    return Choice.loads(data.decode("utf-8", "replace"))
+
+
+SOURCES: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
+    "failure": (FailureRecord(1, 3, "3F0", 0, "ValueError: no").encode(), FailureRecord.decode),
+    "description": (_layout().encode(), lambda data: Description.decode(data).layout()),
+    "gradients": (GradLayout.of([TensorLayout.of(torch.zeros(2)), None]).encode(), GradLayout.decode),
+    "whereabouts": (Whereabouts(1, 7, "1F0", 3, 9, "waits", 0, 12.0).encode(), Whereabouts.decode),
+    "choice": (b'{"machine": {}, "plan": "0F0,0B0", "schedule": "gpipe", "placement": [0]}', _choice),
+}
+
+
+def read(name: str, data: bytes) -> None:
+    """As it is, or as an error of penstock's."""
+    with suppress(PenstockError):
+        SOURCES[name][1](data)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@given(data=st.data())
+def test_bytes_that_are_changed_cut_or_put_in(name: str, data: st.DataObject) -> None:
+    whole_text = SOURCES[name][0]
+    start = data.draw(st.integers(0, len(whole_text)))
+    end = data.draw(st.integers(start, min(len(whole_text), start + 6)))
+    read(name, whole_text[:start] + data.draw(st.binary(max_size=4)) + whole_text[end:])
+    read(name, data.draw(st.binary(max_size=40)))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@given(data=st.data())
+def test_values_of_another_kind_anywhere(name: str, data: st.DataObject) -> None:
+    value = json.loads(SOURCES[name][0])
+    walked: Any = value
+    for _ in range(data.draw(st.integers(0, 3))):
+        keys = list(walked) if isinstance(walked, dict) else list(range(len(walked)))
+        inner = [key for key in keys if isinstance(walked[key], dict | list) and walked[key]]
+        if not inner:
+            break
+        walked = walked[data.draw(st.sampled_from(inner))]
+    keys = list(walked) if isinstance(walked, dict) else list(range(len(walked)))
+    walked[data.draw(st.sampled_from(keys))] = data.draw(JSON)
+    read(name, json.dumps(value).encode())
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("data", [b"[" * 200_000, b'{"a":' * 50_000, b"1" * 100_000, b"null", b"{}"])
+def test_bombs(name: str, data: bytes) -> None:
+    with pytest.raises(PenstockError):
+        SOURCES[name][1](data)
+
+
+@pytest.mark.parametrize("shape", [[1 << 40, 1 << 40], [-1], [1.5], [True], ["2"], [1] * 1000, "22", None])
+def test_tensors_that_cannot_be_are_not_made(shape: Any) -> None:
+    blob = json.dumps([[[shape, "float32", False, None]], "tensor"]).encode()
+    with pytest.raises(PenstockError):
+        Description.decode(blob)
+
+
+@given(kind=st.integers(-(1 << 62), 1 << 62), length=st.integers(-(1 << 62), 1 << 62))
+def test_headers_of_frames(kind: int, length: int) -> None:
+    """A length that nobody would send is refused before memory is taken for it."""
+    posted: list[int] = []
+
+    class Done:
+        def wait(self, *_: object) -> None: ...
+
+    def receive(buffers: list[torch.Tensor]) -> Done:
+        posted.append(buffers[0].numel())
+        if len(posted) == 1:
+            buffers[0].copy_(torch.tensor([kind, length]))
+        return Done()
+
+    if length > 4096 and length <= LONGEST:
+        length = 4096
+    try:
+        found, payload = complete(receive_frame(receive))
+        assert (found, len(payload)) == (kind, length)
+    except TransportError:
+        assert not 0 <= length <= LONGEST
+        assert posted == [2], "nothing was allocated"
+
+
+@given(payload=st.binary(max_size=64), kind=st.integers(0, 9))
+def test_frames_come_back(payload: bytes, kind: int) -> None:
+    parts = iter(frame(kind, payload))
+
+    class Done:
+        def wait(self, *_: object) -> None: ...
+
+    def receive(buffers: list[torch.Tensor]) -> Done:
+        buffers[0].copy_(next(parts))
+        return Done()
+
+    assert complete(receive_frame(receive)) == (kind, payload)
+
+
+@given(st.lists(st.integers(-(1 << 62), 1 << 62), min_size=7, max_size=7))
+def test_preambles_of_any_numbers_can_be_compared_and_shown(numbers: list[int]) -> None:
+    preamble = Preamble(*numbers)
+    assert str(numbers[0]) in str(preamble)
+    Rows(8, 8).differs_from(Rows(preamble.rows, preamble.target_rows))
+
+
+class Dictionary:
+    """What a c10d store is, in memory."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self.values = values
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def add(self, key: str, number: int) -> int:
+        return 1
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+
+@given(st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_values_in_the_store(value: bytes) -> None:
+    store = DistributedStore(Dictionary({"departures": b"1", "departed/1": value, "where/1": value}), 0, 2)
+    with suppress(PenstockError):
+        store.departures()
+    with suppress(PenstockError):
+        store.ask_around(patience=0.03)
+
+
+def test_posts_of_a_meeting_that_make_no_sense() -> None:
+    """Somebody else writes into the store: every rank says so, and names what it read."""
+
+    def run(transport: LocalTransport) -> str:
+        other = LocalTransport.gather
+
+        def forged(self: LocalTransport, name: str, payload: bytes, **options: Any) -> list[bytes]:
+            return [b"nonsense" for _ in other(self, name, payload, **options)]
+
+        transport.gather = forged.__get__(transport)  # type: ignore[method-assign]
+        with pytest.raises(TransportError, match="does nobody else write into the store") as caught:
+            transport.agree("a step", {"plan": "1"})
+        return str(caught.value)
+
+    assert all("'a step'" in text for text in LocalWorld(2).run(run))
+
+
+def test_helpers_refuse_what_they_must() -> None:
+    for wrong in (lambda: whole(True), lambda: whole(1.0), lambda: texts(1), lambda: loads(b"[]", dict)):
+        with pytest.raises(TransportError, match="it cannot be read"), reading("it"):
+            wrong()
+    with reading("it"):
+        whole(1, 2)
+        texts("a")
+    with pytest.raises(PenstockError, match="as it is"), reading("it"):
+        raise PenstockError("as it is")
+
+
+def test_a_forged_description_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    forged = b'[[[[-5], "float32", false, null]], "tensor"]'
+    monkeypatch.setattr(Layout, "encode", lambda self: forged)
+    found: list[str] = []
+
+    def run(transport: LocalTransport) -> None:
+        stage = PipelineStage(nn.Linear(4, 4), transport.rank, 2, "cpu", group=transport)
+        x, y = torch.randn(2, 8, 4)
+        with pytest.raises(PenstockError) as caught:
+            Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss).step(x, target=y)
+        found.append(str(caught.value))
+
+    with pytest.raises(RunError, match="messages without their other half"):  # how many follow nobody could tell
+        LocalWorld(2).run(run)
+    assert len(found) == 2
+    assert all("the description of a message cannot be read" in text for text in found), found
