@@ -25,7 +25,7 @@ from penstock.errors import PenstockError, RunError, TransportError
 from penstock.front.choose import Choice
 from penstock.run import Schedule1F1B
 from penstock.run.layout import Description, GradLayout, Layout, TensorLayout
-from penstock.run.protocol import Preamble, Rows
+from penstock.run.preamble import Preamble, Rows
 from penstock.stage.boundary import flatten
 from penstock.stage.stage import PipelineStage
 
