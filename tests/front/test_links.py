@@ -72,3 +72,12 @@ def test_the_choice_knows_slow_links() -> None:
     assert slow.costs.links == far.links
     assert slow.plan.num_stages <= near.plan.num_stages, "fewer messages over the slow link"
     assert Choice.loads(slow.dumps()).machine == far
+
+
+def test_the_choice_knows_slow_ranks() -> None:
+    layers = tuple(LayerCost(f"layers.{i}", 1e-3, 1e-3, 1e-3, output_bytes=1000) for i in range(12))
+    profile = Profile(layers, metadata={"unit": "s"})
+    slow = choose(profile, Wishes(2, 8, "1f1b", machine=Machine(ranks=(1.0, 2.0))))
+    assert slow.boundaries == (8,)
+    assert slow.costs.ranks == (1.0, 2.0)
+    assert Choice.loads(slow.dumps()) == slow

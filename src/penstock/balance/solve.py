@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Literal
 
-from penstock.balance import chain, ranks
+from penstock.balance import chain, ranks, unequal
 from penstock.balance.cuts import Cuts, StageCut, size_text
 from penstock.balance.problem import Problem
 from penstock.balance.profile import Profile
@@ -29,6 +29,7 @@ def balance(
     microbatches_in_flight: Callable[[int], InFlight] | Sequence[InFlight] | None = None,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     bandwidth: float | None = None,
+    rank_times: Sequence[float] | None = None,
 ) -> Cuts:
     """Find the cut points that make the slowest stage as fast as possible. Exact, not a heuristic.
 
@@ -51,6 +52,7 @@ def balance(
     optimizer_bytes_per_parameter_byte: 2 for Adam in the precision of the parameters, 0 for plain SGD.
     bandwidth: bytes in one unit of time. Then what crosses a cut between two ranks costs its stages on either side
         bytes / bandwidth (the activation one way, its gradient the other).
+    rank_times: for each rank how many times as long as the profile says it takes; the slowest stage is then weighed so.
 
     Sums over the stages of a rank (objective="rank", or a memory limit that two stages share) are weighed exactly as
     long as that takes seconds; beyond, the result says `exact=False`. Raises BalanceError when no cut is possible, and
@@ -72,7 +74,10 @@ def balance(
         state_factor=_positive("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte, zero=True) + 2,
         bandwidth=None if bandwidth is None else float(_positive("bandwidth", bandwidth)),
     )
-    cuts, exact = _solve(problem, objective)
+    if rank_times is not None and len(set(rank_times)) > 1:
+        cuts, exact = _unequal(problem, objective, rank_times)
+    else:
+        cuts, exact = _solve(problem, objective)
     return _result(problem, cuts, objective=objective, exact=exact)
 
 
@@ -161,6 +166,19 @@ def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool]:
         return ranks.settle(problem, goal, bound), True
     except ranks.TooLarge:
         return by_shares(problem), False
+
+
+def _unequal(problem: Problem, objective: str, rank_times: Sequence[float]) -> tuple[tuple[int, ...], bool]:
+    """The same where ranks are not equally fast. Limits that several stages of a rank share may need the other solvers."""
+    if objective != "stage" or len(rank_times) != problem.num_ranks or min(rank_times) <= 0:
+        raise BalanceError(
+            f"rank_times={list(rank_times)} with objective={objective!r}; expected a number above 0 for each of the "
+            f'{problem.num_ranks} ranks, and objective="stage"'
+        )
+    cuts = unequal.cut_for(problem, rank_times, chain.windows(problem, problem.limits))
+    if cuts is None or not problem.fits(cuts):
+        return _solve(problem, objective)[0], False
+    return cuts, True
 
 
 def _no_room(problem: Problem) -> BalanceError:

@@ -155,6 +155,8 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[]
     if isinstance(of_cut.profile, Profile):
         return choose(of_cut.profile, wishes)
     found = profile()
+    if "rank_times" in found.metadata:
+        wishes = replace(wishes, machine=replace(wishes.machine, ranks=tuple(found.metadata["rank_times"])))
     if of_cut.split_spec is not None or of_cut.split_policy is not None:
         wishes = _with_stages(wishes, len(found.layers))
     return choose(found, wishes)

@@ -163,13 +163,14 @@ class Choice:
     def _of(cls, data: dict[str, Any]) -> Choice:
         machine = data["machine"]
         links = tuple(Link(*link) for link in machine.pop("links", ()))
+        ranks = machine.pop("ranks", None)
         calibrated = data.get("calibrated")
         return cls(
             plan=replace(loads(data["plan"]), name=data["schedule"], placement=Placement.of(data["placement"])),
             boundaries=tuple(data["boundaries"]),
             profile=Profile.loads(data["profile"]),
             tried=tuple(Tried(**tried) for tried in data["tried"]),
-            machine=Machine(**machine, links=links),
+            machine=Machine(**machine, links=links, ranks=ranks and tuple(ranks)),
             optimizer_bytes=data["optimizer_bytes"],
             why=data["why"],
             calibrated=None if calibrated is None else loads_costs(calibrated),
@@ -338,6 +339,7 @@ def _try(plan: Plan, profile: Profile, wishes: Wishes, found: _Found) -> None:
             plan.num_stages,
             placement=plan.placement,
             num_ranks=plan.num_ranks,
+            rank_times=wishes.machine.ranks,
         )
     except BalanceError as error:
         found.tried.append(Tried(plan.name, per_rank, None, why=str(error)))

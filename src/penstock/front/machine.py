@@ -30,6 +30,7 @@ from penstock.stage.stage import PipelineStage
 
 _MICROBATCHES = 8
 _WARM_UP, _ROUNDS = 2, 3
+_SLOWER = 1.25  # so many times what the others take is a rank of its own kind
 _AT_LEAST = 0.1  # of what was measured for a layer counts, whatever the calls take
 
 
@@ -116,8 +117,28 @@ def typical(mine: Profile, everyone: Sequence[Profile]) -> Profile:
         )
         for k, layer in enumerate(mine.layers)
     )
+    unlike = rank_times([[layer.forward + layer.backward_input for layer in p.layers] for p in alike])
     backward = [statistics.median(whole) for whole in zip(*(p.metadata["backward"] for p in alike), strict=True)]
-    return replace(mine, layers=layers, metadata={**mine.metadata, "backward": backward, "ranks": len(alike)})
+    facts = {**mine.metadata, "backward": backward, "ranks": len(alike)}
+    if unlike is not None and len(alike) == len(everyone):
+        facts["rank_times"] = unlike
+    return replace(mine, layers=layers, metadata=facts)
+
+
+def rank_times(times: Sequence[Sequence[float]]) -> list[float] | None:
+    """How many times as long each rank takes as they do at the median, if one is slower with nearly all its layers.
+
+    Noise slows some layers on a rank, a slow device all of them: three quarters must be slower by a quarter.
+
+    >>> rank_times([[1.0, 1.0, 2.0, 1.0], [1.1, 0.9, 1.0, 1.0], [2.0, 2.2, 1.9, 2.0]])
+    [1.0, 1.0, 1.909]
+    >>> rank_times([[1.0, 1.0, 2.0, 1.0], [1.1, 0.9, 1.0, 1.0]])
+    """
+    usual = [statistics.median_low(column) or 1e-12 for column in zip(*times, strict=True)]
+    ratios = [sorted(time / typical for time, typical in zip(row, usual, strict=True)) for row in times]
+    if not any(row[len(row) // 4] > _SLOWER for row in ratios):
+        return None
+    return [round(statistics.median(row), 3) if row[len(row) // 4] > _SLOWER else 1.0 for row in ratios]
 
 
 def without_calls(profile: Profile, device: torch.device) -> Profile:

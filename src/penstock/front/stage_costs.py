@@ -23,6 +23,9 @@ class Machine:
     overhead: float = 0.0  # of each compute action
     posting: float = 0.0  # of each send or receive, for the rank that posts it
     around: float = 0.0  # of a step beside its actions: the batch cut, the ranks asked before and after
+    ranks: tuple[float, ...] | None = (
+        None  # for each how many times as long as the others it takes; None: they are alike
+    )
     links: tuple[Link, ...] = ()  # between ranks that are further from one another than the others
 
 
@@ -68,6 +71,7 @@ def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Ma
         overhead=machine.overhead,
         posting=machine.posting,
         links=machine.links,
+        ranks=machine.ranks,
     )
 
 

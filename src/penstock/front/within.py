@@ -130,7 +130,9 @@ def _candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterato
             continue
         if plan.placement.ranks not in lean:
             lean[plan.placement.ranks] = _leanest(profile, plan, wishes.optimizer_bytes)
-        quick = balance(profile, plan.num_stages, placement=plan.placement, num_ranks=plan.num_ranks).boundaries
+        times = wishes.machine.ranks
+        cuts = balance(profile, plan.num_stages, placement=plan.placement, num_ranks=plan.num_ranks, rank_times=times)
+        quick = cuts.boundaries
         for boundaries in dict.fromkeys((quick, lean[plan.placement.ranks])):
             yield Choice(plan, boundaries, profile, machine=wishes.machine, optimizer_bytes=wishes.optimizer_bytes)
 
