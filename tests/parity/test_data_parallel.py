@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +71,7 @@ def whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
-def train(name: str, wrap: Wrap, mesh: DeviceMesh, *, steps: int = 2) -> None:
+def train(name: str, wrap: Wrap, mesh: DeviceMesh, *, steps: int = 2, **options: Any) -> None:
     """Accumulated steps with an evaluation in between, against the loop."""
     pipe, replica = mesh["pp"].get_group(), mesh["dp"].get_local_rank()
     plan = get_schedule(name)(2, MICROBATCHES)
@@ -77,7 +79,7 @@ def train(name: str, wrap: Wrap, mesh: DeviceMesh, *, steps: int = 2) -> None:
     reference = copy.deepcopy(modules)
     own = plan.placement.stages_of(dist.get_rank(pipe))
     wrapped = {index: wrap(modules[index], mesh["dp"]) for index in own}
-    stages = [PipelineStage(wrapped[i], i, plan.num_stages, "cpu", group=pipe) for i in own]
+    stages = [PipelineStage(wrapped[i], i, plan.num_stages, "cpu", group=pipe, **options) for i in own]
     schedule = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss)
     for step in range(steps):
         x, y = data(replica, step)
@@ -103,6 +105,21 @@ def train_all(wrap: Wrap, names: list[str]) -> None:
 @pytest.mark.parametrize("wrap", [ddp, fsdp, replicated])
 def test_every_schedule_with_replicas(gloo_pool: GlooPool, wrap: Wrap) -> None:
     gloo_pool.run(4, train_all, wrap, TRAINING, timeout=110.0)
+
+
+def train_compiled(wrap: Wrap, names: list[str]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile has much to say about hooks of wrappers
+        for name in names:
+            torch._dynamo.reset()
+            train(name, wrap, mesh, compile={"backend": "aot_eager"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [ddp, fsdp])
+def test_compiled_stages_with_replicas(gloo_pool: GlooPool, wrap: Wrap) -> None:
+    gloo_pool.run(4, train_compiled, wrap, ["1f1b", "zbv"], timeout=110.0)
 
 
 def fail_on_one(wrap: Wrap) -> tuple[str, bool]:

@@ -91,7 +91,8 @@ def _inner_backend(context: Any) -> Any:
     backend = context.callback
     while hasattr(backend, "_torchdynamo_orig_backend"):  # what torch._dynamo wraps around it
         backend = backend._torchdynamo_orig_backend
-    return backend
+    named = getattr(backend, "compiler_fn", None)  # torch.compile wraps what is no backend of inductor's
+    return named if isinstance(named, StageBackend) else backend
 
 
 class CompiledPart:
