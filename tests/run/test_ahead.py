@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError
 from penstock.run import Schedule
+from penstock.run.compiled_costs import compiled_costs
 from penstock.schedules import get_schedule
+from penstock.simulate import Costs, simulate
 from penstock.stage.stage import PipelineStage
 from tests.run.pipes import WIDTH, batch, close, grads_of, loop_grads, make_modules
 
@@ -203,3 +205,26 @@ def test_progress_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
         "rank 1 compiles stage 1",
         "rank 1 has compiled stage 1",
     ]
+
+
+def test_what_compiled_stages_hold_is_in_the_memory_of_the_plan() -> None:
+    """A linear layer and a tanh: input and output are saved; input and gradient of the layer's output wait for W.
+
+    The first stage has no input gradients to hurry for: all of its backward waits, with the gradient of its output.
+    """
+    modules = make_modules(2)
+    for module in modules:
+        module.compile(backend="aot_eager")
+    x, y = batch(6)
+    plan = get_schedule("1f1b")(2, 3)
+
+    def steps(schedule: Schedule, rank: int) -> Costs:
+        schedule.step(x, target=y)
+        return compiled_costs(schedule, Costs.unit(plan))
+
+    first, second = run_ranks("1f1b", modules, steps)
+    piece = float(2 * WIDTH * 8)  # of a microbatch of two rows
+    assert first == second
+    assert first.held_to_input == (2 * piece, 2 * piece)
+    assert first.held_to_weight == (3 * piece, 2 * piece)
+    assert max(simulate(plan, first).peak_memory) == 2 * 2 * piece

@@ -126,6 +126,10 @@ class StageBackend:
 class SplitBackend(StageBackend):
     """The same, and cuts every backward in two."""
 
+    def __init__(self, inner: Any = "inductor", *, memory_budget: float | None = None) -> None:
+        super().__init__(inner, memory_budget=memory_budget)
+        self.joints: list[Joint] = []  # graphs that are called directly
+
     def compiled(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         weights = frozenset(
             place
@@ -138,7 +142,10 @@ class SplitBackend(StageBackend):
         else:
             made = _with_aot(graph, examples, self._inner(), noted, weights=weights, memory_budget=self.memory_budget)
         joint = None if _replays(self.inner) else Joint.of(noted, examples, weights)
-        return _with_aliases(made, sorted(weights)) if joint is None else _or_compiled(joint)
+        if joint is None:
+            return _with_aliases(made, sorted(weights))
+        self.joints.append(joint)
+        return _or_compiled(joint)
 
 
 def _or_compiled(run: Callable[..., Any]) -> Callable[..., Any]:

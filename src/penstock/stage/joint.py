@@ -73,6 +73,8 @@ class Joint:
         self.tangents = [_Like.of(tangent) for tangent in noted.tangents[len(noted.tangents) - len(self.rooted) :]]
         self.amp: bool = _C._is_any_autocast_enabled()  # its casts are in the graph by now
         self.places = [self.backward.sources.index(place) for place in wanted]
+        self.held_to_input: int | None = None  # bytes that a forward has saved, once one ran
+        self.held_to_weight: int | None = None  # and those of them, and of what the input pass made, that wait for W
 
     @classmethod
     def of(cls, noted: TracedGraph, examples: Sequence[Any], weights: frozenset[int]) -> Joint | None:
@@ -110,6 +112,8 @@ class _JointFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.joint = joint
         ctx.parameters = [args[place] for place in joint.weights]
+        if joint.held_to_input is None:
+            joint.held_to_input = _bytes_beside(values[size:], ctx.parameters)
         outputs = list(values[:size])
         for place in joint.views:
             outputs[place] = torch.ops.aten._unsafe_view(outputs[place], outputs[place].shape)
@@ -129,11 +133,20 @@ class _JointFunction(torch.autograd.Function):
         for place, like in zip(joint.rooted, joint.tangents, strict=True):
             given.append(like.fit(grads[place]))
         found, kept = joint.run(joint.backward.inputs, given)
+        if joint.held_to_weight is None:
+            joint.held_to_weight = _bytes_beside(kept, ctx.parameters)
         run = joint.backward.second
         if joint.amp:
             run = _WithoutAutocast(run)
         hand_over(GraphWork(run, kept, ctx.parameters))
         return (None, None, *([found[place] for place in joint.places] or (None,)))
+
+
+def _bytes_beside(values: Sequence[Any], parameters: Sequence[Tensor]) -> int:
+    """Of tensors, but for parameters, which are there anyway; what is there twice counts once, and of a batch one microbatch."""
+    known = {parameter.data_ptr() for parameter in parameters}
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in known}.values())
 
 
 class _WithoutAutocast:

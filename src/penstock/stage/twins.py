@@ -150,6 +150,14 @@ class CompiledParts:
     def installed(self) -> bool:
         return self.before is not None
 
+    def held(self) -> tuple[int, int] | None:
+        """Bytes that a microbatch holds from F to I, and from I to W; None before both ran, or if it is not one graph."""
+        joints = [joint for part in self.parts for joint in getattr(part.backend, "joints", ())]
+        if len(self.parts) != 1 or len(joints) != 1:
+            return None
+        to_input, to_weight = joints[0].held_to_input, joints[0].held_to_weight
+        return None if to_input is None or to_weight is None else (to_input, to_weight)
+
     def install(self) -> None:
         """From now on calls of the parts go to their twins."""
         if self.before is None:

@@ -82,6 +82,7 @@ class Run:
             run_folder=options.folder,
             device=where_of(options),
             collect_every=COLLECT_EVERY,
+            compile=options.compile,
         )
         self.screen.say(pipe.explain(print_output=False))
         if self.screen.enabled:
