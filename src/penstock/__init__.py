@@ -38,7 +38,7 @@ _HOME = {
             "microbatch_rng"
         ),
         "penstock.balance": "Profile",
-        "penstock.front": "Pipeline Result Checkpoint load",
+        "penstock.front": "Pipeline Result Checkpoint load shard_parameters",
     }.items()
     for name in names.split()
 }

@@ -7,10 +7,22 @@ result = pipe.step(tokens, target=labels)
 from __future__ import annotations
 
 from penstock.front.choose import Choice, Tried, choose
+from penstock.front.dimensions import shard_parameters
 from penstock.front.grouping import GroupRows
 from penstock.front.loading import Checkpoint, load
 from penstock.front.pipeline import Pipeline
 from penstock.front.result import Result
 from penstock.front.saving import Saving
 
-__all__ = ["Checkpoint", "Choice", "GroupRows", "Pipeline", "Result", "Saving", "Tried", "choose", "load"]
+__all__ = [
+    "Checkpoint",
+    "Choice",
+    "GroupRows",
+    "Pipeline",
+    "Result",
+    "Saving",
+    "Tried",
+    "choose",
+    "load",
+    "shard_parameters",
+]

@@ -36,21 +36,34 @@ class Ends:
     transport: Transport
     group: Any  # what stages are built with: a transport, a process group, or None
     device: torch.device
-    mesh: Any = None  # the data-parallel dimension, a DeviceMesh, or None
+    mesh: Any = None  # the ranks that hold the same stages, as a DeviceMesh of one dimension, or None
+    data: Any = None  # of these the data-parallel dimension
 
     @classmethod
-    def of(cls, group: Any, mesh: Any, device: torch.device) -> Ends:
-        replicas = None
+    def of(cls, group: Any, mesh: Any, device: torch.device, *, beside: bool = False) -> Ends:
+        """`beside`: the mesh has dimensions beside "dp" and "pp", over which the user spreads each stage."""
+        same, data = None, None
         if mesh is not None:
             names = mesh.mesh_dim_names or ()
-            if group is not None or "pp" not in names or set(names) - {"pp", "dp"}:
+            if group is not None or "pp" not in names or (set(names) <= {"pp", "dp"}) == beside:
                 raise StageError(
                     f"mesh has the dimensions {names}{' and group is given too' if group is not None else ''}; expected "
-                    'init_device_mesh(type, (replicas, ranks), mesh_dim_names=("dp", "pp")) and no group'
+                    'init_device_mesh(type, (replicas, ranks), mesh_dim_names=("dp", "pp")) and no group; with other '
+                    'dimensions, such as "tp", also parallelize=function'
                 )
             group = mesh["pp"].get_group()
-            replicas = mesh["dp"] if "dp" in names else None
-        return cls(transport_of(group, device), group, device, replicas)
+            data = mesh["dp"] if "dp" in names else None
+            others = tuple(name for name in names if name != "pp")
+            if others:
+                same = mesh[others[0]] if len(others) == 1 else mesh[others]._flatten()
+        elif beside:
+            raise StageError("parallelize=function without a mesh; expected one with dimensions beside dp and pp")
+        return cls(transport_of(group, device), group, device, same, data)
+
+    @property
+    def beside(self) -> bool:
+        """Whether a stage is spread over dimensions of its own."""
+        return self.mesh is not self.data
 
     @property
     def rank(self) -> int:

@@ -20,11 +20,14 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
     if not norm_type > 0:
         raise RunError(f"norm_type={norm_type}; expected a number above 0, or math.inf")
     sharded: dict[bool, list[Tensor]] = {False: [], True: []}
-    for grad in gradients:
+    whole = list(gradients)
+    for grad in whole:
         sharded[hasattr(grad, "placements")].append(to_local(grad).detach())
     sums = torch.stack([_term(some, norm_type, ends.device) for some in sharded.values()])
     largest = math.isinf(norm_type)
-    if ends.num_replicas > 1:
+    if ends.beside:
+        sums[1] = _spread_term(whole, norm_type, ends.device)
+    elif ends.num_replicas > 1:
         dist.all_reduce(sums[1:], dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=ends.mesh.get_group())
     here = ends.transport.read(sums)
     everywhere = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
@@ -32,6 +35,16 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
     if ends.transport.num_ranks > 1:
         ends.transport.sum(everywhere)
     return float(everywhere.max()) if largest else float(everywhere.sum()) ** (1 / norm_type)
+
+
+def _spread_term(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The same of DTensors on meshes of several kinds: each knows which ranks hold what of it."""
+    norms = []
+    for grad in gradients:
+        if hasattr(grad, "placements"):
+            size: Any = torch.linalg.vector_norm(grad.detach(), norm_type)
+            norms.append(size.full_tensor().to(device))
+    return _term(norms, norm_type, device)
 
 
 def _term(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

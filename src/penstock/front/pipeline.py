@@ -26,6 +26,7 @@ from penstock.front.calibrate import calibrated
 from penstock.front.change_plan import Replanner, replanned
 from penstock.front.choose import Choice
 from penstock.front.companions import Companions
+from penstock.front.dimensions import spread, whole_loss
 from penstock.front.ends import Ends
 from penstock.front.explain import explanation
 from penstock.front.garbage import Garbage
@@ -76,7 +77,7 @@ class Pipeline:
     - of the cut: `stages` (a number, or the `PipelineStage`s of this rank), `num_stages`, `placement`, `memory_limit`,
       `optimizer`, `optimizer_bytes`, `profile`, `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`,
       `multi_use_param_spec`, `compile`;
-    - of the ranks: `group`, `mesh`, `data_parallel`, `device`;
+    - of the ranks: `group`, `mesh`, `parallelize`, `data_parallel`, `device`;
     - of the steps: `loss_scale`, `on_oom`, `share_loss`, `run_folder`, `group_rows`, `replan`,
       `collect_every`, and those of a `Schedule`:
       `scale_grads`, `seed`, `rng`, `recompute`, `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
@@ -98,8 +99,10 @@ class Pipeline:
         made = of_cut.made
         if not made and not isinstance(model, nn.Module):
             raise StageError(f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}")
-        group = made[0].group if of_ranks.group is None and made else of_ranks.group
-        self._ends = Ends.of(group, of_ranks.mesh, made[0].device if made else device_of(model, of_ranks.device))
+        group = made[0].group if of_ranks.group is None and made and of_ranks.mesh is None else of_ranks.group
+        device = made[0].device if made else device_of(model, of_ranks.device)
+        self._parallelize = of_ranks.parallelize
+        self._ends = Ends.of(group, of_ranks.mesh, device, beside=self._parallelize is not None)
         self._request: Request | None = None
         if isinstance(model, nn.Module) and not made:
             request = Request(model, tuple(example), loss_fn, schedule, microbatches, of_model, of_cut, of_steps)
@@ -110,15 +113,16 @@ class Pipeline:
         else:
             self._built = adopt(made, schedule, microbatches, self._ends)
             self._origin = Origin()
+        spread(self._built.stages, self._parallelize, of_ranks.mesh)
         for stage in self._built.stages:
             compile_in_place(stage.submod, of_cut.compile)
-            stage.submod = wrap(stage.submod, of_ranks.data_parallel, self._ends.mesh)
+            stage.submod = wrap(stage.submod, of_ranks.data_parallel, self._ends.data)
         self._ties = _ties(self._built, of_steps.ties)
         self._tensors: StageTensors | None = None
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
-        self._options = of_steps.of_schedule(loss_fn)
-        self._schedule = self._make_schedule(self._built.plan)
+        self._options = of_steps.of_schedule(whole_loss(loss_fn, self._parallelize))
+        self._schedule = self._scheduled(self._built.plan)
         self._on_device = OnDevice.of(self._ends, self._built.plan.placement)
         if of_steps.run_folder is not None:
             self._look_out(of_steps.run_folder)
@@ -472,7 +476,7 @@ class Pipeline:
             self._built, plan=plan, choice=None if choice is None else replace(choice, plan=plan, calibrated=None)
         )
         self._options |= {"recompute": False, "offload": False}  # what they asked for is in the plan
-        self._schedule, self._smaller = self._make_schedule(plan), {}
+        self._schedule, self._smaller = self._scheduled(plan), {}
         self._schedule.steps = steps
 
     # -- inside
@@ -483,6 +487,11 @@ class Pipeline:
             weakref.finalize(self, Lookout(self._schedule._transport, place).close)
 
         self._ends.agree(f"writing to the folder of the run, {folder}", start)
+
+    def _scheduled(self, plan: Plan) -> WeightedSchedule:
+        schedule = self._make_schedule(plan)
+        schedule.spread = self._ends.beside
+        return schedule
 
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
         return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
@@ -509,7 +518,7 @@ class Pipeline:
         if rows is None or rows >= plan.num_microbatches:
             return self._schedule
         if rows not in self._smaller:
-            self._smaller[rows] = self._make_schedule(forward_plan(plan.placement, rows))
+            self._smaller[rows] = self._scheduled(forward_plan(plan.placement, rows))
         return self._smaller[rows]
 
     @contextmanager

@@ -104,13 +104,17 @@ class RankOptions:
     """Who takes part, and where."""
 
     group: Any = None  # a process group, or a transport of LocalWorld; else all processes
-    mesh: Any = None  # a DeviceMesh with the dimensions "dp" and "pp"
+    mesh: Any = (
+        None  # a DeviceMesh with the dimensions "dp" and "pp", and those that `parallelize` spreads a stage over
+    )
+    parallelize: Callable[..., Any] | None = None  # parallelize(module, mesh) spreads the module of a stage
     data_parallel: str = "ddp"  # or "fsdp": what the replicas of a mesh are
     device: torch.device | str | None = None  # else that of the model's parameters
 
     def __post_init__(self) -> None:
         if self.data_parallel not in ("ddp", "fsdp"):
             raise StageError(f'data_parallel={self.data_parallel!r}; expected "ddp" or "fsdp"')
+        _is_callable(self, "parallelize", "parallelize(module, mesh)")
         if self.mesh is not None and not hasattr(self.mesh, "mesh_dim_names"):
             raise StageError(
                 f"mesh is a {type(self.mesh).__name__}; expected init_device_mesh(..., mesh_dim_names=(...))"

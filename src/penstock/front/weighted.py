@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.front.dimensions import plain_means_replicated
+from penstock.nest import map_tensors
 from penstock.run.feed import Feed
 from penstock.run.inputs import Given, StepInputs
+from penstock.run.runner import Outcome
 from penstock.run.schedule import Schedule
+from penstock.stage.dtensors import whole_tensor
 
 
 class WeightedSchedule(Schedule):
     """A `Schedule` whose weights can be asked for, and multiplied."""
 
     factor: float | Tensor = 1.0  # of the loss before the backward; the loss that is reported stays as it is
+    spread: bool = False  # whether stages are DTensors over dimensions of a mesh beside dp and pp
     _shares: Sequence[Any] | None = None
     _copies: torch.Stream | None = None  # for copies of the batch to the device
 
@@ -35,6 +41,14 @@ class WeightedSchedule(Schedule):
         if isinstance(factor, Tensor):  # a number on a device, which nobody here reads
             return [factor * share for share in shares or [1.0] * self.num_microbatches]
         return shares
+
+    def _run(self, given: Given, *, train: bool) -> Outcome:
+        with plain_means_replicated() if self.spread else nullcontext():
+            return super()._run(given, train=train)
+
+    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Any:
+        value = super()._merge(outcome, given, losses)
+        return map_tensors(whole_tensor, value) if self.spread and value is not None else value
 
     @property
     def has_loss(self) -> bool:
