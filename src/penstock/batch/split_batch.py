@@ -96,9 +96,7 @@ def split_args_kwargs_into_chunks(
     return _split_calls(args, kwargs or {}, chunks, _Rule(args_chunk_spec, kwargs_chunk_spec, None, strict))
 
 
-def split_target(
-    target: Any, num_microbatches: int, *, target_spec: Any = None, batch_size: int | None = None
-) -> list[Any]:
+def split_target(target: Any, num_microbatches: int, *, target_spec: Any = None) -> list[Any]:
     """The target of each microbatch; a target is a tensor, None, a number, or any tree of them.
 
     >>> import torch
@@ -107,12 +105,12 @@ def split_target(
 
     The default rule holds for the target by itself: its first tensor shows the batch size.
     """
-    if type(target) is Tensor and target_spec is None and batch_size is None:
+    if type(target) is Tensor and target_spec is None:
         if target.dim() and target.size(0) >= num_microbatches > 0:
             return split_sizes(target, microbatch_sizes(target.size(0), num_microbatches), 0)
     leaves: list[BatchLeaf] = []
     outline = _outline(target, target_spec, TARGET, leaves)
-    pieces = cut_leaves(leaves, num_microbatches, batch_size, True)
+    pieces = cut_leaves(leaves, num_microbatches, None, True)
     return list(_fill(outline, pieces, num_microbatches))
 
 
