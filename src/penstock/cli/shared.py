@@ -22,6 +22,11 @@ _TIME: Final = click.FloatRange(min=0)
 _MOST_SHOWN: Final = 20_000  # actions that somebody may still want to scroll through
 _OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
 
+
+def _time(name: str, default: float, text: str) -> Callable[[_Command], _Command]:
+    return click.option(name, type=_TIME, default=default, show_default=True, metavar="T", help=text)
+
+
 _SIZES: Final = (
     click.option("--ranks", "-p", type=click.IntRange(min=1), default=4, show_default=True, help="Number of ranks."),
     click.option(
@@ -35,31 +40,10 @@ _SIZES: Final = (
     ),
 )
 _COSTS: Final = (
-    click.option("--forward", type=_TIME, default=1.0, show_default=True, metavar="T", help="Time of a forward."),
-    click.option(
-        "--backward-input",
-        type=_TIME,
-        default=1.0,
-        show_default=True,
-        metavar="T",
-        help="Time of a backward, gradients of the inputs only.",
-    ),
-    click.option(
-        "--backward-weight",
-        type=_TIME,
-        default=1.0,
-        show_default=True,
-        metavar="T",
-        help="Time of a backward, gradients of the weights only.",
-    ),
-    click.option(
-        "--latency",
-        type=_TIME,
-        default=0.0,
-        show_default=True,
-        metavar="T",
-        help="Time of a message between two ranks.",
-    ),
+    _time("--forward", 1.0, "Time of a forward."),
+    _time("--backward-input", 1.0, "Time of a backward, gradients of the inputs only."),
+    _time("--backward-weight", 1.0, "Time of a backward, gradients of the weights only."),
+    _time("--latency", 0.0, "Time of a message between two ranks."),
     click.option(
         "--link",
         "links",

@@ -52,19 +52,10 @@ class _PipelineStageBase(Exchange):
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group=group, dw_builder=dw_builder)
 
-    def _prepare_forward_infra(
-        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
-    ) -> Any:
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         raise StageError(f"{type(self).__name__} does not say what it receives; override _prepare_forward_infra")
 
-    def _prepare_backward_infra(
-        self,
-        num_microbatches: int,
-        loss_fn: Any = None,
-        target: Any = None,
-        received_grad_meta: Any = None,
-        loss_kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         raise StageError(
             f"{type(self).__name__} does not say what gradients it receives; override _prepare_backward_infra"
         )

@@ -11,10 +11,12 @@ there. So both exchanges are carried to their end, and KeyboardInterrupt comes a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 
 import torch
 
+from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import PenstockError
 from penstock.plan import Placement
@@ -139,21 +141,19 @@ def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset(
 def _ask(transport: Transport, peer: int, lost: frozenset[int], found: Verdict) -> torch.Tensor:
     answer = torch.ones(1, dtype=torch.int64)
     if peer not in lost:
-        try:
-            transport.control.irecv(answer, peer).wait()
-        except PenstockError as error:
-            answer.fill_(1)
-            found.unreachable = found.unreachable or error
-        except KeyboardInterrupt as error:
-            found.interrupt = error
+        _exchange(transport.control.irecv, answer, peer, found)
     return answer
 
 
 def _tell(transport: Transport, peer: int, flag: torch.Tensor, lost: frozenset[int], found: Verdict) -> None:
-    if peer in lost:
-        return
+    if peer not in lost:
+        _exchange(transport.control.isend, flag, peer, found)
+
+
+def _exchange(post: Callable[[torch.Tensor, int], Work], flag: torch.Tensor, peer: int, found: Verdict) -> None:
+    """Send or receive a flag; whatever goes wrong with that counts as a failure."""
     try:
-        transport.control.isend(flag, peer).wait()
+        post(flag, peer).wait()
     except PenstockError as error:
         flag.fill_(1)
         found.unreachable = found.unreachable or error
