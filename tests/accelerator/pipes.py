@@ -52,7 +52,9 @@ def expected(stages: int, microbatches: int) -> dict[str, Tensor]:
     }
 
 
-def train(device: torch.device, name: str, stages_per_rank: int, microbatches: int, steps: int = 3) -> Trained:
+def train(
+    device: torch.device, name: str, stages_per_rank: int, microbatches: int, steps: int = 3, receives: Any = None
+) -> Trained:
     """Some steps of penstock's schedule of this name; the gradients are those of the last one."""
     import torch.distributed as dist
 
@@ -66,7 +68,7 @@ def train(device: torch.device, name: str, stages_per_rank: int, microbatches: i
         PipelineStage(block(index).to(device), index, plan.num_stages, device)
         for index in plan.placement.stages_of(rank)
     ]
-    schedule = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss)
+    schedule = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss, receives=receives)
     neighbours = {
         plan.placement.rank_of(other)
         for stage in stages

@@ -7,10 +7,12 @@ most two communicators for each neighbour besides what the user's own group has.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
 
+from penstock.lower import InTurn
 from penstock.schedules import all_schedules
 from tests.accelerator import pipes
 from tests.accelerator.pool import Mode, SimPool
@@ -62,6 +64,34 @@ def test_a_chain_has_two_communicators_for_each_neighbour(sim: SimPool, mode: Mo
     told = sim.run(3, mode, pipes.train, "1f1b", 1, 4)
     assert [trained.neighbours for trained in told] == [1, 2, 1]
     assert [len(trained.communicators) for trained in told] == [2 + own, 4 + own, 2 + own]
+
+
+IN_TURN = [("1f1b", 1), ("interleaved1f1b", 2), ("interleavedzerobubble", 2), ("zbv", 2), ("dualpipev", 2)]
+
+
+@pytest.mark.parametrize(("queues", "mode"), [("pair", "lazy"), ("one", "eager")])
+def test_messages_in_turn_need_fewer_communicators(sim: SimPool, queues: str, mode: Mode) -> None:
+    """One for each neighbour, or one for all; with receives ahead these schedules would deadlock there."""
+    ranks, microbatches = 3, 4
+    told: list[Grid] = sim.run(ranks, mode, train_in_turn, microbatches, queues, timeout=100)
+    for name, per_rank in IN_TURN:
+        where = f"{name} by {queues}"
+        everyone = [grid[name, per_rank] for grid in told]
+        grads = {key: grad for trained in everyone for key, grad in trained.grads.items()}
+        for key, grad in pipes.expected(ranks * per_rank, microbatches).items():
+            torch.testing.assert_close(grads[key], grad, msg=f"{where}: {key}")
+        assert [trained.waits for trained in everyone] == [[]] * ranks, where
+        assert [trained.violations for trained in everyone] == [[]] * ranks, where
+    for grid in told:
+        made = next(reversed(grid.values())).communicators
+        assert len(made) <= {"pair": ranks - 1, "one": 1}[queues] + (mode == "eager"), made
+
+
+def train_in_turn(device: torch.device, microbatches: int, queues: Literal["pair", "one"]) -> Grid:
+    return {
+        (name, per_rank): pipes.train(device, name, per_rank, microbatches, steps=2, receives=InTurn(queues))
+        for name, per_rank in IN_TURN
+    }
 
 
 def test_a_host_runs_ahead_of_its_device(sim: SimPool) -> None:

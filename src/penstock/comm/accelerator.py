@@ -31,7 +31,8 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
-from penstock.errors import PeerFailed, PenstockError, StepTimeout, TransportError
+from penstock.errors import PeerFailed, PenstockError, RunError, StepTimeout, TransportError
+from penstock.plan.queues import QueueLayout
 
 _TAG = 0x9E57
 _CARRIED = frozenset(
@@ -53,6 +54,7 @@ class AcceleratorTransport(DistributedTransport):
         self._connected: set[int] = set()
         self._control = Control(self)
         self.generation = 0  # how often connections were made anew
+        self.whole: Any = None  # the communicator of all ranks, where there is but one
 
     def _in_host_memory(self, group: dist.ProcessGroup) -> tuple[Any, Any]:
         made = HostMessages(
@@ -64,12 +66,25 @@ class AcceleratorTransport(DistributedTransport):
     def control(self) -> Messages:
         return self._control
 
+    def arrange(self, queues: QueueLayout) -> None:
+        if queues == self.queues:
+            return
+        if self._connected:
+            raise RunError(
+                f"communicators for queues by {queues!r} were asked for when those by {self.queues!r} were there already; give "
+                "every schedule of a process group the same receives=, or another group"
+            )
+        self.queues = queues
+
     def connect(self, peers: Collection[int]) -> None:
         super().connect(peers)
         self._connected |= {*peers}
         self._open(peers)
 
     def _open(self, peers: Collection[int]) -> None:
+        if self.queues == "one" and self.whole is None:
+            self.whole = _communicator(self, f"{self.generation}/whole", self.rank, self.num_ranks)
+            self.whole.eager_connect_single_device(self.device)  # else it would make one for each pair
         # Two ranks that meet in this order meet without a cycle: everybody takes the pairs in the order of the lower rank.
         for peer in sorted(peers, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
             self._way(peer).open()
@@ -139,6 +154,7 @@ class AcceleratorTransport(DistributedTransport):
             wait_for_device(self.device, self.timeout)
             torch.accelerator.synchronize(self.device)
         self.generation += 1
+        self.whole = None
         self.epoch = max(map(int, posts))
         self._torn, self._broken, self.failed = None, False, None
         if self._switchboard is not None:
@@ -250,7 +266,8 @@ class Way:
 
     def __init__(self, peer: int, transport: AcceleratorTransport) -> None:
         self._peer, self._transport = peer, transport
-        self._there = int(transport.rank < peer)  # the peer's rank in a communicator of two
+        one = transport.queues == "one"
+        self._there = peer if one else int(transport.rank < peer)  # the peer's rank in a communicator of all, or of two
         self._sent: deque[tuple[Any, Tensor]] = deque()  # on its way, and kept alive until it is there
         self._out: Any = None
         self._back: Any = None
@@ -260,8 +277,13 @@ class Way:
         if self._out is not None:
             return
         transport, lower = self._transport, self._transport.rank < self._peer
+        if transport.queues == "one":
+            self._out = self._back = transport.whole
+            return
         pair = f"{transport.generation}/{min(transport.rank, self._peer)}-{max(transport.rank, self._peer)}"
-        up, down = (_communicator(transport, f"{pair}/{name}", int(not lower)) for name in ("up", "down"))
+        names = ("both",) if transport.queues == "pair" else ("up", "down")
+        up, *rest = (_communicator(transport, f"{pair}/{name}", int(not lower), 2) for name in names)
+        down = rest[0] if rest else up
         self._out, self._back = (up, down) if lower else (down, up)
         for use in (self._out.send, self._back.recv) if lower else (self._back.recv, self._out.send):
             use([torch.zeros(1, dtype=torch.uint8, device=transport.device)], self._there, _TAG).wait()
@@ -303,8 +325,8 @@ def _as_carried(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
-def _communicator(transport: AcceleratorTransport, name: str, rank: int) -> Any:
-    """A communicator of two ranks, of the backend and with the timeout and options of the user's group.
+def _communicator(transport: AcceleratorTransport, name: str, rank: int, size: int) -> Any:
+    """A communicator of so many ranks, of the backend and with the timeout and options of the user's group.
 
     It is made by itself and not as a group of torch's list of groups, since making one of those is a matter of all
     processes of the world (for NCCL with `device_id` even of those that it does not concern).
@@ -313,10 +335,10 @@ def _communicator(transport: AcceleratorTransport, name: str, rank: int) -> Any:
     store = PrefixStore(f"communicators/{name}", transport.place)
     plugin = Backend._plugins.get(kind.upper())
     if plugin is not None and not plugin.extended_api:
-        return plugin.creator_fn(store, rank, 2, timeout)
+        return plugin.creator_fn(store, rank, size, timeout)
     if plugin is not None:
         options: Any = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-        options.store, options.group_rank, options.group_size, options.timeout = store, rank, 2, timeout
+        options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, timeout
         options.group_id = f"penstock {name}"
         return plugin.creator_fn(options, getattr(given, "options", None))
     maker = getattr(dist, f"ProcessGroup{kind.upper()}", None)
@@ -330,4 +352,4 @@ def _communicator(transport: AcceleratorTransport, name: str, rank: int) -> Any:
         if hasattr(given.options, field):
             setattr(made, field, getattr(given.options, field))
     made._timeout = timeout
-    return maker(store, rank, 2, made)
+    return maker(store, rank, size, made)

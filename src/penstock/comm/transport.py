@@ -24,6 +24,7 @@ from penstock.comm.decoding import loads, reading
 from penstock.comm.messages import Messages
 from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import OutOfMemory, PeerFailed, RanksDisagree, RunError, StepTimeout, TransportError
+from penstock.plan.queues import QueueLayout
 
 
 class Store(Protocol):
@@ -124,6 +125,7 @@ class Transport(Messages):
     meetings: int = 0
     asked: Callable[[], None] | None = None  # called when somebody asks, by a signal, where the ranks are
     position: Looked | None = None  # where this rank is in its step, once there was one
+    queues: QueueLayout = "direction"  # which messages of a step wait for one another
     _busy: threading.Lock
     _posted: list[int]  # the epochs for which this rank has posted a failure that still stands in the store
 
@@ -140,6 +142,9 @@ class Transport(Messages):
         """Messages in host memory, for what ranks tell one another about a step. Where the messages of the step are in
         host memory too, they are the same ones."""
         return self
+
+    def arrange(self, queues: QueueLayout) -> None:
+        """Before the first message: let messages share queues. What needs no sharing has a queue for each direction."""
 
     def connect(self, peers: Collection[int]) -> None:
         """Get the ways to these peers ready. All ranks call it after the same meeting, each with those that call it with

@@ -42,6 +42,7 @@ from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, agree_on_rows, check_where, deliver, share_losses
 from penstock.front.weighted import WeightedSchedule
+from penstock.lower import InTurn
 from penstock.parallel import unwrap, wrap
 from penstock.plan import Plan
 from penstock.run.lookout import Lookout
@@ -103,6 +104,8 @@ class Pipeline:
         device = made[0].device if made else device_of(model, of_ranks.device)
         self._parallelize = of_ranks.parallelize
         self._ends = Ends.of(group, of_ranks.mesh, device, beside=self._parallelize is not None)
+        if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
+            self._ends.transport.arrange(of_steps.receives.queues)
         self._request: Request | None = None
         if isinstance(model, nn.Module) and not made:
             request = Request(model, tuple(example), loss_fn, schedule, microbatches, of_model, of_cut, of_steps)

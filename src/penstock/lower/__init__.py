@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.lower.lower import lower, lower_rank
 from penstock.lower.merge import merge_backward
-from penstock.lower.messages import Ahead, Early, JustInTime, ReceivePolicy, add_messages
+from penstock.lower.messages import Ahead, Early, InTurn, JustInTime, ReceivePolicy, add_messages
 from penstock.lower.offload import offload
 from penstock.lower.one_order import add_messages_in_one_order
 from penstock.lower.recompute import recompute
@@ -14,6 +14,7 @@ from penstock.lower.shards import add_unshard_reshard
 __all__ = [
     "Ahead",
     "Early",
+    "InTurn",
     "JustInTime",
     "ReceivePolicy",
     "add_messages",

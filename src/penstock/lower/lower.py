@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.lower.merge import free_stages, merge, merge_backward
-from penstock.lower.messages import Early, MessageLowering, ReceivePolicy, add_messages
+from penstock.lower.messages import Early, InTurn, MessageLowering, ReceivePolicy, add_messages
 from penstock.lower.one_order import add_messages_in_one_order
 from penstock.lower.reduce import add_reduce_grad, reduce_grad
 from penstock.lower.shards import add_unshard_reshard, unshard_reshard
@@ -31,14 +31,15 @@ def lower(
 
     `shards` is for stages whose parameters are sharded (FSDP2), `reduce` for stages with data-parallel replicas. `queues`
     says which messages share a queue of the transport (`penstock.plan.queues`); `receives` is a choice only where each
-    direction has its own.
+    direction has its own, and `InTurn` says the same.
     """
     plan = merge_backward(plan, everywhere=False)
     if shards:
         plan = add_unshard_reshard(plan, max_unsharded)
     if reduce:
         plan = add_reduce_grad(plan)
-    return add_messages(plan, receives) if queues == "direction" else add_messages_in_one_order(plan)
+    in_turn = isinstance(receives, InTurn) or queues != "direction"
+    return add_messages_in_one_order(plan) if in_turn else add_messages(plan, receives)
 
 
 def lower_rank(

@@ -10,6 +10,7 @@ Where its receive is posted is a policy:
               posted everything that stands before our send j in our list.
 `Ahead(k)`    k messages ahead of use, per sender, but no earlier than `Early`: bounds the buffers.
 `JustInTime`  right before use.
+`InTurn`      sends and receives in one order of all messages, where they share queues (`lower/one_order.py`).
 
 Receives from one rank are posted in the order in which that rank sends: messages between two ranks are delivered in
 order, so a receive that is wanted early pulls those before it forward.
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
+from typing import Literal
 
 from penstock.errors import IncompleteError, PlanError
 from penstock.plan import Plan, Rules
@@ -62,7 +64,24 @@ class JustInTime:
     """
 
 
-ReceivePolicy = Early | Ahead | JustInTime
+@dataclass(frozen=True)
+class InTurn:
+    """Send and receive in one order of all messages, for ranks whose messages share queues: see `lower/one_order.py`.
+
+        Schedule1F1B(stage, 8, loss_fn, receives=InTurn("one"))
+
+    `queues` is "pair", a communicator for each neighbour, or "one", a single one for all: fewer than the usual two for each
+    neighbour, and less that runs at the same time. In host memory every direction has its own queue whatever it is.
+    """
+
+    queues: Literal["pair", "one"] = "one"
+
+    def __post_init__(self) -> None:
+        if self.queues not in ("pair", "one"):
+            raise PlanError(f'InTurn({self.queues!r}): expected "pair" or "one"')
+
+
+ReceivePolicy = Early | Ahead | JustInTime | InTurn
 
 
 def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:  # noqa: B008  a frozen value

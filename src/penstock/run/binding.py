@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from penstock.comm.transport import Transport
 from penstock.errors import DeadlockError
-from penstock.lower import Ahead, Early, ReceivePolicy, add_reduce_grad, add_unshard_reshard, lower
+from penstock.lower import Ahead, Early, InTurn, ReceivePolicy, add_reduce_grad, add_unshard_reshard, lower
 from penstock.lower.lower import Care, lower_shares
 from penstock.parallel import DataParallel, adapt
 from penstock.plan import Op, Plan, check
-from penstock.run.handlers import HANDLERS
+from penstock.run.handlers import HANDLERS, receive_in_turn
 from penstock.run.program import Program
 from penstock.run.rng import MicrobatchRng
 from penstock.run.setting import ActionKind, Handler, Handlers, Setting
@@ -109,11 +109,17 @@ class Programs(dict[int, Program]):
             plan = add_unshard_reshard(plan) if shards else plan
             return add_reduce_grad(plan) if reduces else plan
         default: ReceivePolicy = Early() if mode == TRAIN else Ahead(2)
-        if plan.is_share and self.binding.receives in (None, default):
+        if self.transport.queues != "direction":
+            default = InTurn(self.transport.queues)
+        elif plan.is_share and self.binding.receives in (None, default):
             return lower_shares(plan, receives=default, care=Care(shards, reduce=reduces))
         return lower(plan, receives=self.binding.receives or default, shards=shards, reduce=reduces)
 
     def proved(self, plan: Plan, adapters: Mapping[int, DataParallel], *, grad: bool) -> Setting:
         """A lowered plan that cannot go wrong, and what its actions are done with."""
         binding, reap = self.binding, runs_with_blocking_sends(plan)
-        return Setting(plan, grad, reap, adapters, binding.handlers, binding.custom, binding.rng, binding.elsewhere)
+        handlers = binding.handlers
+        if self.transport.queues != "direction":
+            check(plan, queues=self.transport.queues)
+            handlers = {**handlers, Op.RECV_F: receive_in_turn, Op.RECV_B: receive_in_turn}
+        return Setting(plan, grad, reap, adapters, handlers, binding.custom, binding.rng, binding.elsewhere)

@@ -8,6 +8,7 @@ A new op gets its handler here. `Schedule.register_custom_function` puts a funct
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from penstock.plan import Action, Op, Overlap
 from penstock.run.program import Program
@@ -33,6 +34,18 @@ def _send(program: Program, action: Action, cold: bool) -> Call:
 def _receive(program: Program, action: Action, cold: bool) -> Call:
     box = program.message_box(action)
     return partial(box.queue if cold else box.post, _microbatch(action))
+
+
+def receive_in_turn(program: Program, action: Action, cold: bool) -> Call:
+    """For messages that share a queue: the receive of a cold step is done in its place, and not when somebody needs it."""
+    box = program.message_box(action)
+    return partial(_queue_and_pull, box, _microbatch(action)) if cold else _receive(program, action, cold)
+
+
+def _queue_and_pull(box: Any, microbatch: int) -> None:
+    box.queue(microbatch)
+    if box.channel is not None:
+        box.channel.pull_until(lambda: not box.channel.incoming)
 
 
 def _care(method: str, wanted: str) -> Handler:

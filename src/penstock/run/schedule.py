@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.batch import merge_chunks, split_batch, split_target
 from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RanksDisagree, RunError, SplitError, StageError
-from penstock.lower import ReceivePolicy
+from penstock.lower import InTurn, ReceivePolicy
 from penstock.lower import offload as offload_pass
 from penstock.lower import recompute as recompute_pass
 from penstock.lower.chosen import Stages
@@ -341,7 +341,10 @@ class Schedule:
 
     @cached_property
     def _transport(self) -> Transport:
-        return transport_of(self.stages[0].group, self.stages[0].device)
+        transport = transport_of(self.stages[0].group, self.stages[0].device)
+        if isinstance(self._binding.receives, InTurn):
+            transport.arrange(self._binding.receives.queues)
+        return transport
 
     @cached_property
     def _programs(self) -> Programs:
@@ -361,6 +364,7 @@ class Schedule:
         channels: Collection[int] = ()
         try:
             facts["schedule"] = self.plan.name or type(self).__name__
+            facts["communicators"] = self._transport.queues
             facts |= facts_of(self.plan, self.stages, self._ties, loss=self.loss_fn is not None)
             channels = self._programs[self._mode(train=train)].channels
         except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
