@@ -61,7 +61,12 @@ def stopped_in_a_step(victim: int) -> tuple[list[str], float]:
         transport = DistributedTransport.of()
         pids = [int(post) for post in transport.gather("processes", str(os.getpid()).encode())]
         if rank == victim:
-            module.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+
+            def stop_once(*_: Any) -> None:
+                handle.remove()
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+            handle = module.register_forward_pre_hook(stop_once)
         start = time.monotonic()
         found = raised_in_steps(schedule, 2)
         seconds = time.monotonic() - start

@@ -1,0 +1,176 @@
+"""The rest of the table in docs/guides/when-something-goes-wrong.md, on the simulated accelerator.
+
+Exceptions, deaths, stops and departures are in test_boundaries_and_faults.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.comm import DistributedTransport
+from penstock.errors import PenstockError
+from penstock.run import Schedule1F1B
+from penstock.stage.stage import PipelineStage
+from tests.accelerator.pipes import batch, block
+from tests.accelerator.pool import SimPool
+from tests.accelerator.test_boundaries_and_faults import MICROBATCHES, die, in_trouble, schedule_of, squares
+
+WITHIN = 15.0  # seconds, on a busy machine
+
+
+class Acts(nn.Module):
+    """A block that does something before its forward, once, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.act = block(dist.get_rank()), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        act: Any = self.act
+        self.act = None
+        if act is not None:
+            act()
+        value: Tensor = self.inner(x)
+        return value
+
+
+def stepped(device: torch.device, acts: dict[int, Any], *, steps: int = 2) -> tuple[list[str], float]:
+    """A good step; then steps in the first of which the ranks in `acts` do something."""
+    module = Acts()
+    schedule = schedule_of(device, module)
+    x, y = (part.to(device) for part in batch(MICROBATCHES))
+    schedule.step(x, target=y)
+    module.act = acts.get(dist.get_rank())
+    found, start = [], time.monotonic()
+    for _ in range(steps):
+        try:
+            schedule.step(x, target=y)
+            found.append("")
+        except (PenstockError, KeyboardInterrupt) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found, time.monotonic() - start
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+
+
+def interrupted(device: torch.device) -> tuple[list[str], float]:
+    return stepped(device, {1: interrupt})
+
+
+def test_ctrl_c_on_one_rank_ends_the_step_everywhere_and_the_next_one_works(sim: SimPool) -> None:
+    (first, seconds), (second, _) = sim.run(2, "lazy", interrupted)
+    assert first[0].startswith("PeerFailed: rank 1 failed"), first
+    assert "KeyboardInterrupt" in first[0]
+    assert second[0].startswith("KeyboardInterrupt"), second
+    assert first[1] == second[1] == ""
+    assert seconds < WITHIN
+
+
+def disagreeing(device: torch.device) -> tuple[str, str]:
+    """Another number of microbatches on one rank; then the same on both."""
+    rank = dist.get_rank()
+    stage = PipelineStage(block(rank).to(device), rank, 2, device)
+    x, y = (part.to(device) for part in batch(MICROBATCHES))
+    said = []
+    for count in (MICROBATCHES // (1 + rank), MICROBATCHES):
+        try:
+            Schedule1F1B(stage, count, loss_fn=squares).step(x, target=y)
+            said.append("")
+        except PenstockError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said[0], said[1]
+
+
+def test_ranks_that_disagree_are_told_the_difference(sim: SimPool) -> None:
+    for first, second in sim.run(2, "lazy", disagreeing):
+        assert first.startswith("RanksDisagree"), first
+        assert "microbatches" in first
+        assert second == ""
+
+
+def busy() -> None:
+    time.sleep(2.5)
+
+
+def computing(device: torch.device) -> tuple[list[str], float]:
+    os.environ["PENSTOCK_HEARTBEAT"] = "0.5"
+    try:
+        return stepped(device, {1: busy}, steps=1)
+    finally:
+        del os.environ["PENSTOCK_HEARTBEAT"]
+
+
+def test_a_rank_that_computes_for_several_heartbeats_is_left_alone(sim: SimPool) -> None:
+    assert [found for found, _ in sim.run(2, "lazy", computing)] == [[""], [""]]
+
+
+def late(device: torch.device) -> tuple[list[str], float]:
+    transport = DistributedTransport.of(device=device)
+    if transport.rank == 0:
+        patient, transport.timeout = transport.timeout, 60.0
+
+        def hurry() -> None:
+            transport.timeout = 1.0
+
+        assert patient > 1.0
+        return stepped(device, {0: hurry}, steps=1)
+    return stepped(device, {1: lambda: time.sleep(5.0)}, steps=1)
+
+
+def test_a_wait_that_runs_out_says_where_everybody_was(sim: SimPool) -> None:
+    (first, seconds), (second, _) = sim.run(2, "lazy", late)
+    assert first[0].startswith("StepTimeout: "), first
+    assert second[0].startswith("PeerFailed: rank 0 failed: StepTimeout"), second
+    assert seconds < WITHIN
+
+
+def two_threads(device: torch.device) -> tuple[list[str], str]:
+    """While one thread of rank 0 is in a step another one tries to be in one."""
+    module = Acts()
+    schedule = schedule_of(device, module)
+    x, y = (part.to(device) for part in batch(MICROBATCHES))
+    schedule.step(x, target=y)
+    said: list[str] = []
+
+    def intrude() -> None:
+        def step() -> None:
+            try:
+                schedule.step(x, target=y)
+            except PenstockError as error:
+                said.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join(WITHIN)
+
+    if dist.get_rank() == 0:
+        module.act = intrude
+    schedule.step(x, target=y)
+    return said, "fine"
+
+
+def test_a_second_thread_is_refused(sim: SimPool) -> None:
+    (said, fine), (_, also) = sim.run(2, "lazy", two_threads)
+    assert len(said) == 1
+    assert "while another thread of this process" in said[0]
+    assert fine == also == "fine"
+
+
+def test_the_first_rank_may_die_too(sim: SimPool) -> None:
+    outcomes = sim.outcomes(2, "lazy", in_trouble, 0, die)
+    assert outcomes[0].exit_code == -signal.SIGKILL
+    assert outcomes[1].ok, outcomes[1].details
+    found, seconds = outcomes[1].value
+    assert found[1].startswith("PeerFailed: rank 0 failed"), found
+    assert seconds < 20.0
