@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from penstock.balance import LayerCost, Profile
+from penstock.cli.main import main
 from penstock.front.choose import Choice, Wishes, choose
 from penstock.lower import lower
 from penstock.simulate import simulate
@@ -119,3 +121,14 @@ def test_nothing_is_compared_with_what_was_not_measured(tmp_path: Path) -> None:
     page = run_report.write(tmp_path, made_data(unit="")).read_text()
     assert "Predicted and measured" not in page
     assert "Nothing was measured before training" in run_report.explain(tmp_path)
+
+
+def test_the_command_that_explains(tmp_path: Path) -> None:
+    run_report.write(tmp_path / "run", made_data())
+    said = CliRunner().invoke(main, ["explain", str(tmp_path / "run")])
+    assert said.exit_code == 0, said.output
+    assert "Where the time goes" in said.output
+    assert "twice as many ranks" in said.output
+    refused = CliRunner().invoke(main, ["explain", str(tmp_path)])
+    assert refused.exit_code == 1
+    assert "has no report.json" in refused.output
