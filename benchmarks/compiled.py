@@ -5,7 +5,8 @@
     .venv/bin/python benchmarks/compiled.py --first-step         # how long the first step takes, with an empty cache
 
 The programs of a workload live in the same two processes and take turns, step by step, so that noise hits all alike:
-compiled stages under 1F1B, zero bubble and ZBV, and eager stages under zero bubble. Wanted: zero bubble and ZBV at most
+compiled stages under 1F1B, ZB-H1, interleaved zero bubble and ZBV, and eager stages under zero bubble. ZB-H1 has the stages of
+1F1B, one on each rank; the other two have two on each, and so twice the calls and up to three times the messages. Wanted: at most
 1.05 of compiled 1F1B, and on small layers at most 0.9 of eager zero bubble; (F + I + W) / (F + B) at most 1.05. The first step,
 in which all ranks compile at the same time, at most 0.6 of one in which they compile one after the other.
 """
@@ -33,8 +34,10 @@ WORKLOADS = {
     "small": Workload("64 linear layers of width 64, 16 microbatches", 64, 16, (4, 64)),
     "blocks": Workload("transformer blocks of width 256, sequence 128", 4, 8, (1, 128, 256)),
 }
+KINDS = {**SCHEDULES, "ZB-H1": ("ScheduleZBH1", 1, SCHEDULES["1F1B"][2])}
 PROGRAMS = {
     "1F1B": ("1F1B", True),
+    "ZB-H1": ("ZB-H1", True),
     "zero bubble": ("zero bubble", True),
     "ZBV": ("ZBV", True),
     "eager zero bubble": ("zero bubble", False),
@@ -53,7 +56,7 @@ def build(
     target = torch.randn_like(batch)
     found: dict[str, Callable[[], None]] = {}
     for program, (schedule, compiled) in programs.items():
-        name, per_rank, kind = SCHEDULES[schedule]
+        name, per_rank, kind = KINDS[schedule]
         num_stages = 2 * per_rank
         size = len(layers) // num_stages
         mine = stages_of(kind, rank, per_rank)
@@ -176,7 +179,7 @@ def main() -> None:
     for _, key, times in spawn(worker, options):
         rows.setdefault(key, []).append(times)
     for key, results in rows.items():
-        for program in ("zero bubble", "ZBV"):
+        for program in ("ZB-H1", "zero bubble", "ZBV"):
             plain = statistics.mean(paired(times[program], times["1F1B"]) for times in results)
             eager = statistics.mean(paired(times[program], times["eager zero bubble"]) for times in results)
             print(

@@ -64,6 +64,23 @@ def test_equals_the_plain_model(ranks: int, schedule: str, stages: int | None, t
     assert seen == set(wanted) - ({"head.weight"} if tied else set())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_compiled_stages_train_and_are_named_as_the_plain_model(schedule: str) -> None:
+    """A captured model with a weight that two stages share; a step is followed by another after the parameters have moved."""
+    torch._dynamo.reset()
+    reference = make(tied=True)
+    expected = train_plainly(reference, STEPS, clip=0.05)
+    results = LocalWorld(2).run(train, model={"tied": True}, schedule=schedule, compile={"backend": "aot_eager"})
+    wanted = reference.state_dict()
+    for losses, state in results:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+        for name, value in state.items():
+            torch.testing.assert_close(value, wanted[name])
+    assert set().union(*(state for _, state in results)) == set(wanted) - {"head.weight"}
+    torch._dynamo.reset()
+
+
 def test_measured_profile_decides_and_all_ranks_agree() -> None:
     def run(transport: LocalTransport) -> Any:
         pipe = pipeline(transport, make(), profile=None)
