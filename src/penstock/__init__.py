@@ -27,6 +27,7 @@ _HOME = {
         ),
         "penstock.comm": "LocalWorld",
         "penstock.stage.stage": "PipelineStage",
+        "penstock.stage.chunked_loss": "chunked_loss",
         "penstock.capture": (
             "pipeline Pipe PipeInfo PipeSequential SplitPoint pipe_split annotate_split_points PipeSplitWrapper LossWrapper "
             "TrivialLossWrapper MultiUseParameterConfig build_stage split_modules tie materialise profile"

@@ -39,6 +39,7 @@ _KEY = "penstock.stage.pending"
 
 class _Local(threading.local):
     pending: Pending | None = None
+    off = False  # by `undeferred`
     held = False  # by `intercepted`
 
 
@@ -107,6 +108,8 @@ def _addmm_operator(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _of_engine_thread() -> Pending | None:
+    if _local.off:
+        return None
     return _C._get_obj_in_tls(_KEY) if _C._is_key_in_tls(_KEY) else None
 
 
@@ -265,6 +268,17 @@ def deferring(pending: Pending) -> Iterator[None]:
         yield
     finally:
         end(previous)
+
+
+@contextmanager
+def undeferred() -> Iterator[None]:
+    """Within the block, linear layers called by this thread do all of their backward at once."""
+    previous = _local.pending, _local.off
+    _local.pending, _local.off = None, True
+    try:
+        yield
+    finally:
+        _local.pending, _local.off = previous
 
 
 @contextmanager
