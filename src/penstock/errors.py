@@ -24,6 +24,7 @@ PenstockError
     └── TransportError        messages cannot be sent or received, and it is no other rank's failure
 
 UnevenCut, a warning: the stages that penstock cut are far from even.
+NotDeferred, a warning: linear layers whose weight work a split backward cannot put off.
 NotCompiled, a warning: a stage that should be compiled runs eagerly.
 OverLimit, a warning: a step held more than its memory_limit.
 HoldsLess, a warning: after running out of memory a pipeline goes on under a plan that holds less.
@@ -227,6 +228,13 @@ class UnevenCut(UserWarning):
     """A warning, no error: one stage takes more than 1.5 times the mean of all, so that the others wait for it.
 
     warnings.filterwarnings("ignore", category=penstock.UnevenCut)
+    """
+
+
+class NotDeferred(UserWarning):
+    """A warning, no error: some linear layers do all weight work in I, so that a schedule with W gains less from them.
+
+    warnings.filterwarnings("ignore", category=penstock.NotDeferred)
     """
 
 

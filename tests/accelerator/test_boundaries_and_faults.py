@@ -233,6 +233,37 @@ def test_when_all_processes_live_the_next_step_makes_new_communicators(sim: SimP
         assert each["sum"] == 3.0
 
 
+KERNEL = 0.004  # seconds
+
+
+def machine(device: torch.device) -> dict[str, float | None]:
+    """What is found out before a schedule is chosen, where every kernel takes its time and the host takes hardly any."""
+    from penstock.capture import pipeline, profile_layers
+    from penstock.front.ends import Ends
+    from penstock.front.machine import measure_machine
+    from tests.accelerator.device import load
+
+    load().set_kernel_time(KERNEL)
+    try:
+        ends = Ends.of(None, None, device)
+        found = measure_machine(ends)
+        x = batch(1)[0].to(device).requires_grad_()
+        layers = profile_layers(
+            pipeline(block(0).to(device), (x,)), None, args=(x,), kwargs={}, device=device, progress=False
+        )
+    finally:
+        load().set_kernel_time(0.0)
+    forward = sum(layer.forward for layer in layers.layers)
+    return {"overhead": found.overhead, "bandwidth": found.bandwidth, "forward": forward}
+
+
+def test_what_is_measured_is_time_of_the_device_and_not_of_launching(sim: SimPool) -> None:
+    for found in sim.run(2, "lazy", machine, timeout=120):
+        assert found["overhead"] > KERNEL
+        assert found["forward"] > 4 * KERNEL  # two linear layers, tanh and the norm
+        assert found["bandwidth"] is None or found["bandwidth"] < 1e11
+
+
 def measured(device: torch.device) -> tuple[float, list[float]]:
     """Every kernel takes two milliseconds: how long the forwards of the last stage seem to be."""
     from tests.accelerator.device import load

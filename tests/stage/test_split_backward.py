@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import StageError
+from penstock.errors import NotDeferred, StageError
 from penstock.stage.backward import Deferral, Pending, backward_input, backward_weight, run_backward_full, run_deferred
 
 Make = Callable[[], nn.Module]
@@ -500,7 +500,32 @@ def test_reentrant_checkpoint_beside_a_weight_used_in_two_ways() -> None:
     assert_same(full, split, exact=False)
 
 
-def test_distributed_tensors_are_left_to_autograd() -> None:
+class Float8Linear(nn.Linear):
+    """Multiplies with its weight in 8 bits, as libraries for float8 do: not by `F.linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        rounded = (
+            self.weight + (self.weight.detach().to(torch.float8_e4m3fn).to(self.weight.dtype) - self.weight).detach()
+        )
+        return input @ rounded.t() + self.bias
+
+
+def test_layers_in_eight_bits_are_left_to_autograd_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.stage.deferred._SAID", set())
+    layer = nn.Sequential(Float8Linear(4, 4))
+    with pytest.warns(NotDeferred, match=r"layers in 8 bits \(Float8Linear\) do all weight work in the input pass"):
+        deferral = Deferral(layer)
+    Deferral(layer)  # and not again
+    x = torch.ones(2, 4, requires_grad=True)
+    value, pending = run_deferred(deferral, layer, (x,), {})
+    backward_input([value], [torch.ones_like(value)], pending, inputs=[x])
+    assert pending.num_waiting == 0
+    backward_weight(pending)
+    assert layer[0].weight.grad is not None
+
+
+def test_distributed_tensors_are_left_to_autograd_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.stage.deferred._SAID", set())
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -511,7 +536,9 @@ def test_distributed_tensors_are_left_to_autograd() -> None:
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
         layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, [Shard(0)]))
         x = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()]).requires_grad_()
-        value, pending = run_deferred(Deferral(layer), layer, (x,), {})
+        with pytest.warns(NotDeferred, match=r"tensor-parallel weights \(DTensor\) do all weight work"):
+            value, pending = run_deferred(Deferral(layer), layer, (x,), {})
+        run_deferred(Deferral(layer), layer, (x,), {})  # and not again
         backward_input([value], [torch.ones_like(value)], pending, inputs=[x])
         assert pending.num_waiting == 0
         backward_weight(pending)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from penstock.errors import StageError
+from penstock.errors import NotDeferred, StageError
 from penstock.stage.batched import Group, Grouping
 from penstock.stage.calls import Call, Nothing, Slot, Work
 from penstock.stage.cut_graph import GraphWork
@@ -37,6 +38,8 @@ class Deferral:
     def __init__(self, module: nn.Module | None = None) -> None:
         self.slots: list[Slot] = [Nothing()]
         self.skip: dict[int, Parameter] = {} if module is None else _tied_outside_linear(module)
+        if module is not None and (wide := _in_eight_bits(module)):
+            say_not_deferred(f"layers in 8 bits ({wide})")
         parts = None if module is None else CompiledParts(module, split=True)
         self.compiled = parts or None  # what torch.compile has compiled is split in another way
         self.checked: dict[int, Parameter] = {}
@@ -74,6 +77,36 @@ class Deferral:
         """From the next microbatch on. Those in flight keep their view, so that recomputation repeats the forward."""
         self.skip = {**self.skip, **weights}
         self.reset()
+
+
+_SAID: set[str] = set()
+
+
+def say_not_deferred(what: str) -> None:
+    """Once in the life of a process for each kind of layer."""
+    kind = what.partition(" (")[0]
+    if kind not in _SAID:
+        _SAID.add(kind)
+        warnings.warn(
+            f"{what} do all weight work in the input pass of a split backward: a schedule with W gains less from them than from "
+            "plain linear layers. Use a schedule with full backwards, such as 1f1b, or live with it",
+            NotDeferred,
+            stacklevel=2,
+        )
+
+
+def _in_eight_bits(module: nn.Module) -> str:
+    """The kind of the first layer that multiplies in float8 by a function of its own; "" if there is none.
+
+    >>> _in_eight_bits(nn.Linear(2, 2))
+    ''
+    """
+    for layer in module.modules():
+        weight = getattr(layer, "weight", None)
+        kinds = (type(layer), type(weight))
+        if any("float8" in f"{kind.__module__}.{kind.__name__}".lower() for kind in kinds):
+            return type(layer).__name__
+    return ""
 
 
 def _tied_outside_linear(module: nn.Module) -> dict[int, Parameter]:

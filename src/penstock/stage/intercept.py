@@ -28,7 +28,7 @@ from torch.nn.parameter import Parameter
 
 from penstock.errors import StageError
 from penstock.stage.calls import Call, DeferredLinear, Operator, Slot, versions
-from penstock.stage.deferred import Pending
+from penstock.stage.deferred import Pending, say_not_deferred
 from penstock.stage.engine import leaves_reached
 
 _C: Any = torch._C
@@ -116,6 +116,8 @@ def _of_engine_thread() -> Pending | None:
 def _deferrable(pending: Pending, x: Tensor, call: Call) -> bool:
     weight, bias, transposed = call
     if type(weight) is not Parameter or not weight.requires_grad or not torch.is_grad_enabled():
+        if hasattr(weight, "placements") and weight.requires_grad:
+            say_not_deferred("tensor-parallel weights (DTensor)")
         return False
     if type(x) is not Tensor and type(x) is not Parameter:
         return False
