@@ -127,3 +127,18 @@ def test_a_parameter_that_the_files_lack_is_not_made_up(tmp_path: Path) -> None:
     frequencies = torch.empty(4)
     fill("model.rotary_emb.inv_freq", frequencies)  # no file has it
     assert torch.equal(frequencies, llama().model.rotary_emb.inv_freq)
+
+
+def test_checkpoints_inside_the_model_become_part_of_the_plan() -> None:
+    from penstock.integrations.transformers import _plain_forward
+
+    model = llama()
+    with _plain_forward(model) as on:
+        assert not on
+    model.gradient_checkpointing_enable()
+    inside = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    assert inside
+    with _plain_forward(model) as on:
+        assert on  # recompute=True
+        assert not any(module.gradient_checkpointing for module in inside)
+    assert all(module.gradient_checkpointing for module in inside)  # the user's model is as it was

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from penstock.integrations.transformers import pipeline
+from penstock.integrations.transformers import PipelineTrainer, TransformersPipeline, pipeline
 from tests.gloo_pool import GlooPool
-from tests.integrations.hf import llama, padded
+from tests.integrations.hf import as_torchrun, llama, padded
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mark.timeout(300)]
 
@@ -41,8 +42,32 @@ def trained(folder: str) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     pipe.save_pretrained(folder)
+    continued = by_a_trainer(pipe, f"{folder}/run")
     same = all(torch.equal(p, before[name]) for name, p in pipe.named_parameters() if name in before)
-    return losses, same, pipe.predict(**batch(9))["logits"]
+    return losses, same, continued, pipe.predict(**batch(9))["logits"]
+
+
+def by_a_trainer(pipe: TransformersPipeline, folder: str) -> tuple[list[float], list[float]]:
+    """The losses of a Trainer that goes on with the adapters, and of one that resumes from its checkpoint."""
+    found = []
+    with as_torchrun():
+        for resume in (None, f"{folder}/checkpoint-1"):
+            args = transformers.TrainingArguments(
+                output_dir=folder,
+                max_steps=2,
+                per_device_train_batch_size=4,
+                save_steps=1,
+                logging_steps=1,
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+                dataloader_pin_memory=False,
+            )
+            rows = [{name: value[k] for name, value in padded(8, 8, seed=5).items()} for k in range(8)]
+            trainer = PipelineTrainer(model=pipe, args=args, train_dataset=rows)
+            trainer.train(resume_from_checkpoint=resume)
+            found.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    return found[0], found[1]
 
 
 def test_adapters_are_trained_and_loaded_by_peft(gloo_pool: GlooPool, tmp_path: Path) -> None:
@@ -55,13 +80,17 @@ def test_adapters_are_trained_and_loaded_by_peft(gloo_pool: GlooPool, tmp_path: 
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    for losses, frozen, logits in gloo_pool.run(2, trained, str(tmp_path), timeout=240.0):
+    for losses, frozen, (once, resumed), logits in gloo_pool.run(2, trained, str(tmp_path), timeout=240.0):
         assert losses == pytest.approx(expected, abs=1e-5)
         assert frozen  # the base stays as it was
-        loaded = PeftModel.from_pretrained(llama(), tmp_path).eval()
+        assert once == pytest.approx(resumed, abs=1e-6)
+        read = PeftModel.from_pretrained
         with torch.no_grad():
-            torch.testing.assert_close(loaded(**batch(9)).logits, logits, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(model.eval()(**batch(9)).logits, logits, rtol=1e-3, atol=1e-4)
+            first = read(llama(), tmp_path).eval()(**batch(9)).logits
+            torch.testing.assert_close(model.eval()(**batch(9)).logits, first, rtol=1e-3, atol=1e-4)
+            last = read(llama(), tmp_path / "run/checkpoint-2").eval()(**batch(9)).logits
+            torch.testing.assert_close(last, logits, rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(first, last, atol=1e-5)
 
 
 def test_a_base_that_no_rank_holds(tmp_path: Path) -> None:

@@ -123,3 +123,25 @@ def assert_logs(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
     assert [sorted(log) for log in found] == [sorted(log) for log in expected]
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits, wanted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("kind", ["smoothed", "function", "bf16"])
+def test_other_losses_in_one_process(kind: str, tmp_path: Path) -> None:
+    """Microbatches of a batch, and batches that are accumulated, add up to the loss of all their labels."""
+    found = []
+    for made, options in ((PipelineTrainer, {"pipeline_options": {"microbatches": 2}}), (transformers.Trainer, {})):
+        changes: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
+        changes |= {"load_best_model_at_end": False, "bf16": kind == "bf16"}
+        changes |= {"label_smoothing_factor": 0.1} if kind == "smoothed" else {}
+        given: dict[str, Any] = {"compute_loss_func": summed} if kind == "function" else {}
+        args = arguments(str(tmp_path), **changes)
+        trainer = made(model=llama(), args=args, train_dataset=rows(16, 1), **given, **options)
+        trainer.train()
+        found.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history[:-1]])
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=2e-2 if kind == "bf16" else 1e-4)

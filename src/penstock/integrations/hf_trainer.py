@@ -25,6 +25,7 @@ from penstock.errors import RunError
 from penstock.front.loading import copy_state
 from penstock.front.spread import Where
 from penstock.integrations.adapters import adapter_weights, is_adapted
+from penstock.integrations.hf_batches import count_labels
 from penstock.integrations.needs import needed
 from penstock.integrations.transformers import TransformersPipeline, without_loss
 
@@ -61,6 +62,9 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:
             given.setdefault("loss_scale", scaler)
+        self._counts_items = made is None and self._loss_fn() is not None
+        if self._counts_items:
+            given["scale_grads"] = False  # the loss of a microbatch is divided by the labels of the whole batch
         if made is None:
             with _same_random_numbers():
                 made = TransformersPipeline(whole, self._example(), loss_fn=self._loss_fn(), **given)
@@ -156,8 +160,11 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
 
     def _with_items(self, inputs: Mapping[str, Any], items: Any) -> dict[str, Any]:
         batch = dict(self._prepare_inputs(inputs))
+        if self._counts_items:
+            counted = count_labels(batch, shifted=self._loss_shifts_labels) if items is None else items
+            return {**batch, "loss_kwargs": {"items": counted}}
         if not self.pipe.own_loss:
-            return {**batch, "loss_kwargs": {"items": items}}
+            return batch
         return {**batch, **({} if items is None else {"num_items_in_batch": items})}
 
     def prediction_step(

@@ -96,7 +96,8 @@ class TransformersPipeline(Pipeline):
             batch.setdefault(ITEMS, torch.ones((), dtype=torch.long, device=batch["labels"].device))
         self._shapes = {n: tuple(v.shape) if isinstance(v, Tensor) else None for n, v in batch.items()}
         given = _with_defaults(model, schedule, options)
-        given["kwargs_chunk_spec"] = {ITEMS: Replicate(), **(options.get("kwargs_chunk_spec") or {})}
+        if ITEMS in batch:
+            given["kwargs_chunk_spec"] = {ITEMS: Replicate(), **(options.get("kwargs_chunk_spec") or {})}
         with _plain_forward(model) as checkpoints:
             given.setdefault("recompute", checkpoints)
             sizes = options.get("dynamic_shapes", open_sizes(batch))
@@ -174,7 +175,7 @@ class TransformersPipeline(Pipeline):
         if ITEMS in self._shapes and not isinstance(call.get(ITEMS), Tensor):
             count = call.get(ITEMS) or count_labels(call, shifted=self._shifts) or 1
             call[ITEMS] = torch.tensor(int(count), device=self._ends.device)
-        return call, target
+        return {name: call[name] for name in self._shapes if name in call}, target  # in the order of the example
 
     @property
     def _tokens(self) -> TokenSchedule:
