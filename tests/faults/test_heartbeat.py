@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,15 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
 
 
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
+class NoNamespaces(Exception):
+    """This machine makes no network namespaces; the text says why."""
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[str, str]]:
     """Two network namespaces with a cable between them, at 10.231.9.1 and 10.231.9.2."""
     if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("two network namespaces need root and the program `ip` (package iproute2)")
+        raise NoNamespaces("two network namespaces need root and the program `ip` (package iproute2)")
     names = [f"penstock{os.getpid()}{letter}" for letter in "ab"]
     cables = [f"ps{os.getpid() % 100000}{letter}" for letter in "ab"]
     try:
@@ -142,13 +147,21 @@ def hosts() -> Iterator[tuple[str, str]]:
             ip("-n", name, "addr", "add", f"10.231.9.{number}/24", "dev", cable)
             ip("-n", name, "link", "set", cable, "up")
             ip("-n", name, "link", "set", "lo", "up")
+        yield names[0], names[1]
     except subprocess.CalledProcessError as error:
+        raise NoNamespaces(f"this machine makes no network namespaces: {error.stderr.decode().strip()}") from error
+    finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
-        pytest.skip(f"this machine makes no network namespaces: {error.stderr.decode().strip()}")
-    yield names[0], names[1]
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    try:
+        with two_hosts() as names:
+            yield names
+    except NoNamespaces as reason:
+        pytest.skip(str(reason))
 
 
 def train_on_a_host(rank: int) -> None:
@@ -181,6 +194,11 @@ def start_on(host: str, rank: int) -> subprocess.Popen[str]:
 
 
 def test_both_sides_of_a_network_that_is_cut_are_told(hosts: tuple[str, str]) -> None:
+    cut_the_network(hosts)
+
+
+def cut_the_network(hosts: tuple[str, str]) -> None:
+    """A rank on each host, a step, and the cable out: both sides must say so."""
     programs = [start_on(host, rank) for rank, host in enumerate(hosts)]
     dog = threading.Timer(120.0, lambda: [program.kill() for program in programs])
     dog.start()

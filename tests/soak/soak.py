@@ -18,11 +18,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tests.faults.test_heartbeat import NoNamespaces, cut_the_network, two_hosts
 from tests.gloo_pool import GlooPool, Outcome
 from tests.soak.episode import Told, play
 from tests.soak.script import EXCEPTIONS, LAST, Script
 from tests.soak.threads import threads_episode
 
+_BETWEEN_CUTS = 20  # episodes
 _WARM = 4  # episodes until a process has imported, compiled and cached what it will
 _SLACK = {"threads": 4, "descriptors": 24, "memory": 48 << 20}  # of one late import or cache, not of many episodes
 _BETWEEN = {"threads": 0, "descriptors": 4, "memory": 24 << 20, "keys": 8}  # within an episode
@@ -52,7 +54,18 @@ class Soak:
                 number = self.seed * 1_000_000 + self.episodes
                 threads_episode(number)
                 self.play(number, pool=pool, folder=folder, last=due.pop() if due and self.episodes % 2 else "")
+                if self.episodes % _BETWEEN_CUTS == 0:
+                    self.cut_the_network()
         self.check_growth()
+
+    def cut_the_network(self) -> None:
+        """Between two hosts, where this machine can pretend to be two."""
+        try:
+            with two_hosts() as hosts:
+                cut_the_network(hosts)
+        except NoNamespaces:
+            return
+        self.faults["network"] = self.faults.get("network", 0) + 1
 
     def play(self, number: int, *, pool: GlooPool, folder: str, last: str = "") -> None:
         script = Script.of(number, num_ranks=self.num_ranks, num_steps=self.num_steps, last=last)
