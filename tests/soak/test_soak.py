@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 
 
 def test_steps_with_faults_and_recoveries(gloo_pool: GlooPool) -> None:
-    soak = Soak(seed=int(os.environ.get("SEED", "3")), num_steps=30)
-    soak.run(float(os.environ.get("SECONDS", "10")), pool=gloo_pool)
+    soak = Soak(seed=int(os.environ.get("SEED", "3")), num_steps=20)
+    soak.run(float(os.environ.get("SECONDS", "5")), pool=gloo_pool)
     assert {"kill", "stop"} <= soak.faults.keys(), "how the scripts must end"
     assert soak.steps > 30
 
