@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.comm.framing import Receiving, frame
 from penstock.errors import PenstockError
+from penstock.parallel import unwrap
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.layout import DATA, POISON, Description, Layout, TensorLayout
@@ -93,7 +94,7 @@ class DressRehearsal:
                 self.hear(inbox.channel)
         if all(self.layouts[inbox.producer] is not None for inbox in run.inboxes):
             try:
-                found = rehearse(run.module, run.compiled, *self.arguments(run))
+                found = rehearse(unwrap(run.module), run.compiled, *self.arguments(run))
             except Exception as error:  # noqa: BLE001  what cannot run without data runs with it
                 _log.debug("stage %d cannot be run without data: %s", run.stage.stage_index, error)
         for outbox in run.outboxes:

@@ -2,9 +2,9 @@
 
     rehearsal = rehearse(module, parts, (x,), {})
     rehearsal.output                    # fake tensors: shapes, types and nothing else
-    compile_calls(rehearsal.calls)      # each part is compiled for what it would be called with; nothing is computed
+    compile_calls(rehearsal.calls)      # each part is compiled for what it would be called with; its graphs are not run
 
-Forward hooks are left out of it. So are parameters: gradients, buffers and random numbers stay as they are.
+Forward hooks are left out of it. Gradients, buffers and random numbers stay as they are; the Python code of `forward` runs.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ class CompiledPart:
 class CompiledParts:
     """All compiled parts of a module; none of them is inside another.
 
-    With `split`, the backward of each comes in two parts. That of a module which is compiled as a whole always does: it costs
-    nothing, and all plans share what is compiled. (Parts beside eager ones may share parameters with those, whose hooks would
+    With `split`, the backward of each comes in two parts. That of a module which is compiled as a whole always does, so that
+    all plans share what is compiled. (Parts beside eager ones may share parameters with those, whose hooks would
     fire once for each.)
     """
 
