@@ -34,6 +34,7 @@ LIMIT = 1 << 17
 """Bytes of the largest message that goes over a socket. A larger one gains from a backend's thread, which overlaps it."""
 
 _HEADER = struct.Struct("<III")  # step, number of the message on the line, size: what no correct message differs in
+_AT_ONCE, _CUT_OFF = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL), int(socket.MSG_TRUNC)  # numbers, which are quicker
 _TIMEVAL = struct.Struct("ll")
 _WHOLE_NUMBER = 0xFFFFFFFF
 _BUFFER = 1 << 22  # bytes that may be on their way; the system gives less if it must
@@ -120,7 +121,7 @@ class Line:
         packet = (_HEADER.pack(self.step, number, size), _bytes_of(tensor, size))
         if not self._overflow:
             try:
-                self._send(packet, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._send(packet, (), _AT_ONCE)
             except BlockingIOError:
                 pass
             except OSError as error:
@@ -182,7 +183,7 @@ class Line:
                 raise RuntimeError(f"Timed out waiting {self.timeout} for a message on a line") from error
             except OSError as error:
                 raise self._lost(error) from error
-            if self._header != arrival.header or size != _HEADER.size + arrival.size or flags & socket.MSG_TRUNC:
+            if self._header != arrival.header or size != _HEADER.size + arrival.size or flags & _CUT_OFF:
                 self.close()
                 raise self._unexpected(size, arrival.header)
         arrival.done = True

@@ -142,7 +142,7 @@ class Outbox(MessageBox):
 
     def keep(self, microbatch: int, output: Any) -> None:
         """After the forward: what goes there, and its nest."""
-        tensors, spec = flatten(self.chosen(output))
+        tensors, spec = flatten(output if self.select is None else self.chosen(output))
         if self.inbox is not None:
             self.inbox.put(microbatch, tensors, spec)
             if not self.grad or microbatch in self.repeated:

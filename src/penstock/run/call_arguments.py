@@ -34,10 +34,14 @@ class CallArguments:
 
     def of(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Those of a microbatch, as soon as they are there."""
+        inputs, feed = self.inputs, self.inputs.feed
         if self.routes is None:
-            kwargs = self.inputs.of(self.inputs.kwargs, microbatch) if self.inputs.kwargs else {}
+            kwargs: Any = inputs.kwargs and (
+                inputs.kwargs[microbatch] if feed is None else feed.of(inputs.kwargs, microbatch)
+            )
             if self.box is None:
-                args = self.inputs.of(self.inputs.args, microbatch)  # type: ignore[arg-type]
+                given: Any = inputs.args
+                args = given[microbatch] if feed is None else feed.of(given, microbatch)
             else:
                 value = self.box.ready(microbatch)
                 if self.copies:
@@ -45,10 +49,10 @@ class CallArguments:
                 args = (value,) if type(value) is Tensor else positional(value)
             if kwargs and self.accepted is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in self.accepted}
-            return args, kwargs
+            return args, kwargs or {}
         if self.bound is None:
-            self.bound = self.routes.bind(self.inputs.args, self.inputs.kwargs, self.num_microbatches)
-        row = list(self.inputs.of(self.bound, microbatch))
+            self.bound = self.routes.bind(inputs.args, inputs.kwargs, self.num_microbatches)
+        row = list(self.bound[microbatch] if feed is None else feed.of(self.bound, microbatch))
         for inbox, places in self.taken:
             value = inbox.ready(microbatch)
             if self.copies:

@@ -55,10 +55,6 @@ class StepInputs:
     loss_fn: Callable[..., Tensor] | None = None
     feed: Feed | None = None  # brings what is in host memory to the device; None: everything is where it is needed
 
-    def of(self, values: Sequence[Any], microbatch: int) -> Any:
-        """What a microbatch reads of what the user gave, where it is needed."""
-        return values[microbatch] if self.feed is None else self.feed.of(values, microbatch)
-
 
 def shares(inputs: StepInputs, size: int) -> list[float]:
     """The share of each of the `size` microbatches in the batch."""

@@ -21,17 +21,22 @@ class LastStage:
         self.losses: list[Tensor | None] = [None] * num_microbatches  # with their graphs, until the backward
         self.reported: list[Tensor | None] = [None] * num_microbatches  # of `board`, once they are there
         self.board: tuple[Tensor, ...] = ()  # a place for each loss of a step
+        self.copies = False  # whether losses are kept as copies, in memory of their own size
         self.outputs: list[Any] = [None] * num_microbatches
 
     def finish(self, microbatch: int, output: Any, inputs: StepInputs) -> None:
         """After a forward: compute the loss, keep the output if it is asked for."""
         if inputs.loss_fn is not None and inputs.targets is not None:
-            loss = inputs.loss_fn(output, inputs.of(inputs.targets, microbatch), **inputs.loss_kwargs)
+            feed, targets = inputs.feed, inputs.targets
+            target = targets[microbatch] if feed is None else feed.of(targets, microbatch)
+            loss = inputs.loss_fn(output, target, **inputs.loss_kwargs)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
                 raise StageError(f"loss_fn returned {what}; expected a tensor with one number")
             if self.grad:
-                self.losses[microbatch] = slim(loss)
+                if not self.board:  # the first of a step tells for all
+                    self.copies = lies_in_more(loss)
+                self.losses[microbatch] = loss.clone() if self.copies else loss
             self.report(microbatch, loss.detach())
         if inputs.keep_outputs:
             self.outputs[microbatch] = detached(output) if self.grad else output
@@ -73,8 +78,6 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else map_tensors(Tensor.detach, value)
 
 
-def slim(loss: Tensor) -> Tensor:
-    """The loss in memory of its own size: some of torch's losses leave their one number in that of all rows."""
-    if type(loss) is not Tensor or loss.untyped_storage().nbytes() <= loss.nbytes:
-        return loss
-    return loss.clone()
+def lies_in_more(loss: Tensor) -> bool:
+    """Whether a loss lies in memory of more than its own size: some of torch's leave their one number in that of all rows."""
+    return type(loss) is Tensor and loss.untyped_storage().nbytes() > loss.nbytes
