@@ -48,6 +48,8 @@ def made_data(title: str = "a run", unit: str = "s") -> dict[str, Any]:
         "checked": {"steps": 3, "difference": 0.0, "seconds": 0.2, "against": "the model itself"},
         "measured": run_report._timeline_to_json(measured),
         "memory": [100_000, 200_000],
+        "held": [{"actions": ["0F0", "0B0"], "planned": [900, 0], "measured": [950, 0], "kinds": {"activations": 900}}]
+        * 2,
     }
 
 
@@ -86,6 +88,13 @@ def test_a_plan_that_rests_on_estimates_is_drawn_in_the_measured_time(tmp_path: 
     scaled = run_report._scaled(made_choice("").costs, measured)
     assert sum(simulate(measured.plan, scaled).busy) == pytest.approx(sum(measured.busy))
     assert "Nothing was measured" not in run_report.write(tmp_path, made_data()).read_text()
+
+
+def test_the_memory_of_each_rank_is_drawn_planned_over_counted(tmp_path: Path) -> None:
+    text = run_report.write(tmp_path, made_data()).read_text()
+    assert text.count("what a step holds") == 2
+    assert "at the peak of the plan: activations 900 B" in text
+    assert 'aria-label="memory over 2 actions, at most 950 B"' in text
 
 
 def test_held_counts_what_lives() -> None:

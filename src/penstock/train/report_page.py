@@ -7,6 +7,7 @@ from html import escape
 from math import ceil, floor, isfinite, log10
 from typing import Any
 
+from penstock.balance.cuts import size_text
 from penstock.show import against
 from penstock.show.html import page, timeline_section
 from penstock.show.numbers import percent, sizes, time_text
@@ -82,6 +83,7 @@ def render(
             "and gradients, with what operators need for a moment.",
         )
         + "</div>"
+        + _held(data.get("held", []))
         + (_card("Where the time goes", f'<pre class="pr-words">{escape(words)}</pre>') if words else "")
         + _card(
             "Stages",
@@ -94,6 +96,52 @@ def render(
 
 def _by_kind(planned: Timeline, measured: Timeline) -> str:
     return _table(against.rows(against.kinds(planned, measured), measured.plan.num_ranks))
+
+
+def _held(ranks: Sequence[dict[str, Any]]) -> str:
+    """For each rank what it holds after each action of a step, the plan over what was counted."""
+    cards = "".join(
+        _card(
+            f"Rank {number}: what a step holds", memory_curve(one["planned"], one["measured"]), _consists(one["kinds"])
+        )
+        for number, one in enumerate(ranks)
+        if one["measured"] and len(one["measured"]) == len(one["planned"])
+    )
+    return f'<div class="pr-grid">{cards}</div>' if cards else ""
+
+
+def _consists(kinds: dict[str, int]) -> str:
+    keys = '<span class="pr-key"><i style="background:var(--ps-needs)"></i>planned</span>'
+    keys += '<span class="pr-key"><i style="background:var(--ps-feeds)"></i>counted, after each action</span>'
+    parts = ", ".join(f"{escape(kind)} {size_text(size)}" for kind, size in kinds.items())
+    return f"{keys}<br>at the peak of the plan: {parts}" if parts else keys
+
+
+def memory_curve(planned: Sequence[float], measured: Sequence[float]) -> str:
+    """A drawing of two curves of bytes, by action.
+
+    >>> memory_curve([1024, 2048, 0], [1000, 2100, 0]).count("<polyline")
+    2
+    """
+    width, height, left, right, top, bottom = 640.0, 200.0, 62.0, 10.0, 10.0, 22.0
+    most = max((*planned, *measured, 1))
+    last = max(len(planned) - 1, 1)
+
+    def at(place: int, size: float) -> tuple[float, float]:
+        return left + (width - left - right) * place / last, height - bottom - (height - top - bottom) * size / most
+
+    parts = []
+    for share in (0.0, 0.5, 1.0):
+        _, y = at(0, share * most)
+        parts.append(f'<line class="pr-axis" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{size_text(round(share * most))}</text>')
+    parts.append(f'<text x="{width - right}" y="{height - 6}" text-anchor="end">action {len(planned)}</text>')
+    for name, curve in (("pr-train", measured), ("pr-valid", planned)):
+        parts.append(
+            f'<polyline class="{name}" points="{_points(at(place, size) for place, size in enumerate(curve))}"/>'
+        )
+    label = f"memory over {len(planned)} actions, at most {size_text(round(max(measured, default=0)))}"
+    return f'<svg class="pr-curve" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def _figures(data: dict[str, Any], planned: Timeline, measured: Timeline) -> str:

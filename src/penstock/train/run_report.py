@@ -16,6 +16,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.front import Choice, Pipeline
 from penstock.front.explain import rank_rows, stage_rows
+from penstock.front.memory import Memory, RankMemory
 from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.show import against
 from penstock.show.what_if import WhatIf, explained
@@ -44,7 +45,7 @@ def collect(
     unit: str,
     checked: Checked | None,
     measured: Timeline,
-    memory: Sequence[int],
+    memory: Memory,
 ) -> dict[str, Any]:
     """Everything that the page shows, ready for JSON."""
     assert pipe.choice is not None, "a training run captures its model"
@@ -61,8 +62,18 @@ def collect(
         "unit": unit,
         "checked": None if checked is None else asdict(checked),
         "measured": _timeline_to_json(measured),
-        "memory": list(memory),
+        "memory": [one.measured_peak for one in memory.ranks],
+        "held": [
+            {"actions": one.actions, "planned": one.planned_curve, "measured": one.measured, "kinds": _kinds(one)}
+            for one in memory.ranks
+        ],
     }
+
+
+def _kinds(rank: RankMemory) -> dict[str, int]:
+    """What the fullest moment of the plan consists of."""
+    fullest = max(rank.planned, key=lambda level: sum(level.values()), default={})
+    return {kind: round(size) for kind, size in fullest.items() if size}
 
 
 def write(folder: str | Path, data: dict[str, Any]) -> Path:
