@@ -17,7 +17,8 @@ from typing import Any, Literal
 from tests.gloo_pool import GlooPool, Outcome, RemoteError
 
 Mode = Literal["lazy", "eager"]
-BOUND = 40.0  # seconds after which a test counts as stuck
+BOUND = 40.0  # seconds; a wait of the device or of the group counts as stuck after half of them
+PATIENCE = 150.0  # seconds after which a test counts as stuck; the first of a process also imports torch and the device
 
 
 class SimPool:
@@ -30,7 +31,7 @@ class SimPool:
         self._numbers = itertools.count()
 
     def run(
-        self, ranks: int, mode: Mode, function: Callable[..., Any], *args: Any, timeout: float = BOUND
+        self, ranks: int, mode: Mode, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE
     ) -> list[Any]:
         found = self.outcomes(ranks, mode, function, *args, timeout=timeout)
         failed = sorted((outcome for outcome in found if not outcome.ok), key=lambda outcome: outcome.seconds)
@@ -39,7 +40,7 @@ class SimPool:
         return [outcome.value for outcome in found]
 
     def outcomes(
-        self, ranks: int, mode: Mode, function: Callable[..., Any], *args: Any, timeout: float = BOUND
+        self, ranks: int, mode: Mode, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE
     ) -> list[Outcome]:
         found = self._pool.outcomes(ranks, in_group, *self._job(mode, function, args), timeout=timeout)
         if any(not outcome.ok and outcome.exit_code is None for outcome in found):

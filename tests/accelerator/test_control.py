@@ -23,7 +23,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_torchs_schedules_train(sim: SimPool, ranks: int, mode: Mode) -> None:
     microbatches = 2 * ranks
-    told = sim.run(ranks, mode, all_schedules, microbatches, timeout=110)
+    told = sim.run(ranks, mode, all_schedules, microbatches)
     for name, per_rank in SCHEDULES.items():
         everyone = [by_name[name] for by_name in told]
         expected = pipes.expected(ranks * per_rank, microbatches)

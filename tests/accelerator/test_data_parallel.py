@@ -69,7 +69,7 @@ def replicated(device: torch.device, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_replicas_train_as_one_and_no_host_waits(sim: SimPool, kind: str) -> None:
-    for told in sim.run(4, "lazy", replicated, kind, timeout=120):
+    for told in sim.run(4, "lazy", replicated, kind):
         for found, wanted in zip(told["found"], expected(), strict=True):
             assert found == pytest.approx(wanted)
         assert told["waits"] == []

@@ -73,7 +73,7 @@ IN_TURN = [("1f1b", 1), ("interleaved1f1b", 2), ("interleavedzerobubble", 2), ("
 def test_messages_in_turn_need_fewer_communicators(sim: SimPool, queues: str, mode: Mode) -> None:
     """One for each neighbour, or one for all; with receives ahead these schedules would deadlock there."""
     ranks, microbatches = 3, 4
-    told: list[Grid] = sim.run(ranks, mode, train_in_turn, microbatches, queues, timeout=100)
+    told: list[Grid] = sim.run(ranks, mode, train_in_turn, microbatches, queues)
     for name, per_rank in IN_TURN:
         where = f"{name} by {queues}"
         everyone = [grid[name, per_rank] for grid in told]

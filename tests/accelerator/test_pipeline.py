@@ -192,7 +192,7 @@ def from_the_host(device: torch.device, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["host", "meta"])
 def test_a_model_and_a_batch_in_host_memory_go_to_the_device_without_a_wait_or_a_race(sim: SimPool, kind: str) -> None:
     expected = plain(STEPS + 1)
-    for found in sim.run(2, "eager", from_the_host, kind, timeout=100):
+    for found in sim.run(2, "eager", from_the_host, kind):
         assert found["places"] == {"sim"}
         assert found["losses"] == pytest.approx(expected[:STEPS])
         assert found["evaluated"] == pytest.approx(expected[STEPS])

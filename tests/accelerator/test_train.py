@@ -49,7 +49,7 @@ def trains(device: torch.device, folder: str) -> tuple[set[str], list[float], fl
 
 
 def test_a_run_trains_on_the_device_as_the_unpipelined_model(sim: SimPool, tmp_path: Path) -> None:
-    for places, losses, difference, violations in sim.run(2, "eager", trains, str(tmp_path), timeout=120):
+    for places, losses, difference, violations in sim.run(2, "eager", trains, str(tmp_path)):
         assert places == {"sim"}
         assert 4.0 < losses[0] < 7.0  # about the logarithm of 256 bytes
         assert difference is not None
