@@ -23,7 +23,8 @@ from penstock.nest import map_tensors
 class GroupRows:
     """How rows are grouped: `lengths` is asked with the arguments of each step.
 
-        Pipeline(model, (tokens,), group_rows=GroupRows(lambda tokens: (tokens != PAD).sum(1), cost=attention(1024)), ...)
+        rows = GroupRows(lambda tokens: (tokens != PAD).sum(1), cost=attention(1024))
+        pipe = Pipeline(model, (tokens,), group_rows=rows)
 
     `cost` and `longest` are those of `penstock.balance.group_rows`.
     """
