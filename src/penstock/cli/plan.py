@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,10 @@ def command(
     """
     from penstock.lower import lower
     from penstock.plan import check, dump
+    from penstock.plan.collecting import no_collecting
     from penstock.schedules import get_schedule
 
-    gc.disable()  # a plan is many small objects, and none of them garbage
+    click.get_current_context().with_resource(no_collecting())
     plan = get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank)
     costs = shared.costs_of(plan, given)
     plan = shared.holding_less(plan, costs, given)

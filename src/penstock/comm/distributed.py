@@ -164,6 +164,8 @@ class DistributedTransport(Transport):
         """Why a peer went silent, if the store knows, or comes to know soon."""
         end = time.monotonic() + patience
         while True:
+            if patience:  # a process that dies loses its connections one after another; that of a store may be the last
+                time.sleep(0.05)
             try:
                 record = self.failure() if self.epoch else None
                 gone = [] if record is not None else self.store.departures()
@@ -176,7 +178,6 @@ class DistributedTransport(Transport):
                     return FailureRecord(departure.rank, cause=departure.cause)
             if time.monotonic() > end:
                 return None
-            time.sleep(0.05)
 
     def _post(self, record: FailureRecord) -> FailureRecord:
         with suppress(TransportError):

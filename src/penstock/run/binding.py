@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.comm.transport import Transport
@@ -13,6 +11,7 @@ from penstock.lower import Ahead, Early, InTurn, ReceivePolicy, add_reduce_grad,
 from penstock.lower.lower import Care, lower_shares
 from penstock.parallel import DataParallel, adapt
 from penstock.plan import Op, Plan, check
+from penstock.plan.collecting import no_collecting
 from penstock.run.handlers import HANDLERS, receive_in_turn
 from penstock.run.program import Program
 from penstock.run.rng import MicrobatchRng
@@ -22,18 +21,6 @@ from penstock.stage.stage import PipelineStage
 
 BLOCKING_FORWARDS_DEADLOCK = frozenset({"loopedbfs"})  # forward only, with receives two ahead
 TRAIN, FORWARD = 0, 1  # modes: a training step, or an evaluation
-
-
-@contextmanager
-def no_collecting() -> Iterator[None]:
-    """Binding makes many objects and no garbage; Python's collector would look at all of them again and again."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def runs_with_blocking_sends(plan: Plan) -> bool:
