@@ -70,7 +70,7 @@ def test_the_page_shows_everything_and_fetches_nothing(
     for expected in ("one process, unpipelined, training", "layers.0 .. layers.3", "97.7 KiB", "largest difference 0"):
         assert expected in words
     assert page.locator("canvas.ps-rows").count() == 2
-    assert page.locator(".pr-curve polyline").count() == 2
+    assert page.locator(".pr-curve polyline").count() == 2 + 2 * 2, "two losses, and two curves of memory for each rank"
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out to the right"
     drawn = page.locator("canvas.ps-rows").first.bounding_box()
     assert drawn["width"] > 150

@@ -141,12 +141,13 @@ class Timeline:
 
     def _curve(self, rank: int, costs: Costs) -> Curve:
         starts, ends = self.starts[rank], self.ends[rank]
-        timed = [
-            (ends[change.place] if change.at_end else starts[change.place], change.size)
-            for change in changes(self.plan, rank, costs)
-        ]
+        edges = dict[tuple[int, bool], float]()  # what the start or the end of an action changes, all in all
+        for change in changes(self.plan, rank, costs):
+            edge = change.place, change.at_end
+            edges[edge] = edges.get(edge, 0.0) + change.size
+        timed = sorted((ends[place] if at_end else starts[place], size) for (place, at_end), size in edges.items())
         held, curve = 0.0, [(self.start, 0.0)]
-        for time, size in sorted(timed):  # at one time, releases come before what is taken
+        for time, size in timed:  # at one time, releases come before what is taken
             held += size
             curve.append((time, held))
         return curve
