@@ -169,8 +169,8 @@ class DistributedTransport(Transport):
             try:
                 record = self.failure() if self.epoch else None
                 gone = [] if record is not None else self.store.departures()
-            except TransportError:
-                return self.failed
+            except TransportError:  # the store is gone; that the connection to the peer is lost says more than that
+                return None if self.failed is None or self.failed.rank == NOBODY else self.failed
             if record is not None and record.rank != self.rank:
                 return record
             for departure in gone:
