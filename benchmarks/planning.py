@@ -141,7 +141,7 @@ def bound_share(name: str) -> tuple[int, float, float]:
 
     from penstock.comm import LocalWorld
     from penstock.run import Schedule
-    from penstock.stage.stage import PipelineStage
+    from penstock.stage.pipeline_stage import PipelineStage
 
     transport, device = LocalWorld(HUGE[0]).transports[HUGE[0] // 2], torch.device("cpu")
 

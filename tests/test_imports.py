@@ -138,6 +138,15 @@ def test_no_two_classes_have_one_name() -> None:
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
+def test_a_file_name_says_its_room() -> None:
+    """So that a name in a traceback or an editor's tab needs no folder. The files of `compat` are called as torch's are."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted(PENSTOCK.rglob("*.py")):
+        if not path.name.startswith("__") and path.relative_to(PENSTOCK).parts[0] != "compat":
+            homes.setdefault(path.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
 def test_the_root_imports_nothing_from_the_top() -> None:
     """`penstock/__init__.py` may name every layer (lazily; below), but neither the command nor the torch names."""
     targets = [name.split(".")[1] for _, name in read(PENSTOCK / "__init__.py") if name.startswith("penstock.")]

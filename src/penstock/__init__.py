@@ -26,7 +26,7 @@ _HOME = {
             "TensorChunkSpec Replicate CustomReducer Microbatches sum_reducer merge_chunks split_args_kwargs_into_chunks"
         ),
         "penstock.comm": "LocalWorld",
-        "penstock.stage.stage": "PipelineStage",
+        "penstock.stage.pipeline_stage": "PipelineStage",
         "penstock.stage.chunked_loss": "chunked_loss",
         "penstock.capture": (
             "pipeline Pipe PipeInfo PipeSequential SplitPoint pipe_split annotate_split_points PipeSplitWrapper LossWrapper "

@@ -60,7 +60,7 @@ def train(
 
     from penstock.run import Schedule
     from penstock.schedules import get_schedule
-    from penstock.stage.stage import PipelineStage
+    from penstock.stage.pipeline_stage import PipelineStage
 
     rank, size = dist.get_rank(), dist.get_world_size()
     plan = get_schedule(name)(size, microbatches, stages_per_rank=stages_per_rank)

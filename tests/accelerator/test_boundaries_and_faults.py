@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.comm import DistributedTransport
 from penstock.errors import PenstockError
 from penstock.run import Schedule1F1B
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.accelerator.pipes import ROWS, batch, block
 from tests.accelerator.pipes import expected as plain_gradients
 from tests.accelerator.pool import Mode, SimPool

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.comm import DistributedTransport
 from penstock.errors import PenstockError
 from penstock.run import Schedule1F1B
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.accelerator.pipes import batch, block
 from tests.accelerator.pool import SimPool
 from tests.accelerator.test_boundaries_and_faults import MICROBATCHES, die, in_trouble, schedule_of, squares

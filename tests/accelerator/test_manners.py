@@ -85,7 +85,7 @@ def alike(device: torch.device) -> list[tuple[int, int, int, int]]:
     """Of some warm steps: waits, kernels, allocations, and the bytes of all of them."""
     from penstock.run import Schedule
     from penstock.schedules import get_schedule
-    from penstock.stage.stage import PipelineStage
+    from penstock.stage.pipeline_stage import PipelineStage
 
     sim, rank = pipes.simulation(device), dist.get_rank()
     plan = get_schedule("interleaved1f1b")(2, 4, stages_per_rank=2)

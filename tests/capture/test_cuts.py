@@ -15,7 +15,7 @@ from penstock.comm.local import LocalTransport, LocalWorld
 from penstock.errors import CaptureError, RanksDisagree
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.capture import toys
 from tests.models.models import MODELS
 

@@ -27,7 +27,7 @@ from penstock.run import Schedule1F1B
 from penstock.run.layout import Description, GradLayout, Layout, TensorLayout
 from penstock.run.preamble import Preamble, Rows
 from penstock.stage.boundary import flatten
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 SCRAPS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 JSON = st.recursive(

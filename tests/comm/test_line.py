@@ -25,7 +25,7 @@ from penstock.comm.line import LIMIT, Line
 from penstock.comm.store import DistributedStore
 from penstock.comm.switchboard import Switchboard
 from penstock.run import Schedule1F1B, ScheduleGPipe
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.gloo_pool import GlooPool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool]

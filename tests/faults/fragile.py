@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import PeerFailed
 from penstock.plan import Plan
 from penstock.run import Schedule
-from penstock.stage.stage import PipelineStage, place_in
+from penstock.stage.pipeline_stage import PipelineStage, place_in
 from tests.parity.harness import left_in
 
 WIDTH = 4

@@ -25,7 +25,7 @@ from penstock.comm import DistributedTransport
 from penstock.comm.pulse import heartbeat
 from penstock.errors import PenstockError
 from penstock.run import ScheduleGPipe
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.faults.fragile import loss_fn, make_batch, make_modules
 from tests.gloo_pool import GlooPool
 

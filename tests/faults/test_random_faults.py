@@ -13,7 +13,7 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.plan import Plan
 from penstock.run import Schedule
 from penstock.schedules import all_schedules
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.parity.cases import CASES
 from tests.parity.harness import Case, Sizes, Step, assert_nothing_left, assert_same, call, named_grads, run_loop
 

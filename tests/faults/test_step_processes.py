@@ -15,7 +15,7 @@ import torch.distributed as dist
 from penstock.errors import PenstockError
 from penstock.run import Schedule, Schedule1F1B, ScheduleGPipe
 from penstock.schedules import get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.faults.fragile import Trip, attempt, describe, expected_grads, loss_fn, make_batch, make_modules
 from tests.gloo_pool import GlooPool
 

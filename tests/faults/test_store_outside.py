@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from penstock.comm import DistributedTransport
 from penstock.errors import PenstockError
 from penstock.run import ScheduleGPipe
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.faults.fragile import loss_fn, make_batch, make_modules
 from tests.gloo_pool import GlooPool
 

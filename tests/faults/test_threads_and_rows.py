@@ -15,7 +15,7 @@ from torch import nn
 from penstock.comm import LocalWorld, Transport
 from penstock.errors import PenstockError, RanksDisagree, RunError
 from penstock.run import Schedule1F1B, ScheduleGPipe
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 def test_a_second_thread_is_refused_and_the_first_one_goes_on() -> None:

@@ -13,9 +13,9 @@ import torch
 from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.front.build import Built
+from penstock.front.choice_text import explanation
 from penstock.front.choose import Choice, Wishes, choose
 from penstock.front.ends import Ends
-from penstock.front.explain import explanation
 from penstock.front.machine import measure_machine, without_calls
 from penstock.front.pipeline_options import FIRST, GROUPS
 from penstock.front.stage_costs import Machine

@@ -14,7 +14,7 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import StageError
 from penstock.front import Choice
 from penstock.front.machine import typical
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 def model() -> nn.Module:

@@ -11,8 +11,8 @@ import torch
 from penstock.balance import LayerCost, Profile
 from penstock.errors import BalanceError
 from penstock.front.build import Built
+from penstock.front.choice_text import explanation
 from penstock.front.choose import Choice, Wishes, choose
-from penstock.front.explain import explanation
 from penstock.front.within import holding_less, memory_of
 from penstock.plan import Op, check
 from penstock.schedules import get_schedule
@@ -124,7 +124,7 @@ def test_microbatches_are_spread_evenly() -> None:
 
 
 def test_the_state_of_an_optimizer_is_measured() -> None:
-    from penstock.front.sizes import state_of
+    from penstock.front.byte_sizes import state_of
 
     assert state_of(torch.optim.AdamW, torch.float32) == 2.0
     assert state_of(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.float64) == 1.0

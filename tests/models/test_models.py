@@ -23,7 +23,7 @@ from penstock.nest import map_tensors
 from penstock.plan import Plan
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.capture.chain import assert_same
 from tests.models.models import BY_MODULES, MODELS, Entry, Listed
 

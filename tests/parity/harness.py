@@ -28,7 +28,7 @@ from penstock.run import Schedule, microbatch_rng
 from penstock.run.inputs import StepInputs
 from penstock.run.program import Program
 from penstock.schedules import Recipe
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 WIDTH = 4
 SEED = 7

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.capture import MultiUseParameterConfig, Pipe, pipeline, split_modules, tie
 from penstock.errors import PenstockError
 from penstock.run.schedule import Schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.gloo_pool import GlooPool
 from tests.parity import captured as cases
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.errors import PenstockError
 from penstock.run import Schedule
 from penstock.schedules import all_schedules, get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.gloo_pool import GlooPool
 from tests.parity.cases import block
 from tests.parity.harness import WIDTH, assert_nothing_left

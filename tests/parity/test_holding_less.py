@@ -17,7 +17,7 @@ from penstock.plan import Op
 from penstock.run import Schedule
 from penstock.schedules import get_schedule
 from penstock.stage.offload import HostMemory
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.parity.cases import CASES
 from tests.parity.harness import Case, Sizes, compare
 

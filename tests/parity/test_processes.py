@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.run import Schedule
 from penstock.schedules import get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.gloo_pool import GlooPool
 from tests.parity.cases import CASES
 from tests.parity.harness import Sizes, assert_nothing_left, assert_same, call, named_grads, run_loop, same_order

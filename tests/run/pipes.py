@@ -12,7 +12,7 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.plan import Plan
 from penstock.run import Schedule
 from penstock.schedules import get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 WIDTH = 4
 

@@ -18,7 +18,7 @@ from penstock.run import Schedule
 from penstock.run.compiled_costs import compiled_costs
 from penstock.schedules import get_schedule
 from penstock.simulate import Costs, simulate
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.run.pipes import WIDTH, batch, close, grads_of, loop_grads, make_modules
 
 Events = list[tuple[str, str]]

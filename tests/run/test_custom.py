@@ -122,7 +122,7 @@ def test_weight_work_made_by_hand() -> None:
     """`dw_builder`: called after each input pass, its work is run in the weight pass."""
     from penstock.comm import LocalTransport, LocalWorld
     from penstock.schedules import get_schedule
-    from penstock.stage.stage import PipelineStage
+    from penstock.stage.pipeline_stage import PipelineStage
 
     class ByHand(nn.Module):
         """A linear layer whose weight gradient is computed by the user."""

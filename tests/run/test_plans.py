@@ -18,7 +18,7 @@ from penstock.run import Schedule, Schedule1F1B, ScheduleInterleaved1F1B, Schedu
 from penstock.schedules import Recipe, Sizes, get_schedule
 from penstock.search import search
 from penstock.simulate import Costs
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, stages_for
 
 

@@ -95,7 +95,7 @@ def test_a_step_that_fails_while_it_is_measured_leaves_nothing_behind() -> None:
 
 def test_profiler_ranges_are_named_by_action() -> None:
     from penstock.run import Schedule1F1B
-    from penstock.stage.stage import PipelineStage
+    from penstock.stage.pipeline_stage import PipelineStage
 
     schedule = Schedule1F1B(PipelineStage(make_modules(1)[0], 0, 1, "cpu"), 2, loss_fn=nn.functional.mse_loss)
     schedule.step(X, target=Y)

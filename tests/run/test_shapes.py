@@ -12,7 +12,7 @@ from penstock import Schedule
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.run import Schedule1F1B
 from penstock.schedules import get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, on_ranks
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import penstock
 from penstock.errors import StageError, UnknownNameError
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 @pytest.fixture(autouse=True)

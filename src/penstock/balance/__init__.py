@@ -11,7 +11,7 @@ from __future__ import annotations
 from penstock.balance.cuts import Cuts, StageCut
 from penstock.balance.flight import in_flight
 from penstock.balance.profile import LayerCost, Profile
-from penstock.balance.rows import Grouped, attention, group_rows
+from penstock.balance.row_groups import Grouped, attention, group_rows
 from penstock.balance.solve import balance, placement_ranks
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from penstock.batch.masks import block_mask_batch, is_block_mask, split_block_mask
-from penstock.batch.sizes import microbatch_sizes
+from penstock.batch.row_sizes import microbatch_sizes
 from penstock.batch.specs import Microbatches, Path, is_replicate
 from penstock.batch.tensors import is_dtensor, normal_dim, split_sizes
 from penstock.errors import SplitError

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock.batch.leaves import BatchLeaf, check_count, cut_leaves, find_batch
 from penstock.batch.masks import is_block_mask
-from penstock.batch.sizes import microbatch_sizes
+from penstock.batch.row_sizes import microbatch_sizes
 from penstock.batch.specs import (
     ARGS,
     KWARGS,

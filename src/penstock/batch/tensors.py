@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from penstock.batch.sizes import microbatch_sizes
+from penstock.batch.row_sizes import microbatch_sizes
 from penstock.batch.specs import TensorChunkSpec
 from penstock.errors import MergeError, SplitError
 

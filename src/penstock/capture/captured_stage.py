@@ -8,7 +8,7 @@ import torch
 
 from penstock.capture.pipe_info import PipeInfo, StageRoutes
 from penstock.capture.stage_module import StageModule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 class CapturedStage(PipelineStage):

@@ -12,16 +12,16 @@ from penstock.errors import PenstockError
 
 # name -> its module, and its line in `penstock --help`. Modules are imported when their command is called, not before.
 COMMANDS: Final = {
-    "train": ("penstock.cli.train", "Train over pipelined processes, with a report at the end."),
-    "top": ("penstock.cli.top", "Show where each rank of a running job is, and whom it waits for."),
-    "report": ("penstock.cli.report", "Make the report of a training run again."),
-    "explain": ("penstock.cli.explain", "Say where the time of a run goes, and what else could be done."),
-    "plan": ("penstock.cli.plan", "Make a plan of a schedule, time it and show it."),
-    "compare": ("penstock.cli.compare", "Time all schedules side by side."),
-    "search": ("penstock.cli.search", "Search a schedule for given costs and a limit of memory."),
-    "check": ("penstock.cli.check", "Prove that a plan file is right, or say what is wrong with it."),
-    "show": ("penstock.cli.show", "Time a plan file and show it."),
-    "studio": ("penstock.cli.studio", "Plan in a browser: choose, and see at once what comes of it."),
+    "train": ("penstock.cli.train_command", "Train over pipelined processes, with a report at the end."),
+    "top": ("penstock.cli.top_command", "Show where each rank of a running job is, and whom it waits for."),
+    "report": ("penstock.cli.report_command", "Make the report of a training run again."),
+    "explain": ("penstock.cli.explain_command", "Say where the time of a run goes, and what else could be done."),
+    "plan": ("penstock.cli.plan_command", "Make a plan of a schedule, time it and show it."),
+    "compare": ("penstock.cli.compare_command", "Time all schedules side by side."),
+    "search": ("penstock.cli.search_command", "Search a schedule for given costs and a limit of memory."),
+    "check": ("penstock.cli.check_command", "Prove that a plan file is right, or say what is wrong with it."),
+    "show": ("penstock.cli.show_command", "Time a plan file and show it."),
+    "studio": ("penstock.cli.studio_command", "Plan in a browser: choose, and see at once what comes of it."),
 }
 
 

@@ -32,7 +32,7 @@ from penstock.run.inputs import Given, StepInputs
 from penstock.run.runner import Outcome, Runner
 from penstock.run.setting import ActionKind
 from penstock.schedules import get_schedule
-from penstock.stage.stage import place_in
+from penstock.stage.pipeline_stage import place_in
 
 HOOKS = (
     *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),

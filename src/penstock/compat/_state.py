@@ -19,7 +19,7 @@ from penstock.parallel import DataParallel
 from penstock.run.layout import TensorLayout
 from penstock.stage.deferred import Deferral
 from penstock.stage.dtensors import from_local, mesh_of
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 def renamed(name: str) -> Any:

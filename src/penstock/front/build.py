@@ -28,15 +28,15 @@ from penstock.capture import (
 )
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import CaptureError, PlanError, RanksDisagree
+from penstock.front.byte_sizes import state_of
 from penstock.front.choose import Choice, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, together, without_calls
 from penstock.front.pipeline_options import CutOptions, ModelOptions, StepOptions
-from penstock.front.sizes import state_of
 from penstock.front.stage_costs import Machine
 from penstock.plan import Action, Op, Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from penstock.capture import StageModule
 from penstock.errors import StageError
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 Parallelize = Callable[[nn.Module, Any], nn.Module | None]
 

@@ -26,7 +26,7 @@ from penstock.errors import (
     UnknownNameError,
 )
 from penstock.run.meeting import transport_of
-from penstock.stage.stage import place_in
+from penstock.stage.pipeline_stage import place_in
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
 from penstock.simulate import Timeline
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 _MICROBATCHES = 8
 _WARM_UP, _ROUNDS = 2, 3

@@ -16,7 +16,7 @@ from penstock.capture import StageModule
 from penstock.errors import StageError
 from penstock.front.ends import Ends
 from penstock.parallel import unwrap
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 Holders = Sequence[tuple[int, str]]
 

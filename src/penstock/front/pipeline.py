@@ -24,15 +24,15 @@ from penstock.front import norm
 from penstock.front.build import Built, Request, adopt, build, cut, device_of, forward_plan
 from penstock.front.calibrate import calibrated
 from penstock.front.change_plan import Replanner, replanned
+from penstock.front.choice_text import explanation
 from penstock.front.choose import Choice
 from penstock.front.companions import Companions
 from penstock.front.dimensions import spread, whole_loss
 from penstock.front.ends import Ends
-from penstock.front.explain import explanation
 from penstock.front.garbage import Garbage
 from penstock.front.grouping import in_groups, in_order
 from penstock.front.loading import copy_state, load_into
-from penstock.front.memory import Memory, MemoryKeeper, shapes_in
+from penstock.front.memory_view import Memory, MemoryKeeper, shapes_in
 from penstock.front.names import StageTensors, stage_tensors
 from penstock.front.on_device import OnDevice
 from penstock.front.pipeline_options import check_named, sorted_options
@@ -50,7 +50,7 @@ from penstock.run.memory_watch import MemoryWatch
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
 from penstock.simulate import Costs, Timeline
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.twins import compile_in_place
 
 

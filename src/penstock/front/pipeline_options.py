@@ -17,11 +17,11 @@ import torch
 
 from penstock.balance import Profile
 from penstock.errors import PlanError, StageError, UnknownNameError
+from penstock.front.byte_sizes import byte_limits
 from penstock.front.grouping import GroupRows
-from penstock.front.sizes import byte_limits
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.twins import CompileOptions, check_compile_options
 
 

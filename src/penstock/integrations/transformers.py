@@ -30,7 +30,7 @@ from penstock.integrations.hf_model import BaseNames, ModuleValues, Source, foun
 from penstock.integrations.needs import needed
 from penstock.plan import Plan
 from penstock.schedules import Recipe, get_schedule
-from penstock.stage.stage import place_in
+from penstock.stage.pipeline_stage import place_in
 
 if TYPE_CHECKING:
     from penstock.integrations.hf_trainer import PipelineTrainer

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from penstock.lower.lower import lower, lower_rank
 from penstock.lower.merge import merge_backward
-from penstock.lower.messages import Ahead, Early, InTurn, JustInTime, ReceivePolicy, add_messages
-from penstock.lower.offload import offload
+from penstock.lower.message_pass import Ahead, Early, InTurn, JustInTime, ReceivePolicy, add_messages
+from penstock.lower.offload_pass import offload
 from penstock.lower.one_order import add_messages_in_one_order
-from penstock.lower.recompute import recompute
+from penstock.lower.recompute_pass import recompute
 from penstock.lower.reduce import add_reduce_grad
 from penstock.lower.shards import add_unshard_reshard
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.lower.merge import free_stages, merge, merge_backward
-from penstock.lower.messages import Early, InTurn, MessageLowering, ReceivePolicy, add_messages
+from penstock.lower.message_pass import Early, InTurn, MessageLowering, ReceivePolicy, add_messages
 from penstock.lower.one_order import add_messages_in_one_order
 from penstock.lower.reduce import add_reduce_grad, reduce_grad
 from penstock.lower.shards import add_unshard_reshard, unshard_reshard

@@ -17,7 +17,7 @@ from penstock.run.program import Program
 from penstock.run.rng import MicrobatchRng
 from penstock.run.setting import ActionKind, Handler, Handlers, Setting
 from penstock.stage.offload import Elsewhere
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 BLOCKING_FORWARDS_DEADLOCK = frozenset({"loopedbfs"})  # forward only, with receives two ahead
 TRAIN, FORWARD = 0, 1  # modes: a training step, or an evaluation

@@ -12,8 +12,8 @@ from penstock.run.boxes import Inbox
 from penstock.run.inputs import StepInputs
 from penstock.stage.boundary import flatten, unflatten
 from penstock.stage.keywords import accepted_keywords
+from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.routes import Routes
-from penstock.stage.stage import PipelineStage
 
 
 class CallArguments:

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import StageError
 from penstock.lower import JustInTime
 from penstock.run.schedule import Schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 class PipelineScheduleSingle(Schedule):

@@ -10,7 +10,7 @@ from penstock.plan import AnyAction
 from penstock.run.inputs import StepInputs
 from penstock.run.program import Program
 from penstock.run.setting import Call
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 if TYPE_CHECKING:
     from penstock.run.schedule import Schedule

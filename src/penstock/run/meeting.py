@@ -20,7 +20,7 @@ from penstock.plan import Plan, dumps
 from penstock.plan.actions import text
 from penstock.run.ties import Ties
 from penstock.stage.boundary import flatten
-from penstock.stage.stage import PipelineStage, place_in
+from penstock.stage.pipeline_stage import PipelineStage, place_in
 
 
 def transport_of(group: Any, device: torch.device) -> Transport:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.errors import PlanError
 from penstock.plan import Plan, StageGraph
 from penstock.schedules import get_schedule
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 def plan_of_recipe(recipe: str, stage: PipelineStage, num_microbatches: int) -> Plan:

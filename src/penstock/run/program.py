@@ -24,7 +24,7 @@ from penstock.run.reaping import reap_points
 from penstock.run.setting import ActionKind, Call, Setting
 from penstock.run.stage_run import StageRun
 from penstock.stage.dtensors import mesh_of
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 _IN_FLIGHT = 2  # sends of a channel that may be on their way before the oldest is waited for
 

@@ -35,7 +35,7 @@ from penstock.run.ties import Ties
 from penstock.simulate import Costs
 from penstock.stage.loss import OwnLoss
 from penstock.stage.offload import Elsewhere, Folder
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 class Schedule:

@@ -23,8 +23,8 @@ from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.engine import run_engine
 from penstock.stage.forward import remember
 from penstock.stage.offload import HostMemory, Moves, Saved
+from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.recompute import Repeats
-from penstock.stage.stage import PipelineStage
 from penstock.stage.twins import CompiledParts
 
 ModuleCall = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]

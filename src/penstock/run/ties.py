@@ -24,7 +24,7 @@ from penstock.plan import Placement
 from penstock.run.layout import wire
 from penstock.stage.dtensors import to_local
 from penstock.stage.engine import run_engine
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 Holders = Sequence[tuple[int, str]]  # (stage, name of the parameter there), the owner first
 

@@ -14,7 +14,7 @@ from penstock.plan import Op, Plan
 from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, PEER_SHIFT, parts, stage_of, with_op
 from penstock.plan.ops import ROWS
 from penstock.show.colours import paint, rank_colour, shades
-from penstock.show.rows import Bar, bars, extent, has_copies
+from penstock.show.picture_rows import Bar, bars, extent, has_copies
 from penstock.simulate import Timeline
 
 _NONE = -1

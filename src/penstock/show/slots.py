@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from penstock.plan.actions import OP
 from penstock.plan.ops import COMPUTES
-from penstock.show.rows import Bar, bars, extent, has_copies
+from penstock.show.picture_rows import Bar, bars, extent, has_copies
 from penstock.simulate import Timeline
 
 _FINEST: Final = 12  # columns that the shortest action may take; beyond that the slots are rounded

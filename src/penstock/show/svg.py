@@ -14,7 +14,7 @@ from penstock.plan.actions import OP, parts
 from penstock.plan.ops import BESIDE, COPIES, MESSAGES
 from penstock.show.colours import Paint, paint, shades
 from penstock.show.numbers import peak, percent, sizes, time_text
-from penstock.show.rows import Extent, extent, has_copies
+from penstock.show.picture_rows import Extent, extent, has_copies
 from penstock.simulate import Span, Timeline, simulate
 
 _STYLE: Final = """

@@ -17,7 +17,7 @@ from typing import Any, Final
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
 from penstock.plan.ops import COMPUTES, COPIES, MESSAGES, RECEIVES, doing
-from penstock.show.rows import extent, has_copies
+from penstock.show.picture_rows import extent, has_copies
 from penstock.simulate import Message, Timeline, simulate
 
 _MICROSECONDS: Final = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}

@@ -12,7 +12,7 @@ from penstock.plan.actions import OP, AnyAction, partner_of, unpack
 from penstock.plan.ops import BESIDE, COMPUTES, RECEIVES, SENDS
 from penstock.simulate.costs import Costs
 from penstock.simulate.idle import Idle, idle_of
-from penstock.simulate.memory import changes
+from penstock.simulate.memory_levels import changes
 
 Curve = Sequence[tuple[float, float]]  # (time, what is held from then on)
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.stage.stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage
 
 __all__ = ["PipelineStage"]

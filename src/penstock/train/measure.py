@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.front import Pipeline
-from penstock.front.memory import Memory
+from penstock.front.memory_view import Memory
 from penstock.simulate import Timeline
 from penstock.train.train_job import Batch
 

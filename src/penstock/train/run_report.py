@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.front import Choice, Pipeline
-from penstock.front.explain import rank_rows, stage_rows
-from penstock.front.memory import Memory, RankMemory
+from penstock.front.choice_text import rank_rows, stage_rows
+from penstock.front.memory_view import Memory, RankMemory
 from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.show import against
 from penstock.show.what_if import WhatIf, explained

@@ -28,7 +28,7 @@ from penstock.plan import Plan
 from penstock.plan.actions import text
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.schedule import Schedule
-from penstock.simulate.memory import levels
+from penstock.simulate.memory_levels import levels
 from penstock.stage.dtensors import to_local
 
 _COUNTED = 2  # steps of each shape of batch that are counted on the host: one cold, one warm
