@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.capture import Pipe
 from penstock.checkpoint.weight_files import open_weights
-from penstock.comm.transport import Transport
 from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
-from penstock.front.build import Built, Request, adopt, build, cut, device_of, forward_plan
+from penstock.front.build import Request, adopt, build, cut, device_of, forward_plan
 from penstock.front.calibrate import calibrated
 from penstock.front.change_plan import Replanner, replanned
-from penstock.front.choice_text import explanation
 from penstock.front.choose import Choice
 from penstock.front.companions import Companions
 from penstock.front.dimensions import spread, whole_loss
@@ -33,28 +30,27 @@ from penstock.front.garbage import Garbage
 from penstock.front.grouping import in_groups, in_order
 from penstock.front.loading import copy_state, load_into
 from penstock.front.memory_view import Memory, MemoryKeeper, shapes_in
-from penstock.front.names import StageTensors, stage_tensors
 from penstock.front.on_device import OnDevice
+from penstock.front.own_stages import OwnStages
 from penstock.front.pipeline_options import check_named, sorted_options
-from penstock.front.publish import Origin, save_pretrained
+from penstock.front.publish import Origin
 from penstock.front.replan import until_it_fits
 from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, agree_on_rows, check_where, deliver, share_losses
 from penstock.front.weighted import WeightedSchedule
 from penstock.lower import InTurn
-from penstock.parallel import unwrap, wrap
+from penstock.parallel import wrap
 from penstock.plan import Plan
 from penstock.run.lookout import Lookout
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
-from penstock.simulate import Costs, Timeline
-from penstock.stage.pipeline_stage import PipelineStage
+from penstock.simulate import Costs
 from penstock.stage.twins import compile_in_place
 
 
-class Pipeline:
+class Pipeline(OwnStages):
     """A model in stages over all ranks, ready to train.
 
         pipe = penstock.Pipeline(model, example=(tokens,), loss_fn=loss, schedule="auto", microbatches=8)
@@ -103,25 +99,22 @@ class Pipeline:
         group = made[0].group if of_ranks.group is None and made and of_ranks.mesh is None else of_ranks.group
         device = made[0].device if made else device_of(model, of_ranks.device)
         self._parallelize = of_ranks.parallelize
-        self._ends = Ends.of(group, of_ranks.mesh, device, beside=self._parallelize is not None)
+        ends = Ends.of(group, of_ranks.mesh, device, beside=self._parallelize is not None)
         if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
-            self._ends.transport.arrange(of_steps.receives.queues)
+            ends.transport.arrange(of_steps.receives.queues)
         self._request: Request | None = None
         if isinstance(model, nn.Module) and not made:
             request = Request(model, tuple(example), loss_fn, schedule, microbatches, of_model, of_cut, of_steps)
-            self._built = build(request, self._ends)
+            built, origin = build(request, ends), Origin.of(model)
             # The model's memory is the user's.
             self._request = replace(request, model=nn.Module(), of_model=replace(of_model, weights=None))
-            self._origin = Origin.of(model)
         else:
-            self._built = adopt(made, schedule, microbatches, self._ends)
-            self._origin = Origin()
-        spread(self._built.stages, self._parallelize, of_ranks.mesh)
-        for stage in self._built.stages:
+            built, origin = adopt(made, schedule, microbatches, ends), Origin()
+        spread(built.stages, self._parallelize, of_ranks.mesh)
+        for stage in built.stages:
             compile_in_place(stage.submod, of_cut.compile)
-            stage.submod = wrap(stage.submod, of_ranks.data_parallel, self._ends.data)
-        self._ties = _ties(self._built, of_steps.ties)
-        self._tensors: StageTensors | None = None
+            stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
+        super().__init__(built, ends, origin, of_steps.ties)
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
         self._options = of_steps.of_schedule(whole_loss(loss_fn, self._parallelize))
@@ -143,13 +136,6 @@ class Pipeline:
             copy_state(self.tensors, open_weights(of_model.weights), strict=True)
         self._smaller: dict[int, WeightedSchedule] = {}  # for evaluations of fewer rows than there are microbatches
 
-    # -- what there is
-
-    @property
-    def stages(self) -> list[PipelineStage]:
-        """The stages of this rank."""
-        return list(self._built.stages)
-
     @property
     def schedule(self) -> WeightedSchedule:
         """The schedule beneath: `schedule.record()`, `schedule.lowered_plan()`, ..."""
@@ -158,70 +144,6 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         return self._schedule.plan
-
-    @property
-    def rank(self) -> int:
-        return self._ends.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self._ends.num_ranks
-
-    @property
-    def replica(self) -> int:
-        """Which of the data-parallel copies of the pipeline this rank belongs to, from 0."""
-        return self._ends.replica
-
-    @property
-    def profile(self) -> Profile | None:
-        """What the layers cost; None for stages made by hand."""
-        return None if self._built.choice is None else self._built.choice.profile
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """The step as predicted, by the measured costs; None for stages made by hand."""
-        return None if self._built.choice is None else self._built.choice.timeline
-
-    @property
-    def tensors(self) -> StageTensors:
-        """The parameters and buffers of this rank, by the names of the user's model."""
-        if self._tensors is None:
-            ranks = self._built.plan.placement.ranks
-            self._tensors = stage_tensors(self._built.stages, self._ends, ties=self._ties, rank_of=ranks)
-        return self._tensors
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank, by their names in the user's model. What stages share is on each that uses it."""
-        yield from self.tensors.all_parameters()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, for an optimizer."""
-        yield from (parameter for _, parameter in self.tensors.all_parameters())
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Set the mode of the stages of this rank, as on the model."""
-        for stage in self._built.stages:
-            stage.submod.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Dropout off, batch norm by its statistics."""
-        return self.train(False)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As on a module."""
-        for stage in self._built.stages:
-            stage.submod.zero_grad(set_to_none)
-
-    def explain(self, *, print_output: bool = True) -> str:
-        """What was chosen and why: stages, schedule, predicted step time, bubble and memory. Rank 0 prints it."""
-        text = explanation(self._built)
-        if print_output and self._ends.is_first:
-            import sys
-
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        return text
 
     # -- steps
 
@@ -276,7 +198,7 @@ class Pipeline:
         """
         self._check_call("evaluate", target, outputs)
         schedule, losses = self._for_batch(args, kwargs), list[Tensor]()
-        with self._in_eval_mode():
+        with self._evaluating():
             value = schedule.eval(
                 *args,
                 target=target,
@@ -294,7 +216,7 @@ class Pipeline:
         """
         check_where(outputs, self.num_ranks)
         schedule = self._for_batch(args, kwargs)
-        with self._in_eval_mode():
+        with self._evaluating():
             value = schedule.eval(*args, return_outputs=outputs is not None, **kwargs)
         return deliver(self._ends, value, outputs, last=self._last_rank)
 
@@ -357,14 +279,6 @@ class Pipeline:
 
     # -- checkpoints
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors of this rank's stages, by their names in the user's model; what names share, once."""
-        return {name: value.detach() for name, value in self.tensors.state.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Take this rank's tensors out of a state dict, of the whole model or of these stages."""
-        copy_state(self.tensors, state, strict=strict)
-
     def save(
         self,
         folder: str | Path,
@@ -415,53 +329,6 @@ class Pipeline:
         loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
         self._schedule.steps = loaded.step
         return dict(loaded.extra)
-
-    def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
-        """Write the weights as sharded safetensors, each rank its own; for a transformers model with its config.
-
-            pipe.save_pretrained("mine/")
-            model = AutoModelForCausalLM.from_pretrained("mine/")        # without penstock
-
-        All ranks call it. The names are those of the user's model, and what has several names is written once.
-        """
-        save_pretrained(folder, self.tensors, self._ends, self._origin, max_shard_bytes=max_shard_bytes)
-
-    # -- for programs around a pipeline
-
-    @property
-    def choice(self) -> Choice | None:
-        """What was chosen and among what; None for stages made by hand."""
-        return self._built.choice
-
-    @property
-    def transport(self) -> Transport:
-        """Messages between the ranks of this pipeline."""
-        return self._ends.transport
-
-    def decide(self, what: str, make: Callable[[], str]) -> str:
-        """The text that `make` gives on rank 0, on every rank; all ranks call it, and all raise if it raises."""
-        return self._ends.decide(what, make)
-
-    def meet(self, what: str) -> None:
-        """Wait for all ranks; `what` says in an error what for."""
-        self._ends.decide(what, str)
-
-    def gather(self, what: str, value: Any) -> list[Any]:
-        """A small value that JSON can hold, of each rank of each replica, on all of them."""
-        return self._ends.agree(what, lambda: value)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that writes files and speaks for all."""
-        return self._ends.is_first
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        total = torch.tensor([float(flag)], dtype=torch.float64)
-        if self.transport.num_ranks > 1:
-            self.transport.sum(total)
-        self._ends.mean_over_replicas(total)
-        return total.item() > 0
 
     def whole(self, model: nn.Module) -> Pipe:
         """A model of the same kind cut at the same places, all stages in this process: to compare with."""
@@ -524,26 +391,6 @@ class Pipeline:
             self._smaller[rows] = self._scheduled(forward_plan(plan.placement, rows))
         return self._smaller[rows]
 
-    @contextmanager
-    def _in_eval_mode(self) -> Iterator[None]:
-        """All modules in evaluation mode; afterwards each is in the mode that it was in, frozen ones too."""
-        stages = [stage.submod for stage in self._built.stages]
-        before = [(module, module.training) for stage in stages for module in stage.modules()]
-        training = [stage for stage in stages if stage.training]
-        for stage in stages:
-            stage.eval()
-        try:
-            yield
-        finally:
-            for stage in training:
-                stage.train()  # a captured one has a graph for each mode
-            for module, mode in before:
-                module.training = mode
-
-    @property
-    def _last_rank(self) -> int:
-        return self._built.plan.placement.ranks[-1]
-
     def _result(
         self,
         schedule: WeightedSchedule,
@@ -567,9 +414,6 @@ class Pipeline:
                 total, numbers = None, []  # an evaluation without a target
         return Result.of(total, numbers, deliver(self._ends, value, outputs, last=self._last_rank))
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters() if p.grad is not None]
-
     def _agree_on_overflow(self) -> Tensor | None:
         """If gradients overflow on one rank, every rank's scaler must see it, or some would step and some not.
 
@@ -583,13 +427,3 @@ class Pipeline:
         if self.any(bool(overflow)):
             norm.spoil_if(torch.ones(1), self._gradients())
         return None
-
-
-def _ties(built: Built, given: Iterable[Any]) -> list[tuple[tuple[int, str], ...]]:
-    """Who holds what together: for names, norms and checkpoints."""
-    if built.info is not None:
-        return [shared.holders for shared in built.info.shared.values()]
-    found = [getattr(tie, "holders", tie) for tie in given]
-    for stage in built.stages:
-        found += [tie.holders for tie in getattr(unwrap(stage.submod), "ties", ())]
-    return list(dict.fromkeys(tuple(map(tuple, holders)) for holders in found))

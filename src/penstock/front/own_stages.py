@@ -1,0 +1,195 @@
+"""What this rank has of a pipeline: its stages, their tensors by the names of the user's model, and its place among the ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from penstock.balance import Profile
+from penstock.comm.transport import Transport
+from penstock.front.build import Built
+from penstock.front.choice_text import explanation
+from penstock.front.choose import Choice
+from penstock.front.ends import Ends
+from penstock.front.loading import copy_state
+from penstock.front.names import StageTensors, stage_tensors
+from penstock.front.publish import Origin, save_pretrained
+from penstock.parallel import unwrap
+from penstock.simulate import Timeline
+from penstock.stage.pipeline_stage import PipelineStage
+
+Holders = tuple[tuple[int, str], ...]
+
+
+class OwnStages:
+    """The stages of this rank. `Pipeline` is one that can also step."""
+
+    def __init__(self, built: Built, ends: Ends, origin: Origin, ties: Iterable[Any]) -> None:
+        self._built = built
+        self._ends = ends
+        self._origin = origin
+        self._ties = _ties(built, ties)
+        self._tensors: StageTensors | None = None
+
+    @property
+    def stages(self) -> list[PipelineStage]:
+        """The stages of this rank."""
+        return list(self._built.stages)
+
+    @property
+    def rank(self) -> int:
+        return self._ends.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._ends.num_ranks
+
+    @property
+    def replica(self) -> int:
+        """Which of the data-parallel copies of the pipeline this rank belongs to, from 0."""
+        return self._ends.replica
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the layers cost; None for stages made by hand."""
+        return None if self._built.choice is None else self._built.choice.profile
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The step as predicted, by the measured costs; None for stages made by hand."""
+        return None if self._built.choice is None else self._built.choice.timeline
+
+    @property
+    def tensors(self) -> StageTensors:
+        """The parameters and buffers of this rank, by the names of the user's model."""
+        if self._tensors is None:
+            ranks = self._built.plan.placement.ranks
+            self._tensors = stage_tensors(self._built.stages, self._ends, ties=self._ties, rank_of=ranks)
+        return self._tensors
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank, by their names in the user's model. What stages share is on each that uses it."""
+        yield from self.tensors.all_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank, for an optimizer."""
+        yield from (parameter for _, parameter in self.tensors.all_parameters())
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the stages of this rank, as on the model."""
+        for stage in self._built.stages:
+            stage.submod.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Dropout off, batch norm by its statistics."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As on a module."""
+        for stage in self._built.stages:
+            stage.submod.zero_grad(set_to_none)
+
+    def explain(self, *, print_output: bool = True) -> str:
+        """What was chosen and why: stages, schedule, predicted step time, bubble and memory. Rank 0 prints it."""
+        text = explanation(self._built)
+        if print_output and self._ends.is_first:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        return text
+
+    # -- what it holds, out and in
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors of this rank's stages, by their names in the user's model; what names share, once."""
+        return {name: value.detach() for name, value in self.tensors.state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Take this rank's tensors out of a state dict, of the whole model or of these stages."""
+        copy_state(self.tensors, state, strict=strict)
+
+    def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+        """Write the weights as sharded safetensors, each rank its own; for a transformers model with its config.
+
+            pipe.save_pretrained("mine/")
+            model = AutoModelForCausalLM.from_pretrained("mine/")        # without penstock
+
+        All ranks call it. The names are those of the user's model, and what has several names is written once.
+        """
+        save_pretrained(folder, self.tensors, self._ends, self._origin, max_shard_bytes=max_shard_bytes)
+
+    # -- for programs around a pipeline
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was chosen and among what; None for stages made by hand."""
+        return self._built.choice
+
+    @property
+    def transport(self) -> Transport:
+        """Messages between the ranks of this pipeline."""
+        return self._ends.transport
+
+    def decide(self, what: str, make: Callable[[], str]) -> str:
+        """The text that `make` gives on rank 0, on every rank; all ranks call it, and all raise if it raises."""
+        return self._ends.decide(what, make)
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks; `what` says in an error what for."""
+        self._ends.decide(what, str)
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """A small value that JSON can hold, of each rank of each replica, on all of them."""
+        return self._ends.agree(what, lambda: value)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and speaks for all."""
+        return self._ends.is_first
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        total = torch.tensor([float(flag)], dtype=torch.float64)
+        if self.transport.num_ranks > 1:
+            self.transport.sum(total)
+        self._ends.mean_over_replicas(total)
+        return total.item() > 0
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """All modules in evaluation mode; afterwards each is in the mode that it was in, frozen ones too."""
+        stages = [stage.submod for stage in self._built.stages]
+        before = [(module, module.training) for stage in stages for module in stage.modules()]
+        training = [stage for stage in stages if stage.training]
+        for stage in stages:
+            stage.eval()
+        try:
+            yield
+        finally:
+            for stage in training:
+                stage.train()  # a captured one has a graph for each mode
+            for module, mode in before:
+                module.training = mode
+
+    @property
+    def _last_rank(self) -> int:
+        return self._built.plan.placement.ranks[-1]
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+
+def _ties(built: Built, given: Iterable[Any]) -> list[Holders]:
+    """Who holds what together: for names, norms and checkpoints."""
+    if built.info is not None:
+        return [shared.holders for shared in built.info.shared.values()]
+    found = [getattr(tie, "holders", tie) for tie in given]
+    for stage in built.stages:
+        found += [tie.holders for tie in getattr(unwrap(stage.submod), "ties", ())]
+    return list(dict.fromkeys(tuple(map(tuple, holders)) for holders in found))
