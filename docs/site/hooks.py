@@ -106,8 +106,20 @@ def names_page() -> str:
 def package_page(package: str) -> str:
     """Everything that a package exports."""
     module = importlib.import_module(f"penstock.{package}")
-    shown = (f"::: {identifier}\n" for identifier in public_names(package))
+    public = public_names(package)
+    shown = (f"::: {identifier}\n{inherits(identifier, public)}" for identifier in public)
     return "\n".join([f"# penstock.{package}\n\n{as_prose(module.__doc__)}\n", *shown])
+
+
+def inherits(identifier: str, public: list[str]) -> str:
+    """With a base class of penstock's that has no entry of its own, what it inherits is shown as its own."""
+    import penstock
+
+    home, _, name = identifier.rpartition(".")
+    described = {*penstock._HOME, *(other.rpartition(".")[2] for other in public)}
+    bases = getattr(getattr(importlib.import_module(home), name), "__mro__", ())[1:]
+    hidden = [base for base in bases if base.__module__.startswith("penstock.") and base.__name__ not in described]
+    return "    options:\n      inherited_members: true\n" if hidden else ""
 
 
 def public_names(package: str) -> list[str]:
