@@ -101,4 +101,4 @@ def lower_shares(
         return care.taken(merge(plan.codes[rank], free_stages(rules, rank)), plan.num_microbatches)
 
     lowering = MessageLowering(rules, codes_of, receives, num_microbatches=plan.num_microbatches)
-    return plan.with_lists(lowering.rank, f"lowered with {receives} and {care}")
+    return plan.with_lists(lowering.rank, f"lowered with {receives} and {care}", lowered=True)

@@ -18,6 +18,14 @@ _BACKWARDS = COMPUTES & TRAINING | {OVERLAP}
 
 
 @dataclass(frozen=True)
+class Family:
+    """What the lists of a plan follow from: a schedule of penstock's own, its sizes, and what was done to it."""
+
+    name: str
+    is_lowered: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """What every rank does, in which order.
 
@@ -36,7 +44,7 @@ class Plan:
     num_microbatches: int
     codes: Sequence[tuple[int, ...]] = field(repr=False)  # the packed actions of each rank
     name: str = ""  # the schedule that it came from, for titles and messages
-    family: str = field(default="", compare=False, repr=False)  # see `is_share`
+    family: Family | None = field(default=None, compare=False, repr=False)  # see `is_share`
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -101,13 +109,13 @@ class Plan:
         any rank has. So a rank that asks for its own list alone pays for that alone. `family` says which one it is.
         `tests/schedules/test_families.py` proves these claims for every family, over all small sizes.
         """
-        return bool(self.family)
+        return self.family is not None
 
     @property
     def is_lowered(self) -> bool:
         """Whether the plan holds its messages; a compute-only plan does not."""
-        if self.is_share:  # its name says so: no list has to be made to find out
-            return ", lowered" in self.family and self.num_ranks > 1
+        if self.family is not None:  # no list has to be made to find out
+            return self.family.is_lowered and self.num_ranks > 1
         return not self._ops.isdisjoint(MESSAGES)
 
     def has(self, op: Op) -> bool:
@@ -135,16 +143,16 @@ class Plan:
 
     def with_codes(self, codes: Iterable[Iterable[int]], *, name: str | None = None) -> Plan:
         """The same sizes, other actions."""
-        return replace(self, codes=tuple(map(tuple, codes)), name=self.name if name is None else name, family="")
+        return replace(self, codes=tuple(map(tuple, codes)), name=self.name if name is None else name, family=None)
 
-    def with_lists(self, make: Callable[[int], Iterable[int]], change: str) -> Plan:
-        """The same sizes, with lists that are made when they are asked for; `change` is added to the name of a family."""
-        family = f"{self.family}, {change}" if self.family else ""
+    def with_lists(self, make: Callable[[int], Iterable[int]], change: str, *, lowered: bool = False) -> Plan:
+        """The same sizes, with lists that are made when they are asked for; `change` says in what a family is another one."""
+        family = self.family and Family(f"{self.family.name}, {change}", lowered or self.family.is_lowered)
         return replace(self, codes=Lists(self.num_ranks, make), family=family)
 
     def with_graph(self, graph: StageGraph) -> Plan:
         """The same actions for a model with other connections between its stages."""
-        return replace(self, graph=graph, family=self.family if graph == self.graph else "")
+        return replace(self, graph=graph, family=self.family if graph == self.graph else None)
 
     def forward_only(self) -> Plan:
         """The plan of an evaluation: every forward in its place, and nothing of the backward."""

@@ -53,7 +53,7 @@ def agreed_plan(
     if not told:
         return None
     name, _, text = told.decode().partition("\n")
-    return replace(plan, codes=loads(text).codes, name=name, family="")
+    return replace(plan, codes=loads(text).codes, name=name, family=None)
 
 
 def weight_order(plan: Plan) -> dict[int, list[int]]:

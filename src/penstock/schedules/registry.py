@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from penstock.errors import PlanError, UnknownNameError
 from penstock.plan import Placement, Plan, StageGraph
 from penstock.plan.lists import Lists
+from penstock.plan.plan import Family
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Recipe:
         """The plan of compute actions for these sizes. `graph` is a chain unless the model has skip connections."""
         sizes = self.sizes(num_ranks, num_microbatches, stages_per_rank)
         chain = StageGraph.chain(sizes.num_stages)
-        family = f"{self.name}: {num_ranks} ranks, {sizes.stages_per_rank} stages each, {num_microbatches} microbatches"
+        told = f"{num_ranks} ranks, {sizes.stages_per_rank} stages each, {num_microbatches} microbatches"
         lists = Lists(num_ranks, partial(self.rank_actions, sizes))
         return Plan(
             self.place(sizes),
@@ -99,7 +100,7 @@ class Recipe:
             num_microbatches,
             lists if self.is_family else tuple(lists),
             self.name,
-            family if self.is_family and graph in (None, chain) else "",
+            Family(f"{self.name}: {told}") if self.is_family and graph in (None, chain) else None,
         )
 
 
