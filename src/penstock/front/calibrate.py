@@ -22,40 +22,50 @@ _WARM_UP = 2
 
 
 def calibrated(
-    choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[], object], *, rounds: int = 5
+    choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[], object], *, rounds: int = 8
 ) -> Choice:
-    """The choice with the costs of its stages, and of what is around a step, as some steps have them."""
-    timelines, seconds = [], []
-    with leaving_no_trace(schedule):
-        for _ in range(_WARM_UP):
-            step()
-        for _ in range(rounds):
+    """The choice with the costs of its stages, and of what is around a step, as some steps have them.
+
+    Steps are measured as they come in a training: all ranks begin together, and find no gradients.
+    """
+    timelines, around = [], []
+    with leaving_no_trace(schedule) as drop_gradients:
+        for at in range(_WARM_UP + rounds):
+            drop_gradients()
+            ends.gather("about to measure a step", None)
             with schedule.record() as recording:
+                began = time.perf_counter()
                 step()
-            timelines.append(recording.timeline)
-            began = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - began)
-    slowest = max(ends.gather("the seconds of a step", statistics.median(seconds)))
+                seconds = time.perf_counter() - began
+            if at >= _WARM_UP:
+                timelines.append(recording.timeline)
+                around.append(seconds - recording.timeline.makespan)
+    beside = max(ends.gather("what a step takes beside its actions", statistics.median(around)))
     costs = measured_costs(timelines, choice.costs)
-    around = max(slowest - statistics.median(timeline.makespan for timeline in timelines), 0.0)
-    return replace(choice, calibrated=costs, machine=replace(choice.machine, around=around))
+    return replace(choice, calibrated=costs, machine=replace(choice.machine, around=max(beside, 0.0)))
 
 
 @contextmanager
-def leaving_no_trace(schedule: Schedule) -> Iterator[None]:
-    """Gradients, buffers, random numbers and the count of steps are afterwards what they were."""
+def leaving_no_trace(schedule: Schedule) -> Iterator[Callable[[], None]]:
+    """Gradients, buffers, random numbers and the count of steps are afterwards what they were.
+
+    Inside there are no gradients; what is yielded drops those that have come up.
+    """
     modules = [stage.submod for stage in schedule.stages]
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     device = schedule.stages[0].device
     devices = [] if device.type == "cpu" else [device]
     steps = schedule.steps
-    for parameter, _ in gradients:
-        parameter.grad = None
+
+    def drop_gradients() -> None:
+        for parameter, _ in gradients:
+            parameter.grad = None
+
+    drop_gradients()
     try:
         with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-            yield
+            yield drop_gradients
     finally:
         schedule.steps = steps
         for parameter, gradient in gradients:

@@ -226,7 +226,7 @@ class Pipeline(OwnStages):
         with self._schedule.record() as recording:
             yield recording
 
-    def calibrate(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Choice:
+    def calibrate(self, *args: Any, target: Any = None, rounds: int = 8, **kwargs: Any) -> Choice:
         """Measure what the stages cost while all ranks are at work, with a few steps over a batch; all ranks call it.
 
             pipe.calibrate(tokens, target=labels)
@@ -237,8 +237,12 @@ class Pipeline(OwnStages):
         """
         if self._built.choice is None:
             raise StageError("calibrate() on stages made by hand: nothing is predicted of them; pass a model instead")
-        call = partial(self._schedule.step, *args, target=target, return_outputs=False, **kwargs)
-        choice = calibrated(self._built.choice, self._schedule, self._ends, call, rounds=rounds)
+        replanner, self._replanner = self._replanner, None  # these steps are none of its own
+        try:
+            call = partial(self.step, *args, target=target, **kwargs)
+            choice = calibrated(self._built.choice, self._schedule, self._ends, call, rounds=rounds)
+        finally:
+            self._replanner = replanner
         self._built = replace(self._built, choice=choice)
         return choice
 

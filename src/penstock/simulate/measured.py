@@ -3,10 +3,11 @@
 costs = measured_costs([recording.timeline, ...], known)     # several steps of one plan
 simulate(plan, costs)                                        # this plan again, or another for the same stages
 
-The time of an action is its median over the steps, so that what disturbs a step now and then does not count; of a stage and
-op the mean over the microbatches. An action's time ends where its call ended; what a rank takes to pick up a message that is
-there already is counted to the action that needs it. A message's latency is what passes from the end of its send to the
-start of an action that waited for nothing else.
+The quickest and the slowest steps do not count, so that what disturbs a step now and then has no say. Of the others the time of
+an action is the mean: what makes every action a little longer now and then makes every step longer, and a median would not see
+it. Of a stage and op it is the mean over the microbatches. An action's time ends where its call ended; what a rank takes to pick
+up a message that is there already is counted to the action that needs it. A message's latency is what passes from the end of its
+send to the start of an action that waited for nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import PlanError
 from penstock.plan import Plan
@@ -48,14 +49,19 @@ class Steps:
         plan = timelines[0].plan
         if any(timeline.plan != plan for timeline in timelines[1:]):
             raise PlanError("measured steps of different plans; expected one plan")
+        typical = undisturbed(timelines)
         columns = [
-            zip(*([e - s for s, e in zip(t.starts[r], t.ends[r], strict=True)] for t in timelines), strict=True)
+            zip(*([e - s for s, e in zip(t.starts[r], t.ends[r], strict=True)] for t in typical), strict=True)
             for r in range(plan.num_ranks)
         ]
-        lengths = tuple(tuple(map(statistics.median, column)) for column in columns)
-        waits = [wait for timeline in timelines for wait in _waits(timeline)]
-        pickup = statistics.median([gap for _, gap, late in waits if not late] or [0.0])
-        return cls(plan, lengths, _delays(waits, pickup), pickup)
+        lengths = tuple(tuple(map(statistics.fmean, column)) for column in columns)
+        waits = [wait for timeline in typical for wait in _waits(timeline)]
+        under_way = _under_way(waits)
+        slowest = max(under_way.values(), default=0.0)
+        there = [wait.gap for wait in waits if not wait.late and wait.lay > under_way.get(wait.pair, slowest)]
+        pickup = statistics.fmean(there) if there else 0.0
+        delays = {pair: max(delay - pickup, 0.0) for pair, delay in under_way.items()}
+        return cls(plan, lengths, delays, pickup)
 
     def by_stage(self) -> dict[int, list[tuple[int, float]]]:
         """By key of a compute action: the microbatch and the time of each; pairs are left out."""
@@ -85,6 +91,15 @@ class Steps:
             for microbatch, time in times if typical else ():
                 rows[microbatch].append(time / typical)
         return tuple(statistics.median(row) if row else 1.0 for row in rows)
+
+
+def undisturbed(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """Those that took neither most nor least: about the middle half.
+
+    undisturbed([recording.timeline, ...])
+    """
+    dropped = (len(timelines) + 1) // 4
+    return sorted(timelines, key=lambda timeline: timeline.makespan)[dropped : len(timelines) - dropped]
 
 
 def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatch: bool = False) -> Costs:
@@ -150,13 +165,17 @@ class _Receives(dict[int, tuple[int, ...]]):
         return found
 
 
-_Wait = tuple[
-    tuple[int, int], float, bool
-]  # sender and receiver; seconds; whether the message came after the rank was free
+class _Wait(NamedTuple):
+    """An action that needs a message."""
+
+    pair: tuple[int, int]  # sender and receiver
+    gap: float  # seconds until it began, after the rank was free and the message was sent
+    late: bool  # whether the message was sent after the rank was free
+    lay: float  # how long before the rank was free the message was sent
 
 
 def _waits(timeline: Timeline) -> list[_Wait]:
-    """For each action that needs a message: how long after its send the action began; or, where the message was there
+    """For each action that needs a message: how long after its send the action began; or, where the message was sent
     before the rank was free, how long after that.
     """
     plan = timeline.plan
@@ -173,21 +192,19 @@ def _waits(timeline: Timeline) -> list[_Wait]:
             messages = [sent[need | part & MICROBATCH_FIELD] for part in parts(code) for need in needing[part & KEY]]
             if messages:
                 sender, left = max(messages, key=lambda one: one[1])
-                late = left > free
-                found.append(((sender, rank), start - (left if late else free), late))
+                found.append(_Wait((sender, rank), start - max(left, free), left > free, free - left))
             free = end
     return found
 
 
-def _delays(waits: Sequence[_Wait], pickup: float) -> dict[tuple[int, int], float]:
-    """By ordered pair of ranks; both ways get the mean, since what the clocks of two ranks differ by counts once each way."""
+def _under_way(waits: Sequence[_Wait]) -> dict[tuple[int, int], float]:
+    """How long a message takes to a rank that waits for it, by ordered pair of ranks; both ways get the mean, since what the clocks of two ranks differ by counts once each way."""
     late: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for pair, seconds, is_late in waits:
-        if is_late:
-            late[pair].append(seconds)
-    one_way = {pair: statistics.median(found) for pair, found in late.items()}
-    both = {pair: (there + one_way.get(pair[::-1], there)) / 2 for pair, there in one_way.items()}
-    return {pair: max(delay - pickup, 0.0) for pair, delay in both.items()}
+    for wait in waits:
+        if wait.late:
+            late[wait.pair].append(wait.gap)
+    one_way = {pair: statistics.fmean(found) for pair, found in late.items()}
+    return {pair: (there + one_way.get(pair[::-1], there)) / 2 for pair, there in one_way.items()}
 
 
 def _links(delays: dict[tuple[int, int], float]) -> tuple[float | None, tuple[Link, ...]]:
