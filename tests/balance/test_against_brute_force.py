@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.balance import LayerCost, Profile, balance, placement_ranks
 from penstock.errors import BalanceError
+from penstock.simulate import Link
 
 GROUPS = {"tied": 5, "other": 3}
 
@@ -53,7 +54,7 @@ def naive_memory(profile: Profile, cuts: tuple[int, ...], ranks: tuple[int, ...]
 def naive_score(
     profile: Profile, cuts: tuple[int, ...], ranks: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[Fraction, int, Fraction]:
-    bandwidth = options.get("bandwidth")
+    usual, links = options.get("bandwidth"), {link[:2]: link.bandwidth for link in options.get("links", ())}
     costs, total_bytes = [], 0
     for stage in range(len(ranks)):
         cost = sum(
@@ -65,6 +66,7 @@ def naive_score(
         )
         for side, cut in ((stage - 1, cuts[stage]), (stage + 1, cuts[stage + 1])):
             if 0 <= side < len(ranks) and ranks[side] != ranks[stage]:
+                bandwidth = links.get((ranks[stage], ranks[side]), usual)
                 if bandwidth is not None:
                     cost += Fraction(naive_crossing(profile, cut) / bandwidth)
                 if side > stage:
@@ -153,6 +155,10 @@ def questions(draw: st.DrawFn, *, several: bool) -> tuple[Profile, tuple[int, ..
     options: dict[str, Any] = {"optimizer_bytes_per_parameter_byte": draw(st.sampled_from([0.0, 2.0, 0.5]))}
     if draw(st.booleans()):
         options["bandwidth"] = draw(st.sampled_from([0.5, 1.0, 3.0, 100.0]))
+    if max(ranks) and draw(st.booleans()):
+        rank = st.integers(0, max(ranks))
+        pairs = draw(st.sets(st.tuples(rank, rank).filter(lambda pair: pair[0] != pair[1]), max_size=3))
+        options["links"] = [Link(*pair, 1.0, draw(st.sampled_from([None, 0.25, 2.0]))) for pair in sorted(pairs)]
     if draw(st.booleans()):
         options["objective"] = draw(st.sampled_from(["stage", "rank"]))
     flight = st.one_of(st.integers(0, 4), st.tuples(st.integers(0, 3), st.integers(0, 3)))

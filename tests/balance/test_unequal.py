@@ -1,4 +1,4 @@
-"""Ranks that are not equally fast: the cut is the best of all cuts, and a choice is made with it."""
+"""Ranks, links and microbatches that are not alike: the cut is the best of all cuts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from penstock.balance import LayerCost, Profile, balance
+from penstock.balance import LayerCost, Profile, balance, in_flight
 from penstock.errors import BalanceError
 from penstock.plan import Placement
+from penstock.schedules import get_schedule
+from penstock.simulate import Link
 
 
 def profile(*times: float) -> Profile:
@@ -51,3 +53,24 @@ def test_memory_still_holds() -> None:
 def test_what_rank_times_are(rank_times: tuple[float, ...], objective: str) -> None:
     with pytest.raises(BalanceError, match="rank_times"):
         balance(profile(1.0, 1.0), 2, rank_times=rank_times, objective=objective)  # type: ignore[arg-type]
+
+
+def test_little_crosses_a_narrow_link() -> None:
+    layers = [LayerCost(f"layers.{i}", 2.0, output_bytes=1 if i == 4 else 8) for i in range(9)]
+    even = Profile(tuple(layers))
+    assert balance(even, 3).boundaries == (3, 6)
+    narrow = balance(even, 3, links=[Link(1, 2, 0.0, 2.0), Link(2, 1, 0.0, 2.0)])
+    assert narrow.boundaries == (3, 5), "only the boundary between ranks 1 and 2 moves to where less crosses it"
+    assert balance(even, 3, links=[Link(1, 2, 9.0)]).boundaries == (3, 6), "a latency is the same wherever the cut is"
+    with pytest.raises(BalanceError, match="expected ranks from 0 to 2"):
+        balance(even, 3, links=[Link(1, 3, 0.0, 2.0)])
+
+
+def test_large_microbatches_need_their_room() -> None:
+    plan = get_schedule("gpipe")(2, 4)
+    assert in_flight(plan) == in_flight(plan, (1.0,) * 4) == [(4, 0), (4, 0)]
+    assert in_flight(plan, (1.0, 0.5, 3.0, 0.25)) == [(5, 0), (5, 0)], "4.75 of the usual size, rounded up"
+    held = in_flight(plan, (2.0, 2.0, 2.0, 2.0))
+    with pytest.raises(BalanceError, match="fits the memory limit"):
+        balance(profile(*[1.0] * 4), 2, memory_limit=80, microbatches_in_flight=held)
+    assert balance(profile(*[1.0] * 4), 2, memory_limit=80, microbatches_in_flight=in_flight(plan)).boundaries == (2,)

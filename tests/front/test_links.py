@@ -81,3 +81,30 @@ def test_the_choice_knows_slow_ranks() -> None:
     assert slow.boundaries == (8,)
     assert slow.costs.ranks == (1.0, 2.0)
     assert Choice.loads(slow.dumps()) == slow
+
+
+def test_the_choice_cuts_where_little_crosses_a_narrow_link() -> None:
+    sizes = [1000, 1000, 1000, 1_000_000, 1000, 1000, 1000, 1000]
+    layers = tuple(LayerCost(f"layers.{i}", 1e-3, 1e-3, 1e-3, output_bytes=size) for i, size in enumerate(sizes))
+    profile = Profile(layers, metadata={"unit": "s"})
+    even = choose(profile, Wishes(2, 8, "1f1b", machine=Machine(bandwidth=1e9)))
+    assert even.boundaries == (4,)
+    narrow = Machine(bandwidth=1e9, links=(Link(0, 1, 0.0, 5e7), Link(1, 0, 0.0, 5e7)))
+    slow = choose(profile, Wishes(2, 8, "1f1b", machine=narrow))
+    assert slow.boundaries in ((3,), (5,))
+    there = Choice(slow.plan, even.boundaries, profile, machine=narrow)
+    assert slow.timeline.makespan < there.timeline.makespan
+    limited = choose(profile, Wishes(2, 8, "1f1b", machine=narrow, memory_limit=1 << 40))
+    assert limited.boundaries == slow.boundaries
+
+
+def test_the_choice_knows_microbatches_of_unequal_size() -> None:
+    layers = tuple(LayerCost(f"layers.{i}", 1e-3, 1e-3, 1e-3, output_bytes=1000) for i in range(8))
+    profile = Profile(layers, metadata={"unit": "s"})
+    sizes = (2.5, 0.5, 0.5, 0.5)
+    uneven, even = (choose(profile, Wishes(2, 4, microbatches=given)) for given in (sizes, None))
+    assert uneven.costs.microbatches == sizes
+    named = {tried.schedule: tried.makespan for tried in even.tried}
+    longer = {tried.schedule for tried in uneven.tried if (tried.makespan or 0) > (named[tried.schedule] or 0)}
+    assert {"1f1b", "gpipe"} <= longer, "a large microbatch fills and drains the pipeline longer"
+    assert Choice.loads(uneven.dumps()) == uneven

@@ -143,9 +143,16 @@ def test_the_floor_of_a_v_is_that_of_the_paper(ranks: int) -> None:
     times=TIMES,
     latency=st.floats(0.0, 2.0),
     kept=st.floats(0.0, 1.0),
+    unlike=st.sets(st.sampled_from(["links", "microbatches", "ranks"])),
 )
 def test_no_known_schedule_beats_the_floor_at_its_own_memory(
-    recipe: Recipe, num_ranks: int, num_microbatches: int, times: list[float], latency: float, kept: float
+    recipe: Recipe,
+    num_ranks: int,
+    num_microbatches: int,
+    times: list[float],
+    latency: float,
+    kept: float,
+    unlike: set[str],
 ) -> None:
     plan = recipe(num_ranks, num_microbatches)
     count = plan.num_stages
@@ -156,6 +163,9 @@ def test_no_known_schedule_beats_the_floor_at_its_own_memory(
         held_to_input=tuple(times[14 : 14 + count]),
         held_to_weight=tuple(size * kept for size in times[14 : 14 + count]),
         latency=latency,
+        links=(Link(0, 1, 3 * latency),) if "links" in unlike and num_ranks > 1 else (),
+        microbatches=tuple(0.5 + m % 3 for m in range(num_microbatches)) if "microbatches" in unlike else None,
+        ranks=tuple(1.0 + rank % 2 for rank in range(num_ranks)) if "ranks" in unlike else None,
     )
     timeline = simulate(plan, costs)
     bound = floor(SearchJob.of(plan.placement, num_microbatches, costs, timeline.peak_memory))

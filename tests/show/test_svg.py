@@ -15,7 +15,7 @@ from penstock.plan import Plan
 from penstock.schedules import all_schedules, get_schedule
 from penstock.show import to_svg
 from penstock.show.svg import nice_step
-from penstock.simulate import Costs, Timeline, simulate
+from penstock.simulate import Costs, Link, Timeline, simulate
 from tests.show.conftest import NASTY
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -116,3 +116,21 @@ def test_a_browser_draws_it_in_light_and_dark(
             return box.right > all.right + 1 || box.left < all.left - 1 || box.bottom > all.bottom + 1;
         }).map((t) => t.textContent)"""
         assert light.evaluate(overflow) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "action", "longer"),
+    [
+        ({"microbatches": (1.0, 3.0, 1.0, 1.0)}, "1F1", 3.0),
+        ({"ranks": (1.0, 2.0)}, "1F1", 2.0),
+        ({"links": (Link(0, 1, 5.0),)}, "1F1", 1.0),
+    ],
+    ids=["microbatch", "rank", "link"],
+)
+def test_what_is_not_alike_is_drawn_so(kind: dict[str, Any], action: str, longer: float) -> None:
+    plan = get_schedule("1f1b")(2, 4)
+    even, uneven = (simulate(plan, replace(Costs.unit(plan), **given)) for given in ({}, kind))
+    plain, found = (drawn(to_svg(timeline, width=1000)) for timeline in (even, uneven))
+    assert found[action][2] / found["0F0"][2] == pytest.approx(longer * plain[action][2] / plain["0F0"][2], rel=0.02)
+    start = (found["1F0"][1] - found["0F0"][1]) / found["0F0"][2]
+    assert start == pytest.approx(6.0 if "links" in kind else 1.0, rel=0.05), "and in its place"

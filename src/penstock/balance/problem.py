@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
+from operator import add, sub
 
 from penstock.balance.profile import Profile
 
@@ -28,7 +29,8 @@ class Problem:
     in_flight: tuple[tuple[int, int], ...]
     # Bytes of parameter, gradient and optimizer state for each byte of parameter.
     state_factor: Fraction
-    bandwidth: float | None
+    # For each stage: bytes in one unit of time to the rank of the next stage and to that of the one before; None: no limit.
+    bandwidths: tuple[tuple[float | None, float | None], ...]
 
     @property
     def num_layers(self) -> int:
@@ -48,16 +50,19 @@ class Problem:
         return tuple(tuple(s for s, r in enumerate(self.ranks) if r == rank) for rank in range(self.num_ranks))
 
     @cached_property
-    def _exact(self) -> tuple[list[int], list[int], int]:
+    def _exact(self) -> tuple[list[int], dict[float, list[int]], int]:
+        """The time of each layer; for each bandwidth that of what crosses each cut; and what they are multiples of."""
         times = [
             Fraction(layer.forward) + Fraction(layer.backward_input) + Fraction(layer.backward_weight)
             for layer in self.profile.layers
         ]
-        wires = [Fraction(0)] * (self.num_layers + 1)
-        if self.bandwidth is not None:
-            wires[1:-1] = [Fraction(size / self.bandwidth) for size in self.profile.crossing]
-        scale = math.lcm(*(value.denominator for value in (*times, *wires)))
-        return [int(t * scale) for t in times], [int(w * scale) for w in wires], scale
+        wires = {
+            bandwidth: [Fraction(0), *(Fraction(size / bandwidth) for size in self.profile.crossing), Fraction(0)]
+            for bandwidth in {one for both in self.bandwidths for one in both if one is not None}
+        }
+        scale = math.lcm(*(value.denominator for values in (times, *wires.values()) for value in values))
+        whole = {bandwidth: [int(value * scale) for value in values] for bandwidth, values in wires.items()}
+        return [int(time * scale) for time in times], whole, scale
 
     @property
     def scale(self) -> int:
@@ -76,29 +81,28 @@ class Problem:
     @cached_property
     def ceiling(self) -> int:
         """More than any stage or rank can cost."""
-        return self.prefix[-1] + 2 * self.num_stages * max(self._exact[1]) + 1
+        return self.prefix[-1] + 2 * self.num_stages * max(map(max, self._exact[1].values()), default=0) + 1
 
     def local(self, cut_index: int) -> bool:
         """Whether the boundary before this stage joins two stages of one rank (the turn of a V)."""
         return 0 < cut_index < self.num_stages and self.ranks[cut_index - 1] == self.ranks[cut_index]
 
     @cached_property
-    def has_wires(self) -> bool:
-        return any(self._exact[1])
-
-    @cached_property
-    def _with_wire(self) -> tuple[list[int], list[int]]:
-        wires = self._exact[1]
-        return [p + w for p, w in zip(self.prefix, wires, strict=True)], [
-            p - w for p, w in zip(self.prefix, wires, strict=True)
-        ]
+    def _with_wire(self) -> dict[float, tuple[list[int], list[int]]]:
+        """By bandwidth: the sums with what crosses the cut added to them, and taken off."""
+        return {
+            bandwidth: (list(map(add, self.prefix, wires)), list(map(sub, self.prefix, wires)))
+            for bandwidth, wires in self._exact[1].items()
+        }
 
     def ends(self, stage: int) -> list[int]:
         """With `starts`: the cost of layers a..b as this stage is ends[b] - starts[a]."""
-        return self.prefix if self.local(stage + 1) or not self.has_wires else self._with_wire[0]
+        bandwidth = self.bandwidths[stage][0]
+        return self.prefix if bandwidth is None or self.local(stage + 1) else self._with_wire[bandwidth][0]
 
     def starts(self, stage: int) -> list[int]:
-        return self.prefix if self.local(stage) or not self.has_wires else self._with_wire[1]
+        bandwidth = self.bandwidths[stage][1]
+        return self.prefix if bandwidth is None or self.local(stage) else self._with_wire[bandwidth][1]
 
     def cost(self, stage: int, start: int, stop: int) -> int:
         return self.ends(stage)[stop] - self.starts(stage)[start]

@@ -14,6 +14,7 @@ from penstock.balance.profile import Profile
 from penstock.balance.shares import by_shares
 from penstock.errors import BalanceError
 from penstock.plan import Placement
+from penstock.simulate import Link
 
 InFlight = int | tuple[int, int]
 
@@ -29,6 +30,7 @@ def balance(
     microbatches_in_flight: Callable[[int], InFlight] | Sequence[InFlight] | None = None,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     bandwidth: float | None = None,
+    links: Sequence[Link] = (),
     rank_times: Sequence[float] | None = None,
 ) -> Cuts:
     """Find the cut points that make the slowest stage as fast as possible. Exact, not a heuristic.
@@ -52,6 +54,7 @@ def balance(
     optimizer_bytes_per_parameter_byte: 2 for Adam in the precision of the parameters, 0 for plain SGD.
     bandwidth: bytes in one unit of time. Then what crosses a cut between two ranks costs its stages on either side
         bytes / bandwidth (the activation one way, its gradient the other).
+    links: ordered pairs of ranks with a bandwidth of their own. Their latency is the same wherever the cuts are.
     rank_times: for each rank how many times as long as the profile says it takes; the slowest stage is then weighed so.
 
     Sums over the stages of a rank (objective="rank", or a memory limit that two stages share) are weighed exactly as
@@ -72,7 +75,7 @@ def balance(
         limits=_limits(memory_limit, max(stage_ranks) + 1),
         in_flight=_in_flight(microbatches_in_flight, num_stages),
         state_factor=_positive("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte, zero=True) + 2,
-        bandwidth=None if bandwidth is None else float(_positive("bandwidth", bandwidth)),
+        bandwidths=_bandwidths(stage_ranks, bandwidth, links),
     )
     if rank_times is not None and len(set(rank_times)) > 1:
         cuts, exact = _unequal(problem, objective, rank_times)
@@ -108,6 +111,23 @@ def placement_ranks(
     if set(given) != set(range(num_ranks or max(given) + 1)):
         raise BalanceError(f"placement uses ranks {sorted(set(given))}, expected every rank from 0 on to have a stage")
     return given
+
+
+def _bandwidths(
+    ranks: Sequence[int], usual: float | None, links: Sequence[Link]
+) -> tuple[tuple[float | None, float | None], ...]:
+    """For each stage: of the way to the next stage, and to the one before."""
+    known = {link[:2]: link.bandwidth for link in links}
+    if known and max(map(max, known)) > max(ranks):
+        raise BalanceError(f"links={list(links)} on {max(ranks) + 1} ranks; expected ranks from 0 to {max(ranks)}")
+
+    def of(stage: int, other: int) -> float | None:
+        if not 0 <= other < len(ranks):
+            return None
+        found = known.get((ranks[stage], ranks[other]), usual)
+        return None if found is None else float(_positive("bandwidth", found))
+
+    return tuple((of(stage, stage + 1), of(stage, stage - 1)) for stage in range(len(ranks)))
 
 
 def _limits(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, ...] | None:

@@ -150,16 +150,29 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[]
         optimizer_bytes=optimizer_bytes(request),
         machine=machine,
         offload=ends.device.type != "cpu" or request.of_steps.offload_to is not None,
+        microbatches=_sizes(request),
     )
     _check(wishes)
-    if isinstance(of_cut.profile, Profile):
-        return choose(of_cut.profile, wishes)
-    found = profile()
-    if "rank_times" in found.metadata:
-        wishes = replace(wishes, machine=replace(wishes.machine, ranks=tuple(found.metadata["rank_times"])))
+    given = of_cut.profile if isinstance(of_cut.profile, Profile) else None
+    found = given or profile()
+    times = found.metadata.get("rank_times")
+    if times is not None and len(times) == wishes.num_ranks:
+        wishes = replace(wishes, machine=replace(wishes.machine, ranks=tuple(times)))
+    if given is not None:
+        return choose(given, wishes)
     if of_cut.split_spec is not None or of_cut.split_policy is not None:
         wishes = _with_stages(wishes, len(found.layers))
     return choose(found, wishes)
+
+
+def _sizes(request: Request) -> tuple[float, ...] | None:
+    """How large the microbatches of the example are beside one another, where rows are grouped by their lengths."""
+    rows, count = request.of_steps.group_rows, batch_size_of(request.args, request.kwargs)
+    if rows is None or count is None or count < request.microbatches:
+        return None
+    costs = rows.grouped(request.microbatches, request.args, request.kwargs).costs
+    mean = sum(costs) / len(costs)
+    return tuple(cost / mean for cost in costs) if mean and len(set(costs)) > 1 else None
 
 
 def _is_measured(request: Request) -> bool:

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from penstock.balance import Cuts, Profile, balance
+from penstock.balance import Profile, balance
 from penstock.comm.decoding import reading
 from penstock.errors import BalanceError, PlanError
 from penstock.front.stage_costs import FREE, Machine, stage_costs
@@ -46,6 +46,7 @@ class Wishes:
     optimizer_bytes: float = 2.0  # for each byte of parameters
     machine: Machine = FREE
     offload: bool = False  # whether stages may be offloaded to keep to the limit
+    microbatches: tuple[float, ...] | None = None  # how large each is beside the others; None: they are alike
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Choice:
     calibrated: Costs | None = None  # of the stages, measured in steps of all ranks; see `Pipeline.calibrate`
     spared: tuple[Spared, ...] = ()  # the stages that hold less, to keep to a limit
     smallest_limit: int | None = None  # bytes a rank: the least limit that would have done
+    microbatches: tuple[float, ...] | None = None  # how large each is beside the others
 
     @property
     def num_stages(self) -> int:
@@ -112,7 +114,10 @@ class Choice:
 
     @cached_property
     def costs(self) -> Costs:
-        return self.calibrated or stage_costs(self.profile, self.bounds, self.machine, self.plan.placement)
+        if self.calibrated is not None:
+            return self.calibrated
+        found = stage_costs(self.profile, self.bounds, self.machine, self.plan.placement)
+        return replace(found, microbatches=self.microbatches)
 
     @property
     def predicted(self) -> float:
@@ -150,6 +155,7 @@ class Choice:
                 "calibrated": None if self.calibrated is None else dumps_costs(self.calibrated),
                 "spared": [asdict(spared) for spared in self.spared],
                 "smallest_limit": self.smallest_limit,
+                "microbatches": self.microbatches,
             }
         )
 
@@ -164,7 +170,7 @@ class Choice:
         machine = data["machine"]
         links = tuple(Link(*link) for link in machine.pop("links", ()))
         ranks = machine.pop("ranks", None)
-        calibrated = data.get("calibrated")
+        calibrated, sizes = data.get("calibrated"), data.get("microbatches")
         return cls(
             plan=replace(loads(data["plan"]), name=data["schedule"], placement=Placement.of(data["placement"])),
             boundaries=tuple(data["boundaries"]),
@@ -176,13 +182,14 @@ class Choice:
             calibrated=None if calibrated is None else loads_costs(calibrated),
             spared=tuple(Spared(**spared) for spared in data.get("spared", ())),
             smallest_limit=data.get("smallest_limit"),
+            microbatches=sizes and tuple(sizes),
         )
 
 
 @dataclass
 class _Found:
     tried: list[Tried] = field(default_factory=list)
-    choices: list[tuple[Tried, Plan, Cuts]] = field(default_factory=list)
+    choices: list[tuple[Tried, Choice]] = field(default_factory=list)
 
 
 def choose(profile: Profile, wishes: Wishes) -> Choice:
@@ -204,17 +211,13 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
         _try(plan, profile, wishes, found)
     if not found.choices:
         raise BalanceError(f"no schedule can be used:\n{_reasons(found.tried)}")
-    fastest = min(tried.makespan or 0.0 for tried, _, _ in found.choices)
+    fastest = min(tried.makespan or 0.0 for tried, _ in found.choices)
     near = [entry for entry in found.choices if (entry[0].makespan or 0.0) <= CLOSE * fastest]
-    best, plan, cuts = min(near, key=lambda entry: (entry[1].num_stages, entry[0].memory))
+    best, choice = min(near, key=lambda entry: (entry[1].num_stages, entry[0].memory))
     given = wishes.schedule != "auto" or wishes.plan is not None
-    return Choice(
-        plan,
-        cuts.boundaries,
-        profile,
-        tuple(sorted(found.tried, key=lambda tried: (tried.makespan is None, tried.makespan or 0.0))),
-        wishes.machine,
-        wishes.optimizer_bytes,
+    return replace(
+        choice,
+        tried=tuple(sorted(found.tried, key=lambda tried: (tried.makespan is None, tried.makespan or 0.0))),
         why=why_chosen(best, len(found.choices), fastest, given=given, profile=profile),
     )
 
@@ -334,23 +337,10 @@ def _try(plan: Plan, profile: Profile, wishes: Wishes, found: _Found) -> None:
         found.tried.append(Tried(plan.name, per_rank, None, why=f"the model has only {len(profile.layers)} layers"))
         return
     try:
-        cuts = balance(
-            profile,
-            plan.num_stages,
-            placement=plan.placement,
-            num_ranks=plan.num_ranks,
-            rank_times=wishes.machine.ranks,
-        )
+        choice = fastest_cut(plan, profile, wishes)
     except BalanceError as error:
         found.tried.append(Tried(plan.name, per_rank, None, why=str(error)))
         return
-    choice = Choice(
-        plan,
-        cuts.boundaries,
-        profile,
-        machine=wishes.machine,
-        optimizer_bytes=wishes.optimizer_bytes,
-    )
     timeline = choice.timeline
     memory = max(
         round(peak) + choice.state_bytes(plan.placement.stages_of(rank))
@@ -358,4 +348,37 @@ def _try(plan: Plan, profile: Profile, wishes: Wishes, found: _Found) -> None:
     )
     tried = Tried(plan.name, per_rank, timeline.makespan, timeline.bubble_makespan, memory)
     found.tried.append(tried)
-    found.choices.append((tried, plan, cuts))
+    found.choices.append((tried, choice))
+
+
+def fastest_cut(plan: Plan, profile: Profile, wishes: Wishes) -> Choice:
+    """The best cut by what the ranks compute; or, where some links are narrower than others, with what crosses them weighed as
+    well, if the step is shorter with that.
+    """
+    machine = wishes.machine
+    weighed: list[dict[str, Any]] = [{}]
+    if any(link.bandwidth is not None for link in machine.links):
+        weighed.append({"bandwidth": machine.bandwidth, "links": machine.links})
+    cuts = [
+        balance(
+            profile,
+            plan.num_stages,
+            placement=plan.placement,
+            num_ranks=plan.num_ranks,
+            rank_times=machine.ranks,
+            **wires,
+        )
+        for wires in weighed
+    ]
+    choices = [
+        Choice(
+            plan,
+            boundaries,
+            profile,
+            machine=machine,
+            optimizer_bytes=wishes.optimizer_bytes,
+            microbatches=wishes.microbatches,
+        )
+        for boundaries in dict.fromkeys(cut.boundaries for cut in cuts)
+    ]
+    return min(choices, key=lambda choice: choice.timeline.makespan) if len(choices) > 1 else choices[0]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from penstock.balance import Profile, balance
 from penstock.balance.cuts import size_text
 from penstock.errors import BalanceError
-from penstock.front.choose import CLOSE, Choice, Spared, Tried, Wishes, plans, why_chosen
+from penstock.front.choose import CLOSE, Choice, Spared, Tried, Wishes, fastest_cut, plans, why_chosen
 from penstock.lower import offload, recompute
 from penstock.plan import Plan
 
@@ -130,11 +130,9 @@ def _candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterato
             continue
         if plan.placement.ranks not in lean:
             lean[plan.placement.ranks] = _leanest(profile, plan, wishes.optimizer_bytes)
-        times = wishes.machine.ranks
-        cuts = balance(profile, plan.num_stages, placement=plan.placement, num_ranks=plan.num_ranks, rank_times=times)
-        quick = cuts.boundaries
-        for boundaries in dict.fromkeys((quick, lean[plan.placement.ranks])):
-            yield Choice(plan, boundaries, profile, machine=wishes.machine, optimizer_bytes=wishes.optimizer_bytes)
+        quick = fastest_cut(plan, profile, wishes)
+        for boundaries in dict.fromkeys((quick.boundaries, lean[plan.placement.ranks])):
+            yield replace(quick, boundaries=boundaries)
 
 
 def _leanest(profile: Profile, plan: Plan, optimizer_bytes: float) -> tuple[int, ...]:

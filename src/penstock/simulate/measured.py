@@ -198,7 +198,10 @@ def _waits(timeline: Timeline) -> list[_Wait]:
 
 
 def _under_way(waits: Sequence[_Wait]) -> dict[tuple[int, int], float]:
-    """How long a message takes to a rank that waits for it, by ordered pair of ranks; both ways get the mean, since what the clocks of two ranks differ by counts once each way."""
+    """How long a message takes to a rank that waits for it, by ordered pair of ranks.
+
+    Both ways get the mean, since what the clocks of two ranks differ by counts once each way.
+    """
     late: dict[tuple[int, int], list[float]] = defaultdict(list)
     for wait in waits:
         if wait.late:
