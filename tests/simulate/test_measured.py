@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.errors import PlanError
+from penstock.errors import DeadlockError, PlanError
 from penstock.lower import lower
+from penstock.plan import Plan
 from penstock.plan.actions import OP
 from penstock.plan.ops import MESSAGES
 from penstock.schedules import get_schedule
-from penstock.simulate import Costs, Link, Timeline, measured_costs, simulate
+from penstock.simulate import Costs, Link, Timeline, dumps_costs, loads_costs, measured_costs, simulate
 from penstock.simulate.measured import Steps
+from penstock.simulate.replay import replayed
 
 FOUR = Costs.per_stage((1.0, 2.0, 3.0, 2.0), (1.5, 2.5, 2.0, 2.0), (0.5, 1.0, 2.0, 1.0))
 
@@ -68,6 +70,37 @@ def test_a_step_that_was_disturbed_does_not_count() -> None:
     quiet = recorded(simulate(plan, Costs.unit(plan)))
     slow = recorded(simulate(plan, Costs.per_rank(num_stages=2, forward=9.0)))
     assert measured_costs([quiet, slow, quiet], Costs.unit(plan)).forward == pytest.approx((1.0, 1.0))
+
+
+def test_steps_take_longer_where_equal_actions_take_unequal_time() -> None:
+    """Each microbatch is slow on one rank only, and in half of the steps: no rank does more than another in the mean."""
+    plan = lower(get_schedule("1f1b")(2, 4))
+    base = replace(Costs.unit(plan), latency=0.1, posting=0.01)
+    steps = [recorded(simulate(plan, replace(base, ranks=ranks))) for ranks in ((1.5, 0.5), (0.5, 1.5))]
+    even = recorded(simulate(plan, base))
+    assert measured_costs([even], base).uneven == pytest.approx(0.0, abs=0.3)
+    found = measured_costs(steps, base)
+    assert found.forward == pytest.approx((1.0, 1.0), abs=0.05)
+    predicted = simulate(plan, found).makespan
+    assert predicted < 0.9 * steps[0].makespan, "the means alone promise too much"
+    mean = sum(step.makespan for step in steps) / 2
+    assert predicted + found.uneven == pytest.approx(mean, rel=0.02)
+    assert loads_costs(dumps_costs(found)) == found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved1f1b", "zbv", "interleavedzerobubble", "dualpipev"])
+def test_a_step_replayed_with_its_own_times_takes_what_it_took(name: str) -> None:
+    plan = lower(get_schedule(name)(2, 6))
+    step = recorded(simulate(plan, replace(Costs.unit(plan), latency=0.2, microbatches=(1.0, 2.0, 0.5, 1.0, 3.0, 0.5))))
+    lengths = Steps.of([step]).lengths
+    delays = {(0, 1): 0.2, (1, 0): 0.2}
+    assert replayed(plan, lengths, delays, pickup=0.0) == pytest.approx(step.makespan)
+
+
+def test_a_plan_without_messages_is_not_replayed() -> None:
+    plan = Plan.of([["0F0", "0RECV_B0", "0B0"], ["1F0", "1B0"]])
+    with pytest.raises(DeadlockError, match="wait for messages that nobody sends"):
+        replayed(plan, [[1.0] * 3, [1.0] * 2], {}, pickup=0.0)
 
 
 def test_what_cannot_be_put_together() -> None:

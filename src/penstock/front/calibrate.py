@@ -22,7 +22,7 @@ _WARM_UP = 2
 
 
 def calibrated(
-    choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[], object], *, rounds: int = 8
+    choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[], object], *, rounds: int = 12
 ) -> Choice:
     """The choice with the costs of its stages, and of what is around a step, as some steps have them.
 

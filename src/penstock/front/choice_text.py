@@ -98,10 +98,21 @@ def _prediction(choice: Choice) -> list[str]:
         )
         return [f"nothing was measured: {said}, messages count as free", f"estimated: {bubble}"]
     return [
-        f"predicted: a step takes {time_text(timeline.makespan, 's')}, {bubble}",
+        f"predicted: a step takes {time_text(choice.predicted, 's')}, {bubble}",
+        *_parts(choice),
         f"reckoned with, as measured between these ranks: {_machine(choice)}",
         *_table(rank_rows(choice)),
     ]
+
+
+def _parts(choice: Choice) -> list[str]:
+    """What a predicted step consists of, where steps were measured."""
+    if choice.calibrated is None:
+        return []
+    actions, uneven = time_text(choice.timeline.makespan, "s"), time_text(choice.costs.uneven, "s")
+    around = time_text(choice.machine.around, "s")
+    beside = f"{uneven} since equal actions do not take equal time, {around} before the first action and after the last"
+    return [f"of that: {actions} actions and messages, {beside}"]
 
 
 def _machine(choice: Choice) -> str:

@@ -121,8 +121,8 @@ class Choice:
 
     @property
     def predicted(self) -> float:
-        """How long a step takes, by these costs: its actions, and what is around them."""
-        return self.timeline.makespan + self.machine.around
+        """How long a step takes, by these costs: its actions, what they take longer now and then, and what is around them."""
+        return self.timeline.makespan + self.costs.uneven + self.machine.around
 
     @cached_property
     def timeline(self) -> Timeline:

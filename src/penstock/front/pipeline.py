@@ -226,7 +226,7 @@ class Pipeline(OwnStages):
         with self._schedule.record() as recording:
             yield recording
 
-    def calibrate(self, *args: Any, target: Any = None, rounds: int = 8, **kwargs: Any) -> Choice:
+    def calibrate(self, *args: Any, target: Any = None, rounds: int = 12, **kwargs: Any) -> Choice:
         """Measure what the stages cost while all ranks are at work, with a few steps over a batch; all ranks call it.
 
             pipe.calibrate(tokens, target=labels)

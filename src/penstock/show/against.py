@@ -47,7 +47,8 @@ def kinds(planned: Timeline, measured: Timeline) -> list[KindOfAction]:
             KindOfAction("sends and receives", count, count * posting, spent, "what a rank spends on posting a message")
         )
     before, after = (sum(idle.total for idle in timeline.idle) for timeline in (planned, measured))
-    assumption = "how long messages are under way, and that equal actions take equal time"
+    before += (planned.costs.uneven if planned.costs else 0.0) * planned.plan.num_ranks
+    assumption = "how long messages are under way, and how unequal the times of equal actions are"
     found.append(KindOfAction("waiting", 0, before, after, assumption))
     return found
 
@@ -70,12 +71,20 @@ def rows(found: Iterable[KindOfAction], num_ranks: int) -> list[list[str]]:
     return made
 
 
+def step_time(planned: Timeline) -> float:
+    """What its actions and messages are predicted to take, with what ranks wait since equal actions do not take equal time.
+
+    step_time(simulate(plan, costs))
+    """
+    return planned.makespan + (planned.costs.uneven if planned.costs else 0.0)
+
+
 def verdict(planned: Timeline, measured: Timeline) -> str:
     """Which assumption was off, in a sentence.
 
     verdict(planned, measured)  # "The step took 1.2 s, 3% more than predicted: every assumption held."
     """
-    ratio = measured.makespan / planned.makespan - 1 if planned.makespan else 0.0
+    ratio = measured.makespan / step_time(planned) - 1 if planned.makespan else 0.0
     much = f"{percent(abs(ratio))} {'more' if ratio >= 0 else 'less'} than predicted"
     step = f"The step took {time_text(measured.makespan, 's')}, {much}"
     if abs(ratio) <= _CLOSE:

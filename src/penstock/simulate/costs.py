@@ -53,6 +53,9 @@ class Costs:
     output_bytes: tuple[float, ...] | None = None  # what a stage sends for a microbatch; its gradient is as large
     overhead: float = 0.0  # what a rank spends on each compute action beside the computation
     posting: float = 0.0  # what a rank spends on each send or receive of a lowered plan
+    uneven: float = (
+        0.0  # of a step: what ranks wait for one another since equal actions do not take equal time; not simulated
+    )
     unshard: float = 0.0  # gather the parameters of a stage
     reshard: float = 0.0
     reduce_grad: float = 0.0

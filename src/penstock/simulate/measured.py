@@ -8,6 +8,9 @@ an action is the mean: what makes every action a little longer now and then make
 it. Of a stage and op it is the mean over the microbatches. An action's time ends where its call ended; what a rank takes to pick
 up a message that is there already is counted to the action that needs it. A message's latency is what passes from the end of its
 send to the start of an action that waited for nothing else.
+
+With these costs every action of a kind takes the same time. In a real step it does not, and the ranks wait for one another
+longer: that is `Costs.uneven`, found by replaying the steps with the time that each single action took.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from typing import Any, NamedTuple
 from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, microbatch_of, partner_of, parts, stage_of
-from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, RECEIVES, SENDS, Op
+from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, SENDS, Op
 from penstock.simulate.costs import Costs, Link
+from penstock.simulate.replay import Receives, replayed
+from penstock.simulate.simulate import simulate
 from penstock.simulate.timeline import Timeline
 
 _DIFFERENT = 1.5  # a link whose latency is so many times that of the others has one of its own
@@ -37,6 +42,7 @@ class Steps:
     lengths: tuple[tuple[float, ...], ...]  # of each action, by rank and position
     delays: dict[tuple[int, int], float]  # by ordered pair of ranks: how long a message is under way
     pickup: float  # what it takes to pick up a message that is there
+    each: tuple[tuple[tuple[float, ...], ...], ...] = ()  # `lengths` of each of the steps
 
     @classmethod
     def of(cls, timelines: Sequence[Timeline]) -> Steps:
@@ -50,23 +56,31 @@ class Steps:
         if any(timeline.plan != plan for timeline in timelines[1:]):
             raise PlanError("measured steps of different plans; expected one plan")
         typical = undisturbed(timelines)
-        columns = [
-            zip(*([e - s for s, e in zip(t.starts[r], t.ends[r], strict=True)] for t in typical), strict=True)
-            for r in range(plan.num_ranks)
-        ]
-        lengths = tuple(tuple(map(statistics.fmean, column)) for column in columns)
+        each = tuple(
+            tuple(
+                tuple(end - start for start, end in zip(*both, strict=True))
+                for both in zip(timeline.starts, timeline.ends, strict=True)
+            )
+            for timeline in typical
+        )
+        lengths = tuple(tuple(map(statistics.fmean, zip(*rank, strict=True))) for rank in zip(*each, strict=True))
         waits = [wait for timeline in typical for wait in _waits(timeline)]
         under_way = _under_way(waits)
         slowest = max(under_way.values(), default=0.0)
         there = [wait.gap for wait in waits if not wait.late and wait.lay > under_way.get(wait.pair, slowest)]
         pickup = statistics.fmean(there) if there else 0.0
         delays = {pair: max(delay - pickup, 0.0) for pair, delay in under_way.items()}
-        return cls(plan, lengths, delays, pickup)
+        return cls(plan, lengths, delays, pickup, each)
+
+    def uneven(self, costs: Costs) -> float:
+        """How much longer a step takes since each action takes a time of its own, and not what these costs say of its kind."""
+        steps = [replayed(self.plan, lengths, self.delays, pickup=self.pickup) for lengths in self.each]
+        return max(statistics.fmean(steps) - simulate(self.plan, costs).makespan, 0.0)
 
     def by_stage(self) -> dict[int, list[tuple[int, float]]]:
         """By key of a compute action: the microbatch and the time of each; pairs are left out."""
         found: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        needing = _Receives(self.plan)
+        needing = Receives(self.plan)
         for codes, lengths in zip(self.plan.codes, self.lengths, strict=True):
             for code, length in zip(codes, lengths, strict=True):
                 if code & OP in COMPUTES and code & OP != OVERLAP:
@@ -118,7 +132,7 @@ def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatc
             columns[name][stage_of(key)] = time
     posts, pairs = steps.of_kind(MESSAGES), steps.of_kind(frozenset({OVERLAP}))
     latency, links = _links(steps.delays)
-    return replace(
+    found = replace(
         known,
         **_filled(columns, known),
         overlap=statistics.mean(pairs) if pairs else known.overlap,
@@ -130,6 +144,7 @@ def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatc
         microbatches=steps.microbatches() if per_microbatch else known.microbatches,
         ranks=None,
     )
+    return replace(found, uneven=steps.uneven(found))
 
 
 def _filled(columns: dict[str, list[float | None]], known: Costs) -> dict[str, Any]:
@@ -152,19 +167,6 @@ def _filled(columns: dict[str, list[float | None]], known: Costs) -> dict[str, A
     return {name: tuple(values) for name, values in found.items()}
 
 
-class _Receives(dict[int, tuple[int, ...]]):
-    """By key of a compute action: the keys of the receives that it needs."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.rules = plan.rules
-
-    def __missing__(self, key: int) -> tuple[int, ...]:
-        needs = self.rules.needs(key) if key & OP in COMPUTES and key & OP != OVERLAP else ()
-        found = self[key] = tuple(need for need in needs if need & OP in RECEIVES)
-        return found
-
-
 class _Wait(NamedTuple):
     """An action that needs a message."""
 
@@ -185,7 +187,7 @@ def _waits(timeline: Timeline) -> list[_Wait]:
         for code, end in zip(codes, timeline.ends[rank], strict=True)
         if code & OP in SENDS
     }
-    needing, found = _Receives(plan), []
+    needing, found = Receives(plan), []
     for rank, codes in enumerate(plan.codes):
         free = 0.0
         for code, start, end in zip(codes, timeline.starts[rank], timeline.ends[rank], strict=True):

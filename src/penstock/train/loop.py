@@ -162,7 +162,7 @@ class Run:
         """Predict the steps by what they cost with all ranks at work."""
         args, target = self.update.share(self.job.batch(0))
         with self.update.casting(self.pipe.transport.device.type):
-            choice = self.pipe.calibrate(*args, target=target, rounds=3)
+            choice = self.pipe.calibrate(*args, target=target, rounds=5)
         self.screen.say(f"a step is predicted to take {time_text(choice.predicted, 's')}, without the optimizer")
 
     def _resume(self) -> int:

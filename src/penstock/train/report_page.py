@@ -149,7 +149,10 @@ def _figures(data: dict[str, Any], planned: Timeline, measured: Timeline) -> str
     figures = [
         ("steps", str(len(data["losses"]))),
         ("loss, first to last", f"{losses[0]:.3f} → {losses[-1]:.3f}" if losses else "-"),
-        ("step, planned / measured", f"{time_text(planned.makespan, 's')} / {time_text(measured.makespan, 's')}"),
+        (
+            "step, planned / measured",
+            f"{time_text(against.step_time(planned), 's')} / {time_text(measured.makespan, 's')}",
+        ),
         ("bubble, planned / measured", f"{percent(planned.bubble_makespan)} / {percent(measured.bubble_makespan)}"),
     ]
     listed = "".join(f'<div class="ps-card"><dt>{word}</dt><dd>{escape(value)}</dd></div>' for word, value in figures)

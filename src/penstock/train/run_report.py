@@ -187,7 +187,7 @@ def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeli
 
     made = [["", "a step takes", f"{unit} a second"]]
     if planned is not None:
-        made.append(row("predicted, without the optimizer", planned.makespan))
+        made.append(row("predicted, without the optimizer", against.step_time(planned)))
     made.append(row("measured, without the optimizer", measured.makespan))
     if data["seconds"]:
         made.append(row("measured, training (median)", statistics.median(data["seconds"])))
