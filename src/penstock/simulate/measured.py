@@ -167,7 +167,7 @@ def _filled(columns: dict[str, list[float | None]], known: Costs) -> dict[str, A
     return {name: tuple(values) for name, values in found.items()}
 
 
-class _Wait(NamedTuple):
+class _Awaited(NamedTuple):
     """An action that needs a message."""
 
     pair: tuple[int, int]  # sender and receiver
@@ -176,7 +176,7 @@ class _Wait(NamedTuple):
     lay: float  # how long before the rank was free the message was sent
 
 
-def _waits(timeline: Timeline) -> list[_Wait]:
+def _waits(timeline: Timeline) -> list[_Awaited]:
     """For each action that needs a message: how long after its send the action began; or, where the message was sent
     before the rank was free, how long after that.
     """
@@ -194,12 +194,12 @@ def _waits(timeline: Timeline) -> list[_Wait]:
             messages = [sent[need | part & MICROBATCH_FIELD] for part in parts(code) for need in needing[part & KEY]]
             if messages:
                 sender, left = max(messages, key=lambda one: one[1])
-                found.append(_Wait((sender, rank), start - max(left, free), left > free, free - left))
+                found.append(_Awaited((sender, rank), start - max(left, free), left > free, free - left))
             free = end
     return found
 
 
-def _under_way(waits: Sequence[_Wait]) -> dict[tuple[int, int], float]:
+def _under_way(waits: Sequence[_Awaited]) -> dict[tuple[int, int], float]:
     """How long a message takes to a rank that waits for it, by ordered pair of ranks.
 
     Both ways get the mean, since what the clocks of two ranks differ by counts once each way.
