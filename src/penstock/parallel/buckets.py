@@ -25,7 +25,9 @@ IN_FLIGHT = 2
 
 
 @torch.no_grad()
-def average_gradients(parameters: Sequence[Tensor], group: Any, *, bucket_bytes: int, failed: bool = False) -> bool:
+def average_gradients(
+    parameters: Sequence[Tensor], group: dist.ProcessGroup, *, bucket_bytes: int, failed: bool = False
+) -> bool:
     """Make every `.grad` its mean over `group`, in place. All replicas pass the same parameters in the same order.
 
     False if a replica has failed; gradients are then as they were.
@@ -47,7 +49,7 @@ def average_gradients(parameters: Sequence[Tensor], group: Any, *, bucket_bytes:
     return agreed
 
 
-def agree_in_host_memory(parameters: Sequence[Tensor], group: Any, *, failed: bool) -> bool:
+def agree_in_host_memory(parameters: Sequence[Tensor], group: dist.ProcessGroup, *, failed: bool) -> bool:
     """Whether no replica has failed. A parameter that another replica has a gradient for has one here from now on."""
     known = torch.tensor([*(p.grad is not None for p in parameters), failed], dtype=torch.int32)
     host_group(group).sum(known)
@@ -61,7 +63,7 @@ def agree_in_host_memory(parameters: Sequence[Tensor], group: Any, *, failed: bo
 
 
 @torch.no_grad()
-def average_sparse_gradients(parameters: Sequence[Tensor], group: Any) -> None:
+def average_sparse_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """The same for parameters whose gradients are sparse tensors, one message each."""
     size = dist.get_world_size(group)
     for parameter in parameters:
@@ -100,7 +102,7 @@ class _Bucket:
 
     __slots__ = ("_asks", "_flat", "_members", "_work")
 
-    def __init__(self, members: list[Tensor], group: Any, *, size: int, failed: bool | None) -> None:
+    def __init__(self, members: list[Tensor], group: dist.ProcessGroup, *, size: int, failed: bool | None) -> None:
         self._asks = failed is not None
         self._members = members
         first = local(members[0])

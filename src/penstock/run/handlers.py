@@ -8,10 +8,9 @@ A new op gets its handler here. `Schedule.register_custom_function` puts a funct
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from penstock.plan import Action, Op, Overlap
-from penstock.run.program import Program
+from penstock.run.program import Box, Program
 from penstock.run.setting import Call, Handler, Handlers
 
 
@@ -42,10 +41,11 @@ def receive_in_turn(program: Program, action: Action, cold: bool) -> Call:
     return partial(_queue_and_pull, box, _microbatch(action)) if cold else _receive(program, action, cold)
 
 
-def _queue_and_pull(box: Any, microbatch: int) -> None:
+def _queue_and_pull(box: Box, microbatch: int) -> None:
     box.queue(microbatch)
-    if box.channel is not None:
-        box.channel.pull_until(lambda: not box.channel.incoming)
+    channel = box.channel
+    if channel is not None:
+        channel.pull_until(lambda: not channel.incoming)
 
 
 def _care(method: str, wanted: str) -> Handler:
