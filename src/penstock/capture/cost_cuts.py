@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from penstock.balance import Cuts, Profile, balance
 from penstock.capture.cut_places import cut_places, estimated, sizes_in_example
 from penstock.capture.flat import Flat, Mark
-from penstock.capture.layer_costs import LayerSetting, kept_random_state, measure
+from penstock.capture.layer_costs import kept_random_state, measure
 from penstock.capture.load_state import has_no_data
+from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe_info import PipeInfo
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames

@@ -23,7 +23,8 @@ from penstock.capture.capture_model import pipeline
 from penstock.capture.cost_cuts import device_of
 from penstock.capture.cut_places import cut_places
 from penstock.capture.flat import Flat
-from penstock.capture.layer_costs import LayerSetting, kept_random_state, measure
+from penstock.capture.layer_costs import kept_random_state, measure
+from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import Pipe
 from penstock.errors import CaptureError
 

@@ -19,7 +19,7 @@ from penstock.capture import Pipe
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
-from penstock.front.build import Request, adopt, build, cut, device_of, forward_plan
+from penstock.front.build import Request, build, cut, device_of
 from penstock.front.calibrate import calibrated
 from penstock.front.change_plan import Replanner, replanned
 from penstock.front.choose import Choice
@@ -29,6 +29,7 @@ from penstock.front.ends import Ends
 from penstock.front.garbage import Garbage
 from penstock.front.grouping import in_groups, in_order
 from penstock.front.loading import copy_state, load_into
+from penstock.front.made_by_hand import adopt, forward_plan
 from penstock.front.memory_view import Memory, MemoryKeeper, shapes_in
 from penstock.front.on_device import OnDevice
 from penstock.front.own_stages import OwnStages

@@ -1,0 +1,203 @@
+"""One layer of a model, run alone as a stage runs it: forward, input pass, weight pass."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.capture.stage_module import StageModule
+from penstock.nest import tensors_in
+from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
+from penstock.stage.engine import run_engine
+from penstock.stage.held import Held
+from penstock.stage.offload import THRESHOLD
+
+
+@dataclass(frozen=True)
+class LayerSetting:
+    """How layers are run: with what, how often, where."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: Callable[..., Tensor] | None
+    target: Any
+    repeats: int
+    device: torch.device
+    enough: float = 1.0  # seconds: a layer that took longer than this is not run again
+
+
+class Bytes(NamedTuple):
+    """Of one layer, for one microbatch; as in `LayerCost`."""
+
+    activation_to_input: int
+    activation_to_weight: int
+    forward_peak: int
+    backward_peak: int
+    input_peak: int
+    weight_peak: int
+    unmoved: int
+    inputs: tuple[bool, ...]  # which of them its graph keeps
+    outputs: tuple[bool, ...]
+
+
+class Times(NamedTuple):
+    """Of one layer, for one microbatch: seconds, and bytes."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    backward: float
+    size: Bytes
+
+
+class Layer:
+    """One layer, run alone."""
+
+    def __init__(
+        self, module: StageModule, inputs: Sequence[Any], setting: LayerSetting, loss_index: int | None
+    ) -> None:
+        self.module = module
+        self.inputs = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in inputs]
+        self.setting = setting
+        self.loss_index = loss_index
+        self.last: tuple[Any, ...] = ()
+        self.deferral = Deferral(module)
+
+    def call(self, *values: Any) -> tuple[Any, ...]:
+        """What the backward starts from."""
+        results = self.last = self.module.run(values)
+        if not self.module.is_last:
+            return results
+        loss_fn, target = self.setting.loss_fn, self.setting.target
+        if self.loss_index is not None and loss_fn is None:
+            return ([value for value in results if isinstance(value, Tensor)][self.loss_index],)
+        if loss_fn is not None and target is not None:
+            return (loss_fn(self.module.build_output(results), moved(target, self.setting.device)),)
+        return results
+
+    def measure(self) -> Times:
+        self._run()
+        rows = []
+        start = self._now()
+        for _ in range(self.setting.repeats):
+            rows.append(self._run())
+            if self._now() - start > self.setting.enough:
+                break
+        forward, first, second, full = (statistics.median(column) for column in zip(*rows, strict=True))
+        return Times(forward, first, second, full, self._bytes())
+
+    def outputs(self) -> tuple[Any, ...]:
+        """What the next layers get: leaves that say whether a gradient is wanted, and hold nothing of this layer."""
+        self.call(*self.inputs)
+        results, self.last = self.last, ()
+        return tuple(
+            value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+            for value in results
+        )
+
+    def _run(self) -> tuple[float, float, float, float]:
+        """Seconds of the forward, of both passes of a split backward, and of a full one."""
+        start = self._now()
+        results, pending = run_deferred(self.deferral, self.call, tuple(self.inputs), {})
+        middle = self._now()
+        roots, grads = _seeds(results)
+        before = self._now()
+        backward_input(roots, grads, pending, inputs=[v for v in self.inputs if isinstance(v, Tensor)])
+        after = self._now()
+        backward_weight(pending)
+        end = self._now()
+        self._forget()
+        roots, grads = _seeds(self.call(*self.inputs))
+        again = self._now()
+        if roots:
+            run_engine(tuple(roots), tuple(grads))
+        full = self._now() - again
+        self._forget()
+        return middle - start, after - before, end - after, full
+
+    def _forget(self) -> None:
+        self.last = ()
+        for tensor in (*self.module.parameters(), *(v for v in self.inputs if isinstance(v, Tensor))):
+            tensor.grad = None
+
+    def _now(self) -> float:
+        if self.setting.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def _bytes(self) -> Bytes:
+        """What one microbatch holds, counted as a stage runs. What a layer is given belongs to the layer that made it."""
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # gradients have their memory before the first microbatch
+        saved = _Saved(self)
+        with Held() as held:
+            given = self._fresh()
+            taken = held.now
+            results = self.call(*given)
+            forward_peak = held.most - taken
+            roots, grads = _seeds(results)
+            made = held.most = held.now
+            if roots:
+                run_engine(tuple(roots), tuple(grads))
+            backward_peak = held.most - made
+            self.last, roots, grads, results, given = (), [], [], (), self._fresh()
+            results, pending = run_deferred(self.deferral, self.call, given, {})
+            roots, grads = _seeds(results)
+            made = held.most = held.now
+            backward_input(roots, grads, pending, inputs=[v for v in given if isinstance(v, Tensor)])
+            input_peak = held.most - made
+            self.last, roots, grads, results, given = (), [], [], (), ()
+            waiting = held.most = held.now
+            backward_weight(pending)
+            weight_peak = held.most - waiting
+        self._forget()
+        peaks = forward_peak, backward_peak, input_peak, weight_peak
+        return Bytes(saved.size, waiting, *peaks, saved.small, saved.inputs, saved.outputs)
+
+    def _fresh(self) -> tuple[Any, ...]:
+        """The inputs in memory of their own."""
+        return tuple(
+            v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in self.inputs
+        )
+
+
+class _Saved:
+    """What the graph of one forward keeps: bytes of its own, and which of its inputs and outputs."""
+
+    def __init__(self, layer: Layer) -> None:
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[address_of(tensor)] = tensor.detach()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer.call(*layer.inputs)
+        self.inputs = tuple(isinstance(v, Tensor) and address_of(v) in kept for v in layer.inputs)
+        self.outputs = tuple(isinstance(v, Tensor) and address_of(v) in kept for v in layer.last)
+        state = (*layer.module.parameters(), *layer.module.buffers())
+        given = tensors_in((layer.inputs, layer.setting.target))  # what the user gave for the loss is the user's
+        others = {address_of(tensor) for tensor in (*state, *given)}
+        sizes = [tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in others]
+        self.size = sum(sizes)
+        self.small = sum(size for size in sizes if size < THRESHOLD)
+        layer.last = ()
+
+
+def address_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _seeds(results: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    roots = [value for value in results if isinstance(value, Tensor) and value.requires_grad]
+    return roots, [torch.ones_like(value) for value in roots]
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
