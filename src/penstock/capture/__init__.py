@@ -18,12 +18,18 @@ from __future__ import annotations
 
 from penstock.capture.by_modules import ListStage, PipeSequential, Tie, find_ties, split_modules, tie
 from penstock.capture.capture_model import pipeline
-from penstock.capture.captured_stage import CapturedStage, build_stage
 from penstock.capture.cost_cuts import cuts_at, warn_if_uneven
 from penstock.capture.layer_costs import layer_names
 from penstock.capture.load_state import LoadReport, load, materialise
 from penstock.capture.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, pipe_split
-from penstock.capture.pipe import LossWrapper, MultiUseParameterConfig, Pipe, TrivialLossWrapper
+from penstock.capture.pipe import (
+    CapturedStage,
+    LossWrapper,
+    MultiUseParameterConfig,
+    Pipe,
+    TrivialLossWrapper,
+    build_stage,
+)
 from penstock.capture.pipe_info import PipeInfo, Shared
 from penstock.capture.profiling import capture_layers, profile, profile_layers
 from penstock.capture.stage_module import StageModule

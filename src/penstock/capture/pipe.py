@@ -15,10 +15,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.captured_stage import build_stage
-from penstock.capture.pipe_info import PipeInfo
+from penstock.capture.pipe_info import PipeInfo, StageRoutes
 from penstock.capture.stage_module import StageModule
 from penstock.errors import CaptureError
+from penstock.stage.pipeline_stage import PipelineStage
+
+
+class CapturedStage(PipelineStage):
+    """A stage around a captured module: it reads what its wires say, not all that the stage before returns.
+
+    stage = pipe.build_stage(rank, device)  # of pipe = penstock.pipeline(model, (x,))
+    """
+
+    routes: StageRoutes
+
+    def __init__(
+        self,
+        stage_module: StageModule,
+        stage_index: int,
+        pipe_info: PipeInfo,
+        device: torch.device | str,
+        group: Any = None,
+    ) -> None:
+        super().__init__(stage_module.to(device), stage_index, pipe_info.num_stages, device, group=group)
+        self.routes = StageRoutes(pipe_info, stage_index)
+        self.pipe_info = pipe_info
+
+
+def build_stage(
+    stage_module: StageModule, stage_index: int, pipe_info: PipeInfo, device: torch.device | str, group: Any = None
+) -> CapturedStage:
+    """A stage for a schedule, around a captured module that is moved to `device`.
+
+    stage = build_stage(pipe.get_stage_module(0), 0, pipe.info(), "cpu")
+    """
+    return CapturedStage(stage_module, stage_index, pipe_info, device, group)
 
 
 class MultiUseParameterConfig(Enum):

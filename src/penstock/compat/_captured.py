@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from penstock.capture import PipeInfo
-from penstock.capture.captured_stage import CapturedStage
+from penstock.capture.pipe import CapturedStage
 from penstock.capture.stage_module import StageModule
 from penstock.compat._exchange import RecvInfo
 from penstock.compat._infer import PipelineStage
