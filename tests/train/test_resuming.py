@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,16 +28,56 @@ import torch
 from torch import nn
 
 STOP_AT = -1
+READ = 0  # rows or batches that were read
 
-def build():
+def stop_at(number):
+    global READ
+    READ += 1
+    if number == STOP_AT:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+class Rows:  # 44 of them, with noise of their own
+    def __len__(self):
+        return 44
+    def __getitem__(self, k):
+        stop_at(READ)
+        x = torch.linspace(-1, 1, 6) * k / 44 + 0.1 * torch.randn(6)
+        return x, x[:3] * 2
+
+class Stream:  # knows its place, as torchdata's loaders do
+    def __init__(self):
+        self.place = 0
+    def __iter__(self):
+        if self.place == 5:
+            self.place = 0
+        while self.place < 5:
+            self.place += 1
+            stop_at(READ)
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(self.place))
+            yield x, x[:, :3] * 2
+    def state_dict(self):
+        return {"place": self.place}
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+def drawn(number):
+    stop_at(number)
+    x = torch.randn(8, 6)
+    return x, x[:, :3] * 2
+
+def made(data):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.2), nn.Tanh(), nn.Linear(12, 3))
-    def data(number):
-        if number == STOP_AT:
-            os.kill(os.getpid(), signal.SIGTERM)
-        x = torch.randn(8, 6)
-        return x, x[:, :3] * 2
     return model, data, nn.functional.mse_loss, lambda p: torch.optim.AdamW(p, lr=0.01)
+
+def build():
+    return made(drawn)
+
+def shuffled():
+    return made(torch.utils.data.DataLoader(Rows(), batch_size=8, shuffle=True))
+
+def streamed():
+    return made(Stream())
 """
 
 
@@ -70,15 +111,24 @@ def states(folder: str) -> tuple[Checkpoint, dict[str, object]]:
     return penstock.load(Path(folder) / "checkpoint"), {name: held[name] for name in ("scaler", "random")}
 
 
-def test_a_resumed_run_is_the_run_that_was_never_stopped(job: str) -> None:
-    from importlib import import_module
-
+@pytest.mark.parametrize(
+    ("kind", "stop_at", "read_again"),
+    [("build", 9, 1), ("shuffled", 70, 8 + 32), ("streamed", 9, 1)],
+    ids=["function", "DataLoader", "knows its place"],
+)
+def test_a_resumed_run_is_the_run_that_was_never_stopped(job: str, kind: str, stop_at: int, read_again: int) -> None:
+    """Stopped at the second batch of step 4. A loader that does not say where it is has then taken 32 rows of its second pass,
+    which are read again; the first batch is read once more in any case, as an example for the pipeline."""
+    module = import_module("resuming_job")
+    job = f"resuming_job:{kind}"
     torch.manual_seed(5)
     assert run_rank(options(job, "whole"))
+    read, module.READ = module.READ, 0
     torch.manual_seed(5)
-    import_module("resuming_job").STOP_AT = 9  # the second batch of step 4
+    module.STOP_AT = stop_at
     assert not run_rank(options(job, "parted"))
     assert len(losses("parted")) == 5
+    module.STOP_AT = -1
     torch.manual_seed(77)
     assert run_rank(options(job, "parted", resume=True))
     assert losses("parted") == losses("whole")
@@ -94,6 +144,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(job: str) -> None:
         )
     assert one.param_groups == other.param_groups, "the learning rate"
     assert "scaler" in of_one
+    assert module.READ - read == read_again
 
 
 def test_the_signal_is_given_back(job: str) -> None:

@@ -27,7 +27,7 @@ from penstock.front import Choice
 from penstock.front.build import Request, cut
 from penstock.front.pipeline_options import CutOptions, ModelOptions
 from penstock.train.run_report import read
-from penstock.train.train_job import Job, data_as_function, make_job
+from penstock.train.train_job import Job, batches_of, make_job
 from penstock.train.train_options import OPTIONS, TrainOptions
 from penstock.train.unpipelined import Unpipelined
 from penstock.train.update import Update
@@ -227,7 +227,7 @@ def test_a_model_of_ones_own_and_resuming_with_other_ranks_and_schedule(tmp_path
     scope: dict[str, Any] = {}
     exec(JOB, scope)
     model, data, loss_fn, optimizer, validation = scope["build"]()
-    job = Job(model, data_as_function(data), loss_fn, optimizer, validation=validation)
+    job = Job(model, batches_of(data)[0], loss_fn, optimizer, validation=validation)
     options_of_run = TrainOptions.of_file(tmp_path / "run" / "options.json")
     plain = Unpipelined(Update.of(options_of_run, job), model, range(2))
     expected = [plain.step(step) for step in range(8)]

@@ -170,7 +170,7 @@ class Run:
         if not self.pipe.any(place.exists() or bool(kept.older(place))):
             self.screen.say("no checkpoint yet: starting at step 0")
             return 0
-        extra = self.pipe.load(place, optimizer=self.rated.optimizer, or_older=True)
+        extra = self.pipe.load(place, optimizer=self.rated.optimizer, data=self.job.position, or_older=True)
         self.losses = list(extra["losses"])
         self.validation = [(step, loss) for step, loss in extra["validation"]]
         self.seconds = list(extra["seconds"])
@@ -296,8 +296,8 @@ class Run:
             "checked": None if self.checked is None else vars(self.checked),
             "recoveries": to_json(self.recoveries),
         }
-        place, keep = self.options.checkpoint, self.options.keep
-        self.pipe.save(place, optimizer=self.rated.optimizer, extra=extra, keep=keep, wait=wait)
+        place, keep, data = self.options.checkpoint, self.options.keep, self.job.position
+        self.pipe.save(place, optimizer=self.rated.optimizer, data=data, extra=extra, keep=keep, wait=wait)
         self.saving.append(time.perf_counter() - began)
 
     # -- after

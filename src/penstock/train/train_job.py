@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.train.corpus import Text, read_text
 from penstock.train.gpt import GPT, next_byte_loss, size_of
+from penstock.train.repeated import Repeated
 from penstock.train.train_options import TrainOptions
 
 Batch = tuple[tuple[Any, ...], Any]  # the model's arguments, and the target
@@ -40,6 +41,7 @@ class Job:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     validation: Sequence[Batch] = ()
     rate: Callable[[int], float] | None = None  # the factor of the learning rate, by step
+    position: Any = None  # what knows how far the data is: it has state_dict() and load_state_dict(), for checkpoints
     tokens: int = 0  # of a batch, for the speed; 0: rows are counted
     title: str = ""
     text: Text | None = field(default=None, repr=False)  # to generate from, for language models over bytes
@@ -102,12 +104,14 @@ def _users(options: TrainOptions) -> Job:
             "validation batches as a fifth, or a penstock.train.Job"
         )
     model, data, loss, optimizer, *rest = made
+    batch, position = batches_of(data)
     return Job(
         model,
-        data_as_function(data),
+        batch,
         loss,
         optimizer if callable(optimizer) else _of_optimizer(optimizer, model),
-        validation=[normal_batch(batch) for batch in (rest[0] if rest else ())],
+        validation=[normal_batch(one) for one in (rest[0] if rest else ())],
+        position=position,
         title=f"{type(model).__name__} of {sum(p.numel() for p in model.parameters()):,} parameters ({options.build})",
     )
 
@@ -127,40 +131,12 @@ def _of_optimizer(optimizer: Any, model: nn.Module) -> Callable[[Iterable[nn.Par
     return lambda parameters: kind(parameters, **{k: v for k, v in options.items() if k in accepted})
 
 
-def data_as_function(data: Any) -> Callable[[int], Batch]:
-    """Batches by step: a function of it, or anything that can be run through again and again."""
+def batches_of(data: Any) -> tuple[Callable[[int], Batch], Repeated | None]:
+    """Batches by number, of a function or of what can be run through again and again; of the latter also its position."""
     if callable(data):
-        return lambda step: normal_batch(data(step))
-    source = _Repeated(data)
-    return lambda step: normal_batch(source.at(step))
-
-
-class _Repeated:
-    """Batch number `step` of data that repeats; asked for in order."""
-
-    def __init__(self, data: Iterable[Any]) -> None:
-        self.data = data
-        self.next = 0
-        self.iterator: Iterator[Any] = iter(())
-        self.held: Any = None
-
-    def at(self, step: int) -> Any:
-        if step == self.next - 1:
-            return self.held
-        if step < self.next:
-            self.next, self.iterator = 0, iter(())
-        while self.next <= step:
-            self.held = next(self.iterator, _END)
-            if self.held is _END:
-                self.iterator = iter(self.data)
-                self.held = next(self.iterator, _END)
-                if self.held is _END:
-                    raise PenstockError("the data holds no batch")
-            self.next += 1
-        return self.held
-
-
-_END = object()
+        return lambda number: normal_batch(data(number)), None
+    source = Repeated(data)
+    return lambda number: normal_batch(source.at(number)), source
 
 
 def normal_batch(batch: Any) -> Batch:
