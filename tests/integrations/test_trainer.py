@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.integrations.transformers import PipelineTrainer
+from penstock.plan.ops import Op
 from tests.gloo_pool import GlooPool
-from tests.integrations.hf import as_torchrun, llama, padded
+from tests.integrations.hf import as_torchrun, llama, packed, padded
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mark.timeout(300)]
 
@@ -145,3 +148,61 @@ def test_other_losses_in_one_process(kind: str, tmp_path: Path) -> None:
         found.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history[:-1]])
     for one, other in zip(*found, strict=True):
         assert one == pytest.approx(other, rel=2e-2 if kind == "bf16" else 1e-4)
+
+
+class Lines(torch.utils.data.IterableDataset):
+    """Rows of changing lengths, two texts packed in each: what comes when cannot be asked for by number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for k in range(self.count):
+            row = {name: value[k % 5] for name, value in packed(5, 6 + k % 4).items()}
+            yield {**row, "input_ids": (row["input_ids"] * (k + 3)) % 37 + 3}
+
+
+def padded_to_the_longest(lines: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    fills = {"input_ids": 0, "position_ids": 0, "labels": -100}
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([line[name] for line in lines], batch_first=True, padding_value=fill)
+        for name, fill in fills.items()
+    }
+
+
+def with_lines(kind: Any, folder: str, *, batch: int, resume: str | None = None, **options: Any) -> Any:
+    changes = {"max_steps": 3, "eval_steps": 3, "per_device_train_batch_size": batch}
+    changes |= {"per_device_eval_batch_size": batch, "load_best_model_at_end": False}
+    trainer = kind(
+        model=llama(), args=arguments(folder, **changes, gradient_checkpointing=kind is PipelineTrainer),
+        train_dataset=Lines(64), eval_dataset=list(Lines(12)), data_collator=padded_to_the_longest,
+        compute_metrics=accuracy, **options,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/last")
+    logs = trainer.state.log_history[:-1]
+    return trainer, [{k: v for k, v in log.items() if not k.endswith(("_runtime", "_per_second"))} for log in logs]
+
+
+def replicated(folder: str) -> Any:
+    """Two replicas under DDP, and under FSDP from a checkpoint of theirs."""
+    with as_torchrun():
+        given = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), "microbatches": 2}
+        trainer, logs = with_lines(PipelineTrainer, f"{folder}/a", batch=3, pipeline_options=given)
+        given["data_parallel"], resume = "fsdp", f"{folder}/a/checkpoint-2"
+        _, again = with_lines(PipelineTrainer, f"{folder}/b", batch=3, resume=resume, pipeline_options=given)
+        return logs, again, trainer.pipe.plan.has(Op.R)
+
+
+def test_replicas_take_lines_of_changing_lengths_in_turn(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """Two replicas of two stages, three rows each: what one process makes of six."""
+    _, expected = with_lines(transformers.Trainer, str(tmp_path / "plain"), batch=6)
+    for logs, again, recomputes in gloo_pool.run(4, replicated, str(tmp_path), timeout=240.0):
+        assert_logs(logs, expected)
+        assert_logs(again, expected)
+        assert recomputes
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    found, wanted = (
+        read(tmp_path / f).eval()(**padded(5, 7, seed=9)).logits.detach() for f in ("b/last", "plain/last")
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` around a pipeline: all processes together hold one model, and see the same batches.
+"""`transformers.Trainer` around a pipeline: the processes of a replica together hold one model, and see the same batches.
 
     trainer = PipelineTrainer(model=model, args=args, train_dataset=data, pipeline_options={"microbatches": 8})
     trainer.train()                                   # torchrun --nproc-per-node 2 program.py
@@ -28,6 +28,8 @@ from penstock.integrations.adapters import adapter_weights, is_adapted
 from penstock.integrations.hf_batches import count_labels
 from penstock.integrations.needs import needed
 from penstock.integrations.transformers import TransformersPipeline, without_loss
+from penstock.lower import recompute
+from penstock.plan.ops import Op
 
 _Trainer: Any = needed("transformers", "hf").Trainer
 _STATE = "pipeline"  # the folder in a checkpoint that has weights, optimizer and scheduler for any number of stages
@@ -40,9 +42,10 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         trainer.train(resume_from_checkpoint=True)
 
     `model` is a model of transformers or peft, or a `TransformersPipeline` that `pipeline(...)` made, for instance of a folder
-    that no host could hold. `pipeline_options` are those of `pipeline`. `per_device_train_batch_size` is the batch of the
-    pipeline, which it cuts into microbatches; all other arguments mean what they mean to a Trainer, and
-    `gradient_checkpointing` is a part of the plan. `trainer.pipe` is the pipeline, `trainer.model` this rank's part of the model.
+    that no host could hold. `pipeline_options` are those of `pipeline`, with a `mesh` of "dp" and "pp" also replicas.
+    `per_device_train_batch_size` is the batch of a pipeline, which it cuts into microbatches; all other arguments mean what
+    they mean to a Trainer, and `gradient_checkpointing` is a part of the plan. `trainer.pipe` is the pipeline,
+    `trainer.model` this rank's part of the model.
     """
 
     def __init__(
@@ -68,16 +71,18 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         if made is None:
             with _same_random_numbers():
                 made = TransformersPipeline(whole, self._example(), loss_fn=self._loss_fn(), **given)
-        if made.num_ranks != self.args.world_size:
+        elif self.args.gradient_checkpointing and not made.plan.has(Op.R):
+            made.run_plan(recompute(made.plan))
+        if made.num_ranks * made.num_replicas != self.args.world_size:
             raise RunError(
-                f"the pipeline has {made.num_ranks} ranks and there are {self.args.world_size} processes; a PipelineTrainer "
-                "has one pipeline over all processes. For replicas beside it write a loop: docs/guides/data-parallel.md"
+                f"the pipeline has {made.num_ranks} ranks in {made.num_replicas} replicas, and there are {self.args.world_size} "
+                'processes; for replicas give pipeline_options={"mesh": init_device_mesh(..., mesh_dim_names=("dp", "pp"))}'
             )
         self.pipe = made
         self._decaying = set(super().get_decay_parameter_names(whole))
         self.model = self.model_wrapped = self.callback_handler.model = made.shell
         self.is_distributed_loading_by_transformers = True  # nobody wraps the model in DDP
-        self.accelerator.gather = lambda tensor: tensor  # what a rank has, all have
+        self.accelerator.gather = made.gather_rows  # what a rank has, all of its replica have
         self.accelerator.prepare_data_loader = self._whole_batches
 
     # -- the model and its data
@@ -94,7 +99,8 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset)
         collate = self._get_collator_with_removed_columns(self.data_collator)
-        rows = dataset if not hasattr(dataset, "__getitem__") else (dataset[k] for k in range(len(dataset)))
+        by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
+        rows = (dataset[k] for k in range(len(dataset))) if by_number else dataset
         batch = dict(collate(list(islice(iter(rows), max(2, self.args.train_batch_size)))))
         return dict(self._prepare_inputs(batch))
 
@@ -109,7 +115,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         return lambda outputs, labels, items=None: smooth(outputs, labels, shift_labels=shift, num_items_in_batch=items)
 
     def _whole_batches(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
-        """accelerate would give each process a share of each batch."""
+        """accelerate would give each process batches of its own; here each replica has its own."""
         from accelerate.data_loader import prepare_data_loader
 
         own = self.accelerator
@@ -118,8 +124,8 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         made = prepare_data_loader(
             loader,
             own.device,
-            num_processes=1,
-            process_index=0,
+            num_processes=self.pipe.num_replicas,
+            process_index=self.pipe.replica,
             put_on_device=own.device_placement if device_placement is None else device_placement,
             rng_types=own.rng_types.copy(),
             dispatch_batches=False,
@@ -131,7 +137,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         return made
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        return int(self._train_batch_size * args.gradient_accumulation_steps)
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.pipe.num_replicas)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, _ in model.named_parameters() if name in self._decaying]
@@ -152,11 +158,15 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         scaled = divided or self.compute_loss_func is not None
         if self.loss_is_scaled_for_ga is not None:
             scaled = self.loss_is_scaled_for_ga
-        part = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
+        part = self._of_all_replicas(num_items_in_batch) if scaled else 1 / self.current_gradient_accumulation_steps
         with self.accelerator.autocast():
             result = self.pipe.step(**self._with_items(inputs, num_items_in_batch), part=part)
         assert result.loss is not None
         return torch.tensor(result.loss * part, device=self.args.device)
+
+    def _of_all_replicas(self, items: Any) -> float:
+        """What the mean over the replicas is multiplied by, if each divides its loss by the labels of all of them."""
+        return float(self.pipe.num_replicas if items is not None and self.args.average_tokens_across_devices else 1)
 
     def _with_items(self, inputs: Mapping[str, Any], items: Any) -> dict[str, Any]:
         batch = dict(self._prepare_inputs(inputs))
@@ -180,7 +190,9 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
                 items = self._get_num_items_in_batch([inputs], self.args.device)
                 where: Where = None if prediction_loss_only else "all"
                 result = self.pipe.evaluate(**self._with_items(inputs, items), outputs=where)
-                loss, outputs = torch.tensor(result.loss, device=self.args.device), result.outputs
+                assert result.loss is not None
+                outputs = result.outputs
+                loss = torch.tensor(result.loss * self._of_all_replicas(items), device=self.args.device)
         if prediction_loss_only:
             return loss, None, None
         ignored = ignore_keys or getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])

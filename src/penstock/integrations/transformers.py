@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.batch import Replicate
 from penstock.errors import CaptureError, RunError
 from penstock.front import Pipeline, Result
-from penstock.front.spread import Where
 from penstock.integrations.adapters import is_adapted, save_adapter
 from penstock.integrations.hf_batches import ITEMS, TokenSchedule, completed, count_labels, open_sizes
 from penstock.integrations.hf_cuts import cuts_of_plan
 from penstock.integrations.hf_model import BaseNames, ModuleValues, Source, found, on_meta
+from penstock.integrations.hf_names import as_the_model_names_them
 from penstock.integrations.needs import needed
+from penstock.nest import map_tensors
 from penstock.plan import Plan
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.pipeline_stage import place_in
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.integrations.hf_trainer import PipelineTrainer
 
 __all__ = ["PipelineTrainer", "TransformersPipeline", "pipeline"]
+_OPTIONS = ("target", "outputs", "loss_kwargs")  # of steps, which stand among the arguments of the model
 
 
 def pipeline(
@@ -118,39 +121,47 @@ class TransformersPipeline(Pipeline):
 
     # -- steps
 
-    def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        outputs: Where = None,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        part: float = 1.0,
-        **batch: Any,
-    ) -> Result:
-        """One training step; `batch` as the model would be called with. See `Pipeline.step`.
+    def step(self, *args: Any, part: float = 1.0, **batch: Any) -> Result:
+        """One training step; `batch` as the model would be called with, and the options of `Pipeline.step`.
+
+            loss = pipe.step(input_ids=ids, labels=labels).loss
 
         `part` says how much the mean of this batch counts, if several are accumulated. The loss that is reported is the mean.
         """
-        call, labels = self._call(batch, target)
         self._tokens.part = part
-        return super().step(*args, target=labels, outputs=outputs, loss_kwargs=loss_kwargs, **call)
+        return super().step(*args, **self._call(batch))
 
-    def evaluate(
-        self,
-        *args: Any,
-        target: Any = None,
-        outputs: Where = None,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        **batch: Any,
-    ) -> Result:
-        """The loss of a batch, without gradients and in evaluation mode."""
-        call, labels = self._call(batch, target)
-        return super().evaluate(*args, target=labels, outputs=outputs, loss_kwargs=loss_kwargs, **call)
+    def evaluate(self, *args: Any, **batch: Any) -> Result:
+        """The loss of a batch, without gradients and in evaluation mode; with the options of `Pipeline.evaluate`.
 
-    def predict(self, *args: Any, outputs: Where = "all", **batch: Any) -> Any:
-        """The model's outputs for a batch without its loss, in evaluation mode, on every rank (or where `outputs` says)."""
-        call, _ = self._call(batch, None)
-        return without_loss(super().predict(*args, outputs=outputs, **call))
+        loss = pipe.evaluate(**batch).loss
+        """
+        return super().evaluate(*args, **self._call(batch))
+
+    def predict(self, *args: Any, **batch: Any) -> Any:
+        """The model's outputs for a batch without its loss, in evaluation mode, on every rank (or where `outputs=` says).
+
+        logits = pipe.predict(input_ids=ids)["logits"]
+        """
+        return without_loss(super().predict(*args, **self._call(batch)))
+
+    @property
+    def num_replicas(self) -> int:
+        """How many data-parallel copies of the pipeline there are."""
+        return self._ends.num_replicas
+
+    def gather_rows(self, tree: Any) -> Any:
+        """The rows that each replica has, one after another, on all of them: every rank calls it, with as many rows."""
+        if self.num_replicas == 1:
+            return tree
+
+        def gathered(mine: Tensor) -> Tensor:
+            mine = mine.detach().reshape(1) if mine.dim() == 0 else mine.detach().contiguous()
+            found = [torch.empty_like(mine) for _ in range(self.num_replicas)]
+            dist.all_gather(found, mine, group=self._ends.mesh.get_group())
+            return torch.cat(found)
+
+        return map_tensors(gathered, tree)
 
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Write what `from_pretrained` reads: the model, or of a peft model its adapter. All ranks call it."""
@@ -161,21 +172,22 @@ class TransformersPipeline(Pipeline):
 
     # -- inside
 
-    def _call(self, batch: Mapping[str, Any], target: Any) -> tuple[dict[str, Any], Any]:
-        if not self.own_loss:
-            target = batch.get("labels") if target is None else target
-            batch = {name: value for name, value in batch.items() if name != "labels"}
-        elif target is not None:
+    def _call(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the pipeline is called with: the model's arguments, and the options that stood among them."""
+        options = {name: given.pop(name) for name in _OPTIONS if name in given}
+        if self.own_loss and options.get("target") is not None:
             raise RunError(
                 "step(target=...) with a model that computes its own loss; give labels=, or pipeline(loss_fn=...)"
             )
-        call = completed(batch, self._shapes)
+        if not self.own_loss and (labels := given.pop("labels", None)) is not None:
+            options.setdefault("target", labels)
+        call = completed(given, self._shapes)
         if "use_cache" in self._shapes:
             call["use_cache"] = False
         if ITEMS in self._shapes and not isinstance(call.get(ITEMS), Tensor):
             count = call.get(ITEMS) or count_labels(call, shifted=self._shifts) or 1
             call[ITEMS] = torch.tensor(int(count), device=self._ends.device)
-        return {name: call[name] for name in self._shapes if name in call}, target  # in the order of the example
+        return {**{name: call[name] for name in self._shapes if name in call}, **options}  # in the order of the example
 
     @property
     def _tokens(self) -> TokenSchedule:
@@ -223,8 +235,10 @@ def _with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Any]) 
             given.pop("stages", None)
             given["split_spec"] = cuts
             given.setdefault("profile", False)
+    files = given.get("weights") is not None
+    if files and not is_adapted(model):
+        given["weights"] = as_the_model_names_them(given["weights"], model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        files = given.get("weights") is not None
         given.setdefault("init", ModuleValues(model, given.get("seed", 0), only_missing=files))
         if files and is_adapted(model):
             given["weights"] = BaseNames(given["weights"], model)

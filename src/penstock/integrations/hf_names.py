@@ -1,0 +1,93 @@
+"""Weights under other names than the model's: transformers renames and puts together what older files have, and so does this.
+
+weights = as_the_model_names_them("mixtral/", model)
+weights["model.layers.0.mlp.experts.gate_up_proj"]       # made of the experts' matrices, which stand in the file one by one
+
+transformers says what becomes of which name, and does the arithmetic. Only what one tensor of the model is made of is read
+for it, so that here, too, no rank ever holds more than its own stages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.checkpoint.weight_files import Source, open_weights
+from penstock.errors import CaptureError
+
+
+def as_the_model_names_them(source: Source, model: nn.Module) -> Source:
+    """What `weights=` was given, or the same under the model's names if transformers would convert it while loading."""
+    if isinstance(source, Mapping):
+        return source
+    given = open_weights(source)
+    names = set(model.state_dict())
+    if names <= set(given) or not hasattr(model, "base_model_prefix"):
+        return source
+    return ConvertedWeights(given, model)
+
+
+@dataclass
+class _Recipe:
+    """What tensors of the model are made of."""
+
+    first: str  # of their names
+    converter: Any  # a WeightConverter of transformers; None: one tensor, under another name
+    parts: list[tuple[str, str]] = field(default_factory=list)  # names in the file, and the pattern that each fits
+
+
+class ConvertedWeights(Mapping[str, Tensor]):
+    """For example ``ConvertedWeights(open_weights("mixtral/"), model)["model.layers.0.mlp.experts.down_proj"]``."""
+
+    def __init__(self, given: Mapping[str, Tensor], model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+        self.given, self.model = given, model
+        state, prefix = model.state_dict(), model.base_model_prefix
+        rules = get_model_conversion_mapping(model)
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        self._recipes: dict[str, _Recipe] = {}
+        for name in sorted(given, key=dot_natural_key):
+            found, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if found not in state and name in state:
+                found, pattern = name, None
+            if pattern is None:
+                self._recipes[found] = _Recipe(found, None, [(name, "")])
+                continue
+            rule = by_pattern[pattern]
+            recipe = self._recipes.setdefault(found, _Recipe(found, rule))
+            recipe.parts.append((name, pattern))
+            for target in rule.target_patterns[1:]:
+                self._recipes[found.replace(rule.target_patterns[0], target)] = recipe
+
+    def __getitem__(self, name: str) -> Tensor:
+        recipe = self._recipes[name]
+        if recipe.converter is None:
+            return self.given[recipe.parts[0][0]]
+        converter = copy.deepcopy(recipe.converter)
+        for part, pattern in recipe.parts:
+            converter.add_tensor(recipe.first, part, pattern, self.given[part])
+        made = converter.convert(recipe.first, model=self.model, config=self.model.config)
+        if name not in made:
+            raise CaptureError(
+                f"transformers makes {', '.join(made)} of {recipe.parts[0][0]}, and not {name}; load the model with "
+                "transformers and give the model"
+            )
+        found: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._recipes)
+
+    def __len__(self) -> int:
+        return len(self._recipes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._recipes
