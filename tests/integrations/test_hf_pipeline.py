@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.comm.local import LocalTransport, LocalWorld
 from penstock.errors import CaptureError, SplitError
 from penstock.integrations.hf_cuts import cuts_of_plan
+from penstock.integrations.hf_names import as_the_model_names_them
 from penstock.integrations.transformers import TransformersPipeline, pipeline
+from tests.gloo_pool import GlooPool
 from tests.integrations.hf import SIZES, llama, packed, padded
 
 
@@ -29,6 +34,8 @@ def trained(model: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tens
 def over_two_ranks(source: Any, example: dict[str, Tensor], batches: list[dict[str, Tensor]], **options: Any) -> Any:
     """The losses and all gradients of each batch, and what an evaluation gives, with ranks as threads."""
 
+    save = options.pop("save", None)
+
     def rank(transport: LocalTransport) -> Any:
         pipe = pipeline(source, example, group=transport, microbatches=2, **options)
         found = []
@@ -37,6 +44,8 @@ def over_two_ranks(source: Any, example: dict[str, Tensor], batches: list[dict[s
             loss = pipe.step(**batch).loss
             found.append((loss, {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}))
         logits = pipe.predict(**{name: value for name, value in batches[-1].items() if name != "labels"})["logits"]
+        if save is not None:
+            pipe.save_pretrained(save)
         return found, logits, pipe.plan.placement.num_stages, [n for n, _ in pipe.named_parameters()]
 
     first, second = LocalWorld(2).run(rank)
@@ -65,6 +74,86 @@ def test_padded_batches_of_changing_lengths_from_a_folder(tmp_path: Path) -> Non
         torch.testing.assert_close(logits, model.eval()(**batches[-1]).logits, rtol=1e-4, atol=1e-5)
     assert "model.layers.0.mlp.up_proj.weight" in first
     assert "model.layers.0.mlp.up_proj.weight" not in second  # no rank holds the whole model
+
+
+def most_held(call: Callable[[], Any]) -> int:
+    """The largest number of bytes that this process held in memory during the call, beyond what it held before."""
+    memory = Path("/proc/self")
+    (memory / "clear_refs").write_text("5")  # the kernel begins its high-water mark anew
+
+    def of_kernel(name: str) -> int:
+        return next(1024 * int(line.split()[1]) for line in (memory / "status").open() if line.startswith(name))
+
+    before = of_kernel("VmRSS")
+    call()
+    return of_kernel("VmHWM") - before
+
+
+LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+
+
+def loaded_from(folder: str) -> tuple[int, int]:
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": torch.ones(2, 4, dtype=torch.long)}
+    config = transformers.LlamaConfig(**(SIZES | LARGE | {"hidden_size": 16, "intermediate_size": 32}))
+    pipeline(transformers.LlamaForCausalLM, batch, config=config, microbatches=2)  # whatever a first time costs
+    kept = []
+    most = most_held(lambda: kept.append(pipeline(folder, batch, microbatches=2)))
+    return most, sum(p.nbytes for p in kept[0].parameters())
+
+
+@pytest.mark.processes
+@pytest.mark.xdist_group("gloo")
+def test_no_rank_ever_holds_the_whole_model(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """Two processes, and what the kernel counts: beyond its own half a rank needs less than a third of the rest."""
+    with torch.device("meta"):
+        model = llama(**LARGE)
+    model.to_empty(device="cpu").save_pretrained(tmp_path, max_shard_size="10MB")
+    whole = sum(p.nbytes for p in model.parameters())
+    del model
+    found = gloo_pool.run(2, loaded_from, str(tmp_path), timeout=120.0)
+    assert sum(own for _, own in found) == whole > 60_000_000
+    for most, own in found:
+        assert own < 0.6 * whole
+        assert most < own + (whole - own) / 3, f"{most} bytes for {own} of {whole}"
+
+
+def saved_by_transformers(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    match kind:
+        case "experts one by one":  # are put together
+            config = transformers.MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)
+            return transformers.MixtralForCausalLM(config)
+        case "two matrices in one":  # are taken apart
+            small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+            return transformers.Dinov2Model(transformers.Dinov2Config(**small, patch_size=4, use_swiglu_ffn=True))
+        case _:
+            return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+
+
+@pytest.mark.parametrize("kind", ["experts one by one", "two matrices in one", "other names"])
+def test_files_that_transformers_converts_while_it_loads_them(tmp_path: Path, kind: str) -> None:
+    model = saved_by_transformers(kind)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    if kind == "other names":  # as files of the first years have them
+        old = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): value for name, value in load_file(file).items()}
+        save_file(old, file, {"format": "pt"})
+    assert not set(model.state_dict()) <= set(load_file(file))
+    weights = as_the_model_names_them(tmp_path, model)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights[name], parameter), name  # type: ignore[index, call-overload]
+
+
+def test_a_mixture_of_experts_from_a_folder_and_back(tmp_path: Path) -> None:
+    model = saved_by_transformers("experts one by one").eval()
+    model.save_pretrained(tmp_path / "given")
+    batch = padded(4, 8)
+    steps, logits, _, _ = over_two_ranks(tmp_path / "given", batch, [batch], save=tmp_path / "saved")
+    assert_same(steps[0], trained(model, batch))
+    with torch.no_grad():
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()(**batch).logits
+        torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5)
 
 
 def test_packed_rows_and_a_class_with_a_config() -> None:
@@ -130,15 +219,21 @@ def test_a_parameter_that_the_files_lack_is_not_made_up(tmp_path: Path) -> None:
 
 
 def test_checkpoints_inside_the_model_become_part_of_the_plan() -> None:
-    from penstock.integrations.transformers import _plain_forward
-
     model = llama()
-    with _plain_forward(model) as on:
-        assert not on
+    batch = padded(4, 8)
+    expected = trained(model, batch)
+    model.zero_grad()
     model.gradient_checkpointing_enable()
+    models = [model, copy.deepcopy(model)]
     inside = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     assert inside
-    with _plain_forward(model) as on:
-        assert on  # recompute=True
-        assert not any(module.gradient_checkpointing for module in inside)
+
+    def rank(transport: LocalTransport) -> Any:
+        pipe = pipeline(models[transport.rank], batch, group=transport, microbatches=4)
+        loss = pipe.step(**batch).loss
+        return loss, {n: p.grad for n, p in pipe.named_parameters()}, pipe.plan
+
+    (loss, first, plan), (_, second, _) = LocalWorld(2).run(rank)
+    assert next(plan.lines()) == "rank 0: 0F0 0F1 0R0 0B0 0F2 0R1 0B1 0F3 0R2 0B2 0R3 0B3"
+    assert_same((loss, first | second), expected)
     assert all(module.gradient_checkpointing for module in inside)  # the user's model is as it was

@@ -51,7 +51,7 @@ class ConvertedWeights(Mapping[str, Tensor]):
         state, prefix = model.state_dict(), model.base_model_prefix
         rules = get_model_conversion_mapping(model)
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+        renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         self._recipes: dict[str, _Recipe] = {}
         for name in sorted(given, key=dot_natural_key):

@@ -59,6 +59,10 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         made = model if isinstance(model, TransformersPipeline) else None
         whole = model.shell if isinstance(model, TransformersPipeline) else model
         super().__init__(model=whole, args=args, **options)
+        if self.args.train_sampling_strategy == "batch_rebalance":
+            raise RunError(
+                'train_sampling_strategy="batch_rebalance" gives every process rows of its own; leave it out'
+            )
         given = {"device": self.args.device, **(pipeline_options or {})}
         if self.args.gradient_checkpointing:
             given.setdefault("recompute", True)
