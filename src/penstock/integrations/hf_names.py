@@ -32,7 +32,7 @@ def as_the_model_names_them(source: Source, model: nn.Module) -> Source:
 
 
 @dataclass
-class _Recipe:
+class _MadeOf:
     """What tensors of the model are made of."""
 
     first: str  # of their names
@@ -53,22 +53,22 @@ class ConvertedWeights(Mapping[str, Tensor]):
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        self._recipes: dict[str, _Recipe] = {}
+        self._made_of: dict[str, _MadeOf] = {}
         for name in sorted(given, key=dot_natural_key):
             found, pattern = rename_source_key(name, renamings, converters, prefix, state)
             if found not in state and name in state:
                 found, pattern = name, None
             if pattern is None:
-                self._recipes[found] = _Recipe(found, None, [(name, "")])
+                self._made_of[found] = _MadeOf(found, None, [(name, "")])
                 continue
             rule = by_pattern[pattern]
-            recipe = self._recipes.setdefault(found, _Recipe(found, rule))
+            recipe = self._made_of.setdefault(found, _MadeOf(found, rule))
             recipe.parts.append((name, pattern))
             for target in rule.target_patterns[1:]:
-                self._recipes[found.replace(rule.target_patterns[0], target)] = recipe
+                self._made_of[found.replace(rule.target_patterns[0], target)] = recipe
 
     def __getitem__(self, name: str) -> Tensor:
-        recipe = self._recipes[name]
+        recipe = self._made_of[name]
         if recipe.converter is None:
             return self.given[recipe.parts[0][0]]
         converter = copy.deepcopy(recipe.converter)
@@ -84,10 +84,10 @@ class ConvertedWeights(Mapping[str, Tensor]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._recipes)
+        return iter(self._made_of)
 
     def __len__(self) -> int:
-        return len(self._recipes)
+        return len(self._made_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._recipes
+        return name in self._made_of
