@@ -20,7 +20,7 @@ _HOME = {
         ),
         "penstock.plan": "Action Op Overlap Placement Plan StageGraph check",
         "penstock.schedules": "get_schedule all_schedules",
-        "penstock.lower": "Early Ahead JustInTime recompute offload",
+        "penstock.lower": "Early Ahead JustInTime divide recompute offload",
         "penstock.simulate": "Costs Timeline",
         "penstock.batch": (
             "TensorChunkSpec Replicate CustomReducer Microbatches sum_reducer merge_chunks split_args_kwargs_into_chunks"

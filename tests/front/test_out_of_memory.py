@@ -101,21 +101,35 @@ def test_the_batch_is_done_again_under_a_leaner_plan_to_the_bit(tight: tuple[flo
         assert repeated == ({rank} if tight[rank] != ROOM else set())
 
 
-def test_gradients_buffers_and_random_state_are_as_before_if_nothing_helps() -> None:
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("on_oom", ["raise", "replan"])
+def test_gradients_buffers_and_random_state_are_as_before(on_oom: str, warm: bool) -> None:
+    """On all ranks, of the first step and of a later one, whatever was there before; with "replan" if nothing helps."""
+
     def body(pipe: penstock.Pipeline, rank: int) -> None:
         x, y = data()
         module = pipe.stages[0].submod
-        for parameter in module.parameters():
-            parameter.grad = torch.full_like(parameter, 3.0)
-        before = [b.clone() for b in module.buffers()]
+        tight = isinstance(module, Tight) and rank == 1
+        if warm:
+            pipe.step(x, target=y)
+        for number, parameter in enumerate(module.parameters()):
+            parameter.grad = torch.full_like(parameter, 3.0) if number else None
+        if tight:
+            module.budget = 0.0
+        pipe.meet("both are ready")
+        before, random = [b.clone() for b in module.buffers()], torch.get_rng_state()
         with pytest.raises(penstock.OutOfMemory, match="rank 1 ran out of memory"):
             pipe.step(x, target=y)
-        assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in module.parameters())  # type: ignore[arg-type]
+        first, *others = (parameter.grad for parameter in module.parameters())
+        assert first is None
+        assert all(torch.equal(grad, torch.full_like(grad, 3.0)) for grad in others if grad is not None)
         assert all(map(torch.equal, before, module.buffers()))
+        if rank == 1:  # ranks as threads share it, and put it back one after the other
+            assert torch.equal(random, torch.get_rng_state())
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", penstock.HoldsLess)
-        on_ranks((ROOM, 0.0), body, on_oom="replan")
+        on_ranks((ROOM, ROOM), body, on_oom=on_oom)
 
 
 def test_the_next_step_works_without_a_new_plan() -> None:

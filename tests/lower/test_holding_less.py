@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.lower import lower, offload, recompute
+from penstock.lower import divide, lower, offload, recompute
 from penstock.plan import Op, Plan, check, dumps, loads
 from penstock.plan.actions import OP, parts, with_op
 from penstock.plan.ops import CHOICES, COPIES
@@ -199,3 +200,34 @@ def test_what_cannot_be_asked_for(make) -> None:
         make(make(plan), [0])
     with pytest.raises(PlanError, match="memory_limit has 1 numbers for 2 ranks"):
         recompute(plan, costs=Costs.unit(plan), memory_limit=[1.0])
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_plan_in_pieces_takes_as_long_and_can_hold_one_piece_at_a_time(data: st.DataObject) -> None:
+    plan = data.draw(plans(max_ranks=4, max_microbatches=5).filter(lambda plan: plan.has_backward))
+    pieces = data.draw(st.integers(1, 3))
+    made = divide(plan, pieces)
+    check(lower(made))
+    assert (made.num_stages, made.num_ranks) == (pieces * plan.num_stages, plan.num_ranks)
+    whole, parts_of_it = Costs.unit(plan), Costs.unit(made)
+    before, after = simulate(plan, whole), simulate(made, parts_of_it)
+    assert after.makespan <= before.makespan * (1 + 1e-9)  # a message may leave as soon as its piece is done
+    assert max(after.peak_memory) <= max(before.peak_memory) * (1 + 1e-9)
+    check(lower(recompute(made)))
+
+
+def test_1f1b_in_pieces_is_recomputed_to_one_piece_and_its_inputs() -> None:
+    plan = divide(get_schedule("1f1b")(2, 16), 4)
+    costs = replace(Costs.unit(plan), kept_input=(1 / 64,) * plan.num_stages)
+    peaks = simulate(recompute(plan), costs).peak_memory
+    assert max(peaks) <= 0.25 + 8 / 64  # of two activations before
+    assert simulate(plan, costs).peak_memory[0] == 2.0
+
+
+@pytest.mark.parametrize("change", [recompute, offload, lower])
+def test_a_plan_is_divided_before_anything_else(change: Any) -> None:
+    with pytest.raises(PlanError, match="expected computing alone"):
+        divide(change(get_schedule("gpipe")(2, 4)), 2)
+    with pytest.raises(PlanError, match="expected at least 1"):
+        divide(get_schedule("gpipe")(2, 4), 0)

@@ -30,12 +30,14 @@ from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import CaptureError, PlanError, RanksDisagree
 from penstock.front.byte_sizes import state_of
 from penstock.front.choose import Choice, Wishes, choose
+from penstock.front.copy_speed import copy_bandwidth
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, together, without_calls
 from penstock.front.pipeline_options import CutOptions, ModelOptions, StepOptions
 from penstock.front.stage_costs import Machine
 from penstock.plan import Plan
 from penstock.schedules import Recipe, get_schedule
+from penstock.stage.offload import elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 
@@ -71,6 +73,8 @@ def build(request: Request, ends: Ends) -> Built:
     """Capture, decide on the first rank, and build what belongs on this one."""
     request = _with_profile(request, ends)
     machine = Machine() if request.of_cut.profile is False else measure_machine(ends)
+    if request.of_cut.profile is not False and _may_offload(request, ends):
+        machine = replace(machine, copy_bandwidth=_copy_bandwidth(request, ends))
     pipes: list[Pipe] = []
     if _is_measured(request):
         profile = together(ends, lambda barrier: _measured(request, ends, barrier))
@@ -137,6 +141,19 @@ def same_everywhere(what: str, everyone: Sequence[Mapping[str, str]]) -> None:
         )
 
 
+def _may_offload(request: Request, ends: Ends) -> bool:
+    """Whether stages may be offloaded to keep to the limit: off an accelerator, or to where the user says."""
+    limited = request.of_cut.memory_limit is not None
+    return limited and (ends.device.type != "cpu" or request.of_steps.offload_to is not None)
+
+
+def _copy_bandwidth(request: Request, ends: Ends) -> float:
+    """How fast the slowest rank copies, while all do."""
+    ends.gather("about to measure copies", None)
+    own = copy_bandwidth(ends.device, elsewhere(request.of_steps.offload_to))
+    return float(min(ends.gather("how fast each rank copies", own)))
+
+
 def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[], Profile]) -> Choice:
     of_cut = request.of_cut
     wishes = Wishes(
@@ -149,7 +166,7 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[]
         memory_limit=of_cut.memory_limit,
         optimizer_bytes=optimizer_bytes(request),
         machine=machine,
-        offload=ends.device.type != "cpu" or request.of_steps.offload_to is not None,
+        offload=_may_offload(request, ends),
         microbatches=_sizes(request),
     )
     _check(wishes)

@@ -126,6 +126,8 @@ def _machine(choice: Choice) -> str:
             found.append(f"{size_text(round(machine.bandwidth))} a second")
         far = [f"{link.sender} to {link.receiver} {time_text(link.latency, 's')}" for link in machine.links]
         found += [f"further apart: {', '.join(far)}"] if far else []
+    if machine.copy_bandwidth is not None:
+        found.append(f"copies at {size_text(round(machine.copy_bandwidth))} a second")
     return ", ".join(found)
 
 

@@ -56,6 +56,11 @@ class OwnStages:
         return self._ends.replica
 
     @property
+    def num_replicas(self) -> int:
+        """How many data-parallel copies of the pipeline there are."""
+        return self._ends.num_replicas
+
+    @property
     def profile(self) -> Profile | None:
         """What the layers cost; None for stages made by hand."""
         return None if self._built.choice is None else self._built.choice.profile

@@ -35,7 +35,7 @@ from penstock.front.on_device import OnDevice
 from penstock.front.own_stages import OwnStages
 from penstock.front.pipeline_options import check_named, sorted_options
 from penstock.front.publish import Origin
-from penstock.front.replan import until_it_fits
+from penstock.front.replan import Undo, until_it_fits
 from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, agree_on_rows, check_where, deliver, share_losses
@@ -126,8 +126,7 @@ class Pipeline(OwnStages):
         modules = [stage.submod for stage in self._built.stages]
         state = of_cut.optimizer_bytes if self._built.choice is None else self._built.choice.optimizer_bytes
         self._memory = MemoryKeeper(modules, self._ends, of_cut.memory_limit, state)
-        if of_steps.on_oom == "replan" and self._ends.num_replicas > 1:
-            raise StageError('on_oom="replan" with data-parallel replicas, which would not know of it; leave it out')
+        self._undo = Undo(modules)
         self._replanner: Replanner | None = None
         if of_steps.replan is not None:
             choice = self._built.choice
@@ -176,7 +175,9 @@ class Pipeline(OwnStages):
                     *args, target=target, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs, **kwargs
                 )
 
-        value = attempt() if self._of_steps.on_oom == "raise" else until_it_fits(attempt, self._memory.modules, self)
+        value = (
+            self._undo.run(attempt) if self._of_steps.on_oom == "raise" else until_it_fits(attempt, self._undo, self)
+        )
         if self._replanner is not None and self._replanner.has_changed:
             self._built = replanned(self._built, self._schedule.plan, self._replanner)
         value = value if grouped is None or value is None else in_order(grouped, value)

@@ -1,9 +1,8 @@
 """After a rank ran out of memory: what the step had changed is put back, and a plan that holds less is found.
 
-before = Before(stages)
-...                                        # a step that raises OutOfMemory on every rank
-before.put_back()
-plan = less(plan, error.rank)              # None: there is nothing left to recompute
+undo = Undo(stages)
+undo.run(attempt)                          # a step; if it fails, gradients, buffers and random state are as before it
+until_it_fits(attempt, undo, pipe)         # the same, and the batch is done again under a plan that holds less
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import HoldsLess, OutOfMemory
+from penstock.errors import HoldsLess, OutOfMemory, PeerFailed, ReplicaFailed
 from penstock.lower import recompute
 from penstock.plan import Plan
 from penstock.plan.actions import OP, stage_of
 from penstock.plan.ops import Op
 from penstock.stage.recompute import RandomState
+
+_OTHERWISE = -1  # in place of the rank that ran out of memory: a step failed for another reason
 
 
 class Replannable(Protocol):
@@ -32,21 +33,44 @@ class Replannable(Protocol):
     @property
     def is_first(self) -> bool: ...
 
+    @property
+    def num_replicas(self) -> int: ...
+
     def run_plan(self, plan: Plan) -> None: ...
 
+    def gather(self, what: str, value: Any) -> list[Any]: ...
 
-def until_it_fits(attempt: Callable[[], Any], modules: Sequence[nn.Module], pipe: Replannable) -> Any:
-    """A step that is done again, under a plan that holds less, as long as a rank runs out of memory in it."""
+
+def until_it_fits(attempt: Callable[[], Any], undo: Undo, pipe: Replannable) -> Any:
+    """A step that is done again, under a plan that holds less, as long as a rank runs out of memory in it.
+
+    Replicas ask one another after every step, whatever became of it: those of a rank that ran out of memory have failed too, but
+    do not know why, and all must take the same plan.
+    """
+    alone = pipe.num_replicas == 1
     while True:
-        before = Before(modules)
+        undo.take()
+        value: Any = None
+        error: Exception | None = None
         try:
-            return attempt()
-        except OutOfMemory as error:
-            before.put_back()
-            plan = less(pipe.plan, error.rank)
-            if plan is None:
+            value = attempt()
+        except Exception as raised:
+            if alone and not isinstance(raised, OutOfMemory):
                 raise
-            told = str(error)
+            error = raised
+        mine = None if error is None else error.rank if isinstance(error, OutOfMemory) else _OTHERWISE
+        found = [mine] if alone else pipe.gather("whether all replicas had the memory for a step", mine)
+        if all(one is None for one in found):
+            undo.forget()
+            return value
+        undo.put_back()
+        short = [rank for rank in found if rank not in (None, _OTHERWISE)]
+        plan = less(pipe.plan, min(short)) if short else None
+        if plan is None:
+            raise error or ReplicaFailed(
+                "another data-parallel replica failed at the end of this step; its error tells why"
+            )
+        told = str(error) if mine in short else f"rank {min(short)} of another replica ran out of memory"
         pipe.run_plan(plan)
         if pipe.is_first:
             stages = sorted({stage_of(code) for codes in plan.codes for code in codes if code & OP == Op.R})
@@ -54,35 +78,86 @@ def until_it_fits(attempt: Callable[[], Any], modules: Sequence[nn.Module], pipe
             warnings.warn(text, HoldsLess, stacklevel=4)
 
 
-class Before:
-    """Gradients, buffers and random state of this rank as they were before a step.
+class Undo:
+    """Puts gradients, buffers and random state of this rank back to what they were before a step.
 
-    Gradients that were there are copied, to the memory of the host; those that were not cost nothing.
+    Gradients that were there are copied, to the memory of the host; those that were not cost nothing. Of the buffers those are
+    copied that a step was seen to change; all of them in the first step, and when a module has changed its mode.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        parameters = {id(p): p for module in modules for p in module.parameters()}
-        buffers = {id(b): b for module in modules for b in module.buffers()}
-        self.grads = [(p, None if p.grad is None else _aside(p.grad)) for p in parameters.values()]
-        self.buffers = [(b, _aside(b)) for b in buffers.values()]
-        devices = {t.device for t in (*parameters.values(), *buffers.values()) if t.device.type not in ("cpu", "meta")}
-        self.random = RandomState(devices)
+        self.modules = modules
+        self.parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+        buffers = {id(b): b for module in modules for b in module.buffers() if not b.is_inference()}
+        self.all_buffers = list(buffers.values())
+        tensors = (*self.parameters, *self.all_buffers)
+        self.devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+        self.changing: set[int] = set()
+        self.modes: list[bool] | None = None
+        self.compares = True  # whether this step shows which buffers change
+        self.grads: list[tuple[Tensor, Tensor | None]] = []
+        self.buffers: list[tuple[Tensor, int, Tensor | None]] = []
+        self.random: RandomState | None = None
 
+    def run(self, attempt: Callable[[], Any]) -> Any:
+        """A step; what it has changed is put back if a rank, of this or of another replica, could not do it."""
+        self.take()
+        try:
+            value = attempt()
+        except (OutOfMemory, PeerFailed, ReplicaFailed):
+            self.put_back()
+            raise
+        self.forget()
+        return value
+
+    def take(self) -> None:
+        """Before a step."""
+        modes = [module.training for module in self.modules]
+        self.compares, self.modes = modes != self.modes, modes
+        self.grads = [(p, None if p.grad is None else _aside(p.grad)) for p in self.parameters]
+        self.buffers = [
+            (buffer, buffer._version, _aside(buffer) if self.compares or id(buffer) in self.changing else None)
+            for buffer in self.all_buffers
+        ]
+        self.random = RandomState(self.devices)
+
+    @torch.no_grad()
     def put_back(self) -> None:
+        """After a step that failed."""
+        self.modes = None  # what it would have shown is not known
         for parameter, grad in self.grads:
             if grad is None:
                 parameter.grad = None
-            elif parameter.grad is not None:
+            elif parameter.grad is None or grad.layout is not torch.strided:
+                parameter.grad = grad.to(parameter.device)
+            else:
                 parameter.grad.copy_(grad)
-        with torch.no_grad():
-            for buffer, value in self.buffers:
+        for buffer, _, value in self.buffers:
+            if value is not None:
                 buffer.copy_(value)
-        self.random.set()
+        if self.random is not None:
+            self.random.set()
+        self.forget()
+
+    def forget(self) -> None:
+        """After a step, so that copies are held no longer than that."""
+        for buffer, version, value in self.buffers:  # a batch norm changes its statistics past autograd's count
+            if buffer._version != version or (self.compares and value is not None and not _same(buffer, value)):
+                self.changing.add(id(buffer))
+        self.grads, self.buffers, self.random = [], [], None
+
+
+def _same(buffer: Tensor, value: Tensor) -> bool:
+    local = getattr(buffer, "_local_tensor", buffer)
+    return torch.equal(local, getattr(value, "_local_tensor", value).to(local.device))
 
 
 def _aside(tensor: Tensor) -> Tensor:
+    """A copy: in the memory of the host, without a wait; of what is spread over ranks beside it."""
     value = tensor.detach()
-    return value.clone() if value.device.type == "cpu" or hasattr(value, "_local_tensor") else value.cpu()
+    if value.device.type == "cpu" or hasattr(value, "_local_tensor") or value.layout is not torch.strided:
+        return value.clone()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 def less(plan: Plan, rank: int) -> Plan | None:

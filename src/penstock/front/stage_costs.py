@@ -27,6 +27,7 @@ class Machine:
         None  # for each how many times as long as the others it takes; None: they are alike
     )
     links: tuple[Link, ...] = ()  # between ranks that are further from one another than the others
+    copy_bandwidth: float | None = None  # bytes a second off the device, and back; None: not measured
 
 
 FREE: Final = Machine()
@@ -51,6 +52,8 @@ def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Ma
         outputs[stage - 1] if stage and ranks[stage - 1] != ranks[stage] else 0.0 for stage in range(len(bounds))
     )
     held = tuple(map(sum, zip(inputs, total("activation_to_input"), beside, strict=True)))
+    unmoved = tuple(map(sum, zip(inputs, outputs, total("unmoved"), strict=True)))
+    copied = [max(whole - stays, 0.0) for whole, stays in zip(held, unmoved, strict=True)]
     moments = list(zip(*(_moments(profile, start, stop) for start, stop in bounds), strict=True))
     return Costs(
         forward=total("forward"),
@@ -59,7 +62,8 @@ def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Ma
         held_to_input=held,
         held_to_weight=total("activation_to_weight"),
         kept_input=inputs,
-        unmoved=tuple(map(sum, zip(inputs, outputs, total("unmoved"), strict=True))),
+        unmoved=unmoved,
+        copy=None if machine.copy_bandwidth is None else tuple(size / machine.copy_bandwidth for size in copied),
         forward_moment=moments[0],
         backward_moment=moments[1],
         input_moment=moments[2],

@@ -6,22 +6,26 @@
 Every candidate is simulated with all that a rank holds: parameters, gradients and optimizer state; what forwards saved and the
 inputs they keep; buffers of messages; what operators need for a moment. Where that is more than the limit, the stages of the rank
 hold less one after the other, those first whose activations live longest, until it fits; then as few microbatches as will do.
+A candidate with one stage a rank that is too large is tried with its stages in pieces too: of a stage that is recomputed piece by
+piece, one piece at a time is held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from penstock.balance import Profile, balance
 from penstock.balance.cuts import size_text
 from penstock.errors import BalanceError
 from penstock.front.choose import CLOSE, Choice, Spared, Tried, Wishes, fastest_cut, plans, why_chosen
-from penstock.lower import offload, recompute
+from penstock.lower import divide, offload, recompute
 from penstock.plan import Plan
 
 RECOMPUTE, OFFLOAD = "recompute", "offload"
 _HALVINGS = 24  # of the range in which the leanest cut is looked for
+_PIECES = (2, 4)  # of a stage
 _TRIMMED = 3  # candidates whose microbatches are weighed one by one
 Ways = Mapping[int, tuple[str, int]]  # by stage: how it holds less, and for how many of its microbatches
 
@@ -60,9 +64,8 @@ def choose_within(profile: Profile, wishes: Wishes) -> Choice:
     fits: list[_Fit] = []
     least: _Fit | None = None  # of all candidates the one that can hold least
     tried: list[Tried] = []
-    for bare in _candidates(profile, wishes, tried):
-        start = _Fit(bare, bare, {}, memory_of(bare), limits)
-        found = _fitted(start, wishes)
+    for start in _starts(profile, wishes, tried):
+        bare, found = start.bare, _fitted(start, wishes)
         leanest = start.with_ways(dict.fromkeys(range(bare.num_stages), (RECOMPUTE, bare.plan.num_microbatches)))
         for one in (start, found, leanest):
             least = one if least is None or max(one.memory) < max(least.memory) else least
@@ -117,6 +120,46 @@ def _limits(wishes: Wishes) -> tuple[int, ...]:
     if len(limits) != wishes.num_ranks:
         raise BalanceError(f"memory_limit has {len(limits)} entries, expected {wishes.num_ranks}: one for each rank")
     return limits
+
+
+def _starts(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[_Fit]:
+    """Every candidate as it is; and in pieces, if it is too large and nobody has said how many stages there are to be."""
+    limits = _limits(wishes)
+    free = wishes.plan is None and wishes.num_stages is None and wishes.placement is None
+    for bare in _candidates(profile, wishes, tried):
+        start = _Fit(bare, bare, {}, memory_of(bare), limits)
+        yield start
+        if free and not start.fits and bare.num_stages == bare.plan.num_ranks:
+            for pieces in _PIECES:
+                if all(stop - first >= pieces for first, stop in bare.bounds):
+                    made = _in_pieces(bare, pieces)
+                    yield _Fit(made, made, {}, memory_of(made), limits)
+
+
+def _in_pieces(bare: Choice, pieces: int) -> Choice:
+    """The same with each stage in pieces on its rank; what the largest piece of a stage saves is as little as can be."""
+    sizes = [layer.activation_to_input for layer in bare.profile.layers]
+    firsts = [first + cut for first, stop in bare.bounds for cut in _evenly(sizes[first:stop], pieces)]
+    return replace(bare, plan=divide(bare.plan, pieces), boundaries=tuple(firsts[1:]))
+
+
+def _evenly(sizes: Sequence[int], pieces: int) -> list[int]:
+    """Where pieces of a list begin, so that the largest sum is the smallest.
+
+    >>> _evenly([4, 1, 1, 2, 3, 1], 3)
+    [0, 1, 4]
+    """
+    sums = list(accumulate(sizes, initial=0))
+    best = [(total, [0]) for total in sums]  # for each end: the largest of the pieces up to it, and where they begin
+    for _ in range(1, pieces):
+        best = [
+            min(
+                ((max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut]) for cut in range(end)),
+                default=best[0],
+            )
+            for end in range(len(sums))
+        ]
+    return best[-1][1]
 
 
 def _candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Choice]:

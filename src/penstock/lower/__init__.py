@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.lower.divide import divide
 from penstock.lower.lower import lower, lower_rank
 from penstock.lower.merge import merge_backward
 from penstock.lower.message_pass import Ahead, Early, InTurn, JustInTime, ReceivePolicy, add_messages
@@ -21,6 +22,7 @@ __all__ = [
     "add_messages_in_one_order",
     "add_reduce_grad",
     "add_unshard_reshard",
+    "divide",
     "lower",
     "lower_rank",
     "merge_backward",

@@ -34,7 +34,7 @@ from penstock.run.setting import ActionKind
 from penstock.run.ties import Ties
 from penstock.simulate import Costs
 from penstock.stage.loss import OwnLoss
-from penstock.stage.offload import Elsewhere, Folder
+from penstock.stage.offload import Elsewhere, elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 
@@ -100,7 +100,7 @@ class Schedule:
         self._binding = Binding(
             receives,
             MicrobatchRng(seed) if rng == "per-microbatch" else None,
-            Folder(offload_to) if isinstance(offload_to, (str, PathLike)) else offload_to,
+            elsewhere(offload_to),
         )
         self._dynamic = dynamic
         self._tied = [getattr(tie, "holders", tie) for tie in ties]

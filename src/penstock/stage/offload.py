@@ -107,6 +107,13 @@ class Folder:
         return _InFile(file, flat.numel(), flat.device)
 
 
+def elsewhere(given: str | os.PathLike[str] | Elsewhere | None) -> Elsewhere:
+    """What the option `offload_to` names: a folder, a place of the user's own, or the memory of the host."""
+    if isinstance(given, (str, os.PathLike)):
+        return Folder(given)
+    return HostMemory() if given is None else given
+
+
 class _InFile:
     def __init__(self, file: BinaryIO, size: int, device: torch.device) -> None:
         self.file, self.size, self.device = file, size, device

@@ -64,11 +64,11 @@ class Repeats:
         with _noting_hooks(self.module) as acting:
             output = run(args, kwargs)
         self.spoils = any(tensor._version != version and not tensor.requires_grad for tensor, version in given)
-        changed = [(buffer, old) for buffer, old in before if not torch.equal(buffer, old)]
-        if self.changing is None:
-            self.changing = [buffer for buffer, _ in changed]
+        if self.changing is None:  # asked once: on a device the host waits for the answer
+            before = [(buffer, old) for buffer, old in before if not torch.equal(buffer, old)]
+            self.changing = [buffer for buffer, _ in before]
         gave = [_name(tensor) for tensor in tensors_in(output)]
-        self.kept[microbatch] = _First(random, changed, frozenset(acting), gave)
+        self.kept[microbatch] = _First(random, before, frozenset(acting), gave)
         return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output)
 
     def again(self, microbatch: int, run: Callable[[], Any]) -> Any:
