@@ -43,7 +43,7 @@ def divide(plan: Plan, pieces: int) -> Plan:
         graph=StageGraph.of(plan.num_stages * pieces, edges),
         codes=tuple(tuple(_divided(codes, pieces)) for codes in plan.codes),
         name=f"{plan.name} in {pieces} pieces" if plan.name else "",
-        family="",
+        family=None,
     )
 
 
