@@ -12,11 +12,15 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.front.ends import Ends
+from penstock.run.feed import pinned
 from penstock.stage.dtensors import to_local
 
 
-def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.0) -> float:
-    """Of the gradients that count here, and of those on the other ranks. The host reads one tensor of two numbers."""
+def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.0, scaler: Any = None) -> float:
+    """Of the gradients that count here, and of those on the other ranks.
+
+    The host reads one tensor: two sums, and what a GradScaler would read of its own after this.
+    """
     if not norm_type > 0:
         raise RunError(f"norm_type={norm_type}; expected a number above 0, or math.inf")
     sharded: dict[bool, list[Tensor]] = {False: [], True: []}
@@ -29,9 +33,12 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
         sums[1] = _spread_term(whole, norm_type, ends.device)
     elif ends.num_replicas > 1:
         dist.all_reduce(sums[1:], dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=ends.mesh.get_group())
-    here = ends.transport.read(sums)
+    found = unread(scaler)
+    flags = [by_device[place].reshape(1).to(sums) for by_device, place in found]
+    unsharded, spread, *infinite = ends.transport.read(torch.cat([sums, *flags]))
+    keep_in_host_memory(found, infinite)
     everywhere = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
-    everywhere[ends.rank] = max(here) if largest else sum(here)
+    everywhere[ends.rank] = max(unsharded, spread) if largest else unsharded + spread
     if ends.transport.num_ranks > 1:
         ends.transport.sum(everywhere)
     return float(everywhere.max()) if largest else float(everywhere.sum()) ** (1 / norm_type)
@@ -60,6 +67,23 @@ def _term(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> 
 def precise_on(device: torch.device) -> torch.dtype:
     """float64, but on devices that do not know it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def unread(scaler: Any) -> list[tuple[dict[torch.device, Tensor], torch.device]]:
+    """Where a scaler that has unscaled gradients keeps, on a device, whether it met infinite ones. It reads that in `step`."""
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    findings = [state["found_inf_per_device"] for state in states]
+    return [
+        (by_device, place) for by_device in findings for place in by_device if by_device[place].device.type != "cpu"
+    ]
+
+
+def keep_in_host_memory(
+    found: Sequence[tuple[dict[torch.device, Tensor], torch.device]], flags: Sequence[float]
+) -> None:
+    """Put down what was read where it was: the scaler then asks no device, and copies it back without a wait."""
+    for (by_device, place), flag in zip(found, flags, strict=True):
+        by_device[place] = pinned(torch.full((), flag, dtype=torch.float32))
 
 
 def loss_factor(scaler: Any, device: torch.device) -> float | Tensor:

@@ -275,7 +275,7 @@ class Pipeline(OwnStages):
         if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
             raise RunError(f"max_norm={max_norm!r}; expected a number from 0, the largest norm that may be")
         counted = [p.grad for _, p in self.tensors.counted() if p.grad is not None]
-        total = norm.total_norm(counted, self._ends, norm_type=float(norm_type))
+        total = norm.total_norm(counted, self._ends, norm_type=float(norm_type), scaler=self._of_steps.loss_scale)
         if error_if_nonfinite and not total < float("inf"):
             raise RunError(f"the norm of the gradients is {total}; look for overflow, or pass error_if_nonfinite=False")
         factor = max_norm / (total + 1e-6)

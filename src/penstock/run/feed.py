@@ -43,7 +43,7 @@ class Feed:
 
     def _begin(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and not tensor.requires_grad and id(tensor) not in self._begun:
-            source = _pinned(tensor)
+            source = pinned(tensor)
             with self._stream, torch.no_grad():
                 there = source.to(self._device, non_blocking=True)
             done = torch.Event(device=self._device)
@@ -64,7 +64,8 @@ class Feed:
         return there
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def pinned(tensor: Tensor) -> Tensor:
+    """The same in memory that a device copies from without a wait of the host; as it is where there is none."""
     try:
         return tensor if tensor.is_pinned() else tensor.pin_memory()
     except (RuntimeError, NotImplementedError):  # a device without pinned memory
