@@ -5,7 +5,8 @@
     print(memory.peak, memory.levels)
 
 Counted is what a step makes for itself: not parameters, gradients and the batch. On the host every operation that makes a
-tensor is seen, which takes time; an accelerator's own allocator counts for nothing.
+tensor is seen, which takes time; an accelerator's own allocator counts for nothing. Devices whose allocator keeps no count
+are treated like the host.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from penstock.run.setting import Call
 from penstock.stage.held import Held
 
 
-class HostMeter:
-    """Tensors in host memory, as operations make them."""
+class TensorMeter:
+    """Tensors of any device, as operations make them."""
 
     def __init__(self) -> None:
         self.held = Held()
@@ -63,11 +64,19 @@ class DeviceMeter(AbstractContextManager[object]):
         return torch.accelerator.max_memory_allocated() - self.before
 
 
+def allocator_counts() -> bool:
+    """Whether the accelerator's allocator says how much it has given out."""
+    try:
+        return bool(torch.accelerator.memory_stats())
+    except (RuntimeError, NotImplementedError):  # a device from outside of torch need not have such a thing
+        return False
+
+
 class MemoryWatch:
     """Counts the bytes that this rank holds in the steps inside; those of the last step stay."""
 
     def __init__(self, transport: Transport) -> None:
-        self.on_host = transport.device.type == "cpu"
+        self.allocator_counts = transport.device.type != "cpu" and allocator_counts()
         self.plan: Plan | None = None
         self.levels: list[int] = []  # after each action
         self.peaks: list[int] = []  # the most within each
@@ -82,7 +91,7 @@ class MemoryWatch:
         """The calls of a step, each of which is counted."""
         self.plan = program.plan
         self.levels, self.peaks, self.buffers = [], [], []
-        self.meter = HostMeter() if self.on_host else DeviceMeter()
+        self.meter = DeviceMeter() if self.allocator_counts else TensorMeter()
         self.without = [p for p in program.parameters if p.grad is None]
         return [partial(self.counted, program, call) for call in calls]
 

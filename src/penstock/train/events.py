@@ -27,6 +27,7 @@ from typing import Self
 import torch
 
 from penstock.front import Pipeline
+from penstock.run.memory_watch import allocator_counts
 from penstock.train.loggers import Logger, open_logger
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -126,6 +127,7 @@ class EventLog:
     ) -> None:
         self.pipe = pipe
         self._loggers: list[Logger] = []
+        self._allocator_counts = pipe.transport.device.type != "cpu" and allocator_counts()
         pipe.decide("the loggers of a run", lambda: self._open(loggers, Path(folder), first_step))
 
     def _open(self, loggers: Iterable[str | Logger], folder: Path, first_step: int) -> str:
@@ -140,12 +142,12 @@ class EventLog:
         """Around a training step: `tokens` (or rows) that it takes; the body fills in the loss and the norm."""
         noted = Noted()
         rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None
-        if self.pipe.transport.device.type != "cpu":
+        if self._allocator_counts:
             torch.accelerator.reset_peak_memory_stats()
         began = time.perf_counter()
         with self.pipe.schedule.watch() as recorder:
             yield noted
-        mine = RankFigures(time.perf_counter() - began, recorder.busy, recorder.span, _memory(self.pipe))
+        mine = RankFigures(time.perf_counter() - began, recorder.busy, recorder.span, self._memory())
         ranks = [RankFigures(**post) for post in self.pipe.gather("figures of a step", asdict(mine))]
         if self.pipe.is_first:
             event = StepEvent.of(step, loss=noted.loss, norm=noted.norm, rate=rate, tokens=tokens, ranks=ranks)
@@ -156,6 +158,13 @@ class EventLog:
         """Note a validation loss."""
         for logger in self._loggers:
             logger.validation(step, loss)
+
+    def _memory(self) -> int:
+        """The most that the device held in this step; of a device that does not count, and of the host, what the process has."""
+        if self._allocator_counts:
+            return int(torch.accelerator.max_memory_allocated())
+        statm = Path("/proc/self/statm")
+        return int(statm.read_text(encoding="ascii").split()[1]) * _PAGE if statm.is_file() else 0
 
     def close(self) -> None:
         """Write what is still held back."""
@@ -169,10 +178,3 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _memory(pipe: Pipeline) -> int:
-    if pipe.transport.device.type != "cpu":
-        return int(torch.accelerator.max_memory_allocated())
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text(encoding="ascii").split()[1]) * _PAGE if statm.is_file() else 0
