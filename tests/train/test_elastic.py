@@ -1,6 +1,6 @@
 """A rank is killed: the job goes on by itself with those that are left, from the last checkpoint, as if they had been resumed.
 
-The run is one real command with three ranks. What it must equal is the plain loop, step by step, in double precision: a run that
+The runs are real commands. What they must equal is the plain loop, step by step, in double precision: a run that
 somebody resumes by hand with two ranks equals that too.
 """
 
@@ -10,7 +10,11 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,10 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.train import run_report
-from penstock.train.recovery import LOSS, Recovery, fitted, from_json, loss_noted, note_loss, to_json
+from penstock.train.recovery import LOSS, Recovery, fitted, from_json, loss_noted, note_loss, spread_over, to_json
 from penstock.train.train_options import TrainOptions
-from tests.train.test_train import alive, losses, run, start, steps_done, wait_for
+from tests.gloo_pool import _free_port
+from tests.train.test_train import ROOT, alive, losses, run, start, steps_done, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -40,7 +45,7 @@ def build():
         return (x,), x.flip(1)
     return model, data, nn.functional.mse_loss, lambda p: torch.optim.Adam(p, lr=0.01)
 """
-STEPS = 40
+STEPS = 24
 
 
 def plain_losses() -> list[float]:
@@ -62,14 +67,26 @@ def plain_losses() -> list[float]:
         torch.set_default_dtype(before)
 
 
+OPTIONS = (
+    "--microbatches",
+    "4",
+    "--steps",
+    str(STEPS),
+    "--checkpoint-every",
+    "4",
+    "--no-measure",
+    "--check-steps",
+    "0",
+)
+
+
 @pytest.mark.xdist_group("own")
 def test_a_job_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
+    """Of two replicas of two ranks one remains. That a pipeline gets shorter is shown under torchrun, below."""
     (tmp_path / "elastic_job.py").write_text(JOB)
     folder = tmp_path / "run"
-    process = start(
-        tmp_path, "elastic_job:build", "--ranks", "3", "--min-ranks", "2", "--stages", "3", "--microbatches", "4",
-        "--steps", str(STEPS), "--checkpoint-every", "4", "--no-measure", "--check-steps", "0", "--clip", "0", "-o", "run",
-    )  # fmt: skip
+    sizes = ("--ranks", "2", "--dp", "2", "--min-ranks", "2")
+    process = start(tmp_path, "elastic_job:build", *sizes, *OPTIONS, "--clip", "0", "-o", "run")
     try:
         wait_for(lambda: (folder / "ranks.json").is_file() and steps_done(folder) >= 9, process)
         first = json.loads((folder / "ranks.json").read_text())
@@ -80,7 +97,7 @@ def test_a_job_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output
-    assert "rank 1 was killed by SIGKILL: starting again with 2 of 3 ranks from the last checkpoint (1 of 3)" in output
+    assert "rank 1 was killed by SIGKILL: starting again with 2 of 4 ranks from the last checkpoint (1 of 3)" in output
     (resumed,) = [int(number) for number in re.findall(r"resumed from step (\d+) ", output)]
     assert resumed >= 4
     assert resumed % 4 == 0
@@ -96,6 +113,59 @@ def test_a_job_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     assert not (folder / LOSS).exists()
 
 
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def host(folder: Path, port: int, number: int) -> subprocess.Popen[str]:
+    """A torchrun as on a host of its own, with one rank; the first one holds the store."""
+    torch_run = (
+        *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.2"),
+        *("--rdzv-id", "elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf"),
+        f"is_host={1 - number},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2",
+    )
+    train = ("elastic_job:build", "--min-ranks", "1", "--stages", "2", *OPTIONS, "--clip", "0", "-o", "run")
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *torch_run, "-m", "penstock", "train", *train],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.xdist_group("own")
+def test_under_torchrun_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path) -> None:
+    (tmp_path / "elastic_job.py").write_text(JOB)
+    folder, port = tmp_path / "run", _free_port()
+    hosts = [host(tmp_path, port, number) for number in range(2)]
+    try:
+        wait_for(lambda: (folder / "ranks.json").is_file() and steps_done(folder) >= 9, hosts[0])
+        first = json.loads((folder / "ranks.json").read_text())
+        assert len(first) == 2
+        (gone,) = (pid for pid in first if parent_of(pid) == hosts[1].pid)
+        os.killpg(hosts[1].pid, signal.SIGKILL)
+        os.kill(gone, signal.SIGKILL)
+        output, _ = hosts[0].communicate(timeout=200)
+    finally:
+        for each in hosts:
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+            each.wait()
+            assert each.stdout is not None
+            each.stdout.close()
+    assert hosts[0].returncode == 0, output
+    assert not alive(gone)
+    assert f"rank {first.index(gone)} failed" in output
+    (resumed,) = [int(number) for number in re.findall(r"resumed from step (\d+) ", output)]
+    assert len(json.loads((folder / "ranks.json").read_text())) == 1
+    assert losses(folder) == pytest.approx(plain_losses(), rel=1e-9)
+    ((lost),) = run_report.read(folder)["recoveries"]
+    assert (lost["step"], lost["ranks"]) == (resumed, 1)
+
+
 def test_fewer_than_the_least_is_the_end() -> None:
     with pytest.raises(PenstockError, match="1 ranks are left, and --min-ranks 2"):
         fitted(TrainOptions(ranks=3, min_ranks=2), 1)
@@ -105,6 +175,18 @@ def test_stages_that_no_longer_fit_are_chosen_anew() -> None:
     assert fitted(TrainOptions(ranks=3, stages=6, min_ranks=2), 2).stages == 6
     assert fitted(TrainOptions(ranks=3, stages=3, min_ranks=2), 2).stages is None
     assert fitted(TrainOptions(ranks=3, stages=3), 2).stages == 3, "nobody asked for it: the error of the cut says so"
+
+
+def test_replicas_are_given_up_before_pipelines_get_too_short() -> None:
+    four = TrainOptions(ranks=4, dp=2, min_ranks=3)
+    assert [spread_over(four, left) for left in (8, 7, 6, 5, 3, 2)] == [(2, 4), (2, 3), (2, 3), (1, 4), (1, 3), (0, 0)]
+    assert spread_over(TrainOptions(ranks=1, dp=3, min_ranks=1), 2) == (1, 1), (
+        "two replicas would not share rows evenly"
+    )
+    for left in (7, 5, 3):  # what the launcher starts is what the ranks make of their number
+        replicas, each = spread_over(four, left)
+        assert fitted(four, replicas * each).dp == replicas
+    assert fitted(replace(four, stages=4), 6).stages is None
 
 
 def test_the_first_word_on_a_loss_stands_and_is_told_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ again, so the run ends with it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from importlib import import_module
 from typing import Final
 
 from penstock.errors import PenstockError
-from penstock.train.recovery import LOSS, note_loss
+from penstock.train.recovery import LOSS, note_loss, spread_over
 from penstock.train.train_options import TrainOptions
 
 RESTARTS: Final = "PENSTOCK_RESTARTS"  # in the environment of the ranks: how often they were started again
@@ -61,8 +62,10 @@ def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[st
             rank, failure = failed.get_first_failure()
             how = how_it_ended(failure.exitcode)
             codes = [each.exitcode for each in failed.failures.values()]
-            left = processes - sum(map(was_killed, codes)) if options.min_ranks else processes
-            if number < options.max_restarts and is_crash(codes) and left >= options.min_ranks:
+            left = processes
+            if options.min_ranks:
+                left = math.prod(spread_over(options, processes - sum(map(was_killed, codes))))
+            if number < options.max_restarts and is_crash(codes) and left:
                 fewer = f" with {left} of {processes} ranks" if left < processes else ""
                 processes = left
                 note_loss(options)  # unless a rank has done so before it ended

@@ -55,14 +55,40 @@ def from_json(rows: list[dict[str, Any]]) -> list[Recovery]:
     return [Recovery(**row) for row in rows]
 
 
+def spread_over(options: TrainOptions, ranks: int, *, all_of_them: bool = False) -> tuple[int, int]:
+    """Replicas, and ranks of each, for the ranks that are left: (0, 0) if --min-ranks do not remain for a pipeline.
+
+    Replicas are given up only if the pipelines would be shorter than --min-ranks otherwise, and so many that the rows of a
+    batch come out even. `all_of_them`: no rank may be left over.
+
+    >>> four = TrainOptions(ranks=2, dp=2, min_ranks=1)
+    >>> spread_over(four, 3), spread_over(replace(four, min_ranks=2), 3), spread_over(replace(four, min_ranks=2), 1)
+    ((2, 1), (1, 2), (0, 0))
+    """
+    for replicas in range(options.dp, 0, -1):
+        each = min(options.ranks, ranks // replicas)
+        whole = each * replicas == ranks or not all_of_them
+        if each >= max(options.min_ranks, 1) and options.dp % replicas == 0 and whole:
+            return replicas, each
+    return 0, 0
+
+
 def fitted(options: TrainOptions, ranks: int) -> TrainOptions:
-    """The options for the ranks that there are now: a number of stages that does not suit them is chosen anew.
+    """The options for the ranks that there are now: replicas, and stages that do not suit them, are chosen anew.
 
     >>> fitted(TrainOptions(ranks=3, stages=3, min_ranks=2), 2).stages is None
     True
+    >>> fitted(TrainOptions(ranks=2, dp=2, min_ranks=2), 2).dp
+    1
     """
-    if ranks < options.min_ranks:
-        raise PenstockError(f"{ranks} ranks are left, and --min-ranks {options.min_ranks} were asked for; the run ends")
-    if options.min_ranks and options.stages is not None and options.stages % ranks:
-        return replace(options, stages=None)
-    return options
+    if not options.min_ranks:
+        return options
+    grown = replace(options, ranks=max(options.ranks, ranks))  # under torchrun a pipeline has the ranks that there are
+    replicas, each = spread_over(grown, ranks, all_of_them=True)
+    if not replicas:
+        raise PenstockError(
+            f"{ranks} ranks are left{f' for --dp {options.dp} replicas or fewer' if options.dp > 1 else ''}, and --min-ranks "
+            f"{options.min_ranks} were asked for; the run ends"
+        )
+    fits = options.stages is None or options.stages % each == 0
+    return replace(options, dp=replicas, stages=options.stages if fits else None)

@@ -46,9 +46,7 @@ class TrainOptions:
     measure: bool = True  # profile the layers, to cut and choose by; False: cut by size
     sample: int = 240  # bytes of generated text at the end
     max_restarts: int = 3  # after a crash, from the last checkpoint
-    min_ranks: int = (
-        0  # go on with the ranks that are left when one is killed, as long as there are so many; 0: with all
-    )
+    min_ranks: int = 0  # when a rank is killed go on with those that are left, so many for a pipeline; 0: with all
     clip: float = 1.0  # the largest norm of the gradients; 0: they are not clipped
     rate_schedule: str | None = None  # see penstock.train.update.RATES; None: what the job brings
     warmup: int = 0  # steps in which the learning rate rises, with a rate schedule
@@ -88,11 +86,8 @@ class TrainOptions:
             raise PlanError(f"--stages {self.stages} over --ranks {self.ranks}; expected a multiple of {self.ranks}")
         if self.data_parallel not in ("ddp", "fsdp"):
             raise PenstockError(f"--data-parallel {self.data_parallel!r}; expected ddp or fsdp")
-        if self.min_ranks > self.ranks or (self.min_ranks and self.dp > 1):
-            raise PlanError(
-                f"--min-ranks {self.min_ranks} with --ranks {self.ranks} and --dp {self.dp}; expected no more than --ranks, and "
-                "one pipeline"
-            )
+        if self.min_ranks > self.ranks:
+            raise PlanError(f"--min-ranks {self.min_ranks} with --ranks {self.ranks}; expected no more than --ranks")
         if self.build is not None and ":" not in self.build:
             raise PenstockError(f"{self.build!r} names no function; write module:function, for example my_module:build")
         if (self.patience or self.keep_best) and not self.validate_every:
