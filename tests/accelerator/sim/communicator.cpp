@@ -26,13 +26,13 @@ std::pair<sockaddr_un, socklen_t> address(const std::string& name) {
   sockaddr_un found{};
   found.sun_family = AF_UNIX;
   TORCH_CHECK(name.size() + 1 < sizeof(found.sun_path), "too long a name for a socket: ", name);
-  std::memcpy(found.sun_path + 1, name.data(), name.size());  // a name without a file
-  return {found, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+  std::memcpy(found.sun_path, name.data(), name.size());  // a file, which other network namespaces see too
+  return {found, static_cast<socklen_t>(sizeof found)};
 }
 
 std::string fresh_name() {
   static std::atomic<int> number{0};
-  return "penstock-sim-" + std::to_string(getpid()) + "-" + std::to_string(number++);
+  return "/tmp/penstock-sim-" + std::to_string(getpid()) + "-" + std::to_string(number++);
 }
 
 }  // namespace
@@ -77,6 +77,7 @@ Communicator::Communicator(const c10::intrusive_ptr<c10d::Store>& store, const s
     (hello.toward_listener ? from : to)[hello.rank] = fd;
   }
   close(door);
+  unlink(mine.c_str());
   std::lock_guard<std::mutex> lock(made_mutex);
   made().push_back(name);
 }

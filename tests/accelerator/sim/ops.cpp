@@ -10,6 +10,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <map>
+#include <mutex>
+#include <sstream>
+
 namespace sim {
 
 at::Tensor as_cpu(const at::Tensor& tensor) {
@@ -213,6 +217,43 @@ c10::Device device_among(const c10::FunctionSchema& schema, const Stack& given) 
   return device.has_index() ? device : c10::Device(kSim, static_cast<c10::DeviceIndex>(current_device()));
 }
 
+// All that the shapes of results depend on, as a text. The meta device finds many of them in Python, which takes milliseconds.
+std::string shapes_in(const c10::OperatorHandle& op, const Stack& given) {
+  std::ostringstream text;
+  text << op.operator_name() << c10::get_default_dtype_as_scalartype();
+  for (const auto& value : given) {
+    text << '|';
+    bool tensors = false;
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      tensors = true;
+      text << tensor.scalar_type() << tensor.sizes() << tensor.strides() << tensor.storage_offset() << ',' << tensor.device().type()
+           << tensor.unsafeGetTensorImpl()->is_wrapped_number() << (tensor.has_storage() ? tensor.storage().nbytes() : 0) << ';';
+    });
+    if (value.isTensorList() || value.isOptionalTensorList()) text << value.toListRef().size();
+    else if (!tensors) text << value;
+  }
+  return text.str();
+}
+
+Stack shapes_of_results(const c10::OperatorHandle& op, const Stack& given, bool known) {
+  static std::mutex mutex;
+  static auto* found = new std::map<std::string, Stack>;
+  auto key = known ? shapes_in(op, given) : std::string();
+  if (known) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto place = found->find(key);
+    if (place != found->end()) return place->second;
+  }
+  const auto& schema = op.schema();
+  Stack metas = converted(schema, given, on_meta, at::kMeta);
+  empty_outs(schema, metas);
+  for (size_t n = 0; n < given.size(); ++n) if (is_generator(schema.arguments()[n])) metas[n] = c10::IValue();
+  call(op, metas);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (known) found->emplace(key, metas);
+  return metas;
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   size_t arguments = schema.arguments().size();
@@ -229,10 +270,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Stack metas;
   if (!only_writes || resizes) {
     try {
-      metas = converted(schema, given, on_meta, at::kMeta);
-      empty_outs(schema, metas);
-      for (size_t n = 0; n < arguments; ++n) if (is_generator(schema.arguments()[n])) metas[n] = c10::IValue();
-      call(op, metas);
+      metas = shapes_of_results(op, given, !resizes);
     } catch (const std::exception& reason) {
       run_now(op, stack, arguments, device, reason.what());
       return;
