@@ -14,7 +14,6 @@ for host memory. The user's own process group is only asked for its backend, tim
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Backend, PrefixStore
 
+from penstock.comm.device_wait import wait_for_device
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
@@ -39,7 +39,6 @@ _CARRIED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
 """The types that every backend knows. Others travel as bytes."""
-_BETWEEN_LOOKS = 0.2  # seconds between looks at the peers while the host waits for the device
 _FAREWELL = 10.0  # seconds that the device may take, when this rank leaves, to finish what was sent
 
 
@@ -105,14 +104,17 @@ class AcceleratorTransport(DistributedTransport):
 
     def read(self, tensor: Tensor) -> list[float]:
         """What is on its way from a peer that fails never comes: then its failure is raised, and no stream stays stuck."""
+        self.wait_for_device()
+        return super().read(tensor)
+
+    def wait_for_device(self) -> None:
         if self._torn is None:
             try:
-                wait_for_device(self.device, self.timeout, look=self._look)
+                wait_for_device(self.device, self.timeout, look=self._look, everybody=self.everybody)
             except PeerFailed as error:
                 self.break_connections(FailureRecord.of(error))
         if self._torn is not None:
             raise self._torn.error() if self._torn.rank != self.rank else self._unusable()
-        return super().read(tensor)
 
     def _look(self) -> None:
         """Raise if a peer is gone without whom the device might wait for ever."""
@@ -191,25 +193,6 @@ class AcceleratorTransport(DistributedTransport):
             with suppress(StepTimeout):  # what was issued may still be on its way to others
                 wait_for_device(self.device, _FAREWELL)
         super().close()
-
-
-def wait_for_device(device: torch.device, bound: float, look: Callable[[], None] | None = None) -> None:
-    """Wait until the device has done what it was told, by asking it again and again: its own wait could not be ended.
-
-    ``look`` is called now and then, and ends the wait by raising.
-    """
-    done = torch.Event(device=device)
-    done.record()
-    start, nap, looked = time.monotonic(), 1e-5, 0.0
-    while not done.query():
-        passed = time.monotonic() - start
-        if passed > bound:
-            raise StepTimeout(f"{device} did not finish within {bound:g} s what it was told to do")
-        if look is not None and passed > looked + _BETWEEN_LOOKS:
-            look()
-            looked = passed
-        time.sleep(nap)
-        nap = min(2 * nap, 0.005)
 
 
 class Control(Messages):

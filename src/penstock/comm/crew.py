@@ -10,7 +10,7 @@ from typing import Generic, TypeVar, cast
 import torch
 
 from penstock.comm.baton import Baton
-from penstock.errors import StepTimeout
+from penstock.errors import RunError
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ class Crew(Generic[Result]):
             self._baton.start()
             self._baton.finished.wait()
         except BaseException:
-            self._baton.stop(StepTimeout("the run was interrupted"))
+            self._baton.stop(RunError("the run was interrupted"))
             raise
         finally:
             for thread in threads:

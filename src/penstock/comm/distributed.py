@@ -30,7 +30,7 @@ from penstock.comm.whereabouts import table
 from penstock.errors import PenstockError, StepTimeout, TransportError
 
 _TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
-_BREAK_TAG = 0x9E58  # nothing is ever sent under it
+BREAK_TAG = 0x9E58  # nothing is ever sent under it
 _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
 
 
@@ -56,7 +56,7 @@ class DistributedTransport(Transport):
         self._host_backend, self._gloo = self._in_host_memory(group)
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
-        self.store.silent = self.pulse.look
+        self.store.silent, self.store.everybody = self.pulse.look, weakref.WeakMethod(self.everybody)
         self.store_holder = (
             NOBODY  # the rank whose process holds the store, if it is one of these; known from `connect` on
         )
@@ -129,7 +129,7 @@ class DistributedTransport(Transport):
             return self._torn.error() if self._torn.rank != self.rank else self._unusable()
         text = str(error)
         timed_out = "Timed out" in text or "timed out" in text
-        if not timed_out and not _connection_lost(text):
+        if not timed_out and not connection_lost(text):
             return TransportError(f"rank {self.rank}, {what}, rank {peer}: {text}")
         known = self._known_cause(peer, patience=0.0 if timed_out else _CAUSE_GRACE)
         if known is not None:
@@ -151,6 +151,13 @@ class DistributedTransport(Transport):
         except TransportError as error:
             return f"{table([self.where()], num_ranks=self.num_ranks)}\n({error})"
         return table(found, num_ranks=self.num_ranks)
+
+    @property
+    def unusable(self) -> str | None:
+        return None if self._torn is None else self._torn.cause
+
+    def lost(self) -> FailureRecord | None:
+        return self._torn or self.pulse.ended()
 
     def _unusable(self) -> TransportError:
         assert self._torn is not None, "there is a reason"
@@ -227,7 +234,7 @@ class DistributedTransport(Transport):
             self._switchboard.close()
         peer = (self.rank + 1) % self.num_ranks
         with suppress(RuntimeError):
-            self._gloo.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
+            self._gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Leave for good. A step that failed, or is not over, does not count as one that this rank has done."""
@@ -314,6 +321,6 @@ def _innermost(store: Any) -> Any:
     return store
 
 
-def _connection_lost(text: str) -> bool:
+def connection_lost(text: str) -> bool:
     signs = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "ocket closed", "pair.cc")
     return any(sign in text for sign in signs)

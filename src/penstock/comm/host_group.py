@@ -1,18 +1,41 @@
 """A process group's side in host memory: for small things that processes tell one another without asking their devices.
 
-host_group(mesh.get_group()).sum(flags)        # all processes of the group; the tensor is in host memory
+    host_group(mesh.get_group()).sum(flags)        # all processes of the group; the tensor is in host memory
+
+Data-parallel replicas meet in the middle of a step, in waits that nothing but the group's own timeout would end if one of them
+is stopped or its host is gone. So each group has a heartbeat (`penstock.comm.pulse`) while a step is on: whoever is silent is
+named, and the connections are broken by force, which ends the waits.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.comm.distributed import backend_in_host_memory, group_timeout, place_of_group
+from penstock.comm.distributed import (
+    BREAK_TAG,
+    backend_in_host_memory,
+    connection_lost,
+    group_timeout,
+    place_of_group,
+)
+from penstock.comm.pulse import Pulse, address_towards, heartbeat
+from penstock.comm.store import DistributedStore
+from penstock.comm.transport import FailureRecord
+from penstock.errors import PenstockError, ReplicaFailed, TransportError
+
+_TICK = 0.3  # seconds between looks at the others
+_GRACE = 0.5  # seconds that a process whose connection is lost may take to end
 
 
 class HostGroup:
@@ -22,7 +45,19 @@ class HostGroup:
         self._group = weakref.ref(group)
         has_one = torch.device("cpu") in group._device_types
         place, bound = place_of_group(group, "host"), group_timeout(group)
-        self._beside: Any = None if has_one else backend_in_host_memory(group, place, bound)
+        backend = backend_in_host_memory(group, place, bound)
+        self._beside: Any = None if has_one else backend
+        self._gloo: Any = backend if isinstance(backend, dist.ProcessGroupGloo) else None
+        self._ranks = dist.get_process_group_ranks(group)
+        self._rank = group.rank()
+        patience = heartbeat()
+        self._store = DistributedStore(place.clone(), group.rank(), group.size(), bound=patience)
+        self._pulse = Pulse(group.rank(), self._store, patience=patience, address=address_towards(_get_default_store()))
+        self._unseen = {*range(group.size())} - {group.rank()}  # whose processes are not known yet
+        self._steps = 0  # that are on: stages of one process may share the group
+        self._lost: FailureRecord | None = None
+        self._awake = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def sum(self, tensor: Tensor) -> None:
         """Make the tensor the sum over all processes. The wait has the bound of the group."""
@@ -30,6 +65,100 @@ class HostGroup:
             dist.all_reduce(tensor, group=self._group())
         else:
             self._beside.allreduce([tensor]).wait()
+
+    # -- steps
+
+    def begin(self) -> None:
+        """A step begins in which the processes wait for one another."""
+        if self._lost is not None and self._lost.rank != self._rank:
+            raise self._failure(" before this step. Start the job again, from a checkpoint if there is one")
+        self._steps += 1
+        self._awake.set()
+        if self._watcher is None and self._pulse.patience and self._unseen:
+            self._watcher = threading.Thread(
+                target=_watch, args=(weakref.ref(self),), name="penstock replicas", daemon=True
+            )
+            self._watcher.start()
+
+    def end(self) -> None:
+        self._steps = max(0, self._steps - 1)
+        if not self._steps:
+            self._awake.clear()
+
+    def explain(self, error: BaseException) -> ReplicaFailed | None:
+        """What an error of a step has to do with a process of this group that is gone; None: nothing."""
+        if self._lost is None and isinstance(error, RuntimeError) and not isinstance(error, PenstockError):
+            if not connection_lost(str(error)):
+                return None
+            end = time.monotonic() + _GRACE
+            while (gone := self._gone()) is None and time.monotonic() < end:
+                time.sleep(0.05)
+            self._lost = gone
+            self._break()  # for those who wait for this process and have no connection to the other
+        return None if self._lost is None or self._lost.rank == self._rank else self._failure("")
+
+    def give_up(self, cause: str) -> None:
+        """This process will never come to a meeting again: tell the others, and do not let them wait."""
+        if self._lost is None:
+            self._lost = FailureRecord(self._rank, cause=f"its pipeline cannot go on: {cause}")
+            with suppress(TransportError):
+                self._store.set(f"gone/{self._rank}", self._lost.encode())
+            self._break()
+
+    def _gone(self) -> FailureRecord | None:
+        """Whose process has ended, or who has given up."""
+        with suppress(TransportError):
+            for rank in range(len(self._ranks)):
+                if rank != self._rank and self._store.check(f"gone/{rank}"):
+                    return FailureRecord.decode(self._store.get(f"gone/{rank}", _GRACE))
+        return self._pulse.ended()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Around messages within the group: an error that has to do with a process that is gone says so."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(error) or error from None
+
+    def names(self, ranks: list[int]) -> str:
+        """Ranks in the group as those of the job."""
+        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(self._ranks[rank]) for rank in ranks)
+
+    def _failure(self, when: str) -> ReplicaFailed:
+        assert self._lost is not None, "somebody is lost"
+        return ReplicaFailed(
+            f"{self.names([self._lost.rank])} of the job, which holds the same stage in another data-parallel replica, failed"
+            f"{when}: {self._lost.cause}"
+        )
+
+    def _look(self) -> None:
+        """In the thread of the watcher."""
+        with suppress(PenstockError):
+            seen = [peer for peer in sorted(self._unseen) if self._store.check(f"process/{peer}")]
+            self._pulse.watch(seen)
+            self._unseen -= {*seen}
+        silent = self._pulse.look()
+        if silent is not None and self._lost is None and self._steps:
+            self._lost = silent
+            self._break()
+
+    def _break(self) -> None:
+        """A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits."""
+        if self._gloo is not None:
+            with suppress(RuntimeError):
+                other = (self._rank + 1) % len(self._ranks)
+                self._gloo.recv([torch.empty(1)], other, BREAK_TAG).wait(timedelta(milliseconds=1))
+
+
+def _watch(of: weakref.ref[HostGroup]) -> None:
+    while (found := of()) is not None:
+        awake, steps = found._awake, found._steps
+        if steps:
+            with suppress(TransportError):
+                found._look()
+        del found
+        awake.wait(_TICK) if not steps else time.sleep(_TICK)
 
 
 def host_group(group: dist.ProcessGroup) -> HostGroup:

@@ -39,6 +39,7 @@ class DistributedStore:
 
     ``bound``   seconds that a single call may take; 0: as many as it takes. The connection is then one of our own.
     ``silent``  asked during long waits: who has been found to be stopped or out of reach.
+    ``everybody``  asked when a wait has run out: a table of where all ranks are. Held weakly, it is the owner's.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, *, bound: float = 0.0) -> None:
@@ -48,6 +49,7 @@ class DistributedStore:
         self._guard = StoreGuard(store, bound) if bound else None
         self._gone: list[str] = []  # why no call is made any more; all clones share it
         self.silent: Callable[[], FailureRecord | None] = _nobody
+        self.everybody: weakref.WeakMethod[Callable[[], str]] | None = None
 
     def clone(self) -> DistributedStore:
         """The same values over a connection of its own, for another thread."""
@@ -92,7 +94,7 @@ class DistributedStore:
         end, nap = time.monotonic() + timeout, _FIRST_NAP
         while not self.check(key):
             if time.monotonic() > end:
-                raise StepTimeout(f"rank {self._rank} waited {timeout:g} s for {key!r} in the store")
+                raise self._late(f"rank {self._rank} waited {timeout:g} s for {key!r} in the store")
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
         with self._reachable():
@@ -187,7 +189,15 @@ class DistributedStore:
             raise FailureRecord.decode(self.get(f"{folder}/declined", 1.0)).error()
         if waited and absent:
             names = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
-            raise StepTimeout(f"rank {self._rank} {waited}, which {names} never sent")
+            raise self._late(f"rank {self._rank} {waited}, which {names} never sent")
+
+    def _late(self, text: str) -> StepTimeout:
+        known, self.everybody = self.everybody, None  # whoever is asked asks the store too
+        ask = None if known is None else known()
+        try:
+            return StepTimeout(text if ask is None else f"{text}\n{ask()}")
+        finally:
+            self.everybody = known
 
 
 class StoreGuard:

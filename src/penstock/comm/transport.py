@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from penstock.comm.decoding import loads, reading
+from penstock.comm.device_wait import wait_for_device
 from penstock.comm.messages import Messages
 from penstock.comm.whereabouts import Whereabouts, table
-from penstock.errors import OutOfMemory, PeerFailed, RanksDisagree, RunError, StepTimeout, TransportError
+from penstock.errors import OutOfMemory, PeerFailed, RanksDisagree, RunError, TransportError
 from penstock.plan.queues import QueueLayout
 
 
@@ -196,6 +197,15 @@ class Transport(Messages):
         key = failure_key(self.epoch if epoch is None else epoch)
         return FailureRecord.decode(self.store.get(key, self.timeout)) if self.store.check(key) else None
 
+    @property
+    def unusable(self) -> str | None:
+        """Why no more steps can be made, if that is so."""
+        return None
+
+    def lost(self) -> FailureRecord | None:
+        """A rank that is known to be gone for good; may be asked in any thread, also between steps."""
+        return None
+
     # -- where everybody is
 
     def where(self) -> Whereabouts:
@@ -220,10 +230,7 @@ class Transport(Messages):
         folder, before = meeting_folder(self.meetings), meeting_folder(self.meetings - 1)
         self.store.set(f"{folder}/{self.rank}", payload)
         self.store.first(f"{folder}/called", json.dumps([self.rank, self.epoch, name]).encode())
-        try:
-            payloads = self.store.get_all(folder, self.timeout if timeout is None else timeout, posts=name)
-        except StepTimeout as late:
-            raise StepTimeout(f"{late}\n{self.everybody()}") from late
+        payloads = self.store.get_all(folder, self.timeout if timeout is None else timeout, posts=name)
         # All have posted here, so all have left the meeting before: nobody reads its posts any more.
         self.store.delete(f"{before}/{self.rank}")
         if self.rank == 0:
@@ -282,6 +289,10 @@ class Transport(Messages):
         """The numbers of a small tensor. Where it is on a device, the host waits for it, and no longer than `timeout`."""
         found: list[float] = tensor.tolist()
         return found
+
+    def wait_for_device(self) -> None:
+        """Until this rank's device has done what it was told; no longer than `timeout`."""
+        wait_for_device(self.device, self.timeout, everybody=self.everybody)
 
     def family(self, root: int = 0) -> tuple[int | None, list[int]]:
         """This rank's parent and children in a tree of all ranks; the root has no parent."""

@@ -89,7 +89,11 @@ class Ends:
     @property
     def number(self) -> int:
         """Of this rank among all ranks of all replicas."""
-        return self.replica * self.num_ranks + self.rank
+        return self.number_of(self.rank)
+
+    def number_of(self, rank: int) -> int:
+        """Of another rank of this pipeline among all ranks of all replicas."""
+        return self.replica * self.num_ranks + rank
 
     def decide(self, what: str, make: Callable[[], str]) -> str:
         """The text that the first rank makes, on every rank. If it raises, every rank raises."""

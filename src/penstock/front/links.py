@@ -16,7 +16,6 @@ from typing import Final
 
 import torch
 
-from penstock.comm.accelerator import wait_for_device
 from penstock.comm.transport import Transport
 from penstock.front.ends import Ends
 from penstock.simulate import Link
@@ -70,7 +69,7 @@ def _ping(transport: Transport, one: int, other: int, size: int) -> float:
         for sends in (leads, not leads):
             (transport.isend(buffer, peer) if sends else transport.irecv(buffer, peer)).wait()
         if transport.device.type != "cpu":
-            wait_for_device(transport.device, transport.timeout)
+            transport.wait_for_device()
         found.append((time.perf_counter() - began) / 2)
     return min(found)
 

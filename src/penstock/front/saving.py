@@ -28,6 +28,7 @@ from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import FILE, Entry, Manifest, Part, SmallFile
 from penstock.checkpoint.parts import Block, chunk_of, write_parts
 from penstock.checkpoint.torch_list import LIST, write_list
+from penstock.comm.transport import NOBODY
 from penstock.dtypes import dtype_name
 from penstock.errors import PenstockError, RunError, StepTimeout
 from penstock.front import moments
@@ -229,14 +230,20 @@ class Saving:
         rows: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + patience
         while len(rows) < count and not self._given_up.is_set():
+            lost = self._ends.transport.lost()
             for number in set(range(count)) - rows.keys():
                 if self._file(number).is_file():
                     rows[number] = json.loads(self._file(number).read_bytes())
                     if "error" in rows[number]:
                         raise RunError(f"rank {number} cannot write the checkpoint: {rows[number]['error']}")
+            if lost is not None and lost.rank != NOBODY and (gone := self._ends.number_of(lost.rank)) not in rows:
+                raise RunError(f"rank {gone} is gone before its part of the checkpoint was written: {lost.cause}")
             if time.monotonic() > end:
                 missing = sorted(set(range(count)) - rows.keys())
-                raise StepTimeout(f"rank 0 waited {patience:g} s for the parts of a checkpoint from ranks {missing}")
+                raise StepTimeout(
+                    f"rank 0 waited {patience:g} s for the parts of a checkpoint from ranks {missing}\n"
+                    f"{self._ends.transport.everybody()}"
+                )
             if len(rows) < count:
                 time.sleep(_NAP)
         if len(rows) < count:

@@ -79,6 +79,13 @@ class Several:
         if problem is not None:
             raise problem
 
+    def explain(self, error: BaseException) -> ReplicaFailed | None:
+        return next(filter(None, (adapter.explain(error) for adapter in self._adapters)), None)
+
+    def give_up(self, cause: str) -> None:
+        for adapter in self._adapters:
+            adapter.give_up(cause)
+
 
 def _adapters(module: nn.Module, seen: set[nn.Module]) -> Iterator[DataParallel]:
     """One for each wrapper, from the outside in. What was never imported wraps nothing."""

@@ -2,7 +2,7 @@
 
 Each bucket carries, behind its gradients, one number for each parameter that says whether this replica has a gradient
 for it. So a parameter that only some replicas used is averaged over all of them, one that none used keeps
-`.grad` as it is, and agreeing on it costs no message of its own. One more number says whether this replica has failed.
+`.grad` as it is, and agreeing on it costs no message of its own. One more number for each replica says whether it has failed.
 
 On an accelerator the host would have to wait for the device to read these numbers. There the hosts of the replicas tell one
 another first, and the buckets carry gradients alone.
@@ -27,39 +27,53 @@ IN_FLIGHT = 2
 @torch.no_grad()
 def average_gradients(
     parameters: Sequence[Tensor], group: dist.ProcessGroup, *, bucket_bytes: int, failed: bool = False
-) -> bool:
+) -> list[int]:
     """Make every `.grad` its mean over `group`, in place. All replicas pass the same parameters in the same order.
 
-    False if a replica has failed; gradients are then as they were.
+    The replicas that have failed come back, by their ranks in the group; gradients are then as they were.
     """
     size = dist.get_world_size(group)
     if size == 1:
-        return not failed
+        return [0] if failed else []
     told = all(local(p).device.type != "cpu" for p in parameters) and bool(parameters)
-    if told and not agree_in_host_memory(parameters, group, failed=failed):
-        return False
-    agreed = True
+    failures = agree_in_host_memory(parameters, group, failed=failed) if told else []
+    if failures:
+        return failures
     flight: deque[_Bucket] = deque()
     for members in _by_size(parameters, bucket_bytes):
         flight.append(_Bucket(members, group, size=size, failed=None if told else failed))
         if len(flight) > IN_FLIGHT:
-            agreed = flight.popleft().finish() and agreed
+            failures = flight.popleft().finish() or failures
     for bucket in flight:
-        agreed = bucket.finish() and agreed
-    return agreed
+        failures = bucket.finish() or failures
+    return failures
 
 
-def agree_in_host_memory(parameters: Sequence[Tensor], group: dist.ProcessGroup, *, failed: bool) -> bool:
-    """Whether no replica has failed. A parameter that another replica has a gradient for has one here from now on."""
-    known = torch.tensor([*(p.grad is not None for p in parameters), failed], dtype=torch.int32)
+def agree_in_host_memory(parameters: Sequence[Tensor], group: dist.ProcessGroup, *, failed: bool) -> list[int]:
+    """The replicas that have failed. If none has, a parameter that another one has a gradient for has one here from now on."""
+    known = torch.tensor([*_used(parameters), *_flags(group, failed)], dtype=torch.int32)
     host_group(group).sum(known)
-    *used, failures = known.tolist()
-    if failures:
-        return False
-    for parameter, count in zip(parameters, used, strict=True):
+    return _failures(parameters, known)
+
+
+def _used(parameters: Sequence[Tensor]) -> list[float]:
+    """Whether there is a gradient, for each parameter."""
+    return [float(parameter.grad is not None) for parameter in parameters]
+
+
+def _flags(group: dist.ProcessGroup, failed: bool) -> list[float]:
+    """Whether this replica has failed, in its own place."""
+    return [float(failed and rank == dist.get_rank(group)) for rank in range(dist.get_world_size(group))]
+
+
+def _failures(parameters: Sequence[Tensor], known: Tensor) -> list[int]:
+    """What the sum of `_used` and `_flags` over the replicas says."""
+    numbers = known.tolist()
+    failures = [rank for rank, flag in enumerate(numbers[len(parameters) :]) if flag]
+    for count, parameter in zip(numbers, () if failures else parameters, strict=False):
         if count and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return True
+    return failures
 
 
 @torch.no_grad()
@@ -103,7 +117,7 @@ class _Bucket:
     __slots__ = ("_asks", "_flat", "_members", "_work")
 
     def __init__(self, members: list[Tensor], group: dist.ProcessGroup, *, size: int, failed: bool | None) -> None:
-        self._asks = failed is not None
+        self._asks = 0 if failed is None else size  # numbers about failures
         self._members = members
         first = local(members[0])
         parts = [
@@ -113,31 +127,24 @@ class _Bucket:
             for p in members
         ]
         if failed is not None:
-            known = [*(float(p.grad is not None) for p in members), float(failed)]
+            known = [*_used(members), *_flags(group, failed)]
             parts.append(torch.tensor(known, dtype=first.dtype, device=first.device))
         self._flat = torch.cat(parts).div_(size)  # before the sum, which might overflow
         self._work: Any = dist.all_reduce(self._flat, group=group, async_op=True)
 
-    def finish(self) -> bool:
+    def finish(self) -> list[int]:
         self._work.wait()
         members = self._members
-        *views, known = self._flat.split([*(local(p).numel() for p in members), len(members) + 1 if self._asks else 0])
-        if self._asks and not self._agreed(known):
-            return False
+        told = len(members) + self._asks if self._asks else 0
+        *views, known = self._flat.split([*(local(p).numel() for p in members), told])
+        failures = _failures(members, known) if self._asks else []
+        if failures:
+            return failures
         for parameter, view in zip(members, views, strict=True):
             if parameter.grad is not None:
                 target = local(parameter.grad)
                 target.copy_(view.view(target.shape))
-        return True
-
-    def _agreed(self, known: Tensor) -> bool:
-        *present, failures = known.tolist()
-        if failures:
-            return False
-        for used, parameter in zip(present, self._members, strict=True):
-            if used and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return True
+        return []
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.errors import StageError
+from penstock.comm.host_group import HostGroup, host_group
+from penstock.errors import ReplicaFailed, StageError
 from penstock.parallel.buckets import agree_in_host_memory, average_gradients, average_sparse_gradients, local
-from penstock.parallel.protocol import Flags, StepOrder
+from penstock.parallel.protocol import Flags, StepOrder, replica_failed
 
 
 class DDPAdapter:
@@ -35,14 +36,18 @@ class DDPAdapter:
         self._wrapper: Any = wrapper
         self._flags = Flags()
         self._order = StepOrder()
+        self._replicas: HostGroup | None = None
         self._syncs = True
 
     def begin(self) -> None:
         self._order.begin()
         ddp = self._wrapper
         self._syncs = ddp.require_backward_grad_sync
+        self._replicas = host_group(ddp.process_group)
+        self._replicas.begin()
         if ddp.will_sync_module_buffers():
-            ddp._sync_buffers()
+            with self._replicas.explained():
+                ddp._sync_buffers()
         flags = self._flags
         flags.set(ddp, "require_forward_param_sync", False)
         flags.set(ddp, "require_backward_grad_sync", False)
@@ -52,6 +57,8 @@ class DDPAdapter:
 
     def end(self, *, failed: bool = True) -> None:
         if self._order.end():
+            if self._replicas is not None:
+                self._replicas.end()
             self._flags.restore()
             self._wrapper.require_forward_param_sync = self._syncs  # as its own forward would leave it
 
@@ -67,8 +74,16 @@ class DDPAdapter:
             return
         ddp = self._wrapper
         average = _average_through_hook if _has_comm_hook(ddp) else _average
-        if not average(ddp, failed) and not failed:
-            raise self._order.replica_failed()
+        failures = average(ddp, failed)
+        if failures and not failed:
+            raise replica_failed(ddp.process_group, failures)
+
+    def explain(self, error: BaseException) -> ReplicaFailed | None:
+        return None if self._replicas is None else self._replicas.explain(error)
+
+    def give_up(self, cause: str) -> None:
+        if self._replicas is not None:
+            self._replicas.give_up(cause)
 
 
 class ReplicateAdapter:
@@ -106,6 +121,13 @@ class ReplicateAdapter:
     def reduce_grad(self, *, failed: bool = False) -> None:
         self._opened().reduce_grad(failed=failed)
 
+    def explain(self, error: BaseException) -> ReplicaFailed | None:
+        return None if self._inner is None else self._inner.explain(error)
+
+    def give_up(self, cause: str) -> None:
+        if self._inner is not None:
+            self._inner.give_up(cause)
+
     def _opened(self) -> DDPAdapter:
         if self._inner is None:
             self._inner = DDPAdapter(self._state._ddp)
@@ -135,23 +157,24 @@ def _has_comm_hook(ddp: Any) -> bool:
     return bool(ddp._get_ddp_logging_data().get("comm_hook"))  # those that are written in C++ show up here alone
 
 
-def _average(ddp: Any, failed: bool) -> bool:
-    """Whether all replicas could."""
+def _average(ddp: Any, failed: bool) -> list[int]:
+    """The replicas that have failed."""
     trained = [p for p in ddp._module_parameters if p.requires_grad]
     rows = _sparse_parameters(ddp.module)
     dense = [p for p in trained if id(p) not in rows]
-    agreed = average_gradients(dense, ddp.process_group, bucket_bytes=ddp.bucket_bytes_cap, failed=failed)
-    if rows and agreed:
+    failures = average_gradients(dense, ddp.process_group, bucket_bytes=ddp.bucket_bytes_cap, failed=failed)
+    if rows and not failures:
         average_sparse_gradients([p for p in trained if id(p) in rows], ddp.process_group)
-    return agreed
+    return failures
 
 
 @torch.no_grad()
-def _average_through_hook(ddp: Any, failed: bool) -> bool:
+def _average_through_hook(ddp: Any, failed: bool) -> list[int]:
     """The same by the user's hook: give it `.grad` in the reducer's own buckets, and write back what it returns."""
     parameters = ddp._module_parameters
-    if not agree_in_host_memory(parameters, ddp.process_group, failed=failed):
-        return False
+    failures = agree_in_host_memory(parameters, ddp.process_group, failed=failed)
+    if failures:
+        return failures
     unused = {id(p) for p in parameters if p.grad is None}  # on all replicas
     for bucket in ddp.reducer._get_zeros_like_grad_buckets():
         members = bucket.parameters()
@@ -163,7 +186,7 @@ def _average_through_hook(ddp: Any, failed: bool) -> bool:
         for parameter, view in zip(members, bucket.gradients(), strict=True):
             if id(parameter) not in unused:
                 local(parameter.grad).copy_(view)
-    return True
+    return []
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:

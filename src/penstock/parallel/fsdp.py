@@ -25,9 +25,9 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.utils.hooks import RemovableHandle
 
-from penstock.comm.host_group import host_group
-from penstock.errors import RunError, StageError
-from penstock.parallel.protocol import Flags, StepOrder
+from penstock.comm.host_group import HostGroup, host_group
+from penstock.errors import ReplicaFailed, RunError, StageError
+from penstock.parallel.protocol import Flags, StepOrder, replica_failed
 
 
 class FullyShardAdapter:
@@ -43,6 +43,7 @@ class FullyShardAdapter:
         self._hooks: list[RemovableHandle] = []
         self._watched: set[int] = set()  # groups, by id
         self._syncing: list[Any] = []  # groups that the user wants reduced
+        self._replicas: list[HostGroup] = []
 
     @property
     def sharded(self) -> bool:
@@ -70,6 +71,10 @@ class FullyShardAdapter:
                 flags.set(group, "post_forward_mesh_info", None)
                 if not state._states_to_backward_prefetch:
                     flags.set(state, "_states_to_backward_prefetch", [state])  # itself, which is there: a no-op
+        self._replicas = []
+        for group in _process_groups(self._syncing):
+            host_group(group).begin()
+            self._replicas.append(host_group(group))
         for state, group in self._groups():
             if not _is_held(state, group):
                 self._prepare(state, group)
@@ -90,9 +95,10 @@ class FullyShardAdapter:
     @torch.no_grad()
     def reduce_grad(self, *, failed: bool = False) -> None:
         self._order.reduce()
-        if self._any_failed(failed):
+        group, failures = self._failures(failed)
+        if failures:
             if not failed:
-                raise self._order.replica_failed()
+                raise replica_failed(group, failures)
             return
         flags = Flags()
         flags.set(self._root._state_ctx, "is_last_backward", True)
@@ -106,18 +112,22 @@ class FullyShardAdapter:
     def end(self, *, failed: bool = True) -> None:
         if not self._order.end():
             return
+        for replicas in self._replicas:
+            replicas.end()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._watched.clear()
         left = [name for group in self._syncing for name in _drop_unreduced(group)]
-        if self._interrupted():
-            self._root._reset_iter_state()
-        for _, group in self._groups():
-            _free(group)
-            group._post_forward_indices.clear()
-        self._root._comm_ctx.post_forward_order.clear()
-        self._flags.restore()
+        try:
+            if self._interrupted():
+                self._root._reset_iter_state()
+            for _, group in self._groups():
+                _free(group)
+                group._post_forward_indices.clear()
+            self._root._comm_ctx.post_forward_order.clear()
+        finally:  # also if a replica is gone, for whose messages this waits
+            self._flags.restore()
         if left and not failed:
             names = ", ".join(left[:3]) + (" ..." if left[3:] else "")
             raise RunError(
@@ -125,12 +135,26 @@ class FullyShardAdapter:
                 "REDUCE_GRAD after the last backward of this stage; lower it with `add_reduce_grad`"
             )
 
-    def _any_failed(self, failed: bool) -> bool:
-        """Ask the replicas before the reduction, whose messages fit together only if all of them take part in it."""
-        flag = torch.tensor([int(failed)], dtype=torch.int64)
+    def _failures(self, failed: bool) -> tuple[Any, list[int]]:
+        """Ask the replicas before the reduction, whose messages fit together only if all of them take part in it.
+
+        A group, and by their ranks in it those that have failed, or have heard of one in the group before.
+        """
+        found: tuple[Any, list[int]] = None, []
         for group in _process_groups(self._syncing):
-            host_group(group).sum(flag)  # in host memory: no host waits for its device
-        return bool(flag)
+            flags = torch.zeros(group.size(), dtype=torch.int64)
+            flags[group.rank()] = int(failed or bool(found[1]))
+            host_group(group).sum(flags)  # in host memory: no host waits for its device
+            failures = [rank for rank, flag in enumerate(flags.tolist()) if flag]
+            found = found if found[1] else (group, failures)
+        return found
+
+    def explain(self, error: BaseException) -> ReplicaFailed | None:
+        return next(filter(None, (replicas.explain(error) for replicas in self._replicas)), None)
+
+    def give_up(self, cause: str) -> None:
+        for replicas in self._replicas:
+            replicas.give_up(cause)
 
     def _states(self) -> list[Any]:
         """All states of the tree; before the first step FSDP2 itself has not collected them yet."""

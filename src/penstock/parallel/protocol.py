@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from penstock.comm.host_group import host_group
 from penstock.errors import ReplicaFailed, RunError
 
 
@@ -64,6 +65,22 @@ class DataParallel(Protocol):
         """
         ...
 
+    def explain(self, error: BaseException) -> ReplicaFailed | None:
+        """What an error of this step has to do with a replica whose process is stopped or gone; None: nothing."""
+        ...
+
+    def give_up(self, cause: str) -> None:
+        """The pipeline of this replica can make no more steps: the other replicas must not wait for it."""
+        ...
+
+
+def replica_failed(group: Any, failures: list[int]) -> ReplicaFailed:
+    """For a replica that was told of the failure of others, which are given by their ranks in the group."""
+    return ReplicaFailed(
+        f"{host_group(group).names(failures)} of the job failed in this step, in another data-parallel replica of this stage, so "
+        "gradients cannot be averaged; the error that was raised there tells why"
+    )
+
 
 class Unwrapped:
     """A stage without data parallelism: every action is there and does nothing.
@@ -88,6 +105,12 @@ class Unwrapped:
         pass
 
     def reduce_grad(self, *, failed: bool = False) -> None:
+        pass
+
+    def explain(self, error: BaseException) -> ReplicaFailed | None:
+        return None
+
+    def give_up(self, cause: str) -> None:
         pass
 
 
@@ -160,13 +183,6 @@ class StepOrder:
         if self.reduced:
             raise RunError("REDUCE_GRAD twice in one step; a plan has it once for each stage, after its last backward")
         self.reduced = True
-
-    @staticmethod
-    def replica_failed() -> ReplicaFailed:
-        return ReplicaFailed(
-            "another data-parallel replica of this stage failed in this step, so its gradients cannot be averaged; "
-            "the error that was raised there tells why"
-        )
 
     def _within(self, action: str) -> None:
         if not self.open:

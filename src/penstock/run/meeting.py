@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -100,6 +100,7 @@ def tended(adapters: Iterable[DataParallel], ties: Ties | None) -> Iterator[None
         if failed and ties is not None:
             ties.restore()
         for adapter in adapters:
-            adapter.end(failed=failed)
+            with suppress(RuntimeError) if failed else nullcontext():  # what the step raised says more
+                adapter.end(failed=failed)
     if ties is not None:
         ties.finish()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from penstock.comm.accelerator import wait_for_device
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
@@ -39,11 +38,11 @@ class DeviceClock:
     Before a step that is measured the host waits until the device has nothing to do, so that an event has a known time.
     """
 
-    def __init__(self, device: torch.device, bound: float) -> None:
-        self._device, self._bound = device, bound
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._device = transport, transport.device
 
     def begin(self) -> None:
-        wait_for_device(self._device, self._bound)
+        self._transport.wait_for_device()
         self._origin = self.mark()
         self._host = perf_counter()
 
@@ -53,7 +52,7 @@ class DeviceClock:
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        wait_for_device(self._device, self._bound)
+        self._transport.wait_for_device()
         return [self._host + self._origin.elapsed_time(mark) / 1e3 for mark in marks]
 
 
@@ -63,7 +62,7 @@ class Recorder:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         host = transport.device.type == "cpu"
-        self.clock: HostClock | DeviceClock = HostClock() if host else DeviceClock(transport.device, transport.timeout)
+        self.clock: HostClock | DeviceClock = HostClock() if host else DeviceClock(transport)
         self.starts: list[Any] = []  # marks of the clock
         self.ends: list[Any] = []
         self.waited: Any = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.comm.transport import FailureRecord, Transport
-from penstock.errors import OutOfMemory, PeerFailed, PenstockError, RanksDisagree, RunError, TransportError
+from penstock.errors import (
+    OutOfMemory,
+    PeerFailed,
+    PenstockError,
+    RanksDisagree,
+    ReplicaFailed,
+    RunError,
+    TransportError,
+)
 from penstock.plan import Action, AnyAction, Op
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.inputs import StepInputs
@@ -78,7 +86,9 @@ class Runner:
             preamble, error = self.tell(programs[mode], mode, prepared)
             program = programs[preamble.mode]
             certain = prepared.error is not None or (error is not None and not preamble.failed)
-            if not preamble.failed:
+            if preamble.failed:
+                self._meet_replicas(programs[mode], programs[mode].actions)
+            else:
                 program.open(preamble.signature, cold=bool(preamble.cold))
                 if error is None:
                     error = self.run(program, prepared.inputs, cold=bool(preamble.cold))
@@ -88,6 +98,9 @@ class Runner:
         finally:
             position.program = None
             self.transport.end_step(fine=self._fine)
+            if self.transport.unusable is not None:  # until the job is started again: replicas need not wait for it
+                for adapter in programs[mode].setting.adapters.values():
+                    adapter.give_up(self.transport.unusable)
 
     @contextmanager
     def watched(self, watch: Callable[[Transport], Watch]) -> Iterator[Watch]:
@@ -182,7 +195,7 @@ class Runner:
                 failure = explained(error, program.actions, position.at, rank=self.transport.rank)
                 program.let_go()
             else:
-                failure = error
+                failure = _of_replicas(program, error) or error
         else:
             return None
         finally:
@@ -229,12 +242,11 @@ class Runner:
         program.abandon()
         for channel in program.channels.values():
             channel.drains = True
-        rest = [part for action in program.actions[at:] for part in parts_of(action)]
-        for part in rest:
-            if part.op.is_message:
-                self._drain_one(program, part, cold=cold)
-        for part in rest:
-            self._drain_collective(program, part)
+        for action in program.actions[at:]:
+            for part in parts_of(action):
+                if part.op.is_message:
+                    self._drain_one(program, part, cold=cold)
+        self._meet_replicas(program, program.actions[at:])
         for each in program.channels.values():
             while each.incoming and not each.lost:
                 self._try(each, each.pull)
@@ -245,6 +257,13 @@ class Runner:
             for work in box.pending():
                 if box.channel is not None and not box.channel.lost:
                     self._try(box.channel, partial(box.channel.wait, work))
+
+    def _meet_replicas(self, program: Program, rest: Sequence[AnyAction]) -> None:
+        """Data-parallel replicas wait for this rank wherever the rest of the plan says so, and are told there."""
+        if any(adapter.reduces or adapter.sharded for adapter in program.setting.adapters.values()):
+            for action in rest:
+                for part in parts_of(action):
+                    self._drain_collective(program, part)
 
     @staticmethod
     def _drain_collective(program: Program, action: Action) -> None:
@@ -314,6 +333,12 @@ class Runner:
 def _posted_nothing(action: AnyAction | None) -> bool:
     """A message that raised did so before anything was posted: its checks come first."""
     return isinstance(action, Action) and action.op.is_message
+
+
+def _of_replicas(program: Program, error: BaseException) -> ReplicaFailed | None:
+    """What a data-parallel replica that is gone has to do with an error of the step."""
+    found = (adapter.explain(error) for adapter in program.setting.adapters.values())
+    return next(filter(None, found), None) if isinstance(error, RuntimeError) else None
 
 
 def _in_range(name: str, call: Call) -> None:

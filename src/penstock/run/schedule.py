@@ -245,10 +245,10 @@ class Schedule:
     def _prepare(self, program: Program, given: Given) -> Prepared:
         """What can go wrong here goes wrong before anything is sent, and the other ranks hear of it."""
         try:
+            for adapter in program.setting.adapters.values():
+                adapter.begin()  # first: replicas that have begun are met, and told, if something is wrong here
             if program.setting.grad and self._needs_autograd and not torch.is_grad_enabled():
                 raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
-            for adapter in program.setting.adapters.values():
-                adapter.begin()
             if program.setting.grad:
                 self._ties.begin()
             rows = given.rows(self._specs, of_target=self._has_first or self._has_last)

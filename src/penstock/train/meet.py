@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import StepTimeout
 
 _PATIENCE = 300.0  # seconds for all ranks to start
@@ -37,7 +38,13 @@ def agree_on_life(store: Any, rank: int, size: int, *, patience: float = _PATIEN
     if rank > 0:
         token = uuid.uuid4().hex
         store.set(f"penstock/here/{rank}", token)
-        store.wait([f"penstock/answer/{token}"], timedelta(seconds=patience))
+        try:
+            store.wait([f"penstock/answer/{token}"], timedelta(seconds=patience))
+        except dist.DistError as error:
+            raise StepTimeout(
+                f"rank {rank} waited {patience:g} s for rank 0 to start, and it did not ({str(error).partition(chr(10))[0]})\n"
+                f"{_starting(size, {rank: 0}, patience)}"
+            ) from error
         name = store.get(f"penstock/answer/{token}").decode()
         store.set(f"penstock/{name}/{rank}", "heard")
         return str(name)
@@ -54,6 +61,19 @@ def agree_on_life(store: Any, rank: int, size: int, *, patience: float = _PATIEN
             if store.check([f"penstock/{name}/{other}"]):
                 waiting.discard(other)
         if waiting and time.monotonic() > end:
-            raise StepTimeout(f"rank 0 waited {patience:g} s for ranks {sorted(waiting)} to start, and they did not")
+            started = dict.fromkeys(set(range(size)) - waiting, None) | {0: min(waiting)}
+            raise StepTimeout(
+                f"rank 0 waited {patience:g} s for ranks {sorted(waiting)} to start, and they did not\n"
+                f"{_starting(size, started, patience)}"
+            )
         time.sleep(_NAP)
     return name
+
+
+def _starting(size: int, started: dict[int, int | None], seconds: float) -> str:
+    """A table of all ranks: those that have started, by whom they wait for, and the others, which do not answer."""
+    rows = [
+        Whereabouts(rank, doing="has started" if peer is None else "waits", peer=peer, seconds=seconds)
+        for rank, peer in started.items()
+    ]
+    return table(rows, num_ranks=size)
