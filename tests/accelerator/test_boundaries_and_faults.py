@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.comm import DistributedTransport
 from penstock.errors import PenstockError
+from penstock.lower import InTurn
 from penstock.run import Schedule1F1B
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.accelerator.pipes import ROWS, batch, block
@@ -30,9 +31,11 @@ def squares(output: Any, target: Tensor) -> Tensor:
     return (difference * difference).mean()
 
 
-def schedule_of(device: torch.device, module: nn.Module) -> Schedule1F1B:
+def schedule_of(device: torch.device, module: nn.Module, queues: str = "direction") -> Schedule1F1B:
+    """With communicators for each direction, for each pair, or one for all."""
     stage = PipelineStage(module.to(device), dist.get_rank(), dist.get_world_size(), device)
-    return Schedule1F1B(stage, MICROBATCHES, loss_fn=squares)
+    receives = None if queues == "direction" else InTurn(queues)  # type: ignore[arg-type]  # one of the layouts
+    return Schedule1F1B(stage, MICROBATCHES, loss_fn=squares, receives=receives)
 
 
 def raised_in_steps(schedule: Schedule1F1B, device: torch.device, count: int) -> list[str]:
@@ -133,11 +136,11 @@ def nothing() -> None:
     """What the others do."""
 
 
-def in_trouble(device: torch.device, victim: int, do: Any) -> tuple[list[str], float]:
+def in_trouble(device: torch.device, victim: int, do: Any, queues: str = "direction") -> tuple[list[str], float]:
     os.environ["PENSTOCK_HEARTBEAT"] = "1"
     try:
         rank = dist.get_rank()
-        schedule = schedule_of(device, Trips(do if rank == victim else nothing))
+        schedule = schedule_of(device, Trips(do if rank == victim else nothing), queues)
         pids = [int(pid) for pid in DistributedTransport.of(device=device).gather("pids", str(os.getpid()).encode())]
         found = raised_in_steps(schedule, device, 1)
         start = time.monotonic()
@@ -152,9 +155,14 @@ def in_trouble(device: torch.device, victim: int, do: Any) -> tuple[list[str], f
         del os.environ["PENSTOCK_HEARTBEAT"]
 
 
-@BOTH
-def test_an_exception_is_named_everywhere_and_the_next_step_works(sim: SimPool, mode: Mode) -> None:
-    for rank, (found, seconds) in enumerate(sim.run(3, mode, in_trouble, 1, fail)):
+LAYOUTS = pytest.mark.parametrize(
+    ("mode", "queues"), [("lazy", "direction"), ("eager", "direction"), ("lazy", "pair"), ("eager", "one")]
+)
+
+
+@LAYOUTS
+def test_an_exception_is_named_everywhere_and_the_next_step_works(sim: SimPool, mode: Mode, queues: str) -> None:
+    for rank, (found, seconds) in enumerate(sim.run(3, mode, in_trouble, 1, fail, queues)):
         assert found[0] == found[2] == ""
         assert (
             found[1] == "ArithmeticError: on purpose" if rank == 1 else found[1].startswith("PeerFailed: rank 1 failed")
@@ -162,10 +170,14 @@ def test_an_exception_is_named_everywhere_and_the_next_step_works(sim: SimPool, 
         assert seconds < 20.0
 
 
-@BOTH
-@pytest.mark.parametrize("do", [die, stop])
-def test_a_rank_that_dies_or_stops_is_named_and_no_stream_stays_stuck(sim: SimPool, mode: Mode, do: Any) -> None:
-    outcomes = sim.outcomes(3, mode, in_trouble, 1, do)
+@pytest.mark.parametrize(
+    ("mode", "queues", "do"),
+    [("lazy", "direction", die), ("eager", "direction", stop), ("lazy", "pair", stop), ("eager", "one", die)],
+)
+def test_a_rank_that_dies_or_stops_is_named_and_no_stream_stays_stuck(
+    sim: SimPool, mode: Mode, queues: str, do: Any
+) -> None:
+    outcomes = sim.outcomes(3, mode, in_trouble, 1, do, queues)
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].details
         found, seconds = outcomes[rank].value
@@ -175,9 +187,9 @@ def test_a_rank_that_dies_or_stops_is_named_and_no_stream_stays_stuck(sim: SimPo
         assert seconds < 20.0
 
 
-def leaves(device: torch.device) -> list[str]:
+def leaves(device: torch.device, queues: str) -> list[str]:
     """Rank 1 goes away between two steps."""
-    schedule = schedule_of(device, block(dist.get_rank()))
+    schedule = schedule_of(device, block(dist.get_rank()), queues)
     found = raised_in_steps(schedule, device, 1)
     if dist.get_rank() == 1:
         DistributedTransport.of(device=device).close()
@@ -188,22 +200,22 @@ def leaves(device: torch.device) -> list[str]:
     return found
 
 
-@BOTH
-def test_a_rank_that_leaves_between_steps_is_named(sim: SimPool, mode: Mode) -> None:
-    told = sim.run(3, mode, leaves)
+@LAYOUTS
+def test_a_rank_that_leaves_between_steps_is_named(sim: SimPool, mode: Mode, queues: str) -> None:
+    told = sim.run(3, mode, leaves, queues)
     assert [found[0] for found in told] == [""] * 3
     for rank in (0, 2):
         assert told[rank][1].startswith("PeerFailed: rank 1 failed: it left after step 1"), told[rank]
         assert "tart the job again" in told[rank][2] or "rank 1 failed" in told[rank][2], told[rank]
 
 
-def wakes_up(device: torch.device) -> dict[str, Any]:
+def wakes_up(device: torch.device, queues: str) -> dict[str, Any]:
     """Rank 1 is stopped in a step and goes on when the others have given it up; then all of them train."""
     os.environ["PENSTOCK_HEARTBEAT"] = "1"
     try:
         rank = dist.get_rank()
         module = Trips(stop if rank == 1 else nothing)
-        schedule = schedule_of(device, module)
+        schedule = schedule_of(device, module, queues)
         pids = [int(pid) for pid in DistributedTransport.of(device=device).gather("pids", str(os.getpid()).encode())]
         found = raised_in_steps(schedule, device, 2)
         if rank == 0:
@@ -218,9 +230,9 @@ def wakes_up(device: torch.device) -> dict[str, Any]:
         del os.environ["PENSTOCK_HEARTBEAT"]
 
 
-@BOTH
-def test_when_all_processes_live_the_next_step_makes_new_communicators(sim: SimPool, mode: Mode) -> None:
-    told = sim.run(3, mode, wakes_up)
+@pytest.mark.parametrize(("mode", "queues"), [("lazy", "direction"), ("eager", "one")])
+def test_when_all_processes_live_the_next_step_makes_new_communicators(sim: SimPool, mode: Mode, queues: str) -> None:
+    told = sim.run(3, mode, wakes_up, queues)
     grads = {key: grad for each in told for key, grad in each["grads"].items()}
     wanted = plain_gradients(3, MICROBATCHES)
     assert grads.keys() == wanted.keys()

@@ -13,6 +13,7 @@ import penstock
 from tests.accelerator import pipes
 from tests.accelerator.pool import SimPool
 from tests.accelerator.test_pipeline import MICROBATCHES, Noticed, whole_model
+from tests.faults.replicas import fail, in_trouble
 
 STEPS = 3
 
@@ -74,3 +75,17 @@ def test_replicas_train_as_one_and_no_host_waits(sim: SimPool, kind: str) -> Non
             assert found == pytest.approx(wanted)
         assert told["waits"] == []
         assert told["violations"] == []
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_replica_that_fails_is_named_on_every_rank_and_the_next_step_works(sim: SimPool, kind: str) -> None:
+    told = sim.run(4, "lazy", in_trouble, kind, 3, fail)
+    texts = [found[1] for found, _ in told]
+    assert texts[3] == "ArithmeticError: on purpose"
+    assert texts[2].startswith("PeerFailed: rank 1 failed in action 1F0"), texts
+    for text in texts[:2]:
+        assert "ReplicaFailed" in text, texts
+        assert "rank 2 of the job failed" in text or "rank 3 of the job failed" in text, texts
+    for found, seconds in told:
+        assert found[0] == found[2] == found[3] == ""
+        assert seconds < 20.0

@@ -9,11 +9,14 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.comm import DistributedTransport
 from penstock.errors import PenstockError
@@ -21,7 +24,9 @@ from penstock.run import Schedule1F1B
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.accelerator.pipes import batch, block
 from tests.accelerator.pool import SimPool
-from tests.accelerator.test_boundaries_and_faults import MICROBATCHES, die, in_trouble, schedule_of, squares
+from tests.accelerator.test_boundaries_and_faults import MICROBATCHES, die, raised_in_steps, schedule_of, squares
+from tests.faults.test_heartbeat import NoNamespaces, cut_the_network, two_hosts
+from tests.gloo_pool import _free_port
 
 WITHIN = 15.0  # seconds, on a busy machine
 
@@ -167,10 +172,57 @@ def test_a_second_thread_is_refused(sim: SimPool) -> None:
     assert fine == also == "fine"
 
 
-def test_the_first_rank_may_die_too(sim: SimPool) -> None:
-    outcomes = sim.outcomes(2, "lazy", in_trouble, 0, die)
+def loses_the_store(device: torch.device, port: int, among: bool) -> list[str]:
+    """Rank 0 holds the store in its process and is killed in a step; it is a rank of the pipeline, or none of it."""
+    os.environ["PENSTOCK_HEARTBEAT"] = "1"
+    try:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        dist.init_process_group("strict", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        group = None if among else dist.new_group([1, 2])
+        if not among and rank == 0:
+            _get_default_store().wait(["ready 1", "ready 2"])
+            time.sleep(0.3)
+            die()
+        module, place = Acts().to(device), rank if among else rank - 1
+        stage = PipelineStage(module, place, size if among else 2, device, group=group)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=squares)
+        found = raised_in_steps(schedule, device, 1)
+        _get_default_store().set(f"ready {rank}", "")
+        module.act = (die if rank == 0 else None) if among else lambda: time.sleep(1.0)
+        found += raised_in_steps(schedule, device, 2)
+        with suppress(RuntimeError):  # what was on an aborted communicator is lost, and the device says so
+            torch.accelerator.synchronize()  # no stream is stuck
+        return found
+    finally:
+        os.environ.pop("PENSTOCK_HEARTBEAT", None)
+
+
+def test_the_first_rank_may_die_and_the_store_with_it(sim: SimPool) -> None:
+    outcomes = sim.outcomes(2, "lazy", loses_the_store, _free_port(), True)
     assert outcomes[0].exit_code == -signal.SIGKILL
     assert outcomes[1].ok, outcomes[1].details
-    found, seconds = outcomes[1].value
-    assert found[1].startswith("PeerFailed: rank 0 failed"), found
-    assert seconds < 20.0
+    good, during, after = outcomes[1].value
+    assert good == ""
+    assert during.startswith("PeerFailed: rank 0 failed"), during
+    assert "tart the job again" in after or "rank 0 failed" in after, after
+
+
+def test_no_rank_is_blamed_for_a_store_that_was_not_its(sim: SimPool) -> None:
+    outcomes = sim.outcomes(3, "lazy", loses_the_store, _free_port(), False)
+    assert outcomes[0].exit_code == -signal.SIGKILL
+    for outcome in outcomes[1:]:
+        assert outcome.ok, outcome.details
+        good, during, after = outcome.value
+        assert good == ""
+        assert during.startswith("TransportError: the store of the process group does not answer"), during
+        assert "tart the job again" in after, after
+
+
+def test_both_sides_of_a_network_that_is_cut_are_told(sim: SimPool) -> None:
+    """Over two network namespaces; the communicators of the device notice nothing, as NCCL's would not."""
+    try:
+        with two_hosts() as hosts:
+            cut_the_network(hosts, "sim")
+    except NoNamespaces as reason:
+        pytest.skip(str(reason))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 import time
 from typing import Any
 
@@ -113,8 +116,11 @@ def test_a_training_step_does_not_wait_and_a_loss_is_read_by_whoever_wants_it(
     assert len({found["norm"] for found in told}) == 1
 
 
-def scales(device: torch.device, poison: int | None) -> tuple[int, bool, float]:
-    """A step with a GradScaler; on one rank gradients may overflow. Waits, whether parameters moved, the scale after it."""
+def scales(device: torch.device, poison: int | None) -> tuple[list[int], bool, float]:
+    """A step with a GradScaler; on one rank gradients may overflow.
+
+    Waits of the step, and of clipping, scaler and optimizer together; whether parameters moved; the scale after it.
+    """
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
     model = whole_model().float().to(device)
     example = torch.zeros(MICROBATCHES * pipes.ROWS, pipes.WIDTH, device=device)
@@ -137,9 +143,15 @@ def scales(device: torch.device, poison: int | None) -> tuple[int, bool, float]:
     before = [p.detach().clone() for p in pipe.parameters()]
     noticed = Noticed(device)
     pipe.step(x, target=y)
-    waits = noticed.waits()
+    waits = [noticed.waits()]
+    noticed.again()
+    scaler.unscale_(optimizer)
+    norm = pipe.clip_grad_norm_(0.1)
     scaler.step(optimizer)
     scaler.update()
+    waits.append(noticed.waits())
+    assert math.isfinite(norm) == (poison is None)
+    assert noticed.sim.violations() == []
     moved = any(not torch.equal(old, new) for old, new in zip(before, pipe.parameters(), strict=True))
     return waits, moved, scaler.get_scale()
 
@@ -149,8 +161,10 @@ def infinite(grad: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("poison", [None, 0, 1])
-def test_a_scaler_asks_the_device_for_nothing_and_all_ranks_skip_an_overflow(sim: SimPool, poison: int | None) -> None:
-    expected = (0, True, 1024.0) if poison is None else (0, False, 512.0)
+def test_a_scaler_and_clipping_read_once_together_and_all_ranks_skip_an_overflow(
+    sim: SimPool, poison: int | None
+) -> None:
+    expected = ([0, 1], True, 1024.0) if poison is None else ([0, 1], False, 512.0)
     assert sim.run(2, "eager", scales, poison) == [expected] * 2
 
 
@@ -228,3 +242,36 @@ def waits_a_little(sim: Any, tensor: Tensor) -> bool:
 
 def test_the_next_microbatch_is_copied_while_this_one_is_computed(sim: SimPool) -> None:
     assert sim.run(1, "lazy", overlaps) == [(True, True)]
+
+
+def read_later(device: torch.device) -> list[str]:
+    """The rank of the loss is killed, its device busy, after a step that it has issued; the other one reads the loss then."""
+    os.environ["PENSTOCK_HEARTBEAT"] = "1"
+    try:
+        pipe = piped(device)
+        x, y = (part.to(device) for part in pipes.batch(MICROBATCHES))
+        pipe.step(x, target=y)
+        if dist.get_rank() == 1:
+            pipes.simulation(device).busy(60.0)
+        result = pipe.step(x, target=y)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told = []
+        for act in (lambda: result.loss, lambda: result.loss, lambda: pipe.step(x, target=y)):
+            try:
+                told.append(str(act()))
+            except penstock.PenstockError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        return told
+    finally:
+        del os.environ["PENSTOCK_HEARTBEAT"]
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_a_loss_that_never_comes_is_an_error_that_names_the_rank(sim: SimPool, mode: Mode) -> None:
+    """And it is one within seconds, though the group would wait longer; asked again it says so again, and so does a step."""
+    first, _ = sim.outcomes(2, mode, read_later)
+    assert first.ok, first.details
+    assert first.seconds < 60.0
+    for text in first.value:
+        assert "rank 1 failed: its process has ended" in text, first.value

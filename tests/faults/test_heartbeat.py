@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from penstock.comm import DistributedTransport
@@ -32,17 +33,17 @@ from tests.gloo_pool import GlooPool
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 
 
-def stepping(rank: int, num_ranks: int) -> tuple[ScheduleGPipe, Any]:
+def stepping(rank: int, num_ranks: int, device: str = "cpu") -> tuple[ScheduleGPipe, Any]:
     """A schedule after its first step."""
-    modules = make_modules(num_ranks, [])
-    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, num_ranks, "cpu"), 4, loss_fn=loss_fn)
-    x, y = make_batch(8)
+    module = make_modules(num_ranks, [])[rank].to(device)
+    schedule = ScheduleGPipe(PipelineStage(module, rank, num_ranks, torch.device(device)), 4, loss_fn=loss_fn)
+    x, y = (part.to(device) for part in make_batch(8))
     schedule.step(x, target=y)
-    return schedule, modules[rank]
+    return schedule, module
 
 
-def raised_in_steps(schedule: ScheduleGPipe, count: int) -> list[str]:
-    x, y = make_batch(8)
+def raised_in_steps(schedule: ScheduleGPipe, count: int, device: str = "cpu") -> list[str]:
+    x, y = (part.to(device) for part in make_batch(8))
     found = []
     for _ in range(count):
         try:
@@ -164,25 +165,30 @@ def hosts() -> Iterator[tuple[str, str]]:
         pytest.skip(str(reason))
 
 
-def train_on_a_host(rank: int) -> None:
+def train_on_a_host(rank: int, device: str) -> None:
     """A program: one step, then word that the network may be cut, then two steps."""
+    if device == "sim":
+        from tests.accelerator.device import load
+
+        load()
     (cable,) = [path.name for path in Path("/sys/class/net").iterdir() if path.name.startswith("ps")]
     os.environ["GLOO_SOCKET_IFNAME"] = cable
-    dist.init_process_group("gloo", init_method="tcp://10.231.9.1:29544", rank=rank, world_size=2)
-    schedule, _ = stepping(rank, 2)
-    raised_in_steps(schedule, 1)
+    backend = "strict" if device == "sim" else "gloo"
+    dist.init_process_group(backend, init_method="tcp://10.231.9.1:29544", rank=rank, world_size=2)
+    schedule, _ = stepping(rank, 2, device)
+    raised_in_steps(schedule, 1, device)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
     start = time.monotonic()
-    found = raised_in_steps(schedule, 2)
+    found = raised_in_steps(schedule, 2, device)
     sys.stdout.write(f"{time.monotonic() - start:.1f}\n" + "".join(text.replace("\n", " ") + "\n" for text in found))
     sys.stdout.flush()
     os._exit(0)  # the group's own farewell would wait for the other host
 
 
-def start_on(host: str, rank: int) -> subprocess.Popen[str]:
-    program = f"from tests.faults.test_heartbeat import train_on_a_host; train_on_a_host({rank})"
+def start_on(host: str, rank: int, device: str) -> subprocess.Popen[str]:
+    program = f"from tests.faults.test_heartbeat import train_on_a_host; train_on_a_host({rank}, {device!r})"
     return subprocess.Popen(
         ["ip", "netns", "exec", host, sys.executable, "-c", program],
         stdin=subprocess.PIPE,
@@ -197,9 +203,9 @@ def test_both_sides_of_a_network_that_is_cut_are_told(hosts: tuple[str, str]) ->
     cut_the_network(hosts)
 
 
-def cut_the_network(hosts: tuple[str, str]) -> None:
+def cut_the_network(hosts: tuple[str, str], device: str = "cpu") -> None:
     """A rank on each host, a step, and the cable out: both sides must say so."""
-    programs = [start_on(host, rank) for rank, host in enumerate(hosts)]
+    programs = [start_on(host, rank, device) for rank, host in enumerate(hosts)]
     dog = threading.Timer(120.0, lambda: [program.kill() for program in programs])
     dog.start()
     try:
