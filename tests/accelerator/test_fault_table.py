@@ -25,6 +25,7 @@ from penstock.stage.pipeline_stage import PipelineStage
 from tests.accelerator.pipes import batch, block
 from tests.accelerator.pool import SimPool
 from tests.accelerator.test_boundaries_and_faults import MICROBATCHES, die, raised_in_steps, schedule_of, squares
+from tests.accelerator.test_device import loaded
 from tests.faults.test_heartbeat import NoNamespaces, cut_the_network, two_hosts
 from tests.gloo_pool import _free_port
 
@@ -138,6 +139,28 @@ def test_a_wait_that_runs_out_says_where_everybody_was(sim: SimPool) -> None:
     assert first[0].startswith("StepTimeout: "), first
     assert second[0].startswith("PeerFailed: rank 0 failed: StepTimeout"), second
     assert seconds < WITHIN
+
+
+def slow_device(device: torch.device) -> str:
+    """Rank 0 reads what its device has not done within the bound."""
+    transport = DistributedTransport.of(device=device)
+    stepped(device, {}, steps=1)
+    if transport.rank == 0:
+        loaded().busy(3.0)
+        patient, transport.timeout = transport.timeout, 0.5
+        try:
+            transport.read(torch.ones(1, device=device))
+        except PenstockError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            transport.timeout = patient
+    return ""
+
+
+def test_a_device_that_does_not_finish_is_an_error_with_the_table(sim: SimPool) -> None:
+    told = sim.run(2, "lazy", slow_device)[0]
+    assert told.startswith("StepTimeout: sim:0 did not finish within 0.5 s what it was told to do\nrank  step"), told
+    assert "\n1 " in told
 
 
 def two_threads(device: torch.device) -> tuple[list[str], str]:

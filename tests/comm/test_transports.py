@@ -139,7 +139,7 @@ def through_the_store(transport: Transport) -> tuple[bytes, bool, int, bytes, bo
     store.add("count", 2)
     transport.gather("all are here", b"")
     missing = store.check("nowhere")
-    with pytest.raises(StepTimeout):
+    with pytest.raises(StepTimeout, match=r"(?s)nowhere.*rank  step  action"):
         store.get("nowhere", 0.2)
     return value, missing, store.add("count", 0), winner, store.first("winner", b"late") == winner
 
@@ -186,7 +186,9 @@ def one_stays_away(transport: Transport) -> str:
 
 
 def test_a_rank_that_never_comes_to_an_agreement_is_named(run: Runner) -> None:
-    assert "rank 1" in run(2, one_stays_away)[0]
+    told = run(2, one_stays_away)[0]
+    assert "rank 1" in told
+    assert told.count("rank  step  action") == 1, told
 
 
 def hear_of_failure(transport: Transport) -> tuple[float, str, bool]:

@@ -37,5 +37,9 @@ def test_each_life_has_a_name_of_its_own() -> None:
 
 
 def test_a_rank_that_never_starts_is_named() -> None:
-    with pytest.raises(StepTimeout, match=r"ranks \[1, 2\]"):
+    with pytest.raises(StepTimeout, match=r"ranks \[1, 2\]") as caught:
         agree_on_life(dist.HashStore(), 0, 3, patience=0.2)
+    assert [line.split()[:1] for line in str(caught.value).splitlines()[1:]] == [["rank"], ["0"], ["1"], ["2"]]
+    assert "waits for rank 1" in str(caught.value)
+    with pytest.raises(StepTimeout, match=r"(?s)rank 2 waited 0.2 s for rank 0 to start.*2 .* waits for rank 0"):
+        agree_on_life(dist.HashStore(), 2, 3, patience=0.2)
