@@ -147,7 +147,8 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
         _differentiate(roots, given, pending, ())
     work, pending.work = pending.work, []
     if pending.graphs:
-        accumulate_graphs(pending.graphs)
+        compiled = pending.deferral.compiled
+        accumulate_graphs(pending.graphs, None if compiled is None else compiled.listeners)
     if pending.again is None:
         if pending.batches:
             batches, pending.batches = pending.batches, []

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from penstock.stage.engine import run_engine
+from penstock.stage.equal_products import batch_equal_products
+from penstock.stage.listeners import Listeners, accumulate_quietly
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes a list of its inputs, which it empties, and returns its outputs."""
@@ -76,8 +78,11 @@ def hand_over(work: GraphWork) -> None:
     (accumulate_graphs if collected is None else collected.extend)([work])
 
 
-def accumulate_graphs(work: list[GraphWork]) -> None:
-    """Run the weight parts; the engine accumulates each parameter once, with all its hooks."""
+def accumulate_graphs(work: list[GraphWork], listeners: Listeners | None = None) -> None:
+    """Run the weight parts; the engine accumulates each parameter once, with all its hooks.
+
+    Where `listeners` knows that there are none, the gradients are just added.
+    """
     roots: list[Tensor] = []
     grads: list[Tensor] = []
     with torch.no_grad():
@@ -87,6 +92,8 @@ def accumulate_graphs(work: list[GraphWork]) -> None:
                 if grad is not None and parameter.requires_grad:
                     roots.append(parameter)
                     grads.append(grad)
+        if listeners is not None and listeners.none(roots) and accumulate_quietly(roots, grads):
+            return
     if roots:
         run_engine(tuple(roots), tuple(grads))
 
@@ -130,6 +137,7 @@ def split_backward(
         part = _extracted(graph, first, reads, [*early, *made])
         parts.first = compiler(part, [values[node] for node in reads])
     part = _extracted(graph, second, kept, [grads[place] for place in waiting])
+    batch_equal_products(part)
     parts.second = compiler(part, [values.get(node, node.meta["val"]) for node in kept])
     return parts
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError, UnknownNameError
 from penstock.stage.compiled import SplitBackend, StageBackend
+from penstock.stage.listeners import Listeners
 
 CompileOptions = bool | Mapping[str, Any]
 """What `compile=` takes: True, or options of torch.compile, and `memory_budget`."""
@@ -135,6 +136,7 @@ class CompiledParts:
         self.split = split = split or whole
         self.parts: list[CompiledPart] = []
         self.before: list[Callable[..., Any]] | None = None  # while the twins run: what ran before them
+        self.listeners: Listeners | None = None  # in a step: who waits to hear of gradients
         inside: set[nn.Module] = set()
         for part in module.modules():
             found = _compiled_call(part)
@@ -162,13 +164,14 @@ class CompiledParts:
         """From now on calls of the parts go to their twins."""
         if self.before is None:
             self.before = [part.put(part.twin) for part in self.parts]
+            self.listeners = Listeners()
 
     def remove(self) -> None:
         """All is as it was."""
         if self.before is not None:
             for part, call in zip(self.parts, self.before, strict=True):
                 part.put(call)
-            self.before = None
+            self.before = self.listeners = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
