@@ -1,14 +1,15 @@
 """Compiled stages: what their split backward costs, and what zero bubble costs with them; two gloo ranks, one thread each.
 
-    .venv/bin/python benchmarks/compiled.py                      # inductor; two workloads, four programs a workload
+    .venv/bin/python benchmarks/compiled.py                      # inductor; two workloads, seven programs a workload
     .venv/bin/python benchmarks/compiled.py --backend aot_eager
     .venv/bin/python benchmarks/compiled.py --first-step         # how long the first step takes, with an empty cache
 
 The programs of a workload live in the same two processes and take turns, step by step, so that noise hits all alike:
-compiled stages under 1F1B, ZB-H1, interleaved zero bubble and ZBV, and eager stages under zero bubble. ZB-H1 has the stages of
-1F1B, one on each rank; the other two have two on each, and so twice the calls and up to three times the messages. Wanted: at most
-1.05 of compiled 1F1B, and on small layers at most 0.9 of eager zero bubble; (F + I + W) / (F + B) at most 1.05. The first step,
-in which all ranks compile at the same time, at most 0.6 of one in which they compile one after the other.
+compiled stages under 1F1B, interleaved 1F1B, ZB-H1, interleaved zero bubble and ZBV, eager ones under ZB-H1 and zero bubble.
+1F1B and ZB-H1 have one stage on each rank; the others have two, and so twice the calls and three times (ZBV: twice) the messages,
+so each is held against the 1F1B that has its number of stages, and against plain 1F1B as well. Wanted: at most 1.05 of compiled
+1F1B, and on small layers at most 0.9 of eager zero bubble; (F + I + W) / (F + B) at most 1.05. The first step, in which all ranks
+compile at the same time, at most 0.6 of one in which they compile one after the other.
 """
 
 from __future__ import annotations
@@ -34,13 +35,23 @@ WORKLOADS = {
     "small": Workload("64 linear layers of width 64, 16 microbatches", 64, 16, (4, 64)),
     "blocks": Workload("transformer blocks of width 256, sequence 128", 4, 8, (1, 128, 256)),
 }
+ROUNDS = 20
 KINDS = {**SCHEDULES, "ZB-H1": ("ScheduleZBH1", 1, SCHEDULES["1F1B"][2])}
+FIRST = Workload("transformer blocks of width 64, sequence 32", 2, 4, (1, 32, 64))
 PROGRAMS = {
     "1F1B": ("1F1B", True),
+    "interleaved 1F1B": ("interleaved 1F1B", True),
     "ZB-H1": ("ZB-H1", True),
     "zero bubble": ("zero bubble", True),
     "ZBV": ("ZBV", True),
+    "eager ZB-H1": ("ZB-H1", False),
     "eager zero bubble": ("zero bubble", False),
+}
+# Each zero-bubble program, the 1F1B with as many stages on each rank, and the same (or next to it) with eager stages.
+COMPARED = {
+    "ZB-H1": ("1F1B", "eager ZB-H1"),
+    "zero bubble": ("interleaved 1F1B", "eager zero bubble"),
+    "ZBV": ("interleaved 1F1B", "eager zero bubble"),
 }
 
 
@@ -78,10 +89,10 @@ def build(
 def worker(rank: int, store: str, options: argparse.Namespace, queue: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    torch._dynamo.config.recompile_limit = 64  # one process holds the code of four programs
+    torch._dynamo.config.recompile_limit = 64  # one process holds the code of several programs
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for key in options.workloads:
-        queue.put((rank, key, measure(build(WORKLOADS[key], options.backend, rank), options.rounds)))
+        queue.put((rank, key, measure(build(WORKLOADS[key], options.backend, rank), options.rounds or ROUNDS)))
         dist.barrier()
     dist.destroy_process_group()
 
@@ -99,7 +110,7 @@ def first_step_worker(rank: int, store: str, options: argparse.Namespace, ahead:
     if not ahead:  # each rank compiles when its first activation comes, and again when its first gradient does
         DressRehearsal.open = lambda self: None  # type: ignore[method-assign]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    step = build(WORKLOADS["blocks"], options.backend, rank, {"1F1B": PROGRAMS["1F1B"]})["1F1B"]
+    step = build(FIRST, options.backend, rank, {"1F1B": PROGRAMS["1F1B"]})["1F1B"]
     dist.barrier()
     began = time.perf_counter()
     step()
@@ -110,7 +121,7 @@ def first_step_worker(rank: int, store: str, options: argparse.Namespace, ahead:
 
 def first_step(options: argparse.Namespace) -> None:
     times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(options.rounds):
+    for _ in range(options.rounds or 1):
         for ahead in (False, True):
             with tempfile.TemporaryDirectory() as cache:
                 times[ahead].append(max(seconds for _, seconds in spawn(first_step_worker, options, ahead, cache)))
@@ -162,7 +173,7 @@ def one_stage(workload: Workload, backend: str, rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=0, help=f"0: {ROUNDS} of steps, 1 of first steps")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--first-step", action="store_true")
@@ -173,19 +184,19 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     for key in options.workloads:
-        ratio = one_stage(WORKLOADS[key], options.backend, options.rounds)
+        ratio = one_stage(WORKLOADS[key], options.backend, options.rounds or ROUNDS)
         print(f"{WORKLOADS[key].name:48} one stage: (F + I + W) / (F + B) = {ratio:.2f}", flush=True)
     rows: dict[str, list[dict[str, list[float]]]] = {}
     for _, key, times in spawn(worker, options):
         rows.setdefault(key, []).append(times)
     for key, results in rows.items():
-        for program in ("ZB-H1", "zero bubble", "ZBV"):
-            plain = statistics.mean(paired(times[program], times["1F1B"]) for times in results)
-            eager = statistics.mean(paired(times[program], times["eager zero bubble"]) for times in results)
-            print(
-                f"{WORKLOADS[key].name:48} compiled {program:11} / compiled 1F1B {plain:.2f}  / eager zero bubble {eager:.2f}",
-                flush=True,
-            )
+        for program, (alike, eager) in COMPARED.items():
+            ratios = {
+                name: statistics.mean(paired(times[program], times[name]) for times in results)
+                for name in dict.fromkeys((alike, "1F1B", eager))
+            }
+            text = "  ".join(f"/ {name} {ratio:.2f}" for name, ratio in ratios.items())
+            print(f"{WORKLOADS[key].name:48} {program:11} {text}", flush=True)
 
 
 if __name__ == "__main__":

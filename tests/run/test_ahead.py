@@ -174,6 +174,79 @@ def test_a_stage_that_cannot_run_without_data_compiles_with_its_first_microbatch
     assert close(grads_of(modules), want)
 
 
+class Awkward(nn.Module):
+    """It looks for what a run without data does not have either, and torch does not say so in so many words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            raise TypeError("only plain tensors")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Choosing, False), (Awkward, True)])
+def test_what_is_not_expected_of_a_run_without_data_is_told_with_its_stage(
+    kind: type[nn.Module], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A branch on a value is expected; both run once there is data."""
+    torch.manual_seed(0)
+    modules = [make_modules(1)[0], kind().double()]
+    x, y = batch(6)
+    want = loop_grads(modules, x, y, 3)
+    modules[0].compile(backend="aot_eager")
+
+    def steps(schedule: Schedule, rank: int) -> None:
+        schedule.step(x, target=y)
+
+    run_ranks("1f1b", modules, steps)
+    assert close(grads_of(modules), want)
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    expected = "stage 1 could not be run without data, and is compiled when its first microbatch comes: TypeError: "
+    assert [text.removesuffix("only plain tensors") for text in warned] == ([expected] if told else [])
+
+
+class Switching(nn.Module):
+    """Its code depends on something that torch.compile guards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.doubles = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 2 if self.doubles else self.layer(x)
+
+
+def test_a_guard_that_fails_retraces_on_its_rank_alone() -> None:
+    torch.manual_seed(0)
+    events: Events = []
+    modules: list[nn.Module] = [Switching().double() for _ in range(2)]
+    x, y = batch(6)
+    want = loop_grads(modules, x, y, 3)
+    other = copy.deepcopy(modules)
+    other[1].doubles = True  # type: ignore[assignment]
+    want = [one + two for one, two in zip(want, loop_grads(other, x, y, 3), strict=True)]
+    for module in modules:
+        module.compile(backend=noting(events))
+
+    def steps(schedule: Schedule, rank: int) -> tuple[int, int]:
+        def compiled() -> int:
+            return events.count((threading.current_thread().name, "compiles"))
+
+        schedule.step(x, target=y)
+        before = compiled()
+        if rank == 1:
+            modules[1].doubles = True  # type: ignore[assignment]
+        schedule.step(x, target=y)
+        return before, compiled()
+
+    assert run_ranks("1f1b", modules, steps) == [(2, 2), (3, 6)]
+    assert close(grads_of(modules), want)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_before_it_has_told_leaves_nobody_waiting(failing: int) -> None:
     modules = make_modules(2)

@@ -133,6 +133,15 @@ def test_half_precision_with_a_scaled_loss_is_that_of_a_plain_loop(tmp_path: Pat
     torch.testing.assert_close(steps, losses, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_compiled_stages_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    found = train(tmp_path, "--compile --compile-backend aot_eager --schedule zb-h1 --clip 0.5")
+    losses, _ = plain(clip=0.5, accumulate=1, rate=lambda step: 1.0, dtype=None)
+    steps = [event["loss"] for event in found if event["kind"] == "step"]
+    torch.testing.assert_close(steps, losses, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

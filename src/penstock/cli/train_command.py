@@ -58,6 +58,9 @@ _FROM_ZERO = click.IntRange(min=0)
 @click.option("--warmup", type=_FROM_ZERO, default=0, show_default=True, help="Steps in which the rate rises.")
 @click.option("--accumulate", type=_AT_LEAST_ONE, default=1, show_default=True, help="Batches for each step.")
 @click.option("--compile", is_flag=True, help="Compile the stages with torch.compile, before the first step.")
+@click.option(
+    "--compile-backend", default="inductor", show_default=True, help="Of torch.compile: any that torch knows."
+)
 @click.option("--precision", default="fp32", show_default=True, help="fp32, bf16, or fp16 with a scaled loss.")
 @click.option("--validation", type=click.Path(exists=True), help="Text to validate on.  [default: a part of the data]")
 @click.option(

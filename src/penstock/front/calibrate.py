@@ -15,6 +15,7 @@ import torch
 
 from penstock.front.choose import Choice
 from penstock.front.ends import Ends
+from penstock.run.compiled_costs import compiled_costs
 from penstock.run.schedule import Schedule
 from penstock.simulate import measured_costs
 
@@ -41,7 +42,7 @@ def calibrated(
                 timelines.append(recording.timeline)
                 around.append(seconds - recording.timeline.makespan)
     beside = max(ends.gather("what a step takes beside its actions", statistics.median(around)))
-    costs = measured_costs(timelines, choice.costs)
+    costs = compiled_costs(schedule, measured_costs(timelines, choice.costs))
     return replace(choice, calibrated=costs, machine=replace(choice.machine, around=max(beside, 0.0)))
 
 

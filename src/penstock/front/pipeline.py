@@ -43,6 +43,7 @@ from penstock.front.weighted import WeightedSchedule
 from penstock.lower import InTurn
 from penstock.parallel import wrap
 from penstock.plan import Plan
+from penstock.run.compiled_costs import compiled_costs
 from penstock.run.lookout import Lookout
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.record import Recording
@@ -265,7 +266,11 @@ class Pipeline(OwnStages):
 
         print(pipe.memory())
         """
-        return self._memory.value(self._schedule.lowered_plan(), self._built.choice)
+        choice = self._built.choice
+        if choice is not None:
+            costs = compiled_costs(self._schedule, choice.costs)
+            choice = choice if costs == choice.costs else replace(choice, calibrated=costs)
+        return self._memory.value(self._schedule.lowered_plan(), choice)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; the norm before comes back.

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,12 +27,13 @@ from penstock.run.channel import Channel, Poisoned
 from penstock.run.layout import DATA, POISON, Description, Layout, TensorLayout
 from penstock.run.stage_run import StageRun
 from penstock.stage.boundary import flatten, unflatten
-from penstock.stage.rehearsal import PartCall, Rehearsal, compile_calls, rehearse
+from penstock.stage.rehearsal import CannotRehearse, PartCall, Rehearsal, compile_calls, rehearse
 
 if TYPE_CHECKING:
     from penstock.run.program import Program
 
 _log = logging.getLogger("penstock")
+_UNEXPECTED = "stage %d could not be %s, and is compiled when its first microbatch comes: %s: %s"
 
 
 class DressRehearsal:
@@ -69,7 +71,8 @@ class DressRehearsal:
             stages = ", ".join(str(index) for index, run in self.program.runs.items() if run.compiled is not None)
             _log.info("rank %d compiles stage %s", self.program.rank, stages)
             began = time.perf_counter()
-            compile_calls(calls)
+            for index, error in compile_calls(calls):
+                _log.warning(_UNEXPECTED, index, "compiled ahead", type(error).__name__, error)
             _log.info("rank %d has compiled stage %s in %.1f s", self.program.rank, stages, time.perf_counter() - began)
 
     def abandon(self) -> None:
@@ -95,12 +98,14 @@ class DressRehearsal:
         if all(self.layouts[inbox.producer] is not None for inbox in run.inboxes):
             try:
                 found = rehearse(unwrap(run.module), run.compiled, *self.arguments(run))
-            except Exception as error:  # noqa: BLE001  what cannot run without data runs with it
+            except CannotRehearse as error:
                 _log.debug("stage %d cannot be run without data: %s", run.stage.stage_index, error)
+            except Exception as error:  # noqa: BLE001  it may run with data, and if not, the first microbatch tells
+                _log.warning(_UNEXPECTED, run.stage.stage_index, "run without data", type(error).__name__, error)
         for outbox in run.outboxes:
             self.tell(outbox, found)
         if found is not None:
-            self.calls += found.calls
+            self.calls += [replace(call, stage=run.stage.stage_index) for call in found.calls]
 
     def arguments(self, run: StageRun) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the stage will be called with for the first microbatch: what this rank has itself, and zeros."""

@@ -16,8 +16,10 @@ def compiled_costs(schedule: Schedule, costs: Costs) -> Costs:
         schedule.step(batch, target=labels)
         simulate(schedule.plan, compiled_costs(schedule, costs)).peak_memory
 
-    A stage that is eager, or compiled in several graphs, keeps the numbers that it had.
+    A stage that is eager, or compiled in several graphs, keeps the numbers that it had; so do all before the first step.
     """
+    if not schedule._programs.compile_ahead:  # which all ranks know
+        return costs
     program = schedule._programs[TRAIN]
     mine = {index: run.compiled.held() for index, run in program.runs.items() if run.compiled is not None}
     known = [[index, *held] for index, held in mine.items() if held is not None]

@@ -73,8 +73,8 @@ class Joint:
         self.tangents = [_Like.of(tangent) for tangent in noted.tangents[len(noted.tangents) - len(self.rooted) :]]
         self.amp: bool = _C._is_any_autocast_enabled()  # its casts are in the graph by now
         self.places = [self.backward.sources.index(place) for place in wanted]
-        self.held_to_input: int | None = None  # bytes that a forward has saved, once one ran
-        self.held_to_weight: int | None = None  # and those of them, and of what the input pass made, that wait for W
+        self.held_to_input: int | None = None  # bytes that a microbatch holds after its forward, once one ran
+        self.held_to_weight: int | None = None  # and after its input pass
 
     @classmethod
     def of(cls, noted: TracedGraph, examples: Sequence[Any], weights: frozenset[int]) -> Joint | None:
@@ -112,8 +112,8 @@ class _JointFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.joint = joint
         ctx.parameters = [args[place] for place in joint.weights]
-        if joint.held_to_input is None:
-            joint.held_to_input = _bytes_beside(values[size:], ctx.parameters)
+        if joint.held_to_input is None:  # its inputs and outputs are held as well, saved or not
+            joint.held_to_input = _bytes_beside([*leaves, *values], [*ctx.parameters, _ANCHOR])
         outputs = list(values[:size])
         for place in joint.views:
             outputs[place] = torch.ops.aten._unsafe_view(outputs[place], outputs[place].shape)

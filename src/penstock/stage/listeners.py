@@ -43,16 +43,12 @@ def any_node_kept(parameters: Sequence[Tensor]) -> bool:
     wanted = tuple([parameter for parameter in parameters if parameter.requires_grad])
     if not wanted:
         return False
-    for node, _ in _nodes(wanted):
-        node.metadata[_MARK] = True
-    return any([_MARK in node.metadata for node, _ in _nodes(wanted)])
+    _mark(wanted)
+    return any(_MARK in node.metadata for node, _ in _nodes(wanted))
 
 
 def _have_hooks(parameters: Sequence[Tensor]) -> bool:
-    for parameter in parameters:
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-            return True
-    return False
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)  # type: ignore[attr-defined]
 
 
 def accumulate_quietly(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
@@ -79,6 +75,12 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise AssertionError("nobody differentiates a probe")
+
+
+def _mark(parameters: tuple[Tensor, ...]) -> None:
+    """Mark the nodes, and keep none of them."""
+    for node, _ in _nodes(parameters):
+        node.metadata[_MARK] = True
 
 
 def _nodes(parameters: tuple[Tensor, ...]) -> Any:

@@ -24,6 +24,10 @@ from penstock.stage.forward import remember
 from penstock.stage.twins import CompiledPart, CompiledParts
 
 
+class CannotRehearse(Exception):
+    """A stage needs data to run."""
+
+
 @dataclass
 class PartCall:
     """A call of a compiled part, with fake tensors."""
@@ -31,6 +35,7 @@ class PartCall:
     part: CompiledPart
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    stage: int = 0  # of which it is a part
 
 
 @dataclass
@@ -44,9 +49,12 @@ class Rehearsal:
 def rehearse(
     module: nn.Module, parts: CompiledParts | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Rehearsal:
-    """Run the module without data. Whatever cannot be run so (a branch on a value) raises what torch raises."""
+    """Run the module without data. What needs data (a branch on a value) raises CannotRehearse."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.fsdp import FSDPModule
 
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise CannotRehearse("it is under fully_shard, which gathers its parameters as it runs")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found = Rehearsal()
     rewind = remember(module, ())
@@ -58,9 +66,26 @@ def rehearse(
             if parts is not None:
                 stack.enter_context(_noting(parts, found.calls))
             found.output = module(*args, **kwargs)
+    except _needs_data() as error:
+        raise CannotRehearse(str(error)) from error
     finally:
         rewind()
     return found
+
+
+def _needs_data() -> tuple[type[Exception], ...]:
+    """What torch raises where a fake tensor will not do: it has no values, and some operators know nothing of it."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+        GuardOnDataDependentSymNode,
+        NotImplementedError,
+    )
 
 
 @contextmanager
@@ -95,8 +120,9 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
             part.__dict__[name] = hooks
 
 
-def compile_calls(calls: list[PartCall]) -> None:
-    """Compile each part for what it was called with. One that cannot be traced says why when it is called in earnest."""
+def compile_calls(calls: list[PartCall]) -> list[tuple[int, Exception]]:
+    """Compile each part for what it was called with; what was raised, with the stage: its first microbatch will tell more."""
+    failed: list[tuple[int, Exception]] = []
     for call in calls:
         args, kwargs = map_tensors(_blank, (call.args, call.kwargs))
         rewind = remember(call.part.module, ())
@@ -105,11 +131,13 @@ def compile_calls(calls: list[PartCall]) -> None:
                 call.part.twin(*args, **kwargs)
         except CompiledAhead:
             continue
-        except Exception:  # noqa: BLE001  the first microbatch comes upon it as well, where it can be told whose it is
+        except Exception as error:  # noqa: BLE001  the code of the user: it may run with data
             rewind()
+            failed.append((call.stage, error))
         else:
             rewind()
             call.part.tell_untraced()
+    return failed
 
 
 def _blank(fake: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ class TrainOptions:
     accumulate: int = 1  # batches for each step
     precision: str = "fp32"  # of the computation: fp32, bf16 or fp16
     compile: bool = False  # the stages, with torch.compile
+    compile_backend: str = "inductor"  # of torch.compile
     validation: str | None = None  # a file or folder of text to validate the GPT on; None: a part of the data
     patience: int = 0  # validations without a better loss until the run ends; 0: it goes to its end
     keep_best: bool = False  # a checkpoint of the best validation loss
