@@ -197,14 +197,14 @@ def test_modes_under_a_schedule() -> None:
     assert not torch.equal(first, again)
 
 
-@pytest.mark.parametrize("way", ["module", "stage"])
-def test_a_compiled_stage(way: str) -> None:
+@pytest.mark.parametrize(("way", "name"), [("module", "1f1b"), ("stage", "zb-h1")])
+def test_a_compiled_stage(way: str, name: str) -> None:
     """`module.compile()` before the stage is built, or torch.compile around it."""
     torch.manual_seed(0)
     model = cases.Skips().double()
     (batch,) = cases.make_batches("skips", (6,))
     pipe = pipeline(copy.deepcopy(model), (), {name: value[:2] for name, value in batch.items()})
-    plan = cases.plan_for("1f1b", 3)
+    plan = cases.plan_for(name, 3)
 
     def rank(transport: LocalTransport) -> list[Tensor]:
         if way == "module":

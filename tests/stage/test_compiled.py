@@ -185,6 +185,37 @@ def test_each_hook_fires_once_and_in_the_weight_pass() -> None:
     assert sorted(fired) == sorted([f"grad of {name}" for name in names] + [f"accumulated {name}" for name in names])
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_in_a_step_gradients_are_added_as_ever_and_who_keeps_a_node_hears_of_them(kept: bool) -> None:
+    """DDP and others hang hooks on the node that accumulates a parameter. If nobody does, autograd's engine is not asked."""
+    torch.manual_seed(0)
+    module = MODULES["linear"]()
+    twin = copy.deepcopy(module)
+    compiled = torch.compile(twin, backend="aot_eager")
+    deferral = Deferral(compiled)
+    assert deferral.compiled is not None
+    deferral.compiled.install()
+    fired: list[str] = []
+    weight = twin[0].weight
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: fired.append("weight"))
+    if not kept:
+        del node
+    for number in range(3):
+        x = torch.randn(4, 8)
+        one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+        module(one).sum().backward()
+        output, pending = run_deferred(deferral, compiled, (two,), {})
+        backward_input([output.sum()], [None], pending, inputs=[two])
+        backward_weight(pending)
+        assert len(fired) == (number + 1 if kept else 0)
+    assert deferral.compiled.listeners is not None
+    assert len(deferral.compiled.listeners.unheard) == (0 if kept else 4)
+    deferral.compiled.remove()
+    for first, second in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(first.grad, second.grad)  # type: ignore[arg-type]
+
+
 def test_sizes_that_change_are_traced_again_and_stay_right() -> None:
     torch.manual_seed(0)
     module = MODULES["linear"]()

@@ -48,6 +48,17 @@ def test_the_bits_are_those_of_single_products(count: int, rows: int, inputs: in
     assert all(map(torch.equal, traced(given)(given), weight_pass(given)))
 
 
+def test_products_are_done_after_all_that_they_are_made_of() -> None:
+    def weight_pass_of_sines(given: Pairs) -> list[Tensor]:
+        return [grad.sin().t().mm(rows.cos()) for grad, rows in given]
+
+    given = pairs(3, 4, 8, 8)
+    graph = make_fx(weight_pass_of_sines, tracing_mode="fake")(given)
+    batch_equal_products(graph)
+    assert calls(graph).count("aten.bmm.default") == 1
+    assert all(map(torch.equal, graph(given), weight_pass_of_sines(given)))
+
+
 def test_large_products_are_left_as_they_are() -> None:
     given = pairs(2, 64, 128, 128)
     assert calls(traced(given)).count("aten.mm.default") == 2

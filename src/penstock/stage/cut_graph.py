@@ -92,10 +92,9 @@ def accumulate_graphs(work: list[GraphWork], listeners: Listeners | None = None)
                 if grad is not None and parameter.requires_grad:
                     roots.append(parameter)
                     grads.append(grad)
-        if listeners is not None and listeners.none(roots) and accumulate_quietly(roots, grads):
+        if not roots or (listeners is not None and listeners.none(roots) and accumulate_quietly(roots, grads)):
             return
-    if roots:
-        run_engine(tuple(roots), tuple(grads))
+    run_engine(tuple(roots), tuple(grads))
 
 
 def split_backward(

@@ -50,8 +50,8 @@ def batch_equal_products(part: fx.GraphModule) -> None:
             group = products[start : start + most]
             if len(group) > 1 and _gives_same_bits(len(group), size):
                 _batch(part.graph, group)
-    part.graph.eliminate_dead_code()
     legalize_graph(part)  # a batch stands where its first product was, before what the others are made of
+    part.graph.eliminate_dead_code()
     part.recompile()
 
 
