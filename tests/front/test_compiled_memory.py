@@ -56,7 +56,7 @@ def held(memory: RankMemory) -> dict[str, float]:
 
 
 def test_what_is_held_to_i_and_to_w_is_known_after_a_step() -> None:
-    """Of two blocks: the input, and of each what GELU takes and tanh gives; then what two products take, and gradients of these."""
+    """Of two blocks: the input, and of each what GELU takes and tanh gives; then the factors of two products."""
     before, after = last_rank(compile={"backend": "aot_eager"})
     assert held(after) == {"F": 5 * PIECE, "I": 4 * PIECE, "W": 0.0}
     assert held(before) != held(after)

@@ -81,8 +81,9 @@ def _turns(node: fx.Node) -> bool:
 def _is_plain(node: fx.Node) -> bool:
     """A matrix of known size, row after row."""
     value = node.meta.get("val")
-    known = isinstance(value, Tensor) and value.dim() == 2 and all(type(size) is int for size in value.shape)
-    return known and value.numel() > 0 and value.is_contiguous()
+    if not isinstance(value, Tensor) or value.dim() != 2 or any(type(size) is not int for size in value.shape):
+        return False
+    return value.numel() > 0 and value.is_contiguous()
 
 
 def _product_count(grad: fx.Node, rows: fx.Node) -> int:

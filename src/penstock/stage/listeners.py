@@ -48,7 +48,7 @@ def any_node_kept(parameters: Sequence[Tensor]) -> bool:
 
 
 def _have_hooks(parameters: Sequence[Tensor]) -> bool:
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)  # type: ignore[attr-defined]
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
 def accumulate_quietly(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
@@ -61,7 +61,7 @@ def accumulate_quietly(parameters: Sequence[Tensor], grads: Sequence[Tensor]) ->
         if old is None or type(old) is not Tensor or old.dtype is not grad.dtype or old.layout is not torch.strided:
             return False
         found.append(old)
-    torch._foreach_add_(found, grads)
+    torch._foreach_add_(found, list(grads))
     return True
 
 
