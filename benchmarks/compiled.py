@@ -98,8 +98,11 @@ def worker(rank: int, store: str, options: argparse.Namespace, queue: Any) -> No
 
 
 def first_step_worker(rank: int, store: str, options: argparse.Namespace, ahead: bool, cache: str, queue: Any) -> None:
-    """The seconds of the first step, in a process that has compiled nothing, with a cache that holds nothing."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    """The seconds of the first step, in a process that has compiled nothing, with a cache of its own that holds nothing.
+
+    Were it one for both, the second rank would find there what the first has compiled, as far as their stages are equal.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, str(rank))
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

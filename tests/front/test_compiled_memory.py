@@ -51,8 +51,9 @@ def last_rank(**options: Any) -> tuple[RankMemory, RankMemory]:
 
 
 def held(memory: RankMemory) -> dict[str, float]:
-    """Activations after the first F, the first I and the first W."""
-    return {kind: memory.planned[memory.actions.index(f"1{kind}0")]["activations"] for kind in "FIW"}
+    """Activations after the first F, the first I and the last W."""
+    actions = {"F": "1F0", "I": "1I0", "W": f"1W{MICROBATCHES - 1}"}
+    return {kind: memory.planned[memory.actions.index(action)]["activations"] for kind, action in actions.items()}
 
 
 def test_what_is_held_to_i_and_to_w_is_known_after_a_step() -> None:

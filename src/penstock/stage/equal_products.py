@@ -35,13 +35,14 @@ _Size = tuple[int, int, int, torch.dtype, torch.device, bool]
 
 def batch_equal_products(part: fx.GraphModule) -> None:
     """Do the products of each size at once."""
-    sizes: dict[_Size, list[_Product]] = {}
-    later: set[fx.Node] = set()  # what depends on a product that was found
+    found = [product for node in part.graph.nodes if (product := _product(node)) is not None]
+    later = {node for product in found for node in (product.node, product.total)}  # and what depends on one of these
     for node in part.graph.nodes:
         if any(given in later for given in node.all_input_nodes):
             later.add(node)
-        elif (product := _product(node)) is not None:
-            later.update(node for node in (product.node, product.total) if node is not None)
+    sizes: dict[_Size, list[_Product]] = {}
+    for product in found:
+        if product.grad not in later and product.rows not in later:
             sizes.setdefault(_size(product), []).append(product)
     for size, products in sizes.items():
         _, inputs, outputs, dtype, *_ = size
