@@ -102,7 +102,7 @@ def first_step_worker(rank: int, store: str, options: argparse.Namespace, ahead:
 
     Were it one for both, the second rank would find there what the first has compiled, as far as their stages are equal.
     """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, str(rank))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/{rank}"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
