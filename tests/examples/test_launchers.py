@@ -1,8 +1,7 @@
-"""What of examples/launch can be run on one machine: torchrun, and the environment that srun gives."""
+"""The files of examples/launch, as far as one machine can run them: a cluster's own commands are stood in for, penstock never."""
 
 from __future__ import annotations
 
-import ast
 import os
 import signal
 import socket
@@ -13,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
 import penstock
+from penstock.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "examples" / "launch"
@@ -42,58 +43,95 @@ def test_torchrun(tmp_path: Path) -> None:
     assert penstock.load(tmp_path / "run" / "checkpoint").extra["step"] == 3
 
 
-def tasks(folder: Path, port: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Two tasks, as srun would start them."""
-    started = []
-    for number in ("0", "1"):
-        slurm = {"SLURM_PROCID": number, "SLURM_LOCALID": number, "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12"}
-        slurm |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", "penstock", "train", "--resume", "-o", str(folder / "run"), *arguments]
-        started.append(
-            subprocess.Popen(
-                command,
-                env=environment(**slurm),
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    return started
+SRUN = """#!/bin/sh
+for number in 0 1; do
+  SLURM_PROCID=$number SLURM_LOCALID=$number SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=localhost \\
+    "$@" >"task-$number.txt" 2>&1 &
+  tasks="$tasks $!"
+done
+echo "$tasks" >tasks
+code=0
+for task in $tasks; do wait "$task" || code=$?; done
+exit "$code"
+"""
 
 
-def test_a_job_of_slurm_stops_with_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
-    log = tmp_path / "run" / "log.jsonl"
-    running = tasks(tmp_path, free_port(), *SIZES, "--steps", "100000", "--check-steps", "0")
+def stand_in(folder: Path, name: str, script: str) -> None:
+    """A command of a cluster that this machine does not have."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / name).write_text(script)
+    (folder / "bin" / name).chmod(0o755)
+
+
+def slurm_job(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """What sbatch would start: slurm.sh, with an srun of two tasks."""
+    given = environment(SLURM_JOB_ID="12", MASTER_PORT=str(free_port()), OUTPUT=str(folder / "run"))
+    given["PATH"] = f"{folder / 'bin'}{os.pathsep}{given['PATH']}"
+    return subprocess.Popen(["sh", str(LAUNCH / "slurm.sh"), *arguments], env=given, cwd=folder)
+
+
+def test_a_job_of_slurm_stops_with_a_checkpoint_is_queued_again_and_goes_on(tmp_path: Path) -> None:
+    stand_in(tmp_path, "srun", SRUN)
+    stand_in(tmp_path, "scontrol", '#!/bin/sh\necho "$@" >>queued\n')
+    log, queued = tmp_path / "run" / "log.jsonl", tmp_path / "queued"
+    job = slurm_job(tmp_path, *SIZES, "--steps", "100000", "--check-steps", "0")
+    tasks: list[int] = []
     end = time.monotonic() + 200
     try:
         while not log.is_file() or len(log.read_text().splitlines()) < 2:
-            assert all(task.poll() is None for task in running), [task.communicate()[0] for task in running]
+            assert job.poll() is None, said(tmp_path)
             assert time.monotonic() < end
             time.sleep(0.05)
-        for task in running:
-            task.send_signal(signal.SIGTERM)
-        said = [task.communicate(timeout=100)[0] for task in running]
+        tasks = [int(task) for task in (tmp_path / "tasks").read_text().split()]
+        for task in tasks:
+            os.kill(task, signal.SIGTERM)  # slurmd signals the tasks, not the script
+        assert job.wait(100) == 143, said(tmp_path)
     finally:
-        for task in running:
-            task.kill()
-    assert [task.returncode for task in running] == [143, 143], said  # what slurm.sh queues the job again for
+        if job.poll() is None:
+            for task in tasks:
+                os.kill(task, signal.SIGKILL)
+            job.kill()
+    assert queued.read_text() == "requeue 12\n"
     step = penstock.load(tmp_path / "run" / "checkpoint").extra["step"]
-    again = tasks(tmp_path, free_port(), "--steps", str(step + 2))
-    said = [task.communicate(timeout=100)[0] for task in again]
-    assert [task.returncode for task in again] == [0, 0], said
-    assert f"resumed from step {step}" in said[0]
+    assert slurm_job(tmp_path, "--steps", str(step + 2)).wait(100) == 0, said(tmp_path)
+    assert f"resumed from step {step}" in said(tmp_path)
     assert penstock.load(tmp_path / "run" / "checkpoint").extra["step"] == step + 2
+    assert queued.read_text() == "requeue 12\n"  # a job that is done is not
 
 
-def test_the_files_that_need_a_cluster_can_be_read() -> None:
+def said(folder: Path) -> str:
+    return "\n".join(file.read_text() for file in sorted(folder.glob("task-*.txt")))
+
+
+def test_the_pods_of_kubernetes_run_a_line_that_torchrun_and_penstock_take(tmp_path: Path) -> None:
+    """The container's own command and environment, with a torchrun that only says what it was asked for."""
     service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
-    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    given = {one["name"] for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
-    assert given == {"NODES", "RANKS", "HOST", "OUTPUT"}
-    assert all(f"${{{name}:-" in (LAUNCH / "torchrun.sh").read_text() for name in given)
-    ast.parse((LAUNCH / "ray_job.py").read_text())
-    script = (LAUNCH / "slurm.sh").read_text()
-    from penstock.train.slurm import STOPPED
+    pod = job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    container = pod["containers"][0]
+    stand_in(tmp_path, "torchrun", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    given = environment(**{one["name"]: one["value"] for one in container["env"]})
+    given["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{given['PATH']}"
+    done = subprocess.run(container["command"], env=given, cwd=LAUNCH, capture_output=True, text=True, timeout=60)
+    asked = get_args_parser().parse_args(done.stdout.splitlines())
+    assert (asked.nnodes, asked.nproc_per_node) == (str(job["spec"]["completions"]), "4")
+    assert asked.rdzv_endpoint == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29500"
+    assert (asked.module, asked.training_script) == (True, "penstock")
+    with main.make_context("penstock", asked.training_script_args) as context:
+        name, command, rest = main.resolve_command(context, ["train", *asked.training_script_args[1:]])
+        assert command is not None
+        options = command.make_context(name, rest, parent=context).params
+    mounted = container["volumeMounts"][0]["mountPath"]
+    assert options["resume"]
+    assert options["output"].startswith(mounted)
 
-    assert f'-eq {STOPPED} ] && scontrol requeue "$SLURM_JOB_ID"' in script
+
+def test_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason='ray is not installed, 80 MB that only this test needs: pip install "ray[train]"')
+    given = environment(
+        OUTPUT=str(tmp_path / "run"), STEPS="4", WORKERS="2", HOME=str(tmp_path), RAY_USAGE_STATS_ENABLED="0"
+    )
+    command = [sys.executable, str(LAUNCH / "ray_job.py")]
+    done = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert penstock.load(tmp_path / "run").extra["step"] == 4
