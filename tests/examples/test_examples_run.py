@@ -40,6 +40,11 @@ EXAMPLES = [
         "checkpoint_surgery", "--steps 3 --checkpoint {tmp}/kept", r"at loss (\S+), continued with two stages at \1\n"
     ),
     Example("evaluate", "--rows 35", r"accuracy .* over 35 rows\nthe same as the model in one piece"),
+    Example(
+        "large_vocabulary",
+        "--steps 2 --vocabulary 2000 --width 16 --length 32 --rows 8 --slice 16",
+        r"all logits at once: .*16 tokens at a time: .*\nthe losses are the same",
+    ),
     Example("data_parallel", "--epochs 2 --width 16", r"epoch 0: loss .*\nepoch 1: loss", ranks=4),
     Example("fsdp", "--steps 2 --width 16", r"step 1: loss .*\nof 2,074 numbers the ranks keep", ranks=4),
     Example("tensor_parallel", "--steps 2 --width 8", r"the gradients are those of the model in one piece", ranks=4),

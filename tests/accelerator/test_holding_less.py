@@ -1,0 +1,95 @@
+"""Recompute and offload on the simulated accelerator: the same to the bit, no host waits, and nothing is used too early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.accelerator import pipes
+from tests.accelerator.pool import SimPool
+
+MICROBATCHES = 4
+
+
+def train_ways(device: torch.device) -> dict[str, pipes.Trained]:
+    """One rank: GPipe holds all microbatches, so all are moved. Buffers change, so a rerun has to put them back."""
+    from penstock.run import Schedule
+    from penstock.schedules import get_schedule
+    from penstock.stage.offload import HostMemory
+    from penstock.stage.pipeline_stage import PipelineStage
+
+    ways: dict[str, dict[str, Any]] = {
+        "as it is": {},
+        "recompute": {"recompute": True},
+        "offload": {"offload": True, "offload_to": HostMemory(threshold=0)},
+    }
+    found = {}
+    for name, options in ways.items():
+        module = nn.Sequential(pipes.block(0), nn.BatchNorm1d(pipes.WIDTH).double()).to(device)
+        stage = PipelineStage(module, 0, 1, device)
+        plan = get_schedule("gpipe")(1, MICROBATCHES)
+        schedule = Schedule.from_plan(plan, [stage], loss_fn=nn.functional.mse_loss, **options)
+        found[name] = pipes.run(device, schedule, {0: module}, 1, MICROBATCHES, 3)
+        found[name].grads |= {key: buffer.cpu() for key, buffer in module.named_buffers()}
+    return found
+
+
+def test_recompute_and_offload_make_no_host_wait_and_use_nothing_too_early(sim: SimPool) -> None:
+    (ways,) = sim.run(1, "lazy", train_ways)
+    expected = ways["as it is"]
+    for name in ("recompute", "offload"):
+        found = ways[name]
+        assert found.waits == [], name
+        assert found.violations == [], name
+        assert found.losses == expected.losses, name
+        assert all(torch.equal(found.grads[key], grad) for key, grad in expected.grads.items()), name
+
+
+def copy_speed(device: torch.device) -> tuple[float, bool]:
+    from penstock.front.copy_speed import copy_bandwidth
+    from penstock.stage.offload import HostMemory
+
+    elsewhere = HostMemory()
+    speed = copy_bandwidth(device, elsewhere)
+    here = torch.arange(40_000, device=device)
+    back = elsewhere.put(here.view(torch.uint8)).back().view(torch.int64)
+    return speed, torch.equal(back.cpu(), torch.arange(40_000))
+
+
+def test_copies_are_timed_by_events_of_the_device(sim: SimPool) -> None:
+    ((speed, same),) = sim.run(1, "lazy", copy_speed)
+    assert 0 < speed < float("inf")
+    assert same
+
+
+def too_early(device: torch.device) -> list[str]:
+    """A place that does not make the computing wait for its copies: the detector sees what is read before it is there."""
+    from penstock.stage.offload import Away, HostMemory
+
+    class Careless(HostMemory):
+        def put(self, flat: torch.Tensor) -> Away:
+            away: Any = super().put(flat)
+            away.back = lambda: self.unguarded(away)
+            return away  # type: ignore[no-any-return]
+
+        def unguarded(self, away: Any) -> torch.Tensor:
+            here = torch.empty(away.flat.shape, dtype=away.flat.dtype, device=away.device)
+            with away.stream:
+                here.copy_(away.flat, non_blocking=True)
+            return here
+
+    sim = pipes.simulation(device)
+    flat = torch.ones(1 << 16, dtype=torch.uint8, device=device)
+    torch.accelerator.synchronize()
+    sim.reset()
+    used = Careless(threshold=0).put(flat).back() + 1
+    torch.accelerator.synchronize()
+    assert used.numel() == flat.numel()
+    return list(sim.violations())
+
+
+def test_the_detector_sees_a_use_before_the_copy_is_done(sim: SimPool) -> None:
+    (violations,) = sim.run(1, "lazy", too_early)
+    assert violations
