@@ -7,6 +7,8 @@ import io
 import os
 import re
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -85,8 +87,26 @@ def test_the_example_runs(example: Example, gloo_pool: GlooPool, tmp_path: Path)
     assert re.search(example.prints, printed, re.DOTALL), printed
 
 
+def test_torchtitan(tmp_path: Path) -> None:
+    """In processes of its own: penstock.compat stands in for a package of torch's there."""
+    for package in ("torchtitan", "triton"):
+        pytest.importorskip(
+            package, reason=f"{package} is not installed; with triton it takes 1 GB: pip install torchtitan triton"
+        )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples" / "torchtitan_llama.py"), "--steps", "3", "--layers", "4", "--length", "16"]
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(found) for found in re.findall(r"step \d: loss (\S+) by penstock", done.stdout)]
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]
+
+
 def test_every_example_is_here_and_says_how_to_run_it() -> None:
     files = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")}
-    assert set(files) == {example.name for example in EXAMPLES}
+    assert set(files) == {example.name for example in EXAMPLES} | {"torchtitan_llama"}
     for name, text in files.items():
         assert f"examples/{name}.py" in text.split('"""')[1], f"examples/{name}.py does not say how it is started"
