@@ -44,6 +44,7 @@ _FROM_ZERO = click.IntRange(min=0)
     "--resume", is_flag=True, help="Go on from the checkpoint in the output folder, with the options of that run."
 )
 @click.option("--checkpoint-every", type=_FROM_ZERO, default=50, show_default=True, help="Steps; 0: only at the end.")
+@click.option("--recut", type=float, default=0.0, help="Cut anew for a slow rank, if that saves this share of a step.")
 @click.option("--keep", type=_AT_LEAST_ONE, default=3, show_default=True, help="Checkpoints that stay.")
 @click.option("--validate-every", type=_FROM_ZERO, default=40, show_default=True, help="Steps; 0: never.")
 @click.option(

@@ -198,7 +198,7 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
     choose(profile, Wishes(num_ranks=4, num_microbatches=8)).plan
     """
     if not is_timed(profile):
-        wishes = replace(wishes, machine=FREE)
+        wishes = replace(wishes, machine=replace(FREE, ranks=wishes.machine.ranks))
     if wishes.schedule == "search" and wishes.plan is None:
         known = choose(profile, replace(wishes, schedule="auto"))
         return known if known.spared else _searched(known, wishes)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.capture import Pipe
 from penstock.checkpoint.weight_files import open_weights
@@ -35,6 +36,7 @@ from penstock.front.on_device import OnDevice
 from penstock.front.own_stages import OwnStages
 from penstock.front.pipeline_options import check_named, sorted_options
 from penstock.front.publish import Origin
+from penstock.front.recut import slower_ranks
 from penstock.front.replan import Undo, until_it_fits
 from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
@@ -48,7 +50,7 @@ from penstock.run.lookout import Lookout
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
-from penstock.simulate import Costs
+from penstock.simulate import Costs, Timeline
 from penstock.stage.twins import compile_in_place
 
 
@@ -248,6 +250,30 @@ class Pipeline(OwnStages):
             self._replanner = replanner
         self._built = replace(self._built, choice=choice)
         return choice
+
+    def recut(self, timelines: Sequence[Timeline], *, gain: float = 0.05) -> Profile | None:
+        """What to cut the model by from now on, if a rank has become slower than the others: all ranks call it.
+
+            profile = pipe.recut(timelines)                   # of pipe.record(), a few steps far apart
+            if profile is not None:
+                pipe.save("run/checkpoint", optimizer=optimizer)
+                pipe = Pipeline(model, (tokens,), profile=profile, ...)
+                optimizer = ...
+                pipe.load("run/checkpoint", optimizer=optimizer)
+
+        None: no other cut would make a step shorter by that share. The losses go on as they would have. `penstock train --recut`
+        does this at its checkpoints.
+        """
+        choice = self._built.choice
+        if choice is None:
+            raise StageError("recut() on stages made by hand: penstock does not know what they are cut from")
+
+        def decide() -> str:
+            found = slower_ranks(choice, timelines, gain=gain)
+            return "" if found is None else found.dumps()
+
+        text = self._ends.decide("how to cut the model from now on", decide)
+        return Profile.loads(text) if text else None
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:

@@ -28,6 +28,7 @@ import torch
 
 from penstock.front import Pipeline
 from penstock.run.memory_watch import allocator_counts
+from penstock.run.record import Recorder
 from penstock.train.loggers import Logger, open_logger
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -126,6 +127,7 @@ class EventLog:
         self, pipe: Pipeline, *loggers: str | Logger, folder: str | Path = "runs", first_step: int = 0
     ) -> None:
         self.pipe = pipe
+        self.recorder: Recorder | None = None  # of the step that was the last
         self._loggers: list[Logger] = []
         self._allocator_counts = pipe.transport.device.type != "cpu" and allocator_counts()
         pipe.decide("the loggers of a run", lambda: self._open(loggers, Path(folder), first_step))
@@ -147,6 +149,7 @@ class EventLog:
         began = time.perf_counter()
         with self.pipe.schedule.watch() as recorder:
             yield noted
+        self.recorder = recorder
         mine = RankFigures(time.perf_counter() - began, recorder.busy, recorder.span, self._memory())
         ranks = [RankFigures(**post) for post in self.pipe.gather("figures of a step", asdict(mine))]
         if self.pipe.is_first:

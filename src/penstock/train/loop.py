@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from penstock.train.corpus import generate
 from penstock.train.events import EventLog, Noted
 from penstock.train.measure import measure_memory, measure_step
 from penstock.train.recovery import Recovery, from_json, loss_noted, to_json
+from penstock.train.recutting import Recutter
 from penstock.train.screen import Screen
 from penstock.train.traces import traced
 from penstock.train.train_job import Batch, Job
@@ -54,17 +56,18 @@ class Run:
         self.saving: list[float] = []  # seconds that each checkpoint kept the steps waiting
         self.replica = int(os.environ.get("RANK", "0")) // self._ranks
         self.update = Update.of(options, job, replica=self.replica)
-        self.pipe = self._pipeline()
+        self.recutter = Recutter(options.recut, options.checkpoint_every)
+        self.pipe = self._pipeline(self._kept_choice())
         self.rated = self.update.optimizer(self.pipe.parameters())
         self.log: EventLog | None = None
 
     # -- before
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self, kept: dict[str, Any]) -> Pipeline:
+        """Cut as it was, where something is kept."""
         options = self.options
         args, target = self.update.share(self.job.batch(0))
         self.screen.say(self.job.title)
-        kept = self._kept_choice()
         pipe = Pipeline(
             self.job.model,
             args,
@@ -216,7 +219,11 @@ class Run:
                     or done == options.steps
                     or (options.checkpoint_every and done % options.checkpoint_every == 0)
                 ):
-                    self._save(done, wait=stopped or enough or done == options.steps)
+                    ends = stopped or enough or done == options.steps
+                    profile = None if ends else self.recutter.profile(self.pipe)
+                    self._save(done, wait=ends or profile is not None)
+                    if profile is not None:
+                        self._recut(done, profile)
                 if stopped or enough:
                     break
         if self.log is not None:
@@ -235,9 +242,27 @@ class Run:
             if self.log is None
             else self.log.step(step, optimizer=self.rated.optimizer, tokens=self._rows)
         )
-        with events as noted:
+        measured = self.recutter.wants(step)
+        watched = self.pipe.schedule.watch() if measured and self.log is None else nullcontext()
+        with events as noted, watched as recorder:
             noted.loss, noted.norm = self.update.apply(self.pipe, self.rated, step)
+        recorder = recorder if self.log is None else self.log.recorder
+        if measured and recorder is not None:
+            self.recutter.take(self.pipe, recorder)
         return noted.loss
+
+    def _recut(self, step: int, profile: Profile) -> None:
+        """Go on from the checkpoint just written, with stages that mind how slow each rank is."""
+        times = ", ".join(f"{time:g}" for time in profile.metadata["rank_times"])
+        self.screen.say(f"step {step}: the ranks take {times} times as long as usual; the model is cut anew")
+        plan = self.pipe.plan
+        del self.pipe, self.rated  # before there are others
+        gc.collect()
+        self.pipe = self._pipeline({"schedule": plan.name, "stages": plan.num_stages, "profile": profile})
+        self.rated = self.update.optimizer(self.pipe.parameters())
+        self.pipe.load(self.options.checkpoint, optimizer=self.rated.optimizer)
+        if self.log is not None:
+            self.log.pipe = self.pipe
 
     @property
     def _rows(self) -> int:

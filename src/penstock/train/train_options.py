@@ -41,6 +41,7 @@ class TrainOptions:
     resume: bool = False
     keep: int = 3  # checkpoints that stay, the newest included
     checkpoint_every: int = 50  # 0: only at the end, and when stopped
+    recut: float = 0.0  # at a checkpoint, cut anew if a slow rank makes steps longer by this share; 0: the cut stays
     validate_every: int = 40  # 0: never
     check_steps: int = 3  # compared with the unpipelined model before training; 0: not
     measure: bool = True  # profile the layers, to cut and choose by; False: cut by size
@@ -89,6 +90,11 @@ class TrainOptions:
             raise PenstockError(f"--data-parallel {self.data_parallel!r}; expected ddp or fsdp")
         if self.min_ranks > self.ranks:
             raise PlanError(f"--min-ranks {self.min_ranks} with --ranks {self.ranks}; expected no more than --ranks")
+        if not 0 <= self.recut < 1 or (self.recut and (self.dp > 1 or not self.checkpoint_every)):
+            raise PenstockError(
+                f"--recut {self.recut:g} with --dp {self.dp} and --checkpoint-every {self.checkpoint_every}; expected a share "
+                "of a step such as 0.1, one pipeline, and checkpoints"
+            )
         if self.build is not None and ":" not in self.build:
             raise PenstockError(f"{self.build!r} names no function; write module:function, for example my_module:build")
         if (self.patience or self.keep_best) and not self.validate_every:
