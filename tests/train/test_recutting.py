@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from penstock.balance import Profile
 from penstock.cli.main import main
 from penstock.train.loop import PROFILE
-from penstock.train.train_job import Job, data_as_function
+from penstock.train.train_job import Job, batches_of
 from penstock.train.train_options import TrainOptions
 from penstock.train.unpipelined import Unpipelined
 from penstock.train.update import Update
@@ -64,7 +64,7 @@ def test_a_run_is_cut_anew_for_a_slow_rank(tmp_path: Path) -> None:
     scope: dict[str, Any] = {}
     exec(JOB, scope)
     model, data, loss_fn, optimizer = scope["build"]()
-    job = Job(model, data_as_function(data), loss_fn, optimizer)
+    job = Job(model, batches_of(data)[0], loss_fn, optimizer)
     plain = Unpipelined(Update.of(TrainOptions.of_file(tmp_path / "run" / "options.json"), job), model, range(4))
     assert losses(tmp_path / "run") == pytest.approx([plain.step(step) for step in range(6)], rel=1e-5)
 
