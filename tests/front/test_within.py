@@ -13,6 +13,7 @@ from penstock.errors import BalanceError
 from penstock.front.build import Built
 from penstock.front.choice_text import explanation
 from penstock.front.choose import Choice, Wishes, choose
+from penstock.front.stage_costs import Machine
 from penstock.front.within import holding_less, memory_of
 from penstock.plan import Op, check
 from penstock.schedules import get_schedule
@@ -128,3 +129,29 @@ def test_the_state_of_an_optimizer_is_measured() -> None:
 
     assert state_of(torch.optim.AdamW, torch.float32) == 2.0
     assert state_of(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.float64) == 1.0
+
+
+def test_stages_come_in_pieces_where_whole_ones_are_too_large() -> None:
+    """1F1B in whole stages holds one of two microbatches at least; in pieces, a part of one."""
+    whole = choose(profile(), wishes(max(memory_of(free("1f1b"))), "1f1b", num_stages=2)).smallest_limit
+    assert whole is not None
+    with pytest.raises(BalanceError):
+        choose(profile(), wishes(round(0.7 * whole), "1f1b", num_stages=2))
+    choice = choose(profile(), wishes(round(0.7 * whole), "1f1b"))
+    assert choice.plan.name in ("1f1b in 2 pieces", "1f1b in 4 pieces")
+    assert choice.plan.has(Op.R)
+    assert max(memory_of(choice)) <= round(0.7 * whole)
+    assert Choice.loads(choice.dumps()) == choice
+    ranks = choice.plan.placement.ranks
+    assert ranks == tuple(sorted(ranks))
+
+
+def test_copies_take_what_was_measured() -> None:
+    limit = round(0.6 * max(memory_of(free())))
+    quick, slow = (
+        choose(profile(), wishes(limit, offload=True, machine=Machine(copy_bandwidth=speed))) for speed in (1e12, 1e6)
+    )
+    assert quick.plan.has(Op.O)
+    assert quick.costs.copy is not None
+    assert quick.costs.copy[0] < 1e-3  # seconds
+    assert not slow.plan.has(Op.O), "a copy takes seconds, a forward milliseconds"
