@@ -145,6 +145,52 @@ def test_13_8_evaluating_different_rows_harms_nothing() -> None:
     assert first == second
 
 
+def test_13_6_a_row_of_the_target_does_not_count_for_several_of_the_output() -> None:
+    """Half as many rows in the target as in the input, and one in each microbatch: the loss was broadcast, and wrong."""
+
+    def run(transport: LocalTransport) -> float | None:
+        pipe = by_hand(transport, nn.Linear(WIDTH, WIDTH))
+        x, y = (torch.cat([part, part]) for part in batch(0))
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(PenstockError, match="one row would count for all"):
+                call(x, target=y[:4])
+        return pipe.step(x, target=y).loss
+
+    first, second = LocalWorld(2).run(run)
+    assert first == second
+
+
+def test_13_12_what_all_ranks_do_together_is_refused_inside_a_step() -> None:
+    """Clipping in a hook sent messages among those of the step, which the others took for theirs."""
+
+    def run(transport: LocalTransport) -> tuple[list[str], float | None]:
+        pipe, refused = by_hand(transport, nn.Linear(WIDTH, WIDTH)), list[str]()
+        x, y = batch(0)
+        acts = {
+            "clip_grad_norm_()": lambda: pipe.clip_grad_norm_(1.0),
+            "evaluate()": lambda: pipe.evaluate(x, target=y),
+            "any()": lambda: pipe.any(True),
+            "a barrier": lambda: pipe.meet("a barrier"),
+        }
+
+        def intrude(grad: Tensor) -> None:
+            handle.remove()
+            for name, act in acts.items():
+                with pytest.raises(RunError, match="a hook in a step, is in one"):
+                    act()
+                refused.append(name)
+
+        first = next(iter(pipe.parameters()))
+        if transport.rank == 0:
+            handle = first.register_hook(intrude)
+        pipe.step(x, target=y)
+        return refused, pipe.step(x, target=y).loss
+
+    first, second = LocalWorld(2).run(run)
+    assert (len(first[0]), len(second[0])) == (4, 0)
+    assert first[1] == second[1]
+
+
 # -- errors that teach
 
 
@@ -218,6 +264,7 @@ def test_13_11_an_unknown_option_is_an_unknown_name() -> None:
         (lambda pipe, x, y: pipe.load("nowhere"), "is no checkpoint"),
         (lambda pipe, x, y: penstock.load("nowhere"), "is no checkpoint"),
         (lambda pipe, x, y: pipe.load_state_dict({}), "lacks tensors"),
+        (lambda pipe, x, y: pipe.load_state_dict(3), "the state dict is a int"),
         (lambda pipe, x, y: pipe.clip_grad_norm_(1.0, norm_type=0), "norm_type=0"),
     ],
 )

@@ -102,7 +102,8 @@ class Ends:
         if self.num_replicas > 1 and self.rank == 0:
             data = _broadcast_bytes(data, self.mesh.get_group(), self.device)
         if self.transport.num_ranks > 1:
-            data = self.transport.gather(what, data)[0]
+            with self.transport.alone(what):
+                data = self.transport.gather(what, data)[0]
         return str(_value(what, raised, [json.loads(data)])[0])
 
     def agree(self, what: str, make: Callable[[], Any]) -> list[Any]:
@@ -117,7 +118,8 @@ class Ends:
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """A small value of each rank of this pipeline, on each of them."""
-        posts = self.transport.gather(what, json.dumps(value).encode())
+        with self.transport.alone(what):
+            posts = self.transport.gather(what, json.dumps(value).encode())
         with reading(f"what a rank posted for {what}"):
             return [json.loads(post) for post in posts]
 

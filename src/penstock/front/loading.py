@@ -175,6 +175,8 @@ def _change(staged: Staged, tensors: StageTensors, ends: Ends, companions: Compa
 
 def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """From a state dict in memory, by any name of each tensor; nothing is changed if something does not fit."""
+    if not isinstance(state, Mapping):
+        raise StageError(f"the state dict is a {type(state).__name__}; expected a mapping from names to tensors")
     found, missing = [], []
     for name, value in tensors.state.items():
         key = next((n for n in (name, *tensors.aliases.get(name, ())) if n in state), None)

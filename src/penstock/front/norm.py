@@ -40,7 +40,8 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
     everywhere = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
     everywhere[ends.rank] = max(unsharded, spread) if largest else unsharded + spread
     if ends.transport.num_ranks > 1:
-        ends.transport.sum(everywhere)
+        with ends.transport.alone("clip_grad_norm_()"):
+            ends.transport.sum(everywhere)
     return float(everywhere.max()) if largest else float(everywhere.sum()) ** (1 / norm_type)
 
 

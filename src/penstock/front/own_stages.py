@@ -162,7 +162,8 @@ class OwnStages:
         """Whether the flag is set on any rank."""
         total = torch.tensor([float(flag)], dtype=torch.float64)
         if self.transport.num_ranks > 1:
-            self.transport.sum(total)
+            with self.transport.alone("any()"):
+                self.transport.sum(total)
         self._ends.mean_over_replicas(total)
         return total.item() > 0
 

@@ -84,7 +84,8 @@ def agree_on_rows(ends: Ends, rows: int | None, problem: Exception | None) -> in
         return rows
     table = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
     table[ends.rank] = _FAILED if problem is not None else _NOTHING if rows is None else rows
-    ends.transport.sum(table)
+    with ends.transport.alone("evaluate() or predict()"):
+        ends.transport.sum(table)
     found = [int(value) for value in table]
     if problem is not None:
         raise problem

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import StageError
+from penstock.errors import ShapeError, StageError
 from penstock.nest import map_tensors
 from penstock.run.inputs import StepInputs
 
@@ -29,6 +29,8 @@ class LastStage:
         if inputs.loss_fn is not None and inputs.targets is not None:
             feed, targets = inputs.feed, inputs.targets
             target = targets[microbatch] if feed is None else feed.of(targets, microbatch)
+            if inputs.uneven:
+                refuse_broadcast(output, target)
             loss = inputs.loss_fn(output, target, **inputs.loss_kwargs)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -71,6 +73,29 @@ class LastStage:
         for held in (self.losses, self.reported, self.outputs):
             held[:] = [None] * len(held)
         self.board = ()
+
+
+def refuse_broadcast(output: Any, target: Any) -> None:
+    """Of a batch whose input and target differ in rows: one row of a target must not silently count for several of the output.
+
+    >>> refuse_broadcast(torch.zeros(2, 3), torch.zeros(1, 3))
+    Traceback (most recent call last):
+    penstock.errors.ShapeError: a microbatch has an output of shape [2, 3] and a target of shape [1, 3]; ...
+    >>> refuse_broadcast(torch.zeros(2, 3, 5), torch.zeros(6))  # a loss that flattens its output
+    """
+    if (
+        not isinstance(output, Tensor)
+        or not isinstance(target, Tensor)
+        or not output.dim()
+        or output.dim() != target.dim()
+    ):
+        return
+    counts = output.shape[0], target.shape[0]
+    if output.shape[1:] == target.shape[1:] and 1 in counts and counts[0] != counts[1]:
+        raise ShapeError(
+            f"a microbatch has an output of shape {list(output.shape)} and a target of shape {list(target.shape)}; one row would "
+            "count for all. Give a target for the rows of the input, or target_chunk_spec"
+        )
 
 
 def detached(value: Any) -> Any:

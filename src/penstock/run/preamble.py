@@ -32,6 +32,11 @@ class Rows:
     arguments: int = UNKNOWN
     target: int = UNKNOWN
 
+    @property
+    def uneven(self) -> bool:
+        """Whether input and target are known to have different numbers of rows, as some models want it."""
+        return UNKNOWN not in (self.arguments, self.target) and self.arguments != self.target
+
     def differs_from(self, first: Rows) -> str:
         """What is wrong, if this rank's rows do not fit those of the first stage's rank; "" if they may."""
         for name, mine, theirs in (

@@ -255,6 +255,7 @@ class Schedule:
             inputs = self._cut(given, train=program.setting.grad)
             if self.loss_fn is not None and (differs := rows.differs_from(rows)):
                 raise SplitError(f"{differs}. Give a target for the rows of the input, or target_chunk_spec")
+            inputs.uneven = rows.uneven
             key = (shapes_of(given.args, given.kwargs), program.frozen()) if self._has_first else None
             return Prepared(inputs, key, rows)
         except BaseException as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
