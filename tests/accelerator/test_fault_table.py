@@ -105,6 +105,32 @@ def test_ranks_that_disagree_are_told_the_difference(sim: SimPool) -> None:
         assert second == ""
 
 
+def on_other_devices(device: torch.device, port: int, backend: str) -> list[str]:
+    """Rank 1 is in host memory; then both are where the group can carry both."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    said = []
+    for place in (device if rank == 0 else torch.device("cpu"), device):
+        try:
+            schedule = schedule_of(place, block(rank))
+            x, y = (part.to(place) for part in batch(MICROBATCHES))
+            schedule.step(x, target=y)
+            said.append("")
+        except PenstockError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,sim:strict", "strict"])
+def test_ranks_on_different_kinds_of_device_disagree_and_do_not_wait(sim: SimPool, backend: str) -> None:
+    """Each waited for the other in another place: the one for connections, the one at its first meeting."""
+    for first, second in sim.run(2, "lazy", on_other_devices, _free_port(), backend):
+        assert first.startswith("RanksDisagree: the stages of a pipeline are on different kinds of device"), first
+        assert "(rank 0: sim, rank 1: cpu)" in first
+        assert second == ""
+
+
 def busy() -> None:
     time.sleep(2.5)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from penstock.comm.kinds import KindsOfDevice
 from penstock.comm.line import Line
 from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.pulse import Pulse, address_towards, heartbeat
@@ -45,18 +46,22 @@ class DistributedTransport(Transport):
         self.device = torch.device(device)
         self.rank = group.rank()
         self.num_ranks = group.size()
+        patience = heartbeat()
+        self.place = place_of_group(group, "pipeline")
+        own = self.place.clone()  # a connection of our own, whose waits we may bound
+        self.store: DistributedStore = DistributedStore(own, self.rank, self.num_ranks, bound=patience)
+        self.kinds = KindsOfDevice(self.store, self.device.type, self.rank, self.num_ranks)
+        if self.device.type != "cpu" or torch.device("cpu") not in group._device_types:  # else nobody waits here
+            self.kinds.meet(group_timeout(group).total_seconds())
         self.backend: Any = group._get_backend(self.device)
         self.backend_name = _backend_name(group, self.device)
         self.bound = _timeout(self.backend)
         self.timeout = self.bound.total_seconds()
-        patience = heartbeat()
-        self.place = place_of_group(group, self.device.type)
-        own = self.place.clone()  # a connection of our own, whose waits we may bound
-        self.store: DistributedStore = DistributedStore(own, self.rank, self.num_ranks, bound=patience)
         self._host_backend, self._gloo = self._in_host_memory(group)
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
-        self.store.silent, self.store.everybody = self.pulse.look, weakref.WeakMethod(self.everybody)
+        self.store.silent = partial(_look, self.kinds, self.pulse)
+        self.store.everybody = weakref.WeakMethod(self.everybody)
         self.store_holder = (
             NOBODY  # the rank whose process holds the store, if it is one of these; known from `connect` on
         )
@@ -74,10 +79,15 @@ class DistributedTransport(Transport):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None, *, device: torch.device | str = "cpu") -> DistributedTransport:
-        """The one transport of the group: all schedules on it share it, so that their steps are counted together."""
+        """The one transport of the group: all schedules on it share it, so that their steps are counted together.
+
+        Where there are several kinds of device, all ranks ask for them in the same order.
+        """
         group = _member(group)
         transports = _OF_GROUP.setdefault(group, {})
         kind = torch.device(device).type
+        if kind in transports and transports[kind].kinds.differ:
+            transports.pop(kind).close()  # the others begin anew too
         if kind not in transports:
             made = cls
             if kind != "cpu":
@@ -262,6 +272,11 @@ def close_all() -> None:
     """Close every transport of this process; done by itself when the program ends."""
     for transport in list(_OPEN):
         transport.close()
+
+
+def _look(kinds: KindsOfDevice, pulse: Pulse) -> FailureRecord | None:
+    """In long waits for others."""
+    return kinds.look() or pulse.look()
 
 
 def _last_words() -> str:
