@@ -383,8 +383,9 @@ class Pipeline(OwnStages):
             self._built, plan=plan, choice=None if choice is None else replace(choice, plan=plan, calibrated=None)
         )
         self._options |= {"recompute": False, "offload": False}  # what they asked for is in the plan
+        watches = self._schedule._watches
         self._schedule, self._smaller = self._scheduled(plan), {}
-        self._schedule.steps = steps
+        self._schedule.steps, self._schedule._watches = steps, watches
 
     # -- inside
 

@@ -86,7 +86,7 @@ class Recorder:
         self.starts = [self.clock.mark()] * len(calls)
         self.ends = list(self.starts)
         for channel in program.channels.values():
-            channel.wait = partial(self.waiting, program.wait)
+            channel.wait = partial(self.waiting, channel.wait)  # another one may be timing the same step
         return [partial(self.timed, at, call) for at, call in enumerate(calls)]
 
     def waiting(self, wait: Wait, work: Work) -> None:

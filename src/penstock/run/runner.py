@@ -45,7 +45,7 @@ class Prepared:
     error: BaseException | None = None  # what was given here is wrong; the other ranks must hear of it
 
 
-Watch = TypeVar("Watch", Recorder, MemoryWatch)
+Watch = TypeVar("Watch", bound=Recorder | MemoryWatch)
 _REMEMBERED = 64  # shapes of input whose layouts are kept
 
 
@@ -64,14 +64,16 @@ class Outcome:
 class Runner:
     """Runs programs, one for each mode, over one transport."""
 
-    def __init__(self, transport: Transport, *, dynamic: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, *, dynamic: bool = False, watches: list[Recorder | MemoryWatch] | None = None
+    ) -> None:
         self.transport = transport
         self.dynamic = dynamic  # every step is cold: for models whose shapes change for reasons of their own
         self.signatures: dict[
             int, dict[Hashable, int]
         ] = {}  # by mode: a number for each shape of input, last used last
         self.preambles: Preambles | None = None
-        self.recorder: Recorder | MemoryWatch | None = None
+        self.watches = [] if watches is None else watches  # whoever is here watches the actions of a step
         self.position = transport.position = Position(transport.rank)
         self._fine = False  # whether the current step went well, as all ranks found
 
@@ -104,13 +106,13 @@ class Runner:
 
     @contextmanager
     def watched(self, watch: Callable[[Transport], Watch]) -> Iterator[Watch]:
-        """Have the actions of the steps inside watched."""
+        """Have the actions of the steps inside watched; others may watch the same steps."""
         made = watch(self.transport)
-        self.recorder = made
+        self.watches.append(made)
         try:
             yield made
         finally:
-            self.recorder = None
+            self.watches.remove(made)
 
     # -- before
 
@@ -171,9 +173,9 @@ class Runner:
         failure = BaseException()
         grad = program.setting.grad and torch.is_grad_enabled()
         transport, calls = self.transport, program.cold if cold else program.warm
-        if self.recorder is not None:
-            calls = self.recorder.watched(program, calls)
-        elif torch._C._autograd._profiler_enabled():
+        for watch in self.watches:
+            calls = watch.watched(program, calls)
+        if not self.watches and torch._C._autograd._profiler_enabled():
             calls = [
                 partial(_in_range, f"penstock:{action}", call)
                 for action, call in zip(program.actions, calls, strict=True)
@@ -199,8 +201,8 @@ class Runner:
         else:
             return None
         finally:
-            if self.recorder is not None:
-                self.recorder.unwatch(program)
+            for watch in self.watches:
+                watch.unwatch(program)
         # Only here, where nothing refers to the frames of what was raised: they hold memory.
         at = position.at
         action = program.actions[at] if 0 <= at < len(program.actions) else None

@@ -105,6 +105,7 @@ class Schedule:
         self._dynamic = dynamic
         self._tied = [getattr(tie, "holders", tie) for tie in ties]
         self._runner: Runner | None = None
+        self._watches: list[Recorder | MemoryWatch] = []  # they go on when the plan changes
 
     @classmethod
     def from_plan(
@@ -385,7 +386,7 @@ class Schedule:
         self._programs.compile_ahead = any(compiles for _, compiles in told)
         self._transport.connect({*channels, *self._ties.peers})
         self._ties.meet()
-        self._runner = Runner(self._transport, dynamic=self._dynamic)
+        self._runner = Runner(self._transport, dynamic=self._dynamic, watches=self._watches)
         return self._runner
 
 
