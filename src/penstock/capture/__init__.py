@@ -4,12 +4,12 @@
              trace must notice), export (the model as one graph), failure (why a model cannot be traced)
     place    flat (the graph as a list with marks), place (which stage computes which node)
     cut      wires (what travels), cutter (one graph for each stage), stage_graph (a graph that can be run and saved),
-             retrace and same_work (the same again in the other mode, or for other sizes)
+             retrace (the same again in the other mode, or for other sizes)
     stage    stage_module (a stage as a module), stage_state (which parameters it holds), load_state (their values)
-    pipe     pipe_info (what everybody may know), captured_stage (a stage for a schedule), pipe, capture_model (the
+    pipe     pipe_info (what everybody may know), pipe (the stages, and each as one for a schedule), capture_model (the
              function `pipeline`), by_modules (stages without a trace)
-    cost     cut_places (where a model can be cut), layer_costs (what the parts cost), cost_cuts (the best cuts),
-             profiling (the function `profile`)
+    cost     cut_places (where a model can be cut), one_layer (run alone), layer_costs (what all of them cost), cost_cuts
+             (the best cuts), profiling (the function `profile`)
 
 A file uses those before it, and nobody outside needs more than this door.
 """
