@@ -21,6 +21,7 @@ GROUPS = {"start": "Start", "guides": "Guides", "concepts": "Concepts", "integra
 PACKAGES = [
     *("front", "plan", "schedules", "lower", "simulate", "show", "balance", "search", "studio"),
     *("batch", "comm", "parallel", "stage", "run", "capture", "train", "errors", "compat"),
+    *("integrations.transformers", "integrations.lightning"),
 ]
 PROJECT = {"CHANGELOG.md": "Changelog", "CONTRIBUTING.md": "Contributing", "SECURITY.md": "Security"}
 PROJECT |= {"CODE_OF_CONDUCT.md": "Code of conduct"}
@@ -118,7 +119,8 @@ def inherits(identifier: str, public: list[str]) -> str:
     home, _, name = identifier.rpartition(".")
     described = {*penstock._HOME, *(other.rpartition(".")[2] for other in public)}
     bases = getattr(getattr(importlib.import_module(home), name), "__mro__", ())[1:]
-    hidden = [base for base in bases if base.__module__.startswith("penstock.") and base.__name__ not in described]
+    own = [base.__name__ for base in bases if base.__module__.startswith("penstock.")]
+    hidden = own and own[0] not in described
     return "    options:\n      inherited_members: true\n" if hidden else ""
 
 
@@ -129,14 +131,16 @@ def public_names(package: str) -> list[str]:
     module = importlib.import_module(f"penstock.{package}")
     listed = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     top = {name: home for name, home in penstock._HOME.items() if home.split(".")[1] == package}
-    own = [name for name in listed if name not in top and is_of(vars(module).get(name), package)]
+    lazy = package == "compat"  # torch's own names, which torch describes, are loaded when they are asked for
+    loaded = vars(module) if lazy else {name: getattr(module, name, None) for name in listed}
+    own = [name for name in listed if name not in top and is_of(loaded.get(name), package)]
     return [*(f"{home}.{name}" for name, home in top.items()), *(f"penstock.{package}.{name}" for name in own)]
 
 
 def is_of(value: Any, package: str) -> bool:
     """Whether a package made it; what it only hands on is described elsewhere."""
     return value is not None and str(getattr(value, "__module__", "penstock." + package)).startswith(
-        f"penstock.{package}"
+        f"penstock.{package.split('.', maxsplit=1)[0]}"
     )
 
 

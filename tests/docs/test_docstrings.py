@@ -20,6 +20,7 @@ def public_names() -> Iterator[tuple[str, Any]]:
     """What `penstock` and its packages export and make themselves, once each."""
     seen = set()
     packages = [found.name for found in pkgutil.iter_modules(penstock.__path__) if found.name not in INSIDE]
+    packages += ["integrations.transformers", "integrations.lightning"]
     for package in ("penstock", *(f"penstock.{name}" for name in packages)):
         module = importlib.import_module(package)
         for name in getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]:

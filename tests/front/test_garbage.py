@@ -63,6 +63,16 @@ def test_two_pipelines_give_the_collector_back_when_both_are_gone() -> None:
     assert gc.isenabled()
 
 
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        made = pipe(collect_every=2)
+        del made
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_a_number_of_steps_is_asked_for() -> None:
     with pytest.raises(PlanError, match="collect_every=0; expected a whole number from 1"):
         pipe(collect_every=0)

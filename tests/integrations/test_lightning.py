@@ -149,3 +149,28 @@ def test_what_cannot_be_is_said() -> None:
         steps.loss(torch.ones(2, WIDTH), batch)
     with pytest.raises(RunError, match="does not call its model"):
         steps.call_of("test_step", batch, 0)
+
+
+class Accuracy:
+    """As metrics of torchmetrics are: they have no number before they are asked."""
+
+    def compute(self) -> Tensor:
+        return torch.tensor(0.5)
+
+
+def test_what_steps_log() -> None:
+    from penstock.integrations.lightning_steps import LoggedSteps, Stand
+
+    module = Module()
+    steps = LoggedSteps(module, Stand())
+    logged: Any = []
+    with steps._collecting(logged):
+        module.log("accuracy", Accuracy(), True)
+        module.log_dict({"a": 1, "b": 2}, False, on_epoch=True)
+        with pytest.raises(RunError, match="what microbatches log is averaged"):
+            module.log("rows", 3.0, reduce_fx="sum")
+    assert logged == [
+        ("accuracy", 0.5, {"prog_bar": True}),
+        ("a", 1.0, {"prog_bar": False, "on_epoch": True}),
+        ("b", 2.0, {"prog_bar": False, "on_epoch": True}),
+    ]

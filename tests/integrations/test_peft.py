@@ -19,12 +19,15 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mar
 STEPS = 3
 
 
-def adapted(*, meta: bool = False) -> Any:
+def adapted(*, meta: bool = False, norms: bool = False) -> Any:
+    """With `norms` peft also trains whole modules, of which each rank has some."""
     base = llama()
     if meta:
         base = base.to("meta")
     torch.manual_seed(1)
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    whole = ["norm"] if norms else None
+    targets = ["q_proj", "v_proj"]
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=targets, modules_to_save=whole, task_type="CAUSAL_LM")
     return get_peft_model(base, config)
 
 
@@ -33,7 +36,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def trained(folder: str) -> Any:
-    pipe = pipeline(adapted(), batch(0), microbatches=2)
+    pipe = pipeline(adapted(norms=True), batch(0), microbatches=2)
     before = {name: p.detach().clone() for name, p in pipe.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -71,7 +74,7 @@ def by_a_trainer(pipe: TransformersPipeline, folder: str) -> tuple[list[float], 
 
 
 def test_adapters_are_trained_and_loaded_by_peft(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    model = adapted()
+    model = adapted(norms=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     expected = []
     for step in range(STEPS):

@@ -67,6 +67,7 @@ def test_files_are_those_of_the_command_line() -> None:
         ("[]", "expected a question"),
         ('{"kind": "steal", "question": {}}', "one of show, compare, svg, csv"),
         ('{"kind": "show", "question": {"ranks": "many"}}', "many"),
+        ('{"kind": "show", "question": {"ranks": 1e999}}', "infinity"),
         ('{"kind": "show", "question": {"rank": 3}}', "'rank'"),
         ('{"kind": "show", "question": {"schedule": "nosuch"}}', "nosuch"),
         ('{"kind": "show", "question": {"ranks": 4000}}', "penstock plan --html"),

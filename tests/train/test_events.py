@@ -94,6 +94,8 @@ def test_json_lines(tmp_path: Path) -> None:
 
 def test_json_lines_of_a_run_that_goes_on_have_each_step_once(tmp_path: Path) -> None:
     written("jsonl", tmp_path)
+    with (tmp_path / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"kind": "st')  # a process that was killed while it wrote
     again = open_logger("jsonl", tmp_path, first_step=1)
     for event in events(3)[1:]:
         again.step(event)
@@ -128,6 +130,11 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(point.step, point.value) for point in history] == [(0, 2.0), (1, 1.875), (2, 1.75)]
     assert run.data.metrics["validation/loss"] == 1.25
     assert run.info.status == "FINISHED"
+    again = open_logger("mlflow", tmp_path, first_step=3)  # a run that goes on is the same run
+    again.step(events(4)[3])
+    again.close()
+    assert [one.info.run_id for one in client.search_runs([run.info.experiment_id])] == [run.info.run_id]
+    assert client.get_metric_history(run.info.run_id, "train/loss")[-1].step == 3
 
 
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

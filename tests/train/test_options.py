@@ -38,9 +38,9 @@ STEPS, MICROBATCHES = 6, 4
 COMMON = ["--ranks", "2", "--schedule", "1f1b", "--microbatches", str(MICROBATCHES), "--no-measure", "--batch", "8"]
 
 
-def train(folder: Path, options: str, *, apart: str = "0.0\n") -> list[dict[str, Any]]:
+def train(folder: Path, options: str, *, apart: str = "0.0\n", job: str = JOB) -> list[dict[str, Any]]:
     """Run the command, which compares itself with the unpipelined model first; its events."""
-    (folder / "job.py").write_text(JOB, encoding="utf-8")
+    (folder / "job.py").write_text(job, encoding="utf-8")
     command = [sys.executable, "-m", "penstock", "train", "job:build", *COMMON, "--steps", str(STEPS), *options.split()]
     command += ["--log", "jsonl", "-o", str(folder / "run")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
@@ -92,7 +92,7 @@ def test_rate_clipping_and_accumulation_are_those_of_a_plain_loop(tmp_path: Path
     assert [event["loss"] for event in steps[:1]] == losses[:1]  # before any rounding can differ: the same bits
     torch.testing.assert_close([event["loss"] for event in steps], losses, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close([event["norm"] for event in steps], norms, rtol=1e-5, atol=1e-6)
-    assert [event["rate"] for event in steps[1:]] == [0.25 * rate(step) for step in range(STEPS - 1)]
+    assert [event["rate"] for event in steps] == [0.25 * rate(step) for step in range(STEPS)]
     for event in steps:
         assert len(event["ranks"]) == 2
         assert event["seconds"] == max(rank["seconds"] for rank in event["ranks"])
@@ -105,11 +105,14 @@ def test_rate_clipping_and_accumulation_are_those_of_a_plain_loop(tmp_path: Path
 @pytest.mark.processes
 @pytest.mark.slow
 def test_bfloat16_is_that_of_a_plain_loop_and_a_run_may_end_early(tmp_path: Path) -> None:
-    options = "--precision bf16 --clip 0 --rate-schedule constant --validate-every 1 --patience 1"
-    steps = [event for event in train(tmp_path, options) if event["kind"] == "step"]
+    """What is validated wants the opposite, so that each validation is worse than the one before it."""
+    options = "--precision bf16 --clip 0 --rate-schedule constant --validate-every 1 --patience 3 --keep-best"
+    opposite = JOB.replace("[batch(1000)]", "[(batch(1000)[0], -batch(1000)[1])]")
+    steps = [event for event in train(tmp_path, options, job=opposite) if event["kind"] == "step"]
     losses, _ = plain(clip=math.inf, accumulate=1, rate=lambda step: 1.0, dtype=torch.bfloat16)
     torch.testing.assert_close([event["loss"] for event in steps], losses[: len(steps)], rtol=1e-3, atol=1e-4)
-    assert 2 <= len(steps) <= STEPS
+    assert len(steps) == 4  # the first validation was the best, and three more were allowed
+    assert penstock.load(tmp_path / "run" / "best").extra["step"] == 1
 
 
 @pytest.mark.processes

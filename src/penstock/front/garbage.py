@@ -13,6 +13,7 @@ import weakref
 
 _GENERATION = 1  # what survived several steps is looked at by nobody; it is the model, and would cost the most
 _waiting = 0  # pipelines that have taken the collector over
+_was_on = True  # before the first of them
 _lock = threading.Lock()
 
 
@@ -20,9 +21,11 @@ class Garbage:
     """Collects after every so many steps, and at no other time while it lives."""
 
     def __init__(self, every: int) -> None:
-        global _waiting
+        global _waiting, _was_on
         self.every = every
         with _lock:
+            if _waiting == 0:
+                _was_on = gc.isenabled()
             _waiting += 1
             gc.disable()
         self._ended = weakref.finalize(self, _give_back)
@@ -37,5 +40,5 @@ def _give_back() -> None:
     global _waiting
     with _lock:
         _waiting -= 1
-        if _waiting == 0:
+        if _waiting == 0 and _was_on:
             gc.enable()

@@ -36,15 +36,15 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
     place, shell = Path(folder), cast(Any, pipe.shell)
     (name,) = shell.active_adapters
     mine = {key: value.detach() for key, value in _state(pipe).items()}
-    kept = peft.get_peft_model_state_dict(shell, state_dict=mine, adapter_name=name)
-    whole: dict[str, Tensor] = {}
+    trained: dict[str, Tensor] = {}
     for rank in range(pipe.num_ranks):  # one after another, each to rank 0
         if pipe.rank == rank and rank:
-            send_to(pipe.transport, [0], kept)
+            send_to(pipe.transport, [0], mine)
         elif pipe.rank == 0:
-            whole |= receive_from(pipe.transport, rank) if rank else kept
+            trained |= receive_from(pipe.transport, rank) if rank else mine
 
     def write() -> str:
+        whole = peft.get_peft_model_state_dict(shell, state_dict=trained, adapter_name=name)  # asks for all of it
         place.mkdir(parents=True, exist_ok=True)
         fresh = place / "adapter_model.safetensors.writing"
         save_file({key: value.cpu().contiguous() for key, value in whole.items()}, fresh, {"format": "pt"})
@@ -63,7 +63,7 @@ def adapter_weights(folder: str | Path, pipe: TransformersPipeline) -> dict[str,
     (adapter,) = cast(Any, pipe.shell).active_adapters
     found = {}
     for name in pipe.tensors.state:
-        saved = name.replace(f".{adapter}.", ".").replace(f".modules_to_save.{adapter}.", ".")
+        saved = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
         if saved in given:
             found[name] = given[saved]
     return found

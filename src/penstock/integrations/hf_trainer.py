@@ -70,6 +70,8 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         if scaler is not None:
             given.setdefault("loss_scale", scaler)
         self._counts_items = made is None and self._loss_fn() is not None
+        if made is not None:
+            self._check_made(pipeline_options, scaler)
         if self._counts_items:
             given["scale_grads"] = False  # the loss of a microbatch is divided by the labels of the whole batch
         if made is None:
@@ -107,6 +109,21 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         rows = (dataset[k] for k in range(len(dataset))) if by_number else dataset
         batch = dict(collate(list(islice(iter(rows), max(2, self.args.train_batch_size)))))
         return dict(self._prepare_inputs(batch))
+
+    def _check_made(self, options: Mapping[str, Any] | None, scaler: Any) -> None:
+        """A pipeline that is there already has a loss and options of its own."""
+        wanted = {
+            "pipeline_options": options,
+            "compute_loss_func": self.compute_loss_func,
+            "label_smoothing_factor": self.label_smoother,
+            "fp16": scaler,
+        }
+        lost = [name for name, value in wanted.items() if value]
+        if lost:
+            raise RunError(
+                f"PipelineTrainer with a ready-made pipeline and {', '.join(lost)}: it would not heed them. Give the model and "
+                "pipeline_options={...}, or make the pipeline with them: pipeline(..., loss_fn=..., loss_scale=...)"
+            )
 
     def _loss_fn(self) -> Any:
         """None: the model's own."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402  the line abo
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 __all__ = ["PipelineStrategy"]
-_PARTS, _REST = "pipeline", "meta.pt"  # in the folder of a checkpoint
+_PARTS, _REST = "pipeline", "meta-{}.pt"  # in the folder of a checkpoint
 
 
 class PipelineStrategy(DDPStrategy):
@@ -71,6 +72,11 @@ class PipelineStrategy(DDPStrategy):
             self._steps = self._made(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            if not trainer.lightning_module.automatic_optimization:
+                raise RunError(
+                    "automatic_optimization=False: a pipeline runs forward and backward together, so that manual_backward has "
+                    "nothing to do. Leave it to the Trainer, or write the loop with penstock.Pipeline"
+                )
             if len(self.optimizers) > 1:
                 raise RunError(f"{len(self.optimizers)} optimizers; a pipeline has one, with groups of parameters")
         self.setup_precision_plugin()
@@ -89,11 +95,19 @@ class PipelineStrategy(DDPStrategy):
             )
         with _same_random_numbers():
             batch = self.batch_to_device(self._example(trainer), self.root_device)
+        if self._pipeline_options.get("mesh") is not None:
+            raise RunError(
+                "PipelineStrategy(mesh=...): every process gets the rows of the loader, so replicas would do the same work. "
+                "Leave it out; penstock.Pipeline(mesh=...) has replicas"
+            )
         stand = Stand()
         setattr(module, self._name, stand)
         steps = LoggedSteps(module, stand)
         args, kwargs = steps.call_of(_method(trainer), batch, 0)
-        options = {"device": self.root_device, **self._pipeline_options}
+        scaler = getattr(
+            self.precision_plugin, "scaler", None
+        )  # of 16-mixed, which Lightning unscales and steps by itself
+        options = {"device": self.root_device, "loss_scale": scaler, **self._pipeline_options}
         steps.pipe = Pipeline(model, args, example_kwargs=kwargs, loss_fn=steps.loss, **options)
         stand.hold(steps.pipe)
         return steps
@@ -162,22 +176,28 @@ class PipelineStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A folder: what Lightning knows in one file, and a checkpoint of penstock's for any number of processes."""
         folder = Path(self.broadcast(str(filepath)))
-        self.pipe.save(folder / _PARTS, optimizer=self.optimizers[0] if self.optimizers else None)
 
-        def write() -> str:
-            torch.save(checkpoint, folder / _REST)
-            return _REST
+        def write() -> str:  # under a name of its own: nothing refers to it before the pipeline's part is there whole
+            rest = _REST.format(uuid4().hex)
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(checkpoint, folder / rest)
+            return rest
 
-        self.pipe.decide(f"writing {folder / _REST}", write)
+        rest = self.pipe.decide(f"writing to {folder}", write)
+        optimizer = self.optimizers[0] if self.optimizers else None
+        self.pipe.save(folder / _PARTS, optimizer=optimizer, extra={"rest": rest})
+        if self.pipe.is_first:
+            for other in set(folder.glob(_REST.format("*"))) - {folder / rest}:
+                other.unlink(missing_ok=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         folder = Path(checkpoint_path)
-        if not (folder / _REST).is_file():
+        if not (folder / _PARTS).is_dir():
             raise RunError(
-                f"{folder} is no checkpoint of a PipelineStrategy; expected a folder with {_REST} and {_PARTS}/"
+                f"{folder} is no checkpoint of a PipelineStrategy; expected a folder with {_REST.format('...')} and {_PARTS}/"
             )
-        found: dict[str, Any] = torch.load(folder / _REST, map_location="cpu", weights_only=bool(weights_only))
-        self.pipe.load(folder / _PARTS, optimizer=self.optimizers[0] if self.optimizers else None)
+        extra = self.pipe.load(folder / _PARTS, optimizer=self.optimizers[0] if self.optimizers else None)
+        found: dict[str, Any] = torch.load(folder / extra["rest"], map_location="cpu", weights_only=bool(weights_only))
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

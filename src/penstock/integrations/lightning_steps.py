@@ -20,6 +20,17 @@ from penstock.front import Pipeline
 Logged = list[tuple[str, float, dict[str, Any]]]
 
 
+_FLAGS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+)  # of LightningModule.log
+
+
 class _Called(Exception):
     """The step has come to the call of its model."""
 
@@ -124,12 +135,18 @@ class LoggedSteps:
     def _collecting(self, logged: Logged) -> Iterator[None]:
         """What is logged inside is kept for later."""
 
-        def log(name: str, value: Any, **options: Any) -> None:
-            logged.append((name, float(value), options))
+        def log(name: str, value: Any, *flags: Any, **options: Any) -> None:
+            options |= dict(zip(_FLAGS, flags, strict=False))
+            if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
+                raise RunError(
+                    f"log({name!r}, reduce_fx={options['reduce_fx']!r}): what microbatches log is averaged; log a mean"
+                )
+            known = value.compute() if hasattr(value, "compute") else value  # a metric of torchmetrics
+            logged.append((name, float(known), options))
 
-        def log_dict(values: Mapping[str, Any], **options: Any) -> None:
+        def log_dict(values: Mapping[str, Any], *flags: Any, **options: Any) -> None:
             for name, value in values.items():
-                log(name, value, **options)
+                log(name, value, *flags, **options)
 
         self.module.log, self.module.log_dict = log, log_dict
         try:

@@ -66,7 +66,7 @@ class Question:
                 if given.get(name) is not None:
                     given[name] = float(given[name])
             given["speeds"] = tuple(float(value) for value in given.get("speeds") or ())
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise PlanError(f"a question with {given!r}: {error}") from None
         return cls(**given)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import time
@@ -70,8 +71,9 @@ class JsonLines:
         before = file.read_text(encoding="utf-8").splitlines() if first_step and file.is_file() else []
         self._stream = file.open("w", encoding="utf-8")
         for line in before:
-            if json.loads(line)["step"] < first_step:  # what a crash left beyond the checkpoint happens again
-                self._stream.write(line + "\n")
+            with suppress(ValueError):  # a line that a crash cut off
+                if json.loads(line)["step"] < first_step:  # what a crash left beyond the checkpoint happens again
+                    self._stream.write(line + "\n")
 
     def step(self, event: StepEvent) -> None:
         self._write({"kind": "step", **asdict(event)})
@@ -115,12 +117,17 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         import wandb
 
+        note = folder / "wandb-run.txt"  # a run that goes on is the same run
+        again = note.read_text(encoding="utf-8") if first_step and note.is_file() else None
         self._run = wandb.init(
             dir=str(folder),
+            id=again,
+            resume=None if again is None else "allow",
             project=os.environ.get("WANDB_PROJECT", "penstock"),
             mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]  # the user's word
             config={"folder": str(folder), "first_step": first_step},
         )
+        note.write_text(self._run.id, encoding="utf-8")
         self._run.define_metric("*", step_metric="step")
 
     def step(self, event: StepEvent) -> None:
@@ -144,8 +151,14 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=place)
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
-        tags = {"mlflow.runName": folder.name, "first_step": str(first_step)}
-        self._run = self._client.create_run(experiment, tags=tags).info.run_id
+        note = folder / "mlflow-run.txt"  # a run that goes on is the same run
+        if first_step and note.is_file():
+            self._run = note.read_text(encoding="utf-8")
+            self._client.update_run(self._run, status="RUNNING")
+        else:
+            tags = {"mlflow.runName": folder.name}
+            self._run = self._client.create_run(experiment, tags=tags).info.run_id
+            note.write_text(self._run, encoding="utf-8")
 
     def step(self, event: StepEvent) -> None:
         self._send({f"train/{name}": value for name, value in event.metrics.items()}, event.step)

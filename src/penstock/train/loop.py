@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from penstock.balance import Profile
+from penstock.batch import batch_size_of
 from penstock.checkpoint import kept
 from penstock.errors import PenstockError
 from penstock.front import Pipeline
@@ -57,6 +58,8 @@ class Run:
         self.replica = int(os.environ.get("RANK", "0")) // self._ranks
         self.update = Update.of(options, job, replica=self.replica)
         self.recutter = Recutter(options.recut, options.checkpoint_every)
+        if screen.enabled and not options.resume:
+            self._put_aside()
         self.pipe = self._pipeline(self._kept_choice())
         self.rated = self.update.optimizer(self.pipe.parameters())
         self.log: EventLog | None = None
@@ -66,7 +69,9 @@ class Run:
     def _pipeline(self, kept: dict[str, Any]) -> Pipeline:
         """Cut as it was, where something is kept."""
         options = self.options
-        args, target = self.update.share(self.job.batch(0))
+        batch = self.job.batch(0)
+        self.batch_rows = batch_size_of(batch[0]) or options.batch
+        args, target = self.update.share(batch)
         self.screen.say(self.job.title)
         pipe = Pipeline(
             self.job.model,
@@ -145,8 +150,6 @@ class Run:
         pids = self.pipe.gather("the process of each rank", os.getpid())
         if self.screen.enabled:
             (self.options.folder / RANKS).write_text(json.dumps(pids), encoding="utf-8")
-            if not self.options.resume:
-                self._put_aside()
         start = self._resume() if self.options.resume else 0
         if self.options.measure and self.pipe.choice is not None:
             self._calibrate()
@@ -159,6 +162,9 @@ class Run:
             self.lost = lost if self.options.resume else None
         if self.options.loggers:
             self.log = EventLog(self.pipe, *self.options.loggers, folder=self.options.folder, first_step=start)
+            for step, loss in self.validation[-1:]:  # of the step of the checkpoint: the log begins anew from there
+                if step == start:
+                    self.log.validation(step, loss)
         return start
 
     def _calibrate(self) -> None:
@@ -237,6 +243,7 @@ class Run:
         return True
 
     def _step(self, step: int) -> float:
+        self.update.set_rate(self.rated, step)  # before the log looks at it
         events = (
             nullcontext(Noted())
             if self.log is None
@@ -267,7 +274,7 @@ class Run:
     @property
     def _rows(self) -> int:
         """Tokens or rows of a step."""
-        return (self.job.tokens or self.options.batch) * self.options.accumulate
+        return (self.job.tokens or self.batch_rows) * self.options.accumulate
 
     @property
     def _unit(self) -> str:
@@ -292,7 +299,8 @@ class Run:
     def _validate(self, step: int) -> None:
         with self.update.casting(self.pipe.transport.device.type):
             losses = [self.pipe.evaluate(*args, target=target).loss for args, target in self.job.validation]
-        loss = sum(x for x in losses if x is not None) / len(losses)
+        rows = [batch_size_of(args) or 1 for args, _ in self.job.validation]
+        loss = sum((x or 0.0) * size for x, size in zip(losses, rows, strict=True)) / sum(rows)
         best = min((known for _, known in self.validation), default=math.inf)
         self.validation.append((step, loss))
         self.screen.say(f"step {step}: validation loss {loss:.4f}")

@@ -111,11 +111,15 @@ class Update:
         if self.accumulate > 1 and grads:
             torch._foreach_mul_(grads, 1.0 / self.accumulate)
 
-    def conclude(self, rated: Rated, step: int) -> None:
-        """Set the learning rate, let the optimizer do its work, and drop the gradients."""
+    def set_rate(self, rated: Rated, step: int) -> None:
+        """The learning rate of a step."""
         if self.rate is not None:
             for group, rate in zip(rated.optimizer.param_groups, rated.rates, strict=True):
                 group["lr"] = rate * self.rate(step)
+
+    def conclude(self, rated: Rated, step: int) -> None:
+        """Set the learning rate, let the optimizer do its work, and drop the gradients."""
+        self.set_rate(rated, step)
         if self.scaler is None:
             rated.optimizer.step()
         else:
