@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.comm import LocalTransport, LocalWorld
+from penstock.front.replan import Undo
 from penstock.plan import Op
 from penstock.stage.held import Held
 
@@ -130,6 +131,24 @@ def test_gradients_buffers_and_random_state_are_as_before(on_oom: str, warm: boo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", penstock.HoldsLess)
         on_ranks((ROOM, ROOM), body, on_oom=on_oom)
+
+
+def test_buffers_are_put_back_after_a_part_has_changed_its_mode() -> None:
+    """A batch norm that did not count in the steps before is put back too, though the whole trained all along."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    undo = Undo([module])
+    for _ in range(2):
+        undo.run(lambda: module(torch.randn(4, 2)))
+    module[1].train()
+    before = [buffer.clone() for buffer in module.buffers()]
+
+    def fails() -> None:
+        module(torch.randn(4, 2))
+        raise penstock.OutOfMemory(0, None, "no")
+
+    with pytest.raises(penstock.OutOfMemory):
+        undo.run(fails)
+    assert all(map(torch.equal, before, module.buffers()))
 
 
 def test_the_next_step_works_without_a_new_plan() -> None:

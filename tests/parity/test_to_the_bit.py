@@ -91,6 +91,12 @@ class Resting(Noisy):
         self.dropout.eval()
 
 
+def awake(modules: list[nn.Module]) -> None:
+    """The parts that rested train: what changes a buffer is not what it was in the first step."""
+    for module in modules:
+        module.train()
+
+
 def bfloat16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -98,6 +104,7 @@ def bfloat16() -> AbstractContextManager[Any]:
 KINDS: dict[str, tuple[type[nn.Module], Callable[[], AbstractContextManager[Any]], dict[str, Any]]] = {
     "dropout and batch norm": (Noisy, nullcontext, {}),
     "modes of parts": (Resting, nullcontext, {}),
+    "modes that change": (Resting, nullcontext, {"between": awake}),
     "autocast": (Noisy, bfloat16, {}),
     "keyword arguments": (Noisy, nullcontext, {"scale": True}),
     "tied": (Noisy, nullcontext, {"ties": True}),
@@ -153,7 +160,9 @@ def trained(kind: str, schedule: Any, **options: Any) -> tuple[list[Any], list[T
         running = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss, **options)
         found: list[Tensor] = []
         with around():
-            for _ in range(2):
+            for step in range(2):
+                if step and "between" in given:
+                    given["between"]([modules[i] for i in own])
                 losses: list[Tensor] = []
                 keywords = {} if scale is None else {"scale": scale}
                 running.step(x, target=torch.zeros_like(x), losses=losses, **keywords)

@@ -19,7 +19,7 @@ from penstock.lower import recompute
 from penstock.plan import Plan
 from penstock.plan.actions import OP, stage_of
 from penstock.plan.ops import Op
-from penstock.stage.recompute import RandomState
+from penstock.stage.recompute import Modes, RandomState, modes_of
 
 _OTHERWISE = -1  # in place of the rank that ran out of memory: a step failed for another reason
 
@@ -82,7 +82,7 @@ class Undo:
     """Puts gradients, buffers and random state of this rank back to what they were before a step.
 
     Gradients that were there are copied, to the memory of the host; those that were not cost nothing. Of the buffers those are
-    copied that a step was seen to change; all of them in the first step, and when a module has changed its mode.
+    copied that a step was seen to change; all of them in the first step, and when a part of a module has changed its mode.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -93,7 +93,7 @@ class Undo:
         tensors = (*self.parameters, *self.all_buffers)
         self.devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
         self.changing: set[int] = set()
-        self.modes: list[bool] | None = None
+        self.modes: list[Modes] | None = None
         self.compares = True  # whether this step shows which buffers change
         self.grads: list[tuple[Tensor, Tensor | None]] = []
         self.buffers: list[tuple[Tensor, int, Tensor | None]] = []
@@ -112,7 +112,7 @@ class Undo:
 
     def take(self) -> None:
         """Before a step."""
-        modes = [module.training for module in self.modules]
+        modes = [modes_of(module) for module in self.modules]
         self.compares, self.modes = modes != self.modes, modes
         self.grads = [(p, None if p.grad is None else _aside(p.grad)) for p in self.parameters]
         self.buffers = [

@@ -23,6 +23,17 @@ from torch import Tensor, nn
 from penstock.errors import StageError
 from penstock.nest import map_tensors, tensors_in
 
+Modes = tuple[bool, ...]
+
+
+def modes_of(module: nn.Module) -> Modes:
+    """Whether each part trains: what a forward does to its buffers goes by that, and a part may differ from the whole.
+
+    >>> modes_of(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1).eval()))
+    (True, True, False)
+    """
+    return tuple(part.training for part in module.modules())
+
 
 @dataclass(frozen=True)
 class _First:
@@ -41,7 +52,9 @@ class Repeats:
         self.module = module
         self.keyed = keyed  # random numbers are set from outside, for each microbatch
         self.kept: list[_First | None] = [None] * num_microbatches
-        self.changing: list[Tensor] | None = None  # the buffers that a forward changes, once one has run
+        self.changing: dict[
+            Modes, list[Tensor]
+        ] = {}  # the buffers that a forward changes, once one has run in these modes
         self.spoils: bool | None = None  # whether a forward changes its input in place, once one has run
         self.devices = {
             p.device for p in (*module.parameters(), *module.buffers()) if p.device.type not in ("cpu", "meta")
@@ -59,14 +72,16 @@ class Repeats:
             )
         given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
         random = None if self.keyed else RandomState(self.devices)
-        watched = list(self.module.buffers()) if self.changing is None else self.changing
+        modes = modes_of(self.module)  # a batch norm changes its statistics in one of its modes only
+        known = self.changing.get(modes)
+        watched = self.module.buffers() if known is None else known
         before = [(buffer, buffer.detach().clone()) for buffer in watched]
         with _noting_hooks(self.module) as acting:
             output = run(args, kwargs)
         self.spoils = any(tensor._version != version and not tensor.requires_grad for tensor, version in given)
-        if self.changing is None:  # asked once: on a device the host waits for the answer
+        if known is None:  # asked once: on a device the host waits for the answer
             before = [(buffer, old) for buffer, old in before if not torch.equal(buffer, old)]
-            self.changing = [buffer for buffer, _ in before]
+            self.changing[modes] = [buffer for buffer, _ in before]
         gave = [_name(tensor) for tensor in tensors_in(output)]
         self.kept[microbatch] = _First(random, before, frozenset(acting), gave)
         return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output)
