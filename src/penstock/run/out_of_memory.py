@@ -13,29 +13,39 @@ from penstock.run.program import parts_of
 def explained(error: BaseException, actions: Sequence[AnyAction], at: int, *, rank: int) -> OutOfMemory:
     """What to raise instead: it names what was held, and holds nothing itself (a traceback keeps what its frames used)."""
     action = str(actions[at]) if 0 <= at < len(actions) else None
-    held, spared = in_flight(actions[:at])
-    stages = ", ".join(f"{count} of stage {stage}" for stage, count in sorted(held.items()))
+    full, spared = in_flight(actions, at)
+    stages = ", ".join(f"{count} of stage {stage}" for stage, count in sorted(full.items()))
     what = (
-        f"what the forwards of {held.total()} microbatches saved ({stages})"
-        if held
-        else "nothing of other microbatches"
+        f"what the forwards of {full.total()} microbatches saved ({stages})"
+        if full
+        else "nothing that forwards of other microbatches saved"
     )
-    less = f"; {spared} of them are recomputed or offloaded already" if spared else ""
+    less = f"; of {spared} more only what is left until they are recomputed or loaded" if spared else ""
     cause = (str(error).splitlines() or [type(error).__name__])[0]
     return OutOfMemory(rank, action, f"{cause}. It held {what}{less}")
 
 
-def in_flight(done: Sequence[AnyAction]) -> tuple[Counter[int], int]:
-    """By stage, how many microbatches wait for their backward after these actions; and how many of all hold less."""
-    held: Counter[int] = Counter()
+def in_flight(actions: Sequence[AnyAction], at: int) -> tuple[Counter[int], int]:
+    """Before the action at this place: by stage, of how many microbatches all is held that the forward saved; and of how many,
+    of all stages, less. Those are to be recomputed and were not yet, or are offloaded and were not loaded yet.
+
+    >>> from penstock.plan import Plan
+    >>> actions = Plan.of({0: ["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]}).actions(0)
+    >>> [in_flight(actions, at) for at in (2, 3)]
+    [(Counter(), 2), (Counter({0: 1}), 1)]
+    """
+    everything = [part for action in actions for part in parts_of(action)]
+    repeated = {(part.stage, part.microbatch) for part in everything if part.op is Op.R}
+    full: set[tuple[int, int | None]] = set()
     spared: set[tuple[int, int | None]] = set()
-    for action in done:
-        for part in parts_of(action):
-            if part.op is Op.F:
-                held[part.stage] += 1
-            elif part.op in (Op.B, Op.I):
-                held[part.stage] -= 1
-                spared.discard((part.stage, part.microbatch))
-            elif part.op in (Op.R, Op.O):
-                spared.add((part.stage, part.microbatch))
-    return +held, len(spared)
+    for part in (part for action in actions[:at] for part in parts_of(action)):
+        one = part.stage, part.microbatch
+        if part.op is Op.O or (part.op is Op.F and one in repeated):
+            full.discard(one)
+            spared.add(one)
+        elif part.op in (Op.F, Op.R, Op.L):
+            spared.discard(one)
+            full.add(one)
+        elif part.op in (Op.B, Op.I):
+            full.discard(one)
+    return Counter(stage for stage, _ in full), len(spared)
