@@ -136,7 +136,7 @@ def test_gradients_buffers_and_random_state_are_as_before(on_oom: str, warm: boo
 def test_buffers_are_put_back_after_a_part_has_changed_its_mode() -> None:
     """A batch norm that did not count in the steps before is put back too, though the whole trained all along."""
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
-    undo = Undo([module])
+    undo = Undo([module], torch.device("cpu"))
     for _ in range(2):
         undo.run(lambda: module(torch.randn(4, 2)))
     module[1].train()

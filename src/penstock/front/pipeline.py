@@ -129,7 +129,7 @@ class Pipeline(OwnStages):
         modules = [stage.submod for stage in self._built.stages]
         state = of_cut.optimizer_bytes if self._built.choice is None else self._built.choice.optimizer_bytes
         self._memory = MemoryKeeper(modules, self._ends, of_cut.memory_limit, state)
-        self._undo = Undo(modules)
+        self._undo = Undo(modules, self._ends.device)
         self._replanner: Replanner | None = None
         if of_steps.replan is not None:
             choice = self._built.choice

@@ -1,6 +1,6 @@
 """After a rank ran out of memory: what the step had changed is put back, and a plan that holds less is found.
 
-undo = Undo(stages)
+undo = Undo(modules, device)
 undo.run(attempt)                          # a step; if it fails, gradients, buffers and random state are as before it
 until_it_fits(attempt, undo, pipe)         # the same, and the batch is done again under a plan that holds less
 """
@@ -19,7 +19,7 @@ from penstock.lower import recompute
 from penstock.plan import Plan
 from penstock.plan.actions import OP, stage_of
 from penstock.plan.ops import Op
-from penstock.stage.recompute import Modes, RandomState, modes_of
+from penstock.stage.recompute import Modes, RandomState, accelerators, modes_of
 
 _OTHERWISE = -1  # in place of the rank that ran out of memory: a step failed for another reason
 
@@ -85,13 +85,12 @@ class Undo:
     copied that a step was seen to change; all of them in the first step, and when a part of a module has changed its mode.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.modules = modules
         self.parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
         buffers = {id(b): b for module in modules for b in module.buffers() if not b.is_inference()}
         self.all_buffers = list(buffers.values())
-        tensors = (*self.parameters, *self.all_buffers)
-        self.devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+        self.devices = accelerators(device, (*self.parameters, *self.all_buffers))
         self.changing: set[int] = set()
         self.modes: list[Modes] | None = None
         self.compares = True  # whether this step shows which buffers change

@@ -60,7 +60,9 @@ class StageRun:
         self.compiled = parts or None
         self.pending: list[Any] = [None] * num_microbatches
         self.repeated = repeated  # the microbatches whose forward is run again before the backward
-        self.repeats = Repeats(self.module, num_microbatches, keyed=rng is not None) if repeated else None
+        self.repeats: Repeats | None = None
+        if repeated:
+            self.repeats = Repeats(self.module, num_microbatches, device=stage.device, keyed=rng is not None)
         self.moved = moved  # those of which what the forward saved is moved away and back
         self.elsewhere = setting.elsewhere or HostMemory()
         self.moves = Moves(self.module, threshold=self.elsewhere.threshold) if moved else None

@@ -1,6 +1,6 @@
 """A forward that is run twice: the first time (F) for its output alone, the second time (R) for its backward.
 
-    repeats = Repeats(module, num_microbatches=8)
+    repeats = Repeats(module, num_microbatches=8, device=device)
     output = repeats.first(0, call, (x,), {})                    # call((x,), {}) without a graph, nothing saved
     ...
     output = repeats.again(0, lambda: module(x))                 # the same numbers, with a graph
@@ -48,17 +48,13 @@ class _First:
 class Repeats:
     """The forwards of one stage that are run twice."""
 
-    def __init__(self, module: nn.Module, num_microbatches: int, *, keyed: bool = False) -> None:
+    def __init__(self, module: nn.Module, num_microbatches: int, *, device: torch.device, keyed: bool = False) -> None:
         self.module = module
         self.keyed = keyed  # random numbers are set from outside, for each microbatch
         self.kept: list[_First | None] = [None] * num_microbatches
-        self.changing: dict[
-            Modes, list[Tensor]
-        ] = {}  # the buffers that a forward changes, once one has run in these modes
+        self.changing: dict[Modes, list[Tensor]] = {}  # by the modes of a forward that has run: the buffers it changes
         self.spoils: bool | None = None  # whether a forward changes its input in place, once one has run
-        self.devices = {
-            p.device for p in (*module.parameters(), *module.buffers()) if p.device.type not in ("cpu", "meta")
-        }
+        self.devices = accelerators(device, (*module.parameters(), *module.buffers()))
 
     def first(self, microbatch: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """F: the output, as tensors without a graph that require a gradient where those of the module do.
@@ -115,6 +111,15 @@ class Repeats:
 
 def _name(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def accelerators(device: torch.device, tensors: Iterable[Tensor]) -> set[torch.device]:
+    """The devices whose random state a forward may draw from: the stage's, whether or not it has tensors, and its tensors'.
+
+    >>> accelerators(torch.device("cpu"), [torch.ones(1), torch.ones(1, device="meta")])
+    set()
+    """
+    return {one for one in (device, *(tensor.device for tensor in tensors)) if one.type not in ("cpu", "meta")}
 
 
 class RandomState:
