@@ -99,6 +99,20 @@ class Episode:
             self.told.growth["keys"] = self._keys() - before["keys"]
         return self.told
 
+    def resume(self) -> Told:
+        """In a job that was started again: the step before the one with the kill, from the checkpoint."""
+        with torch.no_grad():
+            for index in self.own:
+                for parameter in self.stages[index].parameters():
+                    parameter.zero_()
+        self.done = self.pipe.load(self.last_checkpoint)["done"]
+        self._step(len(self.script.rows) - 2, None)
+        return self.told
+
+    @property
+    def last_checkpoint(self) -> Path:
+        return self.folder / f"last-{self.script.seed}"
+
     def _keys(self) -> int:
         """Keys in the store; a file has none that one could count."""
         try:
@@ -119,6 +133,9 @@ class Episode:
             self.pipe.evaluate(x, target=y)
             for index in self.own:
                 self.stages[index].begin()
+        after = self.script.event(step + 1)
+        if after is not None and after.kind == "kill":
+            self.pipe.save(self.last_checkpoint, extra={"done": self.done})
         mine = event is not None and self.plan.placement.rank_of(event.stage) == self.rank
         self.bomb.event = event if mine else None
         if event is not None and event.kind in ("pause", "stop") and not mine:
@@ -205,6 +222,10 @@ def full_disk() -> Iterator[None]:
 @contextmanager
 def nothing() -> Iterator[None]:
     yield
+
+
+def resume(script: Script, folder: str) -> Told:
+    return Episode(script, folder).resume()
 
 
 def play(script: Script, folder: str) -> Told:

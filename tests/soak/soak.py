@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from tests.faults.test_heartbeat import NoNamespaces, cut_the_network, two_hosts
 from tests.gloo_pool import GlooPool, Outcome
-from tests.soak.episode import Told, play
+from tests.soak.episode import Told, play, resume
 from tests.soak.script import EXCEPTIONS, LAST, Script
 from tests.soak.threads import threads_episode
 
@@ -44,17 +44,19 @@ class Soak:
     episodes: int = 0
     steps: int = 0
     faults: dict[str, int] = field(default_factory=dict)
+    recovered: int = 0  # times that a job went on from its checkpoint after a kill
+    uncut: str = ""  # why there was no network to cut
     history: dict[int, list[Told]] = field(default_factory=dict)  # by process
 
-    def run(self, seconds: float, *, pool: GlooPool, ends: Sequence[str] = LAST) -> None:
-        """Episodes until the time is over; at least one ends with each of `ends`."""
-        start, due = time.monotonic(), list(ends)
+    def run(self, seconds: float, *, pool: GlooPool) -> None:
+        """Episodes until the time is over; but first each kind of fault once: those of the first scripts, and a cut network."""
+        start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
-            while time.monotonic() - start < seconds or due:
+            while time.monotonic() - start < seconds or self.episodes < len(LAST):
                 number = self.seed * 1_000_000 + self.episodes
                 threads_episode(number)
-                self.play(number, pool=pool, folder=folder, last=due.pop() if due and self.episodes % 2 else "")
-                if self.episodes % _BETWEEN_CUTS == 0:
+                self.play(number, pool=pool, folder=folder)
+                if self.episodes % _BETWEEN_CUTS == len(LAST):
                     self.cut_the_network()
         self.check_growth()
 
@@ -63,12 +65,13 @@ class Soak:
         try:
             with two_hosts() as hosts:
                 cut_the_network(hosts)
-        except NoNamespaces:
+        except NoNamespaces as reason:
+            self.uncut = str(reason)
             return
         self.faults["network"] = self.faults.get("network", 0) + 1
 
-    def play(self, number: int, *, pool: GlooPool, folder: str, last: str = "") -> None:
-        script = Script.of(number, num_ranks=self.num_ranks, num_steps=self.num_steps, last=last)
+    def play(self, number: int, *, pool: GlooPool, folder: str) -> None:
+        script = Script.of(number, num_ranks=self.num_ranks, num_steps=self.num_steps)
         found = pool.outcomes(self.num_ranks, play, script, folder, store="tcp", timeout=300.0)
         self.episodes += 1
         for event in script.events:
@@ -81,6 +84,15 @@ class Soak:
             if one.ok:
                 self.steps += one.rank == 0 and one.value.outcomes.count("fine")
                 self.history.setdefault(one.value.process, []).append(one.value)
+        if script.events and script.events[-1].kind == "kill":
+            self.recover(script, pool=pool, folder=folder)
+
+    def recover(self, script: Script, *, pool: GlooPool, folder: str) -> None:
+        """After a kill: the job is started again, and goes on from the checkpoint of before."""
+        for rank, told in enumerate(pool.run(self.num_ranks, resume, script, folder, store="tcp", timeout=300.0)):
+            if told.wrong or told.outcomes != ["fine"]:
+                raise Wrong(f"rank {rank} after a kill, from the checkpoint: {told.outcomes} {told.wrong}\n{script}")
+        self.recovered += 1
 
     def faults_of(self, script: Script, found: Sequence[Outcome]) -> list[str]:
         """What is wrong with an episode."""
