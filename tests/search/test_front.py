@@ -39,7 +39,8 @@ def test_limits_and_a_placement_of_ones_own() -> None:
     costs = Costs.per_stage([1.0] * 3, [1.0] * 3, [1.0] * 3)
     told = []
     found = front(2, 3, costs, limits=(4.0, 2.0), placement=Placement.of([0, 1, 0]), tries=10, progress=told.append)
-    assert [point.memory <= limit for point, limit in zip(found.searched, (2.0, 4.0), strict=False)]
+    assert found.searched
+    assert all(point.memory <= limit for point, limit in zip(found.searched, (2.0, 4.0), strict=False))
     assert list(found.searched) == told
     assert found.known == ()
 
