@@ -57,6 +57,14 @@ def test_a_slow_link_is_found() -> None:
     assert {link[:2]: round(link.latency, 1) for link in found.links} == {(1, 2): 2.0, (2, 1): 2.0}
 
 
+def test_links_stay_as_known_where_nobody_waited() -> None:
+    plan = lower(get_schedule("forward")(2, 1))
+    known = replace(Costs.unit(plan), latency=0.1, links=(Link(0, 1, 2.0),))
+    at_once = replace(Costs.unit(plan), forward=(0.0, 1.0))  # the message is there when the rank begins
+    found = measured_costs([recorded(simulate(plan, at_once))], known)
+    assert (found.latency, found.links) == (known.latency, known.links)
+
+
 def test_microbatches_of_unequal_length_are_found() -> None:
     plan = lower(get_schedule("1f1b")(2, 4))
     costs = replace(Costs.unit(plan), microbatches=(1.0, 2.0, 0.5, 0.5))

@@ -137,7 +137,7 @@ def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatc
         **_filled(columns, known),
         overlap=statistics.mean(pairs) if pairs else known.overlap,
         latency=latency if latency is not None else known.latency,
-        links=links,
+        links=links if latency is not None else known.links,
         bandwidth=None if latency is not None else known.bandwidth,  # what a message takes is all in its latency
         overhead=0.0,  # as it is in the times of the actions
         posting=statistics.mean(posts) if posts else known.posting,
