@@ -14,7 +14,7 @@ from penstock import Pipeline
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import StageError
 from penstock.front import change_plan
-from penstock.lower import lower
+from penstock.lower import lower, recompute
 from penstock.plan import Op, Plan, check
 from penstock.run import Schedule
 from penstock.run.replanning import better_plan, weight_order
@@ -123,6 +123,27 @@ def test_a_pipeline_changes_its_plan_by_itself(monkeypatch: pytest.MonkeyPatch) 
     assert changed[0][1] == changed[1][1] != plain[0][1]
     assert "measured steps spoke for it" in changed[0][2]
     check(lower(changed[0][1]))
+
+
+def test_the_plan_may_change_between_measured_steps() -> None:
+    x, y = torch.ones(8, 4), torch.zeros(8, 4)
+
+    def rank(transport: LocalTransport) -> tuple[Costs | None, Plan]:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+        pipe = Pipeline(
+            model, (x,), loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=4, profile=False, group=transport,
+            replan=0.9,
+        )  # fmt: skip
+        for step in range(7):
+            if step == 6:  # two of the three measured steps are those of another plan
+                pipe.run_plan(recompute(pipe.plan))
+            pipe.step(x, target=y)
+        assert pipe._replanner is not None
+        return pipe._replanner.costs, pipe.plan
+
+    for costs, plan in LocalWorld(2).run(rank):
+        assert costs is not None
+        assert plan.has(Op.R)
 
 
 def test_what_replan_is() -> None:
