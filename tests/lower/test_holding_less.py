@@ -231,3 +231,14 @@ def test_a_plan_is_divided_before_anything_else(change: Any) -> None:
         divide(change(get_schedule("gpipe")(2, 4)), 2)
     with pytest.raises(PlanError, match="expected at least 1"):
         divide(get_schedule("gpipe")(2, 4), 0)
+
+
+@pytest.mark.parametrize("change", [recompute, offload])
+@pytest.mark.parametrize("costs", [False, True])
+def test_iterators_are_read_once(change: Any, costs: bool) -> None:
+    plan = get_schedule("gpipe")(2, 4)
+    options = {"costs": Costs.unit(plan)} if costs else {}
+    assert change(plan, iter([0, 1]), **options) == change(plan, [0, 1], **options) != plan
+    assert change(plan, {0: iter([1, 2])}, **options) == change(plan, {0: [1, 2]}, **options) != plan
+    with pytest.raises(PlanError, match="stages 'all'; expected numbers"):
+        change(plan, "all", **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import PlanError
@@ -22,33 +23,41 @@ class Life(NamedTuple):
     between: int  # how many slots of computing lie between the two
 
 
-def wanted(plan: Plan, stages: Stages) -> dict[int, frozenset[int]]:
+@dataclass(frozen=True)
+class Wanted:
+    """What a pass is asked to change; read once from what was given, which may be an iterator."""
+
+    microbatches: dict[int, frozenset[int]]  # by stage
+    named: bool  # whether they were named; else all are asked for
+
+
+def wanted(plan: Plan, stages: Stages) -> Wanted:
     """By stage: the microbatches that are asked for."""
     if not plan.has_backward:
         raise PlanError(
             "the plan has no backward, so nothing that a forward saved is held for one; expected a training plan"
         )
     every = range(plan.num_microbatches)
-    chosen: Mapping[int, Iterable[int]]
-    if stages is None:
-        chosen = dict.fromkeys(range(plan.num_stages), every)
-    else:
-        chosen = stages if isinstance(stages, Mapping) else dict.fromkeys(stages, every)
+    if isinstance(stages, str):
+        raise PlanError(f"stages {stages!r}; expected numbers of stages, {{stage: [microbatches]}}, or nothing for all")
+    asked = range(plan.num_stages) if stages is None else stages
+    given = asked if isinstance(asked, Mapping) else dict.fromkeys(asked, every)
+    chosen = {stage: frozenset(microbatches) for stage, microbatches in given.items()}
     for stage, microbatches in chosen.items():
         if stage not in range(plan.num_stages):
             raise PlanError(f"stage {stage} of a plan with {plan.num_stages}; expected 0 to {plan.num_stages - 1}")
-        for microbatch in microbatches:
+        for microbatch in sorted(microbatches):
             if microbatch not in every:
                 raise PlanError(f"microbatch {microbatch} of stage {stage}; expected 0 to {plan.num_microbatches - 1}")
-    return {stage: frozenset(microbatches) for stage, microbatches in chosen.items()}
+    return Wanted(chosen, named=stages is not None)
 
 
-def lives(plan: Plan, rank: int, stages: Stages) -> Iterator[Life]:
+def lives(plan: Plan, rank: int, asked: Wanted) -> Iterator[Life]:
     """Of what is asked for, all that lie on this rank, in the order of their backwards.
 
     Those that hold less already are left out where all are asked for, and an error where they are named.
     """
-    chosen = wanted(plan, stages)
+    chosen = asked.microbatches
     taken = {with_op(code, Op.F): code for code in plan.codes[rank] if code & OP in CHOICES}
     begun: dict[int, tuple[int, int]] = {}  # by packed F: its slot, and how many slots of computing there were before
     computed = 0
@@ -62,7 +71,7 @@ def lives(plan: Plan, rank: int, stages: Stages) -> Iterator[Life]:
                 if forward not in taken:
                     begin, before = begun[forward]
                     yield Life(forward, begin, slot, computed - before - 1)
-                elif stages is not None:
+                elif asked.named:
                     raise PlanError(
                         f"the plan has {text(taken[forward])} already; expected one way to hold less of a microbatch"
                     )

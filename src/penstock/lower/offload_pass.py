@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from penstock.lower.chosen import Life, Stages, lives
+from penstock.lower.chosen import Life, Stages, Wanted, lives, wanted
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, stage_of, with_op
 from penstock.plan.ops import BESIDE, COMPUTES
@@ -30,31 +30,32 @@ def offload(plan: Plan, stages: Stages = None, *, costs: Costs | None = None) ->
     late as it can be and still make nobody wait, and a microbatch is left alone if there is no time to move it away and
     back. What lives longest saves most: of several stages on a rank, the first.
     """
+    asked = wanted(plan, stages)
     if costs is None:
-        return plan.with_codes(_without_costs(plan, rank, stages) for rank in range(plan.num_ranks))
+        return plan.with_codes(_without_costs(plan, rank, asked) for rank in range(plan.num_ranks))
     base = simulate(plan, costs)
     tried = [
-        simulate(plan.with_codes(_by_times(base, rank, stages, costs, lead) for rank in range(plan.num_ranks)), costs)
+        simulate(plan.with_codes(_by_times(base, rank, asked, costs, lead) for rank in range(plan.num_ranks)), costs)
         for lead in _LEADS
     ]
     return min(tried, key=lambda timeline: (round(timeline.makespan, 9), max(timeline.peak_memory))).plan
 
 
-def _without_costs(plan: Plan, rank: int, stages: Stages) -> list[int]:
+def _without_costs(plan: Plan, rank: int, asked: Wanted) -> list[int]:
     codes = plan.codes[rank]
     computing = [slot for slot, code in enumerate(codes) if code & OP in COMPUTES]
-    found = ((life, computing[bisect_right(computing, life.backward) - 2]) for life in lives(plan, rank, stages))
+    found = ((life, computing[bisect_right(computing, life.backward) - 2]) for life in lives(plan, rank, asked))
     return _inserted(codes, [(life, slot) for life, slot in found if life.between > 1])
 
 
-def _by_times(base: Timeline, rank: int, stages: Stages, costs: Costs, lead: float) -> list[int]:
+def _by_times(base: Timeline, rank: int, asked: Wanted, costs: Costs, lead: float) -> list[int]:
     """Loads, the last first: each ends when it is used, or when the engine begins the one after it."""
     codes, starts, ends = base.plan.codes[rank], base.starts[rank], base.ends[rank]
     occupying = [slot for slot, code in enumerate(codes) if code & OP not in BESIDE]
     begins = [starts[slot] for slot in occupying]
     free = float("inf")
     found = []
-    for life in sorted(lives(base.plan, rank, stages), key=lambda life: -starts[life.backward]):
+    for life in sorted(lives(base.plan, rank, asked), key=lambda life: -starts[life.backward]):
         takes = _copy(Op.L, life, costs)
         latest = min(starts[life.backward], free) - takes
         at = max(bisect_right(begins, latest - (lead - 1) * takes) - 1, 0)

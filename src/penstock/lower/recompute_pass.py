@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.errors import PlanError
-from penstock.lower.chosen import Stages, lives
+from penstock.lower.chosen import Stages, Wanted, lives, wanted
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of, with_op
 from penstock.plan.ops import BESIDE
@@ -39,12 +39,13 @@ def recompute(
     makes the step shorter, as far as `memory_limit` (as in `Timeline.peak_memory`, one number or one a rank) allows; without
     a limit, as far as no rank's peak grows.
     """
-    made = plan.with_codes(_with_recompute(plan, rank, stages) for rank in range(plan.num_ranks))
+    asked = wanted(plan, stages)
+    made = plan.with_codes(_with_recompute(plan, rank, asked) for rank in range(plan.num_ranks))
     return made if costs is None else _moved_up(made, costs, memory_limit)
 
 
-def _with_recompute(plan: Plan, rank: int, stages: Stages) -> list[int]:
-    before = {life.backward: life.code for life in lives(plan, rank, stages) if life.between}
+def _with_recompute(plan: Plan, rank: int, asked: Wanted) -> list[int]:
+    before = {life.backward: life.code for life in lives(plan, rank, asked) if life.between}
     made: list[int] = []
     for slot, code in enumerate(plan.codes[rank]):
         if slot in before:
