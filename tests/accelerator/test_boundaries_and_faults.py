@@ -21,6 +21,7 @@ from penstock.stage.pipeline_stage import PipelineStage
 from tests.accelerator.pipes import ROWS, batch, block
 from tests.accelerator.pipes import expected as plain_gradients
 from tests.accelerator.pool import Mode, SimPool
+from tests.run import test_conjugates as conjugates
 
 MICROBATCHES = 4
 BOTH = pytest.mark.parametrize("mode", ["lazy", "eager"])
@@ -72,6 +73,15 @@ def odd_types(device: torch.device, dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bool])
 def test_types_that_communicators_lack_travel_as_bytes(sim: SimPool, dtype: torch.dtype) -> None:
     assert sim.run(2, "eager", odd_types, dtype) == [["", "", ""]] * 2
+
+
+def complex_ones(device: torch.device, view: str) -> dict[str, Tensor]:
+    return conjugates.trained(dist.get_rank(), None, device, view)
+
+
+def test_complex_tensors_travel_as_bytes(sim: SimPool) -> None:
+    """Plain ones: the simulated device has no kernels for conjugated views."""
+    conjugates.compare(sim.run(2, "lazy", complex_ones, "plain"), "plain")
 
 
 class LeavesTheDevice(nn.Module):

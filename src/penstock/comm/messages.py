@@ -85,6 +85,10 @@ class Messages(ABC):
     def _checked(self, post: Send | Receive, tensor: Tensor, peer: int, *, what: str) -> Work:
         if not tensor.is_contiguous():
             raise ShapeError(f"{what}, which is not contiguous; write tensor.contiguous()")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ShapeError(
+                f"{what}, which is a conjugated or negated view; write tensor.resolve_conj().resolve_neg()"
+            )
         if tensor.device.type != self.device.type:
             raise ShapeError(f"{what} on {tensor.device}; expected a tensor on {self.device}")
         try:

@@ -14,8 +14,8 @@ from penstock.comm.transport import Transport
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import RanksDisagree, RunError
 from penstock.front.ends import Ends
+from penstock.run.layout import wire
 from penstock.stage.boundary import Spec, flatten, unflatten
-from penstock.stage.dtensors import to_local
 
 Where = Literal["all", "last"] | int | None  # on which ranks the outputs are wanted
 _NOTHING, _FAILED = -1, -2  # in place of a number of rows
@@ -24,7 +24,7 @@ _NOTHING, _FAILED = -1, -2  # in place of a number of rows
 def send_to(transport: Transport, ranks: Sequence[int], value: Any) -> None:
     """Send a tree of tensors to these ranks."""
     tensors, spec = flatten(value)
-    local = [to_local(tensor.detach()).contiguous() for tensor in tensors]
+    local = [wire(tensor.detach()) for tensor in tensors]
     rows = [[list(tensor.shape), dtype_name(tensor.dtype)] for tensor in local]
     described = frame(0, json.dumps([rows, spec.to_json()]).encode())
     works = [transport.control.isend(part, rank) for rank in ranks for part in described]

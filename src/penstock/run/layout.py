@@ -190,8 +190,10 @@ def settle(layouts: Sequence[Layout | None], grads: Sequence[GradLayout | None])
 
 
 def wire(tensor: Tensor) -> Tensor:
-    """What is sent of a tensor: its local part, contiguous, without its graph."""
+    """What is sent of a tensor: its local part, contiguous, with its values in memory as they are, without its graph."""
     local = tensor if type(tensor) is Tensor else to_local(tensor)
+    if local.is_conj() or local.is_neg():  # conjugated or negated by a mark, which does not travel
+        local = local.resolve_conj().resolve_neg()
     return local if local.is_contiguous() else local.contiguous()
 
 
