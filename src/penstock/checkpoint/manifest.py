@@ -198,18 +198,43 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 def _entry(name: str, value: object) -> Entry:
     facts = _known(value, {"shape": list, "dtype": str, "parts": list}, name)
-    shape, dtype = _sizes(name, facts["shape"]), dtype_named(facts["dtype"])
+    shape = _sizes(name, facts["shape"])
     parts = tuple(_part(name, one) for one in facts["parts"])
-    for part in parts:
+    made = Entry(shape, facts["dtype"], parts)
+    check_entry(name, made)
+    return made
+
+
+def check_entry(name: str, entry: Entry) -> None:
+    """The parts make up the tensor, each element once, and each has bytes enough: no element is ever made up."""
+    shape, dtype = entry.shape, dtype_named(entry.dtype)
+    for part in entry.parts:
         if len(part.start) != len(shape) or len(part.shape) != len(shape):
             raise ValueError(f"{name} has {len(shape)} dimensions, and a part with {len(part.shape)}")
         if any(a + b > c for a, b, c in zip(part.start, part.shape, shape, strict=True)):
             raise ValueError(f"{name} is {list(shape)}, and a part of {list(part.shape)} begins at {list(part.start)}")
-        if part.data + num_bytes(part.shape, dtype) > part.length:
-            raise ValueError(f"{name} has a part of {list(part.shape)} {facts['dtype']} in {part.length} bytes")
-    if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+        if max(part.data, 0) + num_bytes(part.shape, dtype) > part.length:
+            raise ValueError(f"{name} has a part of {list(part.shape)} {entry.dtype} in {part.length} bytes")
+    if sum(math.prod(part.shape) for part in entry.parts) != math.prod(shape):
         raise ValueError(f"the parts of {name} do not make up {list(shape)}")
-    return Entry(shape, facts["dtype"], parts)
+    _check_blocks(name, entry)
+
+
+def _check_blocks(name: str, entry: Entry) -> None:
+    """No two parts of a tensor have an element in common."""
+    parts = [part for part in entry.parts if math.prod(part.shape)]
+    if len(parts) < 2:
+        return
+    along = max(range(len(entry.shape)), key=lambda d: len({part.start[d] for part in parts}))
+    parts.sort(key=lambda part: part.start[along])
+    open_ones: list[Part] = []  # those that reach to where the next one begins
+    for part in parts:
+        open_ones = [other for other in open_ones if other.start[along] + other.shape[along] > part.start[along]]
+        for other in open_ones:
+            pairs = zip(part.start, part.shape, other.start, other.shape, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in pairs):
+                raise ValueError(f"two parts of {name} overlap, at {list(part.start)} and at {list(other.start)}")
+        open_ones.append(part)
 
 
 def _part(name: str, value: object) -> Part:

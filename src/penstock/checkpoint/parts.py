@@ -70,8 +70,8 @@ def write_parts(file: Path, blocks: Iterable[Block], disk: Disk) -> list[tuple[s
 
 
 def _plain(values: Tensor) -> Tensor:
-    """On the host, with a storage of its own, which is what `torch.save` writes."""
-    plain = values.detach().cpu().contiguous()
+    """On the host, with a storage of its own, which is what `torch.save` writes; its bytes are its values."""
+    plain = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
 
 

@@ -99,7 +99,7 @@ def _array(kind: str, dtype: str, shape: list[int], data: str) -> Any:
 
 
 def _bytes_of(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous().flatten()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     return base64.b64encode(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"").decode()
 
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import pickle
 import pickletools
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.manifest import Damaged, Entry, Manifest, Part, read_small
+from penstock.checkpoint.manifest import Damaged, Entry, Manifest, Part, check_entry, read_small
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import StageError
 
@@ -226,22 +227,43 @@ def _entries(whole: Any) -> dict[str, Entry]:
         raise ValueError(f"it holds a {getattr(whole, 'name', type(whole).__name__)}")
     parts: dict[str, list[Part]] = {}
     shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-    listed = {}
-    for key, entry in whole["state_dict_metadata"].items():
+    listed, everything = {}, whole["state_dict_metadata"]
+    for key, entry in everything.items():
         if entry.name == f"{_OF_LISTS}TensorStorageMetadata":
             listed[str(key)] = entry
             for chunk in entry["chunks"]:
                 shapes[str(key), _size(chunk["offsets"])] = _size(chunk["sizes"])
     for index, info in whole["storage_data"].items():
         key = str(index["fqn"])
+        if key not in everything:
+            raise ValueError(f"it says where {key!r:.80} lies, which is none of its contents")
         if key not in listed:
-            continue
+            continue  # no tensor
         start = (0,) * len(_size(listed[key]["size"])) if index["offset"] is None else _size(index["offset"])
         parts.setdefault(key, []).append(_part(info, start, shapes[key, start]))
-    return {
+    made = {
         key: Entry(_size(entry["size"]), _dtype(entry["properties"]), tuple(parts.get(key, ())))
         for key, entry in listed.items()
     }
+    for key, entry in made.items():
+        check_entry(key, entry)
+    _check_bytes(made)
+    return made
+
+
+def _check_bytes(entries: dict[str, Entry]) -> None:
+    """Bytes belong to one part, or to the same part of a tensor with several names."""
+    spans: dict[str, set[tuple[int, int]]] = {}
+    for key, entry in entries.items():
+        mine = {(part.file, part.offset, part.length) for part in entry.parts}
+        if len(mine) != len(entry.parts):
+            raise ValueError(f"two parts of {key} are the same bytes")
+        for file, offset, length in mine:
+            spans.setdefault(file, set()).add((offset, offset + length))
+    for file, found in spans.items():
+        for (_, end), (start, _) in pairwise(sorted(found)):
+            if start < end:
+                raise ValueError(f"two parts in {file} overlap at byte {start}")
 
 
 def _part(info: _Record, start: tuple[int, ...], shape: tuple[int, ...]) -> Part:
@@ -255,7 +277,11 @@ def _part(info: _Record, start: tuple[int, ...], shape: tuple[int, ...]) -> Part
 
 def _size(value: Any) -> tuple[int, ...]:
     (sizes,) = value.args if isinstance(value, _Record) and value.name == "torch.Size" else (None,)
-    if not isinstance(sizes, tuple) or not all(type(one) is int and 0 <= one < 1 << 62 for one in sizes):
+    if (
+        not isinstance(sizes, tuple)
+        or not all(type(one) is int and 0 <= one < 1 << 62 for one in sizes)
+        or len(sizes) > 64
+    ):
         raise ValueError(f"{sizes!r:.80} is no size")
     return sizes
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 from abc import abstractmethod
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.manifest import FILE, Entry, Manifest, read_small
+from penstock.checkpoint.manifest import FILE, Entry, Manifest, Part, read_small
 from penstock.checkpoint.parts import read_entry
 from penstock.checkpoint.torch_list import LIST, read_list
+from penstock.dtypes import dtype_named
 from penstock.errors import StageError
 
 Source = Mapping[str, Tensor] | str | Path | Sequence[str | Path]
@@ -82,9 +82,9 @@ class TorchFile(WeightFile):
     def __init__(self, file: Path) -> None:
         try:
             whole = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
-        except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        except Exception as error:  # torch's reader raises whatever the bytes lead it to
             raise StageError(
-                f"{file} cannot be read as tensors alone: {str(error).splitlines()[0]}. Save model.state_dict() with torch.save"
+                f"{file} cannot be read as tensors alone: {_said(error)}. Save model.state_dict() with torch.save"
             ) from error
         for name in _NESTED:
             if isinstance(whole, Mapping) and isinstance(whole.get(name), Mapping):
@@ -116,29 +116,43 @@ class CheckpointFolder(WeightFile):
 
     def read(self, name: str) -> Tensor:
         entry: Entry = self.known[name]
-        if all(part.sha256 for part in entry.parts):
+        if entry.parts and all(part.sha256 for part in entry.parts):
             return read_entry(self.folder, entry, start=(0,) * len(entry.shape), shape=entry.shape)
-        made = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+        for part in entry.parts:  # so that no claim of the list takes more memory than there are bytes
+            self._check_size(part)
+        try:
+            made = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+        except (RuntimeError, MemoryError) as error:
+            raise StageError(
+                f"{self.folder}: {name} is {list(entry.shape)}, which cannot be made: {_said(error)}"
+            ) from error
         for part in entry.parts:
-            values = self._unchecked(part.file, part.offset, part.length)
-            if tuple(values.shape) != part.shape:
-                raise StageError(
-                    f"{self.folder / part.file}: a part of {name} is {list(values.shape)}, not {list(part.shape)}"
-                )
-            made[tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))] = values
+            place = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
+            made[place] = self._unchecked(name, part, made.dtype)
         return made
 
-    def _unchecked(self, file: str, offset: int, length: int) -> Tensor:
+    def _check_size(self, part: Part) -> None:
+        file = self.folder / part.file
+        has = file.stat().st_size if file.is_file() else 0
+        if has < part.offset + part.length:
+            raise StageError(f"{file} has {has} bytes; {LIST} says at least {part.offset + part.length}")
+
+    def _unchecked(self, name: str, part: Part, dtype: torch.dtype) -> Tensor:
         """A record of torch's, which has no digest."""
+        file = self.folder / part.file
         try:
-            with (self.folder / file).open("rb") as stream:
-                stream.seek(offset)
-                found = torch.load(io.BytesIO(stream.read(length)), map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise StageError(f"{self.folder / file} cannot be read: {str(error).splitlines()[0]}") from error
-        if not isinstance(found, Tensor):
-            raise StageError(f"{self.folder / file} holds a {type(found).__name__} where a tensor should be")
-        return found
+            with file.open("rb") as stream:
+                stream.seek(part.offset)
+                found = torch.load(io.BytesIO(stream.read(part.length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch's reader raises whatever the bytes lead it to
+            raise StageError(f"{file} cannot be read: {_said(error)}") from error
+        if not isinstance(found, Tensor) or found.layout is not torch.strided or not found.is_cpu:
+            raise StageError(f"{file} holds a {type(found).__name__} where a plain tensor should be")
+        if tuple(found.shape) != part.shape or found.dtype is not dtype:
+            raise StageError(
+                f"{file}: a part of {name} is {found.dtype} {list(found.shape)}, not {dtype} {list(part.shape)}"
+            )
+        return found.detach()
 
 
 class _Together(WeightFile):
@@ -217,3 +231,8 @@ def _is_zip(file: Path) -> bool:
             return stream.read(2) == b"PK"
     except OSError as error:
         raise StageError(f"{file} cannot be read: {error}") from error
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error, which may have none."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
