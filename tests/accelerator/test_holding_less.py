@@ -12,6 +12,7 @@ from tests.accelerator import pipes
 from tests.accelerator.pool import SimPool
 
 MICROBATCHES = 4
+LONG = 0.5  # seconds that a stream is kept busy; what the others do takes a thousandth of it
 
 
 def train_ways(device: torch.device) -> dict[str, pipes.Trained]:
@@ -106,14 +107,8 @@ def too_early(device: torch.device) -> list[str]:
     class Careless(HostMemory):
         def put(self, flat: torch.Tensor) -> Away:
             away: Any = super().put(flat)
-            away.back = lambda: self.unguarded(away)
+            away.back = lambda: away.start().flat
             return away  # type: ignore[no-any-return]
-
-        def unguarded(self, away: Any) -> torch.Tensor:
-            here = torch.empty(away.flat.shape, dtype=away.flat.dtype, device=away.device)
-            with away.stream:
-                here.copy_(away.flat, non_blocking=True)
-            return here
 
     sim = pipes.simulation(device)
     flat = torch.ones(1 << 16, dtype=torch.uint8, device=device)
@@ -128,3 +123,51 @@ def too_early(device: torch.device) -> list[str]:
 def test_the_detector_sees_a_use_before_the_copy_is_done(sim: SimPool) -> None:
     (violations,) = sim.run(1, "lazy", too_early)
     assert violations
+
+
+def beside(device: torch.device) -> dict[str, Any]:
+    """When, in milliseconds from the start: a load ends that has nothing to wait for but itself, and what is around it."""
+    from penstock.stage.offload import HostMemory, Moves
+
+    sim, elsewhere = pipes.simulation(device), HostMemory(threshold=0)
+    weight = torch.randn(64, 64, device=device, requires_grad=True)
+    x = torch.randn(64, 64, device=device)
+    kinds = ("start", "computed before", "loaded", "computed after")
+    events = {kind: torch.Event(device, enable_timing=True) for kind in kinds}
+    found: dict[str, Any] = {}
+    for busy in ("computing", "copying"):
+        with Moves(nn.Module(), threshold=0).saving([x, weight]) as saved:
+            output = (x @ weight).tanh().exp().sum()
+        expected = torch.autograd.grad(output, weight, retain_graph=True)[0].cpu()
+        saved.offload(elsewhere)
+        torch.accelerator.synchronize()
+        sim.reset()
+        coming = elsewhere.streams[device][1]
+        events["start"].record()
+        with torch.accelerator.current_stream(device) if busy == "computing" else coming:
+            sim.busy(LONG)
+        events["computed before"].record()
+        saved.load()
+        coming.record_event(events["loaded"])
+        after = x + 1
+        events["computed after"].record()
+        (grad,) = torch.autograd.grad(output, weight)
+        waits = list(sim.waits())
+        torch.accelerator.synchronize()
+        times = {kind: events["start"].elapsed_time(events[kind]) for kind in kinds}
+        same = torch.equal(grad.cpu(), expected) and after.shape == x.shape
+        found[busy] = times, waits, list(sim.violations()), same
+    return found
+
+
+def test_a_load_runs_beside_what_is_computed_before_and_after_it(sim: SimPool) -> None:
+    """One of the two streams is kept busy: the other does not wait for it, and nothing uses what is not there yet."""
+    (found,) = sim.run(1, "lazy", beside)
+    for _, waits, violations, same in found.values():
+        assert waits == []
+        assert violations == []
+        assert same
+    times = found["computing"][0]
+    assert times["loaded"] < times["computed before"]
+    times = found["copying"][0]
+    assert times["computed after"] < times["loaded"]

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -49,39 +49,74 @@ class Elsewhere(Protocol):
         ...
 
 
+class Coming(NamedTuple):
+    """Bytes on their way back, by a stream beside the computing."""
+
+    flat: Tensor
+    there: torch.Event  # they are all there
+
+    def wait(self) -> Tensor:
+        """The bytes, for what the current stream computes from here on. The host does not wait."""
+        computing = torch.accelerator.current_stream(self.flat.device)
+        computing.wait_event(self.there)
+        self.flat.record_stream(computing)  # the memory is that of another stream
+        return self.flat
+
+
+@runtime_checkable
+class AwayAsync(Away, Protocol):
+    """One whose bytes come back while the device computes: L only starts them, and their first use waits."""
+
+    def start(self) -> Coming:
+        """Begin to bring the bytes back. Called once, and then `back` is not."""
+        ...
+
+
 class HostMemory:
-    """Memory of the host; on an accelerator pinned, by a stream of its own beside the computing."""
+    """Memory of the host; on an accelerator pinned, by two streams beside the computing: one there and one back."""
 
     def __init__(self, *, threshold: int = THRESHOLD) -> None:
         self.threshold = threshold
-        self.streams: dict[torch.device, torch.Stream] = {}
+        self.streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 
     def put(self, flat: Tensor) -> Away:
         if flat.is_cpu:
-            return _OnHost(flat.clone(), flat.device, None)
-        stream = self.streams.setdefault(flat.device, torch.Stream(flat.device))
-        stream.wait_stream(torch.accelerator.current_stream(flat.device))  # what it copies is computed there
-        with stream:
+            return _Copied(flat.clone())
+        if flat.device not in self.streams:
+            self.streams[flat.device] = torch.Stream(flat.device), torch.Stream(flat.device)
+        leaving, coming = self.streams[flat.device]
+        leaving.wait_stream(torch.accelerator.current_stream(flat.device))  # what it copies is computed there
+        with leaving:
             there = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             there.copy_(flat, non_blocking=True)
-        flat.record_stream(stream)  # its memory is reused only when the copy is done
-        return _OnHost(there, flat.device, stream)
+        flat.record_stream(leaving)  # its memory is reused only when the copy is done
+        return _OnHost(there, flat.device, leaving.record_event(), coming)
+
+
+class _Copied:
+    """Beside what was computed, on a device that is the host."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+
+    def back(self) -> Tensor:
+        return self.flat
 
 
 class _OnHost:
-    def __init__(self, flat: Tensor, device: torch.device, stream: torch.Stream | None) -> None:
-        self.flat, self.device, self.stream = flat, device, stream
+    def __init__(self, flat: Tensor, device: torch.device, there: torch.Event, stream: torch.Stream) -> None:
+        self.flat, self.device, self.there, self.stream = flat, device, there, stream
+
+    def start(self) -> Coming:
+        """The copy waits for the one there and for nothing that is computed, so its memory is that of its own stream."""
+        self.stream.wait_event(self.there)
+        with self.stream:
+            here = torch.empty(self.flat.shape, dtype=self.flat.dtype, device=self.device)
+            here.copy_(self.flat, non_blocking=True)
+        return Coming(here, self.stream.record_event())
 
     def back(self) -> Tensor:
-        if self.stream is None:
-            return self.flat
-        computing = torch.accelerator.current_stream(self.device)
-        here = torch.empty(self.flat.shape, dtype=self.flat.dtype, device=self.device)
-        self.stream.wait_stream(computing)
-        with self.stream:
-            here.copy_(self.flat, non_blocking=True)
-        computing.wait_stream(self.stream)
-        return here
+        return self.start().wait()
 
 
 class Folder:
@@ -131,11 +166,12 @@ class _InFile:
 class _Block:
     """One storage, here or away."""
 
-    __slots__ = ("away", "flat", "stays")
+    __slots__ = ("away", "coming", "flat", "stays")
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Tensor | None = flat
         self.away: Away | None = None
+        self.coming: Coming | None = None  # what to wait for before a use
         self.stays = False
 
 
@@ -173,7 +209,9 @@ class Saved:
     def unpack(saved: Any) -> Tensor:
         if not isinstance(saved, _Recipe):
             return saved  # type: ignore[no-any-return]
-        flat = saved.block.flat
+        flat, coming = saved.block.flat, saved.block.coming
+        if coming is not None:
+            coming.wait()  # at every use: each may be on another stream
         if flat is None:
             raise StageError(
                 "a tensor that was moved away is needed for a backward and was not brought back; the plan has no L before it"
@@ -197,13 +235,18 @@ class Saved:
         """O."""
         for block in self.blocks.values():
             if block.flat is not None and not block.stays:
-                block.away, block.flat = elsewhere.put(block.flat), None
+                flat = block.flat if block.coming is None else block.coming.wait()
+                block.away, block.flat, block.coming = elsewhere.put(flat), None, None
 
     def load(self) -> None:
         """L."""
         for block in self.blocks.values():
-            if block.away is not None:
-                block.flat, block.away = block.away.back(), None
+            away, block.away = block.away, None
+            if isinstance(away, AwayAsync):
+                block.coming = away.start()
+                block.flat = block.coming.flat
+            elif away is not None:
+                block.flat = away.back()
 
 
 class Moves:
