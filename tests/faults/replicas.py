@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,10 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import penstock.front.pipeline
+from penstock import Pipeline
 from penstock.errors import PenstockError
 from penstock.run import Schedule1F1B
 from penstock.stage import PipelineStage
 
+CPU = torch.device("cpu")
 WIDTH, MICROBATCHES = 4, 3
 
 
@@ -78,6 +83,51 @@ def in_trouble(device: torch.device, kind: str, victim: int, act: Any) -> tuple[
         return found, seconds
     finally:
         del os.environ["PENSTOCK_HEARTBEAT"]
+
+
+def outside_a_step(where: str, size: tuple[int, int], act: Any, folder: str) -> tuple[str, str, float]:
+    """A pipeline makes a good step; then the last rank of the last replica acts where the others go on. What they raised."""
+    os.environ["PENSTOCK_HEARTBEAT"] = "1"
+    try:
+        mesh = init_device_mesh("cpu", size, mesh_dim_names=("dp", "pp"))
+        stage = PipelineStage(Acts(), mesh["pp"].get_local_rank(), size[1], CPU, group=mesh["pp"].get_group())
+        kind = "fsdp" if where == "clip" else "ddp"  # what is not sharded has its norm without the replicas
+        pipe = Pipeline(
+            stages=[stage], mesh=mesh, data_parallel=kind, loss_fn=nn.functional.mse_loss, microbatches=MICROBATCHES
+        )
+        x, y = torch.ones(6, WIDTH), torch.zeros(6, WIDTH)
+        pids: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        victim = len(pids) - 1
+        pipe.step(x, target=y)
+        if dist.get_rank() == victim:
+            if where == "loss":
+                share = penstock.front.pipeline.share_losses
+                with patch.object(penstock.front.pipeline, "share_losses", lambda *a, **k: (act(), share(*a, **k))[1]):
+                    return said(lambda: pipe.step(x, target=y)), "", 0.0
+            act()
+        calls = {
+            "loss": lambda: pipe.step(x, target=y),
+            "clip": lambda: pipe.clip_grad_norm_(1.0),
+            "any": lambda: pipe.any(False),
+            "save": lambda: pipe.save(folder),
+        }
+        start = time.monotonic()
+        found = said(calls[where]), said(calls["loss"])
+        seconds = time.monotonic() - start
+        if act is stop and dist.get_rank() != victim:
+            os.kill(pids[victim], signal.SIGCONT)
+        return *found, seconds
+    finally:
+        del os.environ["PENSTOCK_HEARTBEAT"]
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def stepped(schedule: Schedule1F1B, device: torch.device, *, rows: int = 6) -> str:

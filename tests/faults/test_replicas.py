@@ -8,17 +8,16 @@ that was killed showed as gloo's own error.
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.faults.replicas import die, in_trouble, stop
+from tests.faults.replicas import CPU, die, in_trouble, outside_a_step, stop
 from tests.gloo_pool import GlooPool
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-CPU = torch.device("cpu")
 
 
 @KINDS
@@ -51,3 +50,30 @@ def test_a_replica_that_is_stopped_or_killed_is_named_on_all_ranks(gloo_pool: Gl
         assert all(found[2:]), found
         assert "tart the job again" in found[3] or "rank 1 failed" in found[3], found
         assert seconds < 20.0
+
+
+@pytest.mark.parametrize("where", ["loss", "clip", "any", "save"])
+def test_a_replica_that_is_killed_outside_a_step_is_named_on_all_ranks(
+    gloo_pool: GlooPool, tmp_path: Path, where: str
+) -> None:
+    """The replicas meet there too, and nobody watched."""
+    outcomes = gloo_pool.outcomes(4, outside_a_step, where, (2, 2), die, str(tmp_path))
+    assert outcomes[3].exit_code == -signal.SIGKILL
+    for outcome in outcomes[:3]:
+        assert outcome.ok, outcome.details
+    first, second, third = (outcome.value for outcome in outcomes[:3])
+    assert first[0].startswith(("ReplicaFailed: rank 2 of the job", "PeerFailed: rank 1 failed")), first
+    assert second[0].startswith(("ReplicaFailed: rank 3 of the job", "PeerFailed: rank 0 failed")), second
+    assert third[0].startswith("PeerFailed: rank 1 failed"), third
+    for told in (first, second, third):
+        assert told[1], told
+        assert told[2] < 20.0
+
+
+@pytest.mark.parametrize("where", ["loss", "clip"])
+def test_a_replica_that_is_stopped_outside_a_step_is_named(gloo_pool: GlooPool, tmp_path: Path, where: str) -> None:
+    found, after, seconds = gloo_pool.outcomes(2, outside_a_step, where, (2, 1), stop, str(tmp_path))[0].value
+    assert found.startswith("ReplicaFailed: rank 1 of the job"), found
+    assert "its process has been stopped" in found
+    assert "tart the job again" in after
+    assert seconds < 20.0

@@ -60,7 +60,7 @@ class DistributedTransport(Transport):
         self._host_backend, self._gloo = self._in_host_memory(group)
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
-        self.store.silent = partial(_look, self.kinds, self.pulse)
+        self.store.silent, self.store.ended = partial(_look, self.kinds, self.pulse), self.pulse.ended
         self.store.everybody = weakref.WeakMethod(self.everybody)
         self.store_holder = (
             NOBODY  # the rank whose process holds the store, if it is one of these; known from `connect` on
@@ -245,6 +245,13 @@ class DistributedTransport(Transport):
         peer = (self.rank + 1) % self.num_ranks
         with suppress(RuntimeError):
             self._gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+
+    def give_up(self, cause: str) -> None:
+        if self._torn is None:
+            self._torn = self._post(FailureRecord(self.rank, cause=cause))
+            with suppress(TransportError):
+                self.store.depart(Departure(self.rank, self.epoch, cause))
+        self.break_connections(self._torn)
 
     def close(self) -> None:
         """Leave for good. A step that failed, or is not over, does not count as one that this rank has done."""

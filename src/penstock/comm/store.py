@@ -39,6 +39,7 @@ class DistributedStore:
 
     ``bound``   seconds that a single call may take; 0: as many as it takes. The connection is then one of our own.
     ``silent``  asked during long waits: who has been found to be stopped or out of reach.
+    ``ended``   asked too: whose process is no longer there; that counts only for one that has not posted.
     ``everybody``  asked when a wait has run out: a table of where all ranks are. Held weakly, it is the owner's.
     """
 
@@ -49,6 +50,7 @@ class DistributedStore:
         self._guard = StoreGuard(store, bound) if bound else None
         self._gone: list[str] = []  # why no call is made any more; all clones share it
         self.silent: Callable[[], FailureRecord | None] = _nobody
+        self.ended: Callable[[], FailureRecord | None] = _nobody
         self.everybody: weakref.WeakMethod[Callable[[], str]] | None = None
 
     def clone(self) -> DistributedStore:
@@ -181,10 +183,13 @@ class DistributedStore:
         silent = self.silent()
         if silent is not None:
             raise silent.error()
+        ended = self.ended()
         absent = [rank for rank in range(self._num_ranks) if not self.check(f"{folder}/{rank}")]
         for departure in departures:
             if departure.rank in absent:
                 raise PeerFailed(departure.rank, None, None, None, departure.cause)
+        if ended is not None and ended.rank in absent:
+            raise ended.error()
         if self.check(f"{folder}/declined"):
             raise FailureRecord.decode(self.get(f"{folder}/declined", 1.0)).error()
         if waited and absent:

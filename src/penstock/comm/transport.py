@@ -202,6 +202,9 @@ class Transport(Messages):
         """Why no more steps can be made, if that is so."""
         return None
 
+    def give_up(self, cause: str) -> None:
+        """This rank will not come to what the others wait for: tell them, and end their waits where that can be done."""
+
     def lost(self) -> FailureRecord | None:
         """A rank that is known to be gone for good; may be asked in any thread, also between steps."""
         return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,16 @@ from penstock.comm.transport import Transport
 from penstock.errors import (
     BalanceError,
     CaptureError,
+    PeerFailed,
     PenstockError,
     PlanError,
+    ReplicaFailed,
     RunError,
     ShapeError,
     SplitError,
     StageError,
+    StepTimeout,
+    TransportError,
     UnknownNameError,
 )
 from penstock.run.meeting import transport_of
@@ -99,26 +104,27 @@ class Ends:
         """The text that the first rank makes, on every rank. If it raises, every rank raises."""
         raised, post = _attempt(make) if self.is_first else (None, {})
         data = json.dumps(post).encode() if self.is_first else b""
-        if self.num_replicas > 1 and self.rank == 0:
-            data = _broadcast_bytes(data, self.mesh.get_group(), self.device)
-        if self.transport.num_ranks > 1:
-            with self.transport.alone(what):
-                data = self.transport.gather(what, data)[0]
+        with self.among_replicas():
+            if self.num_replicas > 1 and self.rank == 0:
+                data = _broadcast_bytes(data, self.mesh.get_group(), self.device)
+            if self.transport.num_ranks > 1:
+                with self.transport.alone(what):
+                    data = self.transport.gather(what, data)[0]
         return str(_value(what, raised, [json.loads(data)])[0])
 
     def agree(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """What each rank of each replica makes, on all of them, by `number`. If it raises on one, all raise."""
         raised, post = _attempt(make)
-        posts = self.gather(what, post)
-        if self.num_replicas > 1:
-            posts = [
-                one for replica in _gather_bytes(json.dumps(posts).encode(), self.mesh, self.device) for one in replica
-            ]
+        with self.among_replicas():
+            posts = self.gather(what, post)
+            if self.num_replicas > 1:
+                everyone = _gather_bytes(json.dumps(posts).encode(), self.mesh, self.device)
+                posts = [one for replica in everyone for one in replica]
         return _value(what, raised, posts)
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """A small value of each rank of this pipeline, on each of them."""
-        with self.transport.alone(what):
+        with self.transport.alone(what), self.among_replicas():
             posts = self.transport.gather(what, json.dumps(value).encode())
         with reading(f"what a rank posted for {what}"):
             return [json.loads(post) for post in posts]
@@ -126,11 +132,33 @@ class Ends:
     def mean_over_replicas(self, values: torch.Tensor) -> None:
         """Of numbers in host memory or on the device; the host waits for the replicas' hosts, or for nothing."""
         if self.num_replicas > 1:
-            if values.device.type == "cpu":
-                host_group(self.mesh.get_group()).sum(values)
-            else:
-                dist.all_reduce(values, group=self.mesh.get_group())
+            with self.among_replicas():
+                if values.device.type == "cpu":
+                    host_group(self.mesh.get_group()).sum(values)
+                else:
+                    dist.all_reduce(values, group=self.mesh.get_group())
             values /= self.num_replicas
+
+    @contextmanager
+    def among_replicas(self) -> Iterator[None]:
+        """Around all that the replicas tell one another outside a step, and what must come before it: none waits for one that
+        is stopped, gone, or without its pipeline. All replicas come here, and those that wait raise ReplicaFailed."""
+        if self.num_replicas == 1:
+            yield
+            return
+        replicas = host_group(self.mesh.get_group())
+        replicas.begin()
+        try:
+            with replicas.explained():
+                yield
+        except ReplicaFailed as error:  # the ranks of this pipeline wait for this one, or will
+            self.transport.give_up(f"ReplicaFailed: {error}")
+            raise
+        except (PeerFailed, StepTimeout, TransportError) as error:  # and so do the other replicas
+            replicas.give_up(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            replicas.end()
 
 
 def _attempt(make: Callable[[], Any]) -> tuple[Exception | None, dict[str, Any]]:

@@ -29,19 +29,21 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
         sharded[hasattr(grad, "placements")].append(to_local(grad).detach())
     sums = torch.stack([_term(some, norm_type, ends.device) for some in sharded.values()])
     largest = math.isinf(norm_type)
-    if ends.beside:
-        sums[1] = _spread_term(whole, norm_type, ends.device)
-    elif ends.num_replicas > 1:
-        dist.all_reduce(sums[1:], dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=ends.mesh.get_group())
-    found = unread(scaler)
-    flags = [by_device[place].reshape(1).to(sums) for by_device, place in found]
-    unsharded, spread, *infinite = ends.transport.read(torch.cat([sums, *flags]))
-    keep_in_host_memory(found, infinite)
-    everywhere = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
-    everywhere[ends.rank] = max(unsharded, spread) if largest else unsharded + spread
-    if ends.transport.num_ranks > 1:
-        with ends.transport.alone("clip_grad_norm_()"):
-            ends.transport.sum(everywhere)
+    with ends.among_replicas():
+        if ends.beside:
+            sums[1] = _spread_term(whole, norm_type, ends.device)
+        elif ends.num_replicas > 1:
+            most = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(sums[1:], most, group=ends.mesh.get_group())
+        found = unread(scaler)
+        flags = [by_device[place].reshape(1).to(sums) for by_device, place in found]
+        unsharded, spread, *infinite = ends.transport.read(torch.cat([sums, *flags]))
+        keep_in_host_memory(found, infinite)
+        everywhere = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
+        everywhere[ends.rank] = max(unsharded, spread) if largest else unsharded + spread
+        if ends.transport.num_ranks > 1:
+            with ends.transport.alone("clip_grad_norm_()"):
+                ends.transport.sum(everywhere)
     return float(everywhere.max()) if largest else float(everywhere.sum()) ** (1 / norm_type)
 
 

@@ -161,10 +161,11 @@ class OwnStages:
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         total = torch.tensor([float(flag)], dtype=torch.float64)
-        if self.transport.num_ranks > 1:
-            with self.transport.alone("any()"):
-                self.transport.sum(total)
-        self._ends.mean_over_replicas(total)
+        with self._ends.among_replicas():
+            if self.transport.num_ranks > 1:
+                with self.transport.alone("any()"):
+                    self.transport.sum(total)
+            self._ends.mean_over_replicas(total)
         return total.item() > 0
 
     @contextmanager

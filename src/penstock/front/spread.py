@@ -52,10 +52,11 @@ def deliver(ends: Ends, value: Any, outputs: Where, *, last: int) -> Any:
         return value
     wanted = range(ends.num_ranks) if outputs == "all" else (int(outputs),)
     others = [other for other in wanted if other != last]
-    if ends.rank == last:
-        send_to(ends.transport, others, value)
-        return value if last in wanted else None
-    return receive_from(ends.transport, last) if ends.rank in others else None
+    with ends.among_replicas():  # who must hear of it if this pipeline cannot go on
+        if ends.rank == last:
+            send_to(ends.transport, others, value)
+            return value if last in wanted else None
+        return receive_from(ends.transport, last) if ends.rank in others else None
 
 
 def check_where(outputs: Any, num_ranks: int) -> None:
@@ -70,9 +71,10 @@ def share_losses(ends: Ends, total: float | None, losses: Sequence[float], *, co
     shared = torch.full((count + 1,), float("nan"), dtype=torch.float64, device=ends.transport.device)
     if total is not None:
         shared.copy_(torch.tensor([total, *losses], dtype=torch.float64))
-    if ends.transport.num_ranks > 1:
-        ends.transport.broadcast(shared, last)
-    ends.mean_over_replicas(shared[:1])
+    with ends.among_replicas():
+        if ends.transport.num_ranks > 1:
+            ends.transport.broadcast(shared, last)
+        ends.mean_over_replicas(shared[:1])
     return [float(value) for value in shared]
 
 
@@ -84,7 +86,7 @@ def agree_on_rows(ends: Ends, rows: int | None, problem: Exception | None) -> in
         return rows
     table = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
     table[ends.rank] = _FAILED if problem is not None else _NOTHING if rows is None else rows
-    with ends.transport.alone("evaluate() or predict()"):
+    with ends.transport.alone("evaluate() or predict()"), ends.among_replicas():
         ends.transport.sum(table)
     found = [int(value) for value in table]
     if problem is not None:

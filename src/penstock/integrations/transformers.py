@@ -161,7 +161,8 @@ class TransformersPipeline(Pipeline):
             dist.all_gather(found, mine, group=self._ends.mesh.get_group())
             return torch.cat(found)
 
-        return map_tensors(gathered, tree)
+        with self._ends.among_replicas():
+            return map_tensors(gathered, tree)
 
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Write what `from_pretrained` reads: the model, or of a peft model its adapter. All ranks call it."""
