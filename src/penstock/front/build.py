@@ -73,7 +73,8 @@ def build(request: Request, ends: Ends) -> Built:
     """Capture, decide on the first rank, and build what belongs on this one."""
     request = _with_profile(request, ends)
     machine = Machine() if request.of_cut.profile is False else measure_machine(ends)
-    if request.of_cut.profile is not False and _may_offload(request, ends):
+    offloads = request.of_steps.offload is not False or _may_offload(request, ends)
+    if request.of_cut.profile is not False and offloads:
         machine = replace(machine, copy_bandwidth=_copy_bandwidth(request, ends))
     pipes: list[Pipe] = []
     if _is_measured(request):

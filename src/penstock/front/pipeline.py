@@ -22,7 +22,7 @@ from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
 from penstock.front.build import Request, build, cut, device_of
 from penstock.front.calibrate import calibrated
-from penstock.front.change_plan import Replanner, replanned
+from penstock.front.change_plan import Replanner, replanned, spared
 from penstock.front.choose import Choice
 from penstock.front.companions import Companions
 from penstock.front.dimensions import spread, whole_loss
@@ -118,6 +118,7 @@ class Pipeline(OwnStages):
         for stage in built.stages:
             compile_in_place(stage.submod, of_cut.compile)
             stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
+        built = spared(built, of_steps.recompute, of_steps.offload)
         super().__init__(built, ends, origin, of_steps.ties)
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
@@ -382,7 +383,6 @@ class Pipeline(OwnStages):
         self._built = replace(
             self._built, plan=plan, choice=None if choice is None else replace(choice, plan=plan, calibrated=None)
         )
-        self._options |= {"recompute": False, "offload": False}  # what they asked for is in the plan
         watches = self._schedule._watches
         self._schedule, self._smaller = self._scheduled(plan), {}
         self._schedule.steps, self._schedule._watches = steps, watches

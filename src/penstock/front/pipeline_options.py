@@ -20,6 +20,7 @@ from penstock.errors import PlanError, StageError, UnknownNameError
 from penstock.front.byte_sizes import byte_limits
 from penstock.front.grouping import GroupRows
 from penstock.plan import Placement, Plan
+from penstock.run.planning import check_sparing
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.twins import CompileOptions, check_compile_options
@@ -152,7 +153,7 @@ class StepOptions:
     seed: int = 0
     rng: str | None = None  # "per-microbatch": random numbers by seed, stage, microbatch and step
     recompute: Any = False  # stages whose forward is run again: True, a list, or {stage: [microbatches]}
-    offload: Any = False  # stages of which what a forward saved is moved away and back
+    offload: Any = False  # stages of which what a forward saved is moved away and back; "host", "disk": all
     offload_to: Any = None  # a folder; else the memory of the host
     ties: Iterable[Any] = ()
     dynamic: bool = False
@@ -167,6 +168,7 @@ class StepOptions:
             raise StageError(f'rng={self.rng!r}; expected "per-microbatch", or nothing')
         if self.on_oom not in ("raise", "replan"):
             raise StageError(f'on_oom={self.on_oom!r}; expected "raise" or "replan"')
+        check_sparing(self.recompute, self.offload, self.offload_to)
         if self.collect_every is not None:
             _is_count("collect_every", self.collect_every)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -198,8 +200,8 @@ class StepOptions:
         object.__setattr__(self, "ties", list(self.ties))
 
     def of_schedule(self, loss_fn: Any) -> dict[str, Any]:
-        """Those that `Schedule` takes."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}
+        """Those that `Schedule` takes; what `recompute` and `offload` ask for is in the plan that it is given."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_OWN, "recompute", "offload")}
         return {**given, "loss_fn": loss_fn, "ties": [getattr(tie, "holders", tie) for tie in self.ties]}
 
 

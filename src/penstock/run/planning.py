@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
+from typing import Any
 
 from penstock.errors import PlanError
+from penstock.lower import offload as offload_pass
+from penstock.lower import recompute as recompute_pass
 from penstock.plan import Plan, StageGraph
 from penstock.schedules import get_schedule
 from penstock.stage.pipeline_stage import PipelineStage
@@ -36,4 +40,32 @@ def placed(plan: Plan, stages: Sequence[PipelineStage]) -> Plan:
             f"rank {first.group_rank} holds stages {list(here)}, but {plan.name or 'the plan'} places {list(there)} there; "
             "make the stages for those"
         )
+    return plan
+
+
+def check_sparing(recompute: Any, offload: Any, offload_to: Any) -> None:
+    """Whether the options that make stages hold less say what they mean: words name a place for all stages."""
+    if isinstance(recompute, str):
+        raise PlanError(f"recompute={recompute!r}; expected True, stages, or {{stage: [microbatches]}}")
+    if not isinstance(offload, str):
+        return
+    if offload not in ("host", "disk"):
+        raise PlanError(f'offload={offload!r}; expected "host", "disk", True, stages, or {{stage: [microbatches]}}')
+    if offload == "disk" and offload_to is None:
+        raise PlanError('offload="disk" without a folder; expected offload_to="folder", where the files are to be')
+    if offload == "host" and isinstance(offload_to, str | PathLike):
+        raise PlanError(f'offload="host" and offload_to={str(offload_to)!r}; expected offload="disk", or no folder')
+
+
+def sparing(plan: Plan, recompute: Any, offload: Any) -> Plan:
+    """The plan with what the options `recompute` and `offload` ask for.
+
+    >>> from penstock.schedules import get_schedule
+    >>> print(*sparing(get_schedule("1f1b")(2, 2), [0], False).lines(), sep="\\n")
+    rank 0: 0F0 0F1 0R0 0B0 0R1 0B1
+    rank 1: 1F0 1B0 1F1 1B1
+    """
+    for change, stages in ((recompute_pass, recompute), (offload_pass, offload)):
+        if stages is not False:
+            plan = change(plan, None if stages is True or isinstance(stages, str) else stages)
     return plan

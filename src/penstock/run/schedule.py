@@ -15,8 +15,6 @@ from penstock.batch import merge_chunks, split_batch, split_target
 from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RanksDisagree, RunError, SplitError, StageError
 from penstock.lower import InTurn, ReceivePolicy
-from penstock.lower import offload as offload_pass
-from penstock.lower import recompute as recompute_pass
 from penstock.lower.chosen import Stages
 from penstock.plan import Placement, Plan, load
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
@@ -24,7 +22,7 @@ from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.meeting import boundaries_of, check_boundaries, facts_of, tended, transport_of
 from penstock.run.memory_watch import MemoryWatch
-from penstock.run.planning import placed, plan_of_recipe
+from penstock.run.planning import check_sparing, placed, plan_of_recipe, sparing
 from penstock.run.program import Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.replanning import agreed_plan
@@ -56,7 +54,7 @@ class Schedule:
     `recompute`          stages whose forward is run again before the backward instead of being held: True for all, a list of
                          stages, or ``{stage: [microbatches]}``. `penstock.recompute` does the same with a plan.
     `offload`            likewise, stages of which what the forward saved is moved away and back; to the memory of the host,
-                         or, with `offload_to="folder"`, to files there.
+                         or, with `offload_to="folder"`, to files there. "host" and "disk" say so for all stages.
     `ties`               parameters that several hand-made stages share: ``[tie([(0, "embed.weight"), (3, "head.weight")])]``;
                          the same on every rank. A captured model brings its own.
     """
@@ -81,7 +79,7 @@ class Schedule:
         seed: int = 0,
         dynamic: bool = False,
         recompute: Stages | bool = False,
-        offload: Stages | bool = False,
+        offload: Stages | bool | Literal["host", "disk"] = False,
         offload_to: str | PathLike[str] | Elsewhere | None = None,
         ties: Iterable[Any] = (),
     ) -> None:
@@ -96,6 +94,7 @@ class Schedule:
         self.steps = 0  # training steps done: a part of the key of random numbers
         self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec)
         self._given_plan = plan
+        check_sparing(recompute, offload, offload_to)
         self._holds_less = (recompute, offload)
         self._binding = Binding(
             receives,
@@ -124,11 +123,7 @@ class Schedule:
     @cached_property
     def plan(self) -> Plan:
         """What is computed, and in which order. `lowered_plan` is what is run."""
-        plan = placed(self.make_plan(), self.stages)
-        for change, stages in zip((recompute_pass, offload_pass), self._holds_less, strict=True):
-            if stages is not False:
-                plan = change(plan, None if stages is True else stages)
-        return plan
+        return sparing(placed(self.make_plan(), self.stages), *self._holds_less)
 
     def make_plan(self) -> Plan:
         """The plan of compute actions; a subclass may build its own."""
