@@ -50,8 +50,36 @@ def test_a_limit_is_kept_or_refused(lengths: list[int], count: int, slack: float
     try:
         found = group_rows(lengths, count, cost=lambda length: 1.0 + length**2, longest=longest)
     except SplitError:
+        assert longest < sum(lengths) / count + max(lengths), "with so much room every row finds a place"
         return
     assert max(sum(lengths[row] for row in rows) for rows in found.rows) <= longest * (1 + 1e-6)
+
+
+def can_be_kept(lengths: list[int], count: int, longest: float) -> bool:
+    """By trying all ways."""
+    return any(
+        max(sum(n for n, at in zip(lengths, places, strict=True) if at == group) for group in range(count)) <= longest
+        for places in product(range(count), repeat=len(lengths))
+    )
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 3), st.integers(1, 20))
+def test_small_cases_are_refused_only_if_there_is_no_way(lengths: list[int], count: int, longest: int) -> None:
+    count = min(count, len(lengths))
+    if not can_be_kept(lengths, count, longest):
+        with pytest.raises(SplitError, match="finds no room"):
+            group_rows(lengths, count, longest=longest)
+        return
+    found = group_rows(lengths, count, longest=longest)
+    assert sorted(row for rows in found.rows for row in rows) == list(range(len(lengths)))
+    assert all(found.rows)
+    assert max(sum(lengths[row] for row in rows) for rows in found.rows) <= longest
+
+
+def test_what_the_greedy_way_misses() -> None:
+    assert group_rows([3, 3, 2, 2, 2], 2, longest=6).rows == ((0, 1), (2, 3, 4))
+    many = group_rows([3, 3, 2, 2, 2] * 40, 80, longest=6)  # twice as many ways for each row: not all can be tried
+    assert {sum([3, 3, 2, 2, 2][row % 5] for row in rows) for rows in many.rows} == {6}
 
 
 def test_long_documents_among_short_ones() -> None:

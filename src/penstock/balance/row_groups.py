@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from penstock.errors import SplitError
 
 _ROUNDING = 1e-12
+_TRIES = 20_000  # rows put somewhere, while a way to keep to a limit is looked for: a fraction of a second
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,14 @@ def group_rows(
     for row in sorted(range(len(lengths)), key=lambda row: (-prices[row], -lengths[row], row)):
         fitting = [group for group in groups if group.length + lengths[row] <= room]
         if not fitting:
-            raise SplitError(
-                f"row {row} of length {lengths[row]} finds no room: {sum(lengths)} in {num_microbatches} microbatches of at most "
-                f"{longest:g}; allow more, or make more microbatches"
-            )
+            found = _packed(lengths, num_microbatches, room)
+            if found is None:
+                raise SplitError(
+                    f"row {row} of length {lengths[row]} finds no room: {sum(lengths)} in {num_microbatches} microbatches of at "
+                    f"most {longest:g}; allow more, or make more microbatches"
+                )
+            groups = [_Group(rows, sum(prices[r] for r in rows), sum(lengths[r] for r in rows)) for rows in found]
+            break
         least = min(fitting, key=lambda group: (group.cost, len(group.rows)))
         least.add(row, prices[row], lengths[row])
     _settle(groups, prices, lengths, room)
@@ -104,6 +109,49 @@ class _Group:
         self.rows.remove(row)
         self.cost -= price
         self.length -= length
+
+
+def _packed(lengths: Sequence[int], count: int, room: float) -> list[list[int]] | None:
+    """Some rows for each of the groups, none of which has more than `room`; None: no way was found.
+
+    The longest first, each into the fullest group that it fits into; if that ends in nothing, into the others one after another.
+    All ways are tried if the rows are few; of many rows as many ways as there is time for.
+    """
+    rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    groups: list[list[int]] = [[] for _ in range(count)]
+    sums = [0] * count
+    spare = count * room - sum(lengths)
+    tries = [] if spare < 0 else [_places(sums, lengths[rows[0]], room)]  # by row: the groups that it may still go to
+    left = _TRIES
+    while 0 < len(tries) <= len(rows) and left:
+        at = len(tries) - 1
+        if tries[at]:
+            left -= 1
+            place = tries[at].pop()
+            groups[place].append(rows[at])
+            sums[place] += lengths[rows[at]]
+            if at + 1 == len(rows):
+                break
+            shortest = lengths[rows[-1]]
+            lost = sum(room - total for total in sums if total + shortest > room)  # room that no row will fill
+            tries.append(_places(sums, lengths[rows[at + 1]], room) if lost <= spare else [])
+            continue
+        tries.pop()
+        if tries:  # the row before goes elsewhere
+            place = next(k for k, group in enumerate(groups) if group and group[-1] == rows[at - 1])
+            sums[place] -= lengths[groups[place].pop()]
+    if sum(map(len, groups)) < len(rows):
+        return None
+    for group in groups:
+        if not group:  # a group of more than one has a row to give
+            group.append(max(groups, key=len).pop())
+    return groups
+
+
+def _places(sums: Sequence[int], length: int, room: float) -> list[int]:
+    """The groups that a row fits into, the fullest last; of those that are equally full one."""
+    found = {total: place for place, total in enumerate(sums) if total + length <= room}
+    return [found[total] for total in sorted(found)]
 
 
 def _settle(groups: list[_Group], prices: Sequence[float], lengths: Sequence[int], room: float) -> None:
