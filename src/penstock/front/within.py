@@ -146,20 +146,19 @@ def _in_pieces(bare: Choice, pieces: int) -> Choice:
 def _evenly(sizes: Sequence[int], pieces: int) -> list[int]:
     """Where pieces of a list begin, so that the largest sum is the smallest.
 
-    >>> _evenly([4, 1, 1, 2, 3, 1], 3)
-    [0, 1, 4]
+    >>> _evenly([4, 1, 1, 2, 3, 1], 3), _evenly([0, 0, 9, 0], 4)
+    ([0, 1, 4], [0, 1, 2, 3])
     """
     sums = list(accumulate(sizes, initial=0))
-    best = [(total, [0]) for total in sums]  # for each end: the largest of the pieces up to it, and where they begin
-    for _ in range(1, pieces):
-        best = [
-            min(
-                ((max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut]) for cut in range(end)),
-                default=best[0],
-            )
-            for end in range(len(sums))
-        ]
-    return best[-1][1]
+    best = {
+        end: (total, [0]) for end, total in enumerate(sums)
+    }  # the largest of the pieces up to there, and where they begin
+    for piece in range(1, pieces):
+        best = {
+            end: min((max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut]) for cut in range(piece, end))
+            for end in range(piece + 1, len(sums))
+        }
+    return best[len(sizes)][1]
 
 
 def _candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Choice]:
