@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -403,6 +404,34 @@ def test_13_2_several_are_kept_and_the_last_whole_one_is_taken(tmp_path: Path) -
 
     with pytest.warns(UserWarning, match="trying the older checkpoint"):
         assert LocalWorld(2).run(read) == [({"number": 3}, 3)] * 2
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_13_2_ranks_with_different_errors_go_the_same_way(tmp_path: Path, damaged: int) -> None:
+    """One rank found its part damaged and went on to the older checkpoint; the other one raised what was wrong there."""
+    place = tmp_path / "checkpoint"
+
+    def write(transport: LocalTransport) -> None:
+        pipe, optimizer = make(transport)
+        for number in range(1, 3):
+            train(pipe, optimizer, range(number, number + 1))
+            pipe.save(place, optimizer=optimizer, keep=2)
+
+    LocalWorld(2).run(write)
+    flip(place / f"__{damaged}_0.distcp", 1500)
+
+    def read(transport: LocalTransport) -> str:
+        pipe, optimizer = make(transport)
+        data = Loader() if transport.rank != damaged else None  # which was not saved
+        with pytest.raises(StageError, match="saved without data") as caught:
+            pipe.load(place, optimizer=optimizer, data=data, or_older=True)
+        return str(caught.value)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        texts = LocalWorld(2).run(read)
+    assert len([one for one in told if "trying the older checkpoint" in str(one.message)]) == (damaged == 0)
+    assert all(("step-1" in text) == (damaged == 0) for text in texts), texts
 
 
 def test_13_2_a_state_that_is_refused_on_one_rank_changes_nothing(tmp_path: Path) -> None:

@@ -170,15 +170,20 @@ def _attempt(make: Callable[[], Any]) -> tuple[Exception | None, dict[str, Any]]
 
 
 def _value(what: str, raised: Exception | None, posts: list[dict[str, Any]]) -> list[Any]:
-    """The values; or this rank's own error, or that of another, as errors of penstock."""
+    """The values; or an error of the kind that the first rank which failed raised, since what every rank does next depends on it.
+
+    A rank whose own error is of that kind raises its own.
+    """
+    number, failed = next(((number, post) for number, post in enumerate(posts) if "error" in post), (0, None))
+    if failed is None:
+        return [post["value"] for post in posts]
+    if type(raised).__name__ != failed["kind"]:
+        raise _as_raised(
+            failed["kind"], f"rank {number} failed at {what}: {failed['kind']}: {failed['error']}"
+        ) from raised
     if isinstance(raised, PenstockError):
         raise raised
-    if raised is not None:
-        raise RunError(f"{what}: {type(raised).__name__}: {raised}") from raised
-    for number, post in enumerate(posts):
-        if "error" in post:
-            raise _as_raised(post["kind"], f"rank {number} failed at {what}: {post['kind']}: {post['error']}")
-    return [post["value"] for post in posts]
+    raise RunError(f"{what}: {failed['kind']}: {raised}") from raised
 
 
 def _as_raised(kind: str, message: str) -> PenstockError:
