@@ -26,7 +26,7 @@ from tests.accelerator.pipes import batch, block
 from tests.accelerator.pool import SimPool
 from tests.accelerator.test_boundaries_and_faults import MICROBATCHES, die, raised_in_steps, schedule_of, squares
 from tests.accelerator.test_device import loaded
-from tests.faults.test_heartbeat import NoNamespaces, cut_the_network, two_hosts
+from tests.faults.test_heartbeat import SHORT, NoNamespaces, cut_the_network, two_hosts
 from tests.gloo_pool import _free_port
 
 WITHIN = 15.0  # seconds, on a busy machine
@@ -136,7 +136,7 @@ def busy() -> None:
 
 
 def computing(device: torch.device) -> tuple[list[str], float]:
-    os.environ["PENSTOCK_HEARTBEAT"] = "0.5"
+    os.environ["PENSTOCK_HEARTBEAT"] = SHORT  # at which a rank that is stopped would be named
     try:
         return stepped(device, {1: busy}, steps=1)
     finally:

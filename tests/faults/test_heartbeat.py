@@ -6,6 +6,7 @@ whose store was on the other host stayed so for ever. SIGSTOP did the same on on
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -22,14 +23,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.comm import DistributedTransport
-from penstock.comm.pulse import heartbeat
+from penstock.comm import DistributedTransport, LocalWorld, beat
+from penstock.comm.pulse import Pulse, heartbeat
 from penstock.errors import PenstockError
 from penstock.run import ScheduleGPipe
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.faults.fragile import loss_fn, make_batch, make_modules
 from tests.gloo_pool import GlooPool
 
+SHORT = "0.5"  # the shortest heartbeat that there is
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 
 
@@ -54,9 +56,9 @@ def raised_in_steps(schedule: ScheduleGPipe, count: int, device: str = "cpu") ->
     return found
 
 
-def stopped_in_a_step(victim: int) -> tuple[list[str], float]:
+def stopped_in_a_step(victim: int, heartbeat: str) -> tuple[list[str], float]:
     """The victim stops itself in its second step; when all others have raised, rank 0 or 1 lets it go on."""
-    os.environ["PENSTOCK_HEARTBEAT"] = "1"
+    os.environ["PENSTOCK_HEARTBEAT"] = heartbeat
     rank = dist.get_rank()
     try:
         schedule, module = stepping(rank, 3)
@@ -79,10 +81,10 @@ def stopped_in_a_step(victim: int) -> tuple[list[str], float]:
         del os.environ["PENSTOCK_HEARTBEAT"]
 
 
-@pytest.mark.parametrize("victim", [1, 0])
-def test_a_stopped_rank_is_named_within_the_heartbeat(gloo_pool: GlooPool, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "heartbeat"), [(1, SHORT), (0, "1")])
+def test_a_stopped_rank_is_named_within_the_heartbeat(gloo_pool: GlooPool, victim: int, heartbeat: str) -> None:
     """Though the group would wait for 30 minutes; and the next step says that the job must be started again."""
-    results = gloo_pool.run(3, stopped_in_a_step, victim, group_timeout=1800.0)
+    results = gloo_pool.run(3, stopped_in_a_step, victim, heartbeat, group_timeout=1800.0)
     for rank, (found, seconds) in enumerate(results):
         if rank != victim:
             assert found[0].startswith(f"PeerFailed: rank {victim} failed: its process has been stopped for"), found
@@ -92,7 +94,7 @@ def test_a_stopped_rank_is_named_within_the_heartbeat(gloo_pool: GlooPool, victi
 
 def busy_in_a_step() -> list[str]:
     """Rank 1 computes for several heartbeats without ever letting go of Python's lock: it is busy, not lost."""
-    os.environ["PENSTOCK_HEARTBEAT"] = "0.3"
+    os.environ["PENSTOCK_HEARTBEAT"] = SHORT
     try:
         schedule, module = stepping(dist.get_rank(), 2)
         if dist.get_rank() == 1:
@@ -103,9 +105,10 @@ def busy_in_a_step() -> list[str]:
                 sum(range(number))
 
             def compute(module: Any, args: Any) -> None:
-                sum(range(10 * number))
+                handle.remove()
+                sum(range(20 * number))
 
-            module.register_forward_pre_hook(compute)
+            handle = module.register_forward_pre_hook(compute)
         return raised_in_steps(schedule, 1)
     finally:
         del os.environ["PENSTOCK_HEARTBEAT"]
@@ -115,7 +118,42 @@ def test_a_rank_that_computes_for_long_is_left_alone(gloo_pool: GlooPool) -> Non
     assert gloo_pool.run(2, busy_in_a_step) == [[""], [""]]
 
 
-@pytest.mark.parametrize("given", ["ten", "-1", "inf", "nan"])
+@pytest.fixture
+def stopped() -> Iterator[Pulse]:
+    """The heartbeat of a rank whose one peer is a process that is stopped."""
+    store = LocalWorld(2).transports[0].store
+    peer = subprocess.Popen(["sleep", "60"])
+    try:
+        os.kill(peer.pid, signal.SIGSTOP)
+        pulse = Pulse(0, store, patience=0.5, address=None)
+        space, _, _ = json.loads(store.get("process/0", 1.0))
+        store.set("process/1", json.dumps([space, peer.pid, beat.state_of(peer.pid)[1]]).encode())
+        pulse.watch([1])
+        yield pulse
+    finally:
+        peer.kill()
+        peer.wait(30)
+
+
+def test_a_heartbeat_is_heard_however_seldom_somebody_looks(stopped: Pulse) -> None:
+    """Whoever looked less than twice in a heartbeat began anew with each look: a short one was off."""
+    found, looks = None, 0
+    while found is None and looks < 20:
+        time.sleep(0.3)
+        found, looks = stopped.look(), looks + 1
+    assert found is not None
+    assert found.rank == 1
+    assert looks > 2
+
+
+def test_time_in_which_nobody_looked_does_not_count(stopped: Pulse) -> None:
+    """Then it was this process that was stopped, and the other one with it, perhaps."""
+    assert stopped.look() is None
+    time.sleep(1.2)
+    assert stopped.look() is None
+
+
+@pytest.mark.parametrize("given", ["ten", "-1", "inf", "nan", "0.4"])
 def test_a_heartbeat_that_is_no_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("PENSTOCK_HEARTBEAT", given)
     with pytest.raises(PenstockError, match="expected seconds such as 10"):

@@ -34,7 +34,6 @@ from penstock.comm.store import DistributedStore
 from penstock.comm.transport import FailureRecord
 from penstock.errors import PenstockError, ReplicaFailed, TransportError
 
-_TICK = 0.3  # seconds between looks at the others
 _GRACE = 0.5  # seconds that a process whose connection is lost may take to end
 
 
@@ -153,12 +152,12 @@ class HostGroup:
 
 def _watch(of: weakref.ref[HostGroup]) -> None:
     while (found := of()) is not None:
-        awake, steps = found._awake, found._steps
+        awake, steps, tick = found._awake, found._steps, found._pulse.tick
         if steps:
             with suppress(TransportError):
                 found._look()
         del found
-        awake.wait(_TICK) if not steps else time.sleep(_TICK)
+        awake.wait(tick) if not steps else time.sleep(tick)
 
 
 def host_group(group: dist.ProcessGroup) -> HostGroup:

@@ -33,6 +33,8 @@ from penstock.comm.transport import FailureRecord, Store
 from penstock.errors import PenstockError
 
 _BEATS = 5  # datagrams in a heartbeat: one or two may get lost
+_SHORTEST = 0.5  # seconds; a shorter heartbeat would be more looks than work
+_TICK = 0.3  # seconds between looks, at most
 _PATIENCE = 30.0  # seconds for the peers to say where they are
 
 
@@ -43,8 +45,10 @@ def heartbeat() -> float:
         seconds = float(given)
     except ValueError:
         seconds = -1.0
-    if not 0.0 <= seconds < float("inf"):
-        raise PenstockError(f"PENSTOCK_HEARTBEAT={given!r}; expected seconds such as 10, or 0 for no heartbeat")
+    if seconds != 0.0 and not _SHORTEST <= seconds < float("inf"):
+        raise PenstockError(
+            f"PENSTOCK_HEARTBEAT={given!r}; expected seconds such as 10, at least {_SHORTEST}, or 0 for no heartbeat"
+        )
     return seconds
 
 
@@ -64,6 +68,11 @@ class Pulse:
         self._socket: socket.socket | None = None  # hears of peers elsewhere, if there are any
         self._closing: Any = None
         store.set(f"process/{rank}", json.dumps([_processes(), os.getpid(), beat.state_of(os.getpid())[1]]).encode())
+
+    @property
+    def tick(self) -> float:
+        """Seconds between two looks: several in a heartbeat."""
+        return min(_TICK, self.patience / 10) if self.patience else _TICK
 
     def watch(self, peers: Iterable[int]) -> None:
         """Look after these peers from now on, as they do after this rank."""
@@ -100,9 +109,10 @@ class Pulse:
         """Who has been stopped or silent for longer than a heartbeat."""
         with self._lock:
             now = time.monotonic()
-            if now - self._looked > self.patience / 2:  # it is this process that was stopped, or busy: begin again
-                self._stopped.clear()
-                self._heard = {peer: (now, number) for peer, (_, number) in self._heard.items()}
+            unseen = now - self._looked - self.patience / 4
+            if unseen > 0.0:  # it is this process that was stopped, or busy: what it has not seen does not count
+                self._stopped = {peer: since + unseen for peer, since in self._stopped.items()}
+                self._heard = {peer: (when + unseen, number) for peer, (when, number) in self._heard.items()}
             self._looked = now
             self._ask_the_kernel(now)
             self._listen(now)

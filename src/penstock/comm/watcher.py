@@ -23,7 +23,7 @@ from penstock.comm.transport import NOBODY, FailureRecord, failure_key, meeting_
 from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import TransportError
 
-_TICK = 0.3  # seconds between looks at the store
+_TICK = 0.3  # seconds that a look at the store may take, and until the first
 _GRACE = 1.5  # seconds for a step to end by itself after a rank has left, before its connections are broken
 
 
@@ -86,11 +86,13 @@ class Watcher:
                     os.close(end)
 
     def _listen(self) -> None:
+        tick = _TICK
         while not self._stopping:
-            ready, _, _ = select.select([self._bell], [], [], _TICK)
+            ready, _, _ = select.select([self._bell], [], [], tick)
             transport = self._transport()
             if transport is None or self._stopping:
                 return
+            tick = transport.pulse.tick
             silent = transport.pulse.look()
             if silent is not None and self._epoch:
                 self._tell(transport, self._epoch, silent)
