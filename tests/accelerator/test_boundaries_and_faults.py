@@ -233,12 +233,17 @@ def test_a_rank_that_dies_or_stops_is_named_and_no_stream_stays_stuck(
         assert seconds < 20.0
 
 
-def leaves(device: torch.device, queues: str) -> list[str]:
-    """Rank 1 goes away between two steps."""
+def leaves(device: torch.device, queues: str, *, lost: bool = False) -> list[str]:
+    """Rank 1 goes away between two steps, perhaps since its device is lost."""
     schedule = schedule_of(device, block(dist.get_rank()), queues)
     found = raised_in_steps(schedule, device, 1)
     if dist.get_rank() == 1:
-        DistributedTransport.of(device=device).close()
+        transport = DistributedTransport.of(device=device)
+        if lost:
+            transport.device = torch.device("cuda")  # a device that cannot even be asked
+            with pytest.raises(RuntimeError, match="cuda"):
+                transport.close()
+        transport.close()
         return found
     found += raised_in_steps(schedule, device, 2)
     with suppress(RuntimeError):  # what was on an aborted communicator is lost, and the device says so
@@ -253,6 +258,16 @@ def test_a_rank_that_leaves_between_steps_is_named(sim: SimPool, mode: Mode, que
     for rank in (0, 2):
         assert told[rank][1].startswith("PeerFailed: rank 1 failed: it left after step 1"), told[rank]
         assert "tart the job again" in told[rank][2] or "rank 1 failed" in told[rank][2], told[rank]
+
+
+def leaves_without_a_device(device: torch.device) -> list[str]:
+    return leaves(device, "direction", lost=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device that is lost is one that this machine must not have")
+def test_a_rank_whose_device_is_lost_still_says_that_it_leaves(sim: SimPool) -> None:
+    told, _ = sim.run(2, "lazy", leaves_without_a_device)
+    assert told[1].startswith("PeerFailed: rank 1 failed: it left after step 1"), told
 
 
 def wakes_up(device: torch.device, queues: str) -> dict[str, Any]:

@@ -189,10 +189,12 @@ class AcceleratorTransport(DistributedTransport):
             way.abort()
 
     def close(self) -> None:
-        if not self._closed and not self._broken and self._ways:
-            with suppress(StepTimeout):  # what was issued may still be on its way to others
-                wait_for_device(self.device, _FAREWELL)
-        super().close()
+        try:
+            if not self._closed and not self._broken and self._ways:
+                with suppress(StepTimeout):  # what was issued may still be on its way to others
+                    wait_for_device(self.device, _FAREWELL)
+        finally:  # a device that fails says so, and the others hear all the same that this rank has left
+            super().close()
 
 
 class Control(Messages):

@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
@@ -277,8 +277,9 @@ _OF_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DistributedTra
 @atexit.register
 def close_all() -> None:
     """Close every transport of this process; done by itself when the program ends."""
-    for transport in list(_OPEN):
-        transport.close()
+    with ExitStack() as all_of_them:  # each of them, even if one raises
+        for transport in list(_OPEN):
+            all_of_them.callback(transport.close)
 
 
 def _look(kinds: KindsOfDevice, pulse: Pulse) -> FailureRecord | None:
