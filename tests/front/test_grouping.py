@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock import Pipeline
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.errors import SplitError, StageError
+from penstock.errors import PenstockError, SplitError, StageError
 from penstock.front import GroupRows
 
 LENGTHS = [9, 1, 1, 2, 8, 1, 2, 1]
@@ -47,7 +47,7 @@ def test_the_gradient_is_that_of_the_batch(schedule: str) -> None:
         return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}, result
 
     found = LocalWorld(2).run(rank)
-    assert asked == [8] * 4
+    assert asked == [8] * 5, "the rank that chooses a plan asks for the example; then each rank in each step"
     gradients = {name: grad for grads, _ in found for name, grad in grads.items()}
     assert gradients.keys() == dict(plain.named_parameters()).keys()
     for name, parameter in plain.named_parameters():
@@ -55,6 +55,27 @@ def test_the_gradient_is_that_of_the_batch(schedule: str) -> None:
     for _, result in found:
         torch.testing.assert_close(result.outputs, output, rtol=1e-12, atol=1e-14)
         assert result.loss == pytest.approx(loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("outputs", [None, "last"])
+def test_a_target_alone_is_refused_on_all_ranks(outputs: Any) -> None:
+    """Its rows would be in another order than those of the input; and so would the outputs be."""
+    model, x, y = example()
+
+    def rank(transport: LocalTransport) -> tuple[str, float]:
+        pipe = Pipeline(
+            copy.deepcopy(model), (x,), loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=4, profile=False,
+            group=transport, group_rows=lambda x: LENGTHS,
+        )  # fmt: skip
+        with pytest.raises(PenstockError) as caught:
+            pipe.step(*([] if transport.rank else [x]), target=y if transport.rank else None, outputs=outputs)
+        loss = pipe.step(x, target=y).loss  # the next one works
+        assert loss is not None
+        return str(caught.value), loss
+
+    for text, loss in LocalWorld(2).run(rank):
+        assert "Give them there too: step(x, target=y)" in text
+        assert loss == pytest.approx(nn.functional.mse_loss(model(x), y).item(), rel=1e-12)
 
 
 def test_what_cannot_be_grouped() -> None:

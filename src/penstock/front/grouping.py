@@ -44,6 +44,19 @@ class GroupRows:
             )
         return group_rows(lengths, num_microbatches, cost=self.cost, longest=self.longest)
 
+    def of_step(
+        self, num_microbatches: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, needed: bool
+    ) -> Grouped | None:
+        """The same of what a rank was given for a step; None if that is nothing. `needed`: it has a target, or outputs."""
+        if args or kwargs:
+            return self.grouped(num_microbatches, args, kwargs)
+        if needed:
+            raise SplitError(
+                "group_rows: step() without the model's arguments on a rank with a target, or with outputs; rows are grouped by "
+                "them. Give them there too: step(x, target=y)"
+            )
+        return None
+
 
 def in_groups(grouped: Grouped, value: Any) -> Any:
     """The value with every tensor of as many rows cut into these microbatches.

@@ -166,12 +166,21 @@ class Pipeline(OwnStages):
         self._check_call("step", target, outputs)
         losses: list[Tensor] = []
         grouped, keep = None, outputs is not None
-        if self._of_steps.group_rows is not None and (args or kwargs):
-            grouped = self._of_steps.group_rows.grouped(self._schedule.num_microbatches, args, kwargs)
+        problem: Exception | None = None  # all ranks hear of it in the step
+        if self._of_steps.group_rows is not None:
+            needed = target is not None or (keep and self.rank == self._last_rank)
+            try:
+                grouped = self._of_steps.group_rows.of_step(
+                    self._schedule.num_microbatches, args, kwargs, needed=needed
+                )
+            except Exception as error:  # noqa: BLE001  whatever the function of the user raises
+                problem = error
+        if grouped is not None:
             args, kwargs, target = in_groups(grouped, (args, kwargs, target))
 
         def attempt() -> Any:
             schedule = self._schedule
+            schedule.problem = problem
             schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
             measured = nullcontext() if self._replanner is None else self._replanner.around(schedule)
             with measured, self._memory.around(schedule, shapes_in((args, kwargs))):

@@ -23,10 +23,14 @@ class WeightedSchedule(Schedule):
 
     factor: float | Tensor = 1.0  # of the loss before the backward; the loss that is reported stays as it is
     spread: bool = False  # whether stages are DTensors over dimensions of a mesh beside dp and pp
+    problem: Exception | None = None  # what is wrong with this rank's batch: told to the other ranks in the step
     _shares: Sequence[Any] | None = None
     _copies: torch.Stream | None = None  # for copies of the batch to the device
 
     def _cut(self, given: Given, *, train: bool) -> StepInputs:
+        problem, self.problem = self.problem, None
+        if problem is not None:
+            raise problem
         inputs = super()._cut(given, train=train)
         device = self.stages[0].device
         if device.type != "cpu":  # the batch may be in host memory all the same
