@@ -72,7 +72,7 @@ def test_a_rank_that_leaves_is_named(gloo_pool: GlooPool) -> None:
 
 
 def test_a_stopped_rank_is_named(gloo_pool: GlooPool) -> None:
-    for rank, (found, _) in enumerate(gloo_pool.run(3, without_lines, stopped_in_a_step, 1)):
+    for rank, (found, _) in enumerate(gloo_pool.run(3, without_lines, stopped_in_a_step, 1, "1")):
         if rank != 1:
             assert found[0].startswith("PeerFailed: rank 1 failed: its process has been stopped for"), found
 
