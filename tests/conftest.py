@@ -26,4 +26,15 @@ settings.load_profile("penstock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the tests that are marked as long")
     parser.addoption("--device", default="sim", help="where tests/accelerator runs: sim, or a real one such as cuda")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes long, and of which a shorter test shows the better part, runs when asked for, and every week."""
+    if config.getoption("--long"):
+        return
+    for item in items:
+        found = item.get_closest_marker("long")
+        if found is not None:
+            item.add_marker(pytest.mark.skip(reason=f"runs with --long, and every week; meanwhile {found.args[0]}"))

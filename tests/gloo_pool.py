@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -200,6 +201,12 @@ def _work(job: Job) -> tuple[Any, str | None, str, int | None]:
         finally:
             close_all()
             dist.destroy_process_group()
+            if (
+                "torch.distributed.tensor" in sys.modules
+            ):  # it knows the groups of meshes of the same shape by their names
+                from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+                _clear_sharding_prop_cache()
             unusable = None
         pickle.dumps(value)
     except BaseException as error:  # noqa: BLE001 - reported to the test

@@ -35,6 +35,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.long("tests/compat/test_programs.py::test_torchrun")
 def test_torchrun(tmp_path: Path) -> None:
     given = environment(OUTPUT=str(tmp_path / "run"), PORT=str(free_port()))
     command = ["sh", str(LAUNCH / "torchrun.sh"), *SIZES, "--steps", "3", "--check-steps", "0"]

@@ -194,6 +194,7 @@ def replicated(folder: str) -> Any:
         return logs, again, trainer.pipe.plan.has(Op.R)
 
 
+@pytest.mark.long("replicas are tested below the Trainer, and the Trainer with one pipeline")
 def test_replicas_take_lines_of_changing_lengths_in_turn(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """Two replicas of two stages, three rows each: what one process makes of six."""
     _, expected = with_lines(transformers.Trainer, str(tmp_path / "plain"), batch=6)

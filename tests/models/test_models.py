@@ -42,7 +42,20 @@ class Captured:
     four: Pipe  # captured in training, without dropout: microbatches draw in another order than a loop does
 
 
-@pytest.mark.parametrize("entry", [pytest.param(entry, id=entry.name) for entry in MODELS])
+SIMILAR = {  # to one that is tested every time
+    **dict.fromkeys(("gpt_neox", "opt", "bloom"), "gpt2"),
+    **dict.fromkeys(("mistral", "qwen2", "qwen3", "gemma2", "phi3", "olmo"), "llama"),
+    **dict.fromkeys(("electra", "roberta", "distilbert"), "bert"),
+    "whisper": "bart",
+}
+
+
+def param(entry: Entry) -> Any:
+    like = SIMILAR.get(entry.name)
+    return pytest.param(entry, id=entry.name, marks=[] if like is None else pytest.mark.long(f"{like}, which is alike"))
+
+
+@pytest.mark.parametrize("entry", map(param, MODELS))
 def test_stages_train_like_the_model(entry: Entry, subtests: pytest.Subtests) -> None:
     """Captured once, cut into two and into four: what comes out and every gradient, one step with each schedule."""
     captured = _captured(entry)

@@ -137,6 +137,7 @@ def host(folder: Path, port: int, number: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.xdist_group("own")
+@pytest.mark.long("the same under penstock train")
 def test_under_torchrun_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path) -> None:
     (tmp_path / "elastic_job.py").write_text(JOB)
     folder, port = tmp_path / "run", _free_port()

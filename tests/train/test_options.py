@@ -138,6 +138,7 @@ def test_half_precision_with_a_scaled_loss_is_that_of_a_plain_loop(tmp_path: Pat
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.long("compiled stages in tests/parity/test_compiled.py")
 def test_compiled_stages_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     found = train(tmp_path, "--compile --compile-backend aot_eager --schedule zb-h1 --clip 0.5")
     losses, _ = plain(clip=0.5, accumulate=1, rate=lambda step: 1.0, dtype=None)

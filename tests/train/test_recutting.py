@@ -52,6 +52,7 @@ def build():
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.xdist_group("own")
+@pytest.mark.long("ranks as threads are cut anew")
 def test_a_run_is_cut_anew_for_a_slow_rank(tmp_path: Path) -> None:
     (tmp_path / "slow_rank.py").write_text(JOB)
     fixed = ("--microbatches", "4", "--schedule", "1f1b", "--no-measure", "--check-steps", "0", "--validate-every", "0")

@@ -46,6 +46,7 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
             subprocess.run([ip, "netns", "del", space], capture_output=True)
 
 
+@pytest.mark.long("torchrun on one host")
 def test_a_run_over_two_hosts(hosts: list[tuple[str, str, str]], tmp_path: Path) -> None:
     sizes = (
         *("--size", "tiny", "--steps", "4", "--batch", "8", "--microbatches", "4"),

@@ -7,6 +7,7 @@ until_it_fits(attempt, undo, pipe)         # the same, and the batch is done aga
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -71,6 +72,8 @@ def until_it_fits(attempt: Callable[[], Any], undo: Undo, pipe: Replannable) -> 
                 "another data-parallel replica failed at the end of this step; its error tells why"
             )
         told = str(error) if mine in short else f"rank {min(short)} of another replica ran out of memory"
+        error = None
+        gc.collect()  # an error and the frames that it went through may hold one another, and all that was saved in them
         pipe.run_plan(plan)
         if pipe.is_first:
             stages = sorted({stage_of(code) for codes in plan.codes for code in codes if code & OP == Op.R})
