@@ -79,6 +79,9 @@ def trained(transport: LocalTransport, folder: Path, slow: float, gain: float) -
     return losses, layers
 
 
+@pytest.mark.long(
+    "a busy machine makes equal ranks unequal; checkpoints into other cuts and cuts by unequal ranks have tests"
+)
 def test_a_slow_rank_gets_fewer_layers_and_the_losses_go_on(tmp_path: Path) -> None:
     even = LocalWorld(2).run(trained, tmp_path / "even", 1.0, 0.25)
     assert even[1][1] == [LAYERS // 2] * 6, "nobody is slow"
