@@ -26,7 +26,7 @@ class GroupRows:
         rows = GroupRows(lambda tokens: (tokens != PAD).sum(1), cost=attention(1024))
         pipe = Pipeline(model, (tokens,), group_rows=rows)
 
-    `cost` and `longest` are those of `penstock.balance.row_groups`.
+    `cost` and `longest` are those of `penstock.balance.group_rows`.
     """
 
     lengths: Callable[..., Sequence[int] | Tensor]
