@@ -151,8 +151,8 @@ def _may_offload(request: Request, ends: Ends) -> bool:
 def _copy_bandwidth(request: Request, ends: Ends) -> float:
     """How fast the slowest rank copies, while all do."""
     ends.gather("about to measure copies", None)
-    own = copy_bandwidth(ends.device, elsewhere(request.of_steps.offload_to))
-    return float(min(ends.gather("how fast each rank copies", own)))
+    place = elsewhere(request.of_steps.offload_to)
+    return float(min(ends.agree("how fast each rank copies", lambda: copy_bandwidth(ends.device, place))))
 
 
 def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[], Profile]) -> Choice:

@@ -9,10 +9,12 @@ import time
 
 import torch
 
+from penstock.comm.device_wait import wait_for_device
 from penstock.stage.offload import Elsewhere
 
 _SIZE = 8 << 20  # bytes of a copy
 _ROUNDS = 3
+_BOUND = 60.0  # seconds that one of them may take on a device
 
 
 def copy_bandwidth(device: torch.device, elsewhere: Elsewhere) -> float:
@@ -37,5 +39,5 @@ def _round_trip(flat: torch.Tensor, elsewhere: Elsewhere) -> float:
     begin.record()
     elsewhere.put(flat).back()
     end.record()
-    end.synchronize()
+    wait_for_device(flat.device, _BOUND)
     return max(begin.elapsed_time(end) / 1e3, 1e-9)
