@@ -97,6 +97,8 @@ class DressRehearsal:
                 self.hear(inbox.channel)
         if all(self.layouts[inbox.producer] is not None for inbox in run.inboxes):
             try:
+                if self.program.setting.adapters[run.stage.stage_index].sharded:
+                    raise CannotRehearse("its parameters are gathered as it runs")
                 found = rehearse(unwrap(run.module), run.compiled, *self.arguments(run))
             except CannotRehearse as error:
                 _log.debug("stage %d cannot be run without data: %s", run.stage.stage_index, error)

@@ -51,10 +51,7 @@ def rehearse(
 ) -> Rehearsal:
     """Run the module without data. What needs data (a branch on a value) raises CannotRehearse."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed.fsdp import FSDPModule
 
-    if any(isinstance(part, FSDPModule) for part in module.modules()):
-        raise CannotRehearse("it is under fully_shard, which gathers its parameters as it runs")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found = Rehearsal()
     rewind = remember(module, ())
