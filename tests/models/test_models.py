@@ -55,7 +55,7 @@ def param(entry: Entry) -> Any:
     return pytest.param(entry, id=entry.name, marks=[] if like is None else pytest.mark.long(f"{like}, which is alike"))
 
 
-@pytest.mark.parametrize("entry", map(param, MODELS))
+@pytest.mark.parametrize("entry", [param(entry) for entry in MODELS])
 def test_stages_train_like_the_model(entry: Entry, subtests: pytest.Subtests) -> None:
     """Captured once, cut into two and into four: what comes out and every gradient, one step with each schedule."""
     captured = _captured(entry)
