@@ -287,7 +287,15 @@ def test_links_and_a_file_of_costs(tmp_path: Path) -> None:
         json.loads(ok("search", "-p", "2", "-m", "3", "--costs", str(file), "--tries", "5", "--json"))["makespan"] < 21
     )
     assert "costs of 2 stages, the plan 4" in run("plan", "zbv", "-p", "2", "--costs", str(file)).output
-    assert "expected A-B=T or A>B=T" in run("plan", "1f1b", "--link", "6=7").output
+    for text in ("6=7", "0-1=e3", "0-1=-1", "0-1=nan", "0-1=1e999"):
+        assert "expected A-B=T or A>B=T" in run("plan", "1f1b", "--link", text).output
+    short = ("plan", "1f1b", "-p", "2", "-m", "1", "--json", "--link")
+    assert json.loads(ok(*short, "0-1=5e-1"))["makespan"] == json.loads(ok(*short, "0-1=.5"))["makespan"] == 7.0
+    beside = run("search", "-p", "2", "-m", "3", "--costs", str(file), "--backward-input", "2")
+    assert beside.exit_code == 2
+    assert "--backward-input beside --costs, which has all costs" in beside.output
+    front = json.loads(ok("search", "-p", "2", "-m", "3", "--costs", str(file), "--tries", "5", "--front", "--json"))
+    assert front["searched"]
 
 
 def test_search_says_what_memory_is_needed() -> None:

@@ -45,6 +45,12 @@ def test_limits_and_a_placement_of_ones_own() -> None:
     assert found.known == ()
 
 
+def test_work_that_takes_no_time_has_no_gap() -> None:
+    found = front(2, 2, Costs.per_rank(num_stages=2, forward=0.0, backward_input=0.0, backward_weight=0.0), tries=2)
+    assert [point.gap for point in found.searched] == [0.0]
+    assert {point.gap for point in found.known} == {None}
+
+
 def test_the_chart_escapes_its_texts_and_marks_every_point() -> None:
     marks = [Dot(1.0, 3.0, "<b>", False), Dot(2.0, 2.0, "searched", True), Dot(3.0, 1.0, "searched", True)]
     root = ET.fromstring(front_svg(marks, title="a & b"))

@@ -41,6 +41,7 @@ def profiled(*, stages_per_rank: int, num_ranks: int = 8) -> Costs:
     times=TIMES,
     latency=st.floats(0.0, 2.0),
     room=st.floats(1.0, 8.0),
+    kept=st.sampled_from([0.0, 0.5, 1.0, 1.5]),
     placement=st.sampled_from(["loop", "v", None]),
 )
 def test_any_costs_and_any_limit_that_holds_a_microbatch(
@@ -50,6 +51,7 @@ def test_any_costs_and_any_limit_that_holds_a_microbatch(
     times: list[float],
     latency: float,
     room: float,
+    kept: float,
     placement: str | None,
 ) -> None:
     count = num_ranks * per_rank
@@ -59,11 +61,13 @@ def test_any_costs_and_any_limit_that_holds_a_microbatch(
         tuple(times[6 : 6 + count]),
         tuple(times[12 : 12 + count]),
         held_to_input=held,
-        held_to_weight=tuple(size / 2 for size in held),
+        held_to_weight=tuple(kept * size for size in held),
         latency=latency,
     )
     kinds = [Placement.loop(num_ranks, per_rank), Placement.v(num_ranks, per_rank)]
-    limit = room * max(sum(held[s] for s in kind.stages_of(r)) for kind in kinds for r in range(num_ranks))
+    limit = (
+        room * max(1.0, kept) * max(sum(held[s] for s in kind.stages_of(r)) for kind in kinds for r in range(num_ranks))
+    )
     found = search(num_ranks, num_microbatches, costs, memory_limit=limit, placement=placement, tries=8)  # type: ignore[arg-type]
     check(found.plan)
     check(lower(found.plan), sends="blocking")
@@ -275,6 +279,7 @@ def test_progress_is_told() -> None:
     ("arguments", "words"),
     [
         ({"memory_limit": 0.5}, "memory_limit=0.5 on rank 0, whose stages hold 1 for a single microbatch"),
+        ({"memory_limit": float("nan")}, "memory_limit=nan on rank 0"),
         ({"memory_limit": (1.0, 2.0)}, "memory_limit has 2 numbers for 4 ranks"),
         ({"placement": "zigzag"}, "placement='zigzag'; expected 'loop', 'v' or a Placement"),
         ({"placement": Placement.loop(2)}, "a placement of 2 stages on 2 ranks; expected 4"),
@@ -285,3 +290,17 @@ def test_errors_teach(arguments: dict[str, object], words: str) -> None:
         search(4, 8, Costs.per_rank(num_stages=4), **arguments)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="costs of 5 stages for 4 ranks"):
         search(4, 8, Costs.per_rank(num_stages=5))
+    with pytest.raises(PlanError, match="a rank holds 2 for a single microbatch while its weight gradients are owed"):
+        search(4, 8, Costs.per_rank(num_stages=4, held_to_weight=2.0), memory_limit=1.5, tries=5)
+
+
+def test_memory_counts_down_to_the_last_whole_activation() -> None:
+    costs = Costs.per_rank(num_stages=4)
+    floors = [floor(SearchJob.of(Placement.loop(4), 8, costs, limit)) for limit in (2.0, 2.5, 2.99, 3.0)]
+    assert floors[0] == pytest.approx(floors[1]) == pytest.approx(floors[2])
+    assert floors[3] < 0.95 * floors[0]
+
+
+def test_the_largest_microbatch_has_its_whole_way_to_go() -> None:
+    costs = replace(Costs.per_rank(num_stages=4), microbatches=(1.0, 8.0, 1.0))
+    assert floor(SearchJob.of(Placement.loop(4), 3, costs, None)) >= 8 * 9

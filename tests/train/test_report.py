@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from penstock.balance import LayerCost, Profile
 from penstock.cli.main import main
 from penstock.front.choose import Choice, Wishes, choose
 from penstock.lower import lower
-from penstock.simulate import simulate
+from penstock.simulate import load_costs, simulate
 from penstock.stage.held import Held
 from penstock.train import run_report
 from penstock.train.report_page import loss_curve
@@ -141,3 +142,19 @@ def test_the_command_that_explains(tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, ["explain", str(tmp_path)])
     assert refused.exit_code == 1
     assert "has no report.json" in refused.output
+
+
+def test_a_report_becomes_a_file_of_costs(tmp_path: Path) -> None:
+    run_report.write(tmp_path / "run", made_data())
+    file = tmp_path / "costs.json"
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--costs", str(file)])
+    assert done.exit_code == 0, done.output
+    costs, measured = load_costs(file), run_report._timeline_from_json(run_report.read(tmp_path / "run")["measured"])
+    assert simulate(measured.plan, costs).makespan == pytest.approx(measured.makespan, rel=0.05)
+    plan = measured.plan
+    sizes = ["-p", str(plan.num_ranks), "-m", str(plan.num_microbatches), "--costs", str(file), "--json"]
+    shown = CliRunner().invoke(main, ["compare", *sizes])
+    assert shown.exit_code == 0, shown.output
+    assert {one["stages"] for one in json.loads(shown.output)} == {plan.num_stages}
+    searched = CliRunner().invoke(main, ["search", *sizes, "--tries", "5"])
+    assert searched.exit_code == 0, searched.output

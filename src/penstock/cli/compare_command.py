@@ -40,8 +40,8 @@ def command(
     """Time all schedules with the same sizes and costs: a table, the shortest makespan first.
 
     Times are per rank and microbatch; without --stages-per-rank each schedule gets the number that suits it, with it
-    only those that allow that number are compared. What has no backward comes last. The memory is in units of one
-    rank's activations for one microbatch.
+    (or with --costs, whose file says how many stages there are) only those that allow that number are compared. What has
+    no backward comes last. The memory is in units of one rank's activations for one microbatch.
 
     \b
     Example:
@@ -58,6 +58,7 @@ def command(
     from penstock.show.numbers import summary
     from penstock.simulate import simulate
 
+    stages_per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
     timelines = []
     for recipe in all_schedules():
         if stages_per_rank is not None and recipe.stages_per_rank not in (None, stages_per_rank):

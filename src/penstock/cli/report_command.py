@@ -9,13 +9,24 @@ import click
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-def command(folder: Path) -> None:
+@click.option(
+    "--costs",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE.json",
+    help="Write what its stages, messages and microbatches cost as measured, for --costs of plan, compare and search.",
+)
+def command(folder: Path, *, costs: Path | None) -> None:
     """Make report.html of a training run again, from the figures in its output FOLDER.
 
     \b
-    Example:
+    Examples:
       penstock report runs/train
+      penstock report runs/train --costs costs.json
     """
-    from penstock.train.run_report import rewrite
+    from penstock.train.run_report import costs_of_run, rewrite
 
+    if costs is not None:
+        from penstock.simulate import dump_costs
+
+        dump_costs(costs_of_run(folder), costs)
     click.echo(str(rewrite(folder)))

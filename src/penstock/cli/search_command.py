@@ -36,6 +36,12 @@ _FIRST: Final = 0.15  # the share of the tries in which each number of stages a 
     "--tries", type=click.IntRange(min=1), metavar="N", help="Schedules to make and time.  [default: about ten seconds]"
 )
 @click.option(
+    "--exact",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="N",
+    help="Then let an exact solver go on and prove, for about so many seconds a placement; needs penstock[solver].",
+)
+@click.option(
     "--front", "whole_front", is_flag=True, help="Search a dozen limits of memory: what memory buys in time, as a list."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same schedule.")
@@ -50,6 +56,7 @@ def command(
     memory: float | None,
     placement: Literal["loop", "v"] | None,
     tries: int | None,
+    exact: float | None,
     whole_front: bool,
     seed: int,
     as_json: bool,
@@ -62,38 +69,39 @@ def command(
     --stages-per-rank 1, 2 and 4 are tried, and the search goes on with the best of them. The result comes with a floor,
     which no schedule with as many stages and as much memory can beat, and the gap to it: at 0 % it is proved to be the
     best there is. --front gives the Pareto list of memory against makespan instead, beside all known schedules with as many
-    stages (two a rank unless said otherwise); --svg and --html draw it.
+    stages (two a rank unless said otherwise); --svg and --html draw it. With --exact CP-SAT of OR-Tools goes on from
+    the best that was found: it may find a better one, and raises the floor; small ones it proves to the end.
 
     \b
     Examples:
       penstock search -p 8 -m 24 -v 4 --memory 16 --forward 18.5 --backward-input 18.1 --backward-weight 9.3
       penstock search --memory 8 -o plan.csv --html plan.html
       penstock search -p 8 -m 24 -v 2 --front --html front.html
+      penstock search -p 3 -m 4 -v 1 --memory 2 --tries 50 --exact 2
     """
     from penstock.plan import dump
     from penstock.show.numbers import percent, summary, time_text
-    from penstock.simulate import load_costs
 
     if whole_front:
         if memory is not None or output is not None or given["trace"] is not None:
             raise click.UsageError("--front searches many limits; leave out --memory, --output and --trace")
-        costs = shared.read_costs(ranks * (stages_per_rank or 2), stages_per_rank or 2, given)
+        per_rank = stages_per_rank or shared.stages_in_file(given, ranks) or 2
+        costs = shared.read_costs(ranks * per_rank, per_rank, given)
         count = tries or max(50, _EFFORT // (24 * costs.num_stages * microbatches))
-        _front(ranks, microbatches, costs, given, as_json=as_json, placement=placement, tries=count, seed=seed)
+        wishes = {"placement": placement, "tries": count, "exact": exact, "seed": seed}
+        _front(ranks, microbatches, costs, given, as_json=as_json, **wishes)
         return
     wishes = {"memory_limit": memory, "placement": placement, "seed": seed}
 
-    def searched(per_rank: int, share: float) -> Searched:
+    def searched(per_rank: int, share: float, **more: Any) -> Searched:
         costs = shared.read_costs(ranks * per_rank, per_rank, given)
         wanted = tries or max(50, _EFFORT // (3 * costs.num_stages * microbatches))
-        return _search(ranks, microbatches, costs, tries=max(1, round(wanted * share)), **wishes)
+        return _search(ranks, microbatches, costs, tries=max(1, round(wanted * share)), **wishes, **more)
 
-    several = [stages_per_rank] if stages_per_rank else [*_STAGES_PER_RANK]
-    if given["costs_file"] is not None and stages_per_rank is None:
-        several = [max(1, load_costs(given["costs_file"]).num_stages // ranks)]
-    if len(several) > 1:
-        several = [min(several, key=lambda per_rank: searched(per_rank, _FIRST).makespan)]
-    found = searched(several[0], 1.0)
+    per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
+    if per_rank is None:
+        per_rank = min(_STAGES_PER_RANK, key=lambda count: searched(count, _FIRST).makespan)
+    found = searched(per_rank, 1.0, exact=exact)
     timeline = found.timeline
     if output is not None:
         dump(found.plan, output)
@@ -104,7 +112,7 @@ def command(
         return
     shared.print_timeline(timeline, as_json=False)
     best = "the best there is" if found.gap < 1e-9 else f"at most {percent(found.gap)} from the best"
-    known = "" if found.origin == "search" else f"; it is the known schedule {found.origin}"
+    known = "" if found.origin in ("search", "solver") else f"; it is the known schedule {found.origin}"
     click.echo(f"floor     {time_text(found.floor)}: this one is {best}{known}")
 
 
@@ -149,7 +157,7 @@ def _front(ranks: int, microbatches: int, costs: Costs, given: dict[str, Any], *
         return
     click.echo(f"{title}\n{'memory':>10}{'makespan':>12}{'bubble':>9}{'to floor':>10}  schedule")
     for point in sorted((*found.searched, *found.known), key=lambda point: (point.memory, point.makespan)):
-        gap = "-" if point.floor is None else percent(max(0.0, point.makespan / point.floor - 1))
+        gap = "-" if point.gap is None else percent(point.gap)
         click.echo(
             f"{memory_text(point.memory):>10}{time_text(point.makespan):>12}{percent(point.bubble):>9}{gap:>10}  {point.name}"
             f"{' *' if point in found.searched else ''}"

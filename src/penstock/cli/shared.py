@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from penstock.plan.text import LIMIT
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.simulate import Costs, Link, Timeline
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_LINK: Final = re.compile(r"(\d{1,6})([->])(\d{1,6})=(\d{1,15}(?:\.\d{1,15})?)")
+_LINK: Final = re.compile(r"(\d{1,6})([->])(\d{1,6})=(\d{0,15}\.?\d{1,15}(?:e-?\d{1,2})?)", re.IGNORECASE)
 _TIME: Final = click.FloatRange(min=0)
 _MOST_SHOWN: Final = 20_000  # actions that somebody may still want to scroll through
 _OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
@@ -122,7 +123,15 @@ def read_costs(num_stages: int, stages_per_rank: int, given: dict[str, Any]) -> 
 
     from penstock.simulate import Costs, load_costs
 
+    names = ("forward", "backward_input", "backward_weight", "latency")
     if given["costs_file"] is not None:
+        context = click.get_current_context()
+        beside = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if beside:
+            raise click.UsageError(
+                f"--{beside[0].replace('_', '-')} beside --costs, which has all costs; expected one of the two "
+                "(--link may stand beside it)"
+            )
         costs = load_costs(given["costs_file"])
         if costs.num_stages != num_stages:
             raise click.UsageError(
@@ -130,11 +139,17 @@ def read_costs(num_stages: int, stages_per_rank: int, given: dict[str, Any]) -> 
                 "say how many with --stages-per-rank, or choose another schedule"
             )
     else:
-        names = ("forward", "backward_input", "backward_weight", "latency")
         costs = Costs.per_rank(
             num_stages=num_stages, stages_per_rank=stages_per_rank, **{name: given[name] for name in names}
         )
     return replace(costs, links=(*costs.links, *_links(given["links"]))) if given["links"] else costs
+
+
+def stages_in_file(given: dict[str, Any], ranks: int) -> int | None:
+    """How many stages a rank the file of costs has; None: there is no file."""
+    from penstock.simulate import load_costs
+
+    return None if given["costs_file"] is None else max(1, load_costs(given["costs_file"]).num_stages // ranks)
 
 
 def _links(texts: tuple[str, ...]) -> list[Link]:

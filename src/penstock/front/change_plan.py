@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.errors import PlanError
 from penstock.front.build import Built
 from penstock.plan import Plan
 from penstock.run.planning import sparing
@@ -51,15 +52,18 @@ class Replanner:
         """One made to measure, which holds no more than the plan of now; a few tries, since the other ranks wait."""
         assert self.costs is not None, "measured before anything is searched"
         room = list(simulate(plan, self.costs).peak_memory)
-        found = search(
-            plan.num_ranks,
-            plan.num_microbatches,
-            self.costs,
-            memory_limit=room,
-            placement=plan.placement,
-            graph=plan.graph,
-            tries=_TRIES,
-        )
+        try:
+            found = search(
+                plan.num_ranks,
+                plan.num_microbatches,
+                self.costs,
+                memory_limit=room,
+                placement=plan.placement,
+                graph=plan.graph,
+                tries=_TRIES,
+            )
+        except PlanError:  # backwards in one piece may hold less than any that is split
+            return []
         return [found.plan]
 
 

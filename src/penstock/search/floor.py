@@ -17,8 +17,12 @@ from the last forward may be one and the same time, and only the larger counts.
 With unit costs, two stages a rank as a V and room for k activations, the rank at the turn is idle for 3 p - k slots at the
 beginning and for 3 p - 2 k - 1 at the end: the bound 6 m + 6 p - 3 k - 1 of arXiv 2405.15362.
 
+*Alone*, every microbatch has its whole way to go, so none ends before the largest could with all ranks to itself.
+
 *All the time* a rank holds no more than its memory, and each microbatch stays for as long as its way to the end and back takes.
 Memory times time is therefore at least the sum over all microbatches.
+
+Where all that is held has a common measure, the memory counts down to the last whole one: 2.5 activations are two.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from itertools import accumulate
 from math import inf
 
 from penstock.search.job import SearchJob
+from penstock.search.whole_numbers import within
 
 _Item = tuple[float, float]  # the time that it takes, the memory that it needs
 
@@ -48,11 +53,11 @@ def floor(job: SearchJob) -> float:
 
 @dataclass(frozen=True)
 class _Ways:
-    """How long the fastest microbatch takes along its chain. One number for each link."""
+    """How long microbatches take along their chain: `before` and `after` are those of the fastest, one number for each link."""
 
     before: tuple[float, ...]  # from the beginning until it may begin the link
     after: tuple[float, ...]  # from the end of the link until its last weight gradient, on the first stage, is over
-    alone: float  # all of it
+    alone: float  # all of it, for the slowest
     stay: tuple[float, ...]  # by stage and microbatch: from the begin of the forward to the end of the input gradient
     forward: tuple[float, ...]  # by stage and microbatch: the time of each op
     back: tuple[float, ...]
@@ -61,12 +66,12 @@ class _Ways:
     @classmethod
     def of(cls, job: SearchJob) -> _Ways:
         size, half = job.num_microbatches, job.placement.num_stages
-        forward, back, weight = _least_times(job)
+        forward, back, weight = least_times(job)
         stages = job.stage_of_link
         before: list[list[float]] = []
         after: list[list[float]] = []
         stay = [0.0] * (half * size)
-        alone = inf
+        alone = 0.0
         for number in range(size):
             times = [(forward if link < half else back)[s * size + number] for link, s in enumerate(stages)]
             steps = [time + job.crossing[link * size + number] for link, time in enumerate(times)]
@@ -74,7 +79,7 @@ class _Ways:
             begins = [0.0, *accumulate(steps)][:-1]
             before.append(begins)
             after.append([total - begin - time for begin, time in zip(begins, times, strict=True)])
-            alone = min(alone, total)
+            alone = max(alone, total)
             for stage in range(half):
                 mirror = 2 * half - 1 - stage
                 stay[stage * size + number] = begins[mirror] + times[mirror] - begins[stage]
@@ -82,7 +87,7 @@ class _Ways:
         return cls(first, last, alone, tuple(stay), forward, back, weight)
 
 
-def _least_times(job: SearchJob) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+def least_times(job: SearchJob) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """By stage and microbatch, what F, I and W take at least: a backward in one piece, or a fused pair, may take less."""
     costs, size, half = job.costs, job.num_microbatches, job.placement.num_stages
     forward, back, weight = [], [], []
@@ -102,10 +107,11 @@ def _least_times(job: SearchJob) -> tuple[tuple[float, ...], tuple[float, ...], 
 
 
 def _of_rank(job: SearchJob, ways: _Ways, rank: int) -> float:
-    size, half, limit = job.num_microbatches, job.placement.num_stages, job.limits[rank] * (1 + 1e-9)
+    size, half = job.num_microbatches, job.placement.num_stages
     stages = job.placement.stages_of(rank)
     cells = [stage * size + number for stage in stages for number in range(size)]
     held, kept = job.held, job.kept
+    limit = within(job.limits[rank], (one for cell in cells for one in (held[cell], kept[cell]))) * (1 + 1e-9)
 
     def forwards_of(stage: int) -> list[_Item]:
         return [(ways.forward[cell], held[cell]) for cell in range(stage * size, stage * size + size)]

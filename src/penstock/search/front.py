@@ -26,6 +26,13 @@ class Point(NamedTuple):
     floor: float | None  # what no schedule with so much memory can beat; None: nobody asked
     plan: Plan
 
+    @property
+    def gap(self) -> float | None:
+        """How much longer it takes than the floor, as a share of it; None: nobody asked."""
+        if self.floor is None:
+            return None
+        return max(0.0, self.makespan / self.floor - 1) if self.floor else 0.0
+
 
 class Front(NamedTuple):
     """`searched`: each is faster than all with less memory. `known`: every known schedule for as many stages.
@@ -45,13 +52,15 @@ def front(
     limits: Sequence[float] | None = None,
     placement: Placement | Literal["loop", "v"] | None = None,
     tries: int = 200,
+    exact: float | None = None,
     seed: int = 0,
     progress: Callable[[Point], object] | None = None,
 ) -> Front:
     """The Pareto list of memory against makespan.
 
     `limits` are what each rank may hold, one search for each; without them, a dozen from a single microbatch to the memory
-    of 1F1B, and what the known schedules hold, up to twice that.
+    of 1F1B, and what the known schedules hold, up to twice that. `exact` is the effort of the exact solver for each, as in
+    `search`.
 
     >>> costs = Costs.per_rank(num_stages=4, stages_per_rank=2)
     >>> [(point.memory, point.makespan) for point in front(2, 4, costs, limits=(1, 2, 4), tries=20).searched]
@@ -62,11 +71,18 @@ def front(
     searched: list[Point] = []
     for limit in sorted(limits) if limits is not None else _levels(placements, costs, known):
         found = search(
-            num_ranks, num_microbatches, costs, memory_limit=limit, placement=placement, tries=tries, seed=seed
+            num_ranks,
+            num_microbatches,
+            costs,
+            memory_limit=limit,
+            placement=placement,
+            tries=tries,
+            exact=exact,
+            seed=seed,
         )
         timeline = found.timeline
         if not searched or timeline.makespan < searched[-1].makespan * (1 - 1e-9):
-            name = "searched" if found.origin == "search" else found.origin
+            name = "searched" if found.origin in ("search", "solver") else found.origin
             held = max(timeline.peak_memory)
             searched.append(Point(held, found.makespan, timeline.bubble_makespan, name, found.floor, found.plan))
             if progress is not None:
@@ -92,7 +108,8 @@ def _levels(placements: Iterable[Placement], costs: Costs, known: Sequence[Point
     ranks, least = 1, 0.0
     for placement in placements:
         ranks = placement.num_ranks
-        held = (sum(costs.held_to_input[stage] for stage in placement.stages_of(rank)) for rank in range(ranks))
+        most = [*map(max, costs.held_to_input, costs.held_to_weight)]
+        held = (sum(most[stage] for stage in placement.stages_of(rank)) for rank in range(ranks))
         least = max(least, max(costs.microbatches or (1.0,)) * max(held))
     even = [least * (1 + (ranks - 1) * step / (_LEVELS - 1)) for step in range(_LEVELS)]
     levels = (*even, *(point.memory for point in known))

@@ -16,7 +16,7 @@ from math import inf
 from penstock.errors import PlanError
 from penstock.plan import Placement
 from penstock.plan.actions import backward_input, backward_weight, forward
-from penstock.simulate import Costs
+from penstock.simulate import Costs, Timeline
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SearchJob:
         largest = max(costs.microbatches or (1.0,))
         for rank in ranks:
             least = largest * sum(costs.held_to_input[stage] for stage in placement.stages_of(rank))
-            if limits[rank] < least * (1 - 1e-9):
+            if not limits[rank] >= least * (1 - 1e-9):  # nor is nan
                 raise PlanError(
                     f"memory_limit={limits[rank]:g} on rank {rank}, whose stages hold {least:g} for a single microbatch; "
                     "give more, cut the microbatches smaller, or spread the stages over more ranks"
@@ -59,6 +59,10 @@ class SearchJob:
     @cached_property
     def num_links(self) -> int:
         return 2 * self.placement.num_stages
+
+    def holds(self, timeline: Timeline) -> bool:
+        """Whether no rank ever holds more than it may."""
+        return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, self.limits, strict=True))
 
     @cached_property
     def num_tasks(self) -> int:
@@ -139,6 +143,13 @@ class SearchJob:
     def kept(self) -> tuple[float, ...]:
         """By task: what its stage still holds from the input gradient to the weight gradient."""
         return self._per_task(lambda link: self.costs.held_to_weight[self.stage_of_link[link]])
+
+    @cached_property
+    def reserved(self) -> tuple[float, ...]:
+        """By task: the memory without which the list scheduler begins no forward. What is kept for the weight gradient may be
+        more than what was held before, and there must be room for it then.
+        """
+        return tuple(map(max, self.held, self.kept))
 
     @cached_property
     def codes(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from math import inf
 
 from penstock.plan import Plan, StageGraph
 from penstock.schedules import all_schedules, generalised_interleaved
+from penstock.search.exact import solve
 from penstock.search.floor import floor
 from penstock.search.job import SearchJob
 from penstock.search.listing import list_schedule
@@ -36,7 +37,7 @@ class Searched:
     plan: Plan
     costs: Costs
     floor: float  # no schedule with these costs, this memory and the placements that were tried ends before
-    origin: str  # "search", or the name of the known schedule that nothing surpassed
+    origin: str  # "search", "solver", or the name of the known schedule that nothing surpassed
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -68,6 +69,7 @@ class Lane:
         self.job, self.graph = job, graph
         self.bound = floor(job)
         self.end = inf
+        self.best: Searched | None = None
         self.elite: dict[type[Pattern], list[LaneEntry]] = {}  # by family; the shortest first
         self.rng = random.Random(seed)
 
@@ -75,9 +77,8 @@ class Lane:
         """The known schedules that fit the memory."""
         for plan in self._plans:
             found = Searched(plan, self.job.costs, self.bound, plan.name)
-            peaks = zip(found.timeline.peak_memory, self.job.limits, strict=True)
-            if found.makespan < self.end and all(peak <= limit * (1 + 1e-9) for peak, limit in peaks):
-                self.end = found.makespan
+            if found.makespan < self.end and self.job.holds(found.timeline):
+                self.end, self.best = found.makespan, found
                 yield found
 
     @cached_property
@@ -109,6 +110,8 @@ class Lane:
             parent = None
             pattern = next(seeds, None)
             if pattern is None:
+                if not self.elite:
+                    return  # not even one microbatch after another fits
                 parent = self._any_entry()
                 pattern = parent.pattern.shaken(self.job, self.rng)
             listing = list_schedule(self.job, pattern.urgency(self.job))
@@ -121,7 +124,21 @@ class Lane:
                 plan = Plan(
                     self.job.placement, self.graph, self.job.num_microbatches, listing.codes(self.job), "searched"
                 )
-                yield Searched(plan, self.job.costs, self.bound, "search")
+                self.best = Searched(plan, self.job.costs, self.bound, "search")
+                yield self.best
+
+    def solve(self, effort: float, seed: int) -> Iterator[Searched]:
+        """Let the exact solver go on from the best so far: it may give a better one, and raises the floor of the lane."""
+        assert self.best is not None, "searched before"
+        solved = solve(self.job, self.best.timeline, floor=self.bound, effort=effort, seed=seed)
+        self.bound = min(solved.floor, self.end)
+        if solved.codes is None:
+            return
+        plan = Plan(self.job.placement, self.graph, self.job.num_microbatches, solved.codes, "searched")
+        found = Searched(plan, self.job.costs, self.bound, "solver")
+        if found.makespan < self.end * (1 - 1e-12) and self.job.holds(found.timeline):
+            self.end, self.best = found.makespan, found
+            yield found
 
     def _any_entry(self) -> LaneEntry:
         """Every other time of the best family, otherwise of any; the better ones more often."""

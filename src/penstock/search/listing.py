@@ -54,7 +54,7 @@ def list_schedule(job: SearchJob, urgency: Urgency) -> Listing | None:
     One long function, because the search is as good as it is fast: every name in the loop is a local one.
     """
     size, num_tasks, half = job.num_microbatches, job.num_tasks, job.num_tasks // 2
-    times, weight_times, crossing, held, kept = job.time, job.weight_time, job.crossing, job.held, job.kept
+    times, weight_times, crossing, held, kept = job.time, job.weight_time, job.crossing, job.reserved, job.kept
     rank_of_link, backward_links = job.rank_of_link, job.backward_links
     keys, patience, hold = urgency.keys, urgency.patience, urgency.hold * job.pace
     ranks = range(job.placement.num_ranks)

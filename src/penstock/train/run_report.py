@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.errors import PenstockError
 from penstock.front import Choice, Pipeline
@@ -20,12 +20,13 @@ from penstock.front.memory_view import Memory, RankMemory
 from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.show import against
 from penstock.show.what_if import WhatIf, explained
-from penstock.simulate import Costs, Timeline, simulate
+from penstock.simulate import Costs, Timeline, measured_costs, simulate
 from penstock.train.report_page import render
 from penstock.train.train_options import read_json
 from penstock.train.unpipelined import Checked
 
 REPORT, PAGE = "report.json", "report.html"
+_Made = TypeVar("_Made")
 _FORMAT = 1
 _NOT_MEASURED = (
     "Nothing was measured before training: the plan is drawn with estimated costs, scaled to the measured time."
@@ -98,19 +99,33 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 def rewrite(folder: str | Path) -> Path:
     """Make the page again from the figures."""
-    data = read(folder)
-    try:
-        return _page(folder, data)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise PenstockError(f"{Path(folder) / REPORT} does not hold the figures of a run: {error!r}") from error
+    return _from_figures(folder, lambda data: _page(folder, data))
 
 
 def explain(folder: str | Path) -> str:
     """Where the time of the measured step went, and what else could be done, in words."""
-    data = read(folder)
-    try:
+
+    def words(data: dict[str, Any]) -> str:
         choice, measured = Choice.loads(data["choice"]), _timeline_from_json(data["measured"])
         return _explained(choice, measured) + "\n" + _compared(choice, measured)
+
+    return _from_figures(folder, words)
+
+
+def costs_of_run(folder: str | Path) -> Costs:
+    """What the actions and messages of the measured step cost."""
+
+    def costs(data: dict[str, Any]) -> Costs:
+        known = replace(Choice.loads(data["choice"]), calibrated=None).costs
+        return measured_costs([_timeline_from_json(data["measured"])], known)
+
+    return _from_figures(folder, costs)
+
+
+def _from_figures(folder: str | Path, make: Callable[[dict[str, Any]], _Made]) -> _Made:
+    data = read(folder)
+    try:
+        return make(data)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise PenstockError(f"{Path(folder) / REPORT} does not hold the figures of a run: {error!r}") from error
 
