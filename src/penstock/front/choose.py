@@ -234,7 +234,10 @@ def _searched(known: Choice, wishes: Wishes) -> Choice:
     else:
         limits = list(limit) if isinstance(limit, Sequence) else [limit for _ in ranks]
         room = [limits[rank] - known.state_bytes(placement.stages_of(rank)) for rank in ranks]
-    found = search(wishes.num_ranks, wishes.num_microbatches, known.costs, memory_limit=room, placement=placement)
+    try:
+        found = search(wishes.num_ranks, wishes.num_microbatches, known.costs, memory_limit=room, placement=placement)
+    except PlanError:  # backwards in one piece may hold less than any that is split
+        return replace(known, why=f"{known.why}; a search found none that fits")
     choice = replace(known, plan=replace(found.plan, name="searched"))
     ratio = choice.timeline.makespan / known.timeline.makespan
     bound = (
