@@ -82,25 +82,25 @@ def command(
     from penstock.plan import dump
     from penstock.show.numbers import percent, summary, time_text
 
+    per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
     if whole_front:
         if memory is not None or output is not None or given["trace"] is not None:
             raise click.UsageError("--front searches many limits; leave out --memory, --output and --trace")
-        per_rank = stages_per_rank or shared.stages_in_file(given, ranks) or 2
-        costs = shared.read_costs(ranks * per_rank, per_rank, given)
+        each = per_rank or 2
+        costs = shared.read_costs(ranks * each, each, given)
         count = tries or max(50, _EFFORT // (24 * costs.num_stages * microbatches))
         wishes = {"placement": placement, "tries": count, "exact": exact, "seed": seed}
         _front(ranks, microbatches, costs, given, as_json=as_json, **wishes)
         return
     wishes = {"memory_limit": memory, "placement": placement, "seed": seed}
 
-    def searched(per_rank: int, share: float, **more: Any) -> Searched:
-        costs = shared.read_costs(ranks * per_rank, per_rank, given)
+    def searched(each: int, share: float, **more: Any) -> Searched:
+        costs = shared.read_costs(ranks * each, each, given)
         wanted = tries or max(50, _EFFORT // (3 * costs.num_stages * microbatches))
         return _search(ranks, microbatches, costs, tries=max(1, round(wanted * share)), **wishes, **more)
 
-    per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
     if per_rank is None:
-        per_rank = min(_STAGES_PER_RANK, key=lambda count: searched(count, _FIRST).makespan)
+        per_rank = min(_STAGES_PER_RANK, key=lambda each: searched(each, _FIRST).makespan)
     found = searched(per_rank, 1.0, exact=exact)
     timeline = found.timeline
     if output is not None:
