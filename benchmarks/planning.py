@@ -17,10 +17,10 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-from penstock.lower import lower, lower_rank
+from penstock.lower import lower, lower_shares
 from penstock.plan import Plan, check
 from penstock.schedules import all_schedules, get_schedule
 from penstock.simulate import simulate
@@ -108,10 +108,9 @@ def whole_plans(name: str, targets: Targets, *, full: bool) -> None:
 def one_rank(name: str, targets: Targets) -> None:
     recipe = get_schedule(name)
 
-    def work(num_ranks: int) -> list[int]:
-        return lower_rank(
-            recipe, num_ranks // 2, num_ranks=num_ranks, num_microbatches=4096, stages_per_rank=STAGES_PER_RANK
-        )
+    def work(num_ranks: int) -> Sequence[int]:
+        plan = recipe(num_ranks, 4096, stages_per_rank=STAGES_PER_RANK)
+        return lower_shares(plan).codes[num_ranks // 2]
 
     def peak(num_ranks: int) -> float:
         tracemalloc.start()

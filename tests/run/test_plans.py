@@ -12,7 +12,7 @@ from torch import nn
 import penstock
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PlanError, RanksDisagree, RunError, StageError
-from penstock.lower import Ahead, JustInTime, lower, lower_rank
+from penstock.lower import Ahead, JustInTime, lower, lower_shares
 from penstock.plan import Plan, dumps, load
 from penstock.run import Schedule, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from penstock.schedules import Recipe, Sizes, get_schedule
@@ -213,6 +213,6 @@ def test_a_rank_binds_its_share_alone() -> None:
     stages = stages_for(plan, LocalWorld(256).transports[100], [nn.Linear(2, 2)] * 512)
     schedule = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss)
     ran = schedule.lowered_plan().codes[100]
-    assert ran == tuple(lower_rank(known, 100, num_ranks=256, num_microbatches=4))
+    assert ran == lower_shares(known(256, 4)).codes[100]
     schedule.lowered_plan(forward_only=True)
     assert asked <= {0, 1, 254, 255, *range(98, 103)}  # the first and the last are asked which ops there are

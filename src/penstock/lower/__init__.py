@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.lower.divide import divide
-from penstock.lower.lower import lower, lower_rank
+from penstock.lower.lower import Care, lower, lower_shares
 from penstock.lower.merge import merge_backward
 from penstock.lower.message_pass import Ahead, Early, InTurn, JustInTime, ReceivePolicy, add_messages
 from penstock.lower.offload_pass import offload
@@ -14,6 +14,7 @@ from penstock.lower.shards import add_unshard_reshard
 
 __all__ = [
     "Ahead",
+    "Care",
     "Early",
     "InTurn",
     "JustInTime",
@@ -24,7 +25,7 @@ __all__ = [
     "add_unshard_reshard",
     "divide",
     "lower",
-    "lower_rank",
+    "lower_shares",
     "merge_backward",
     "offload",
     "recompute",

@@ -1,4 +1,4 @@
-"""All passes in their order: for a whole plan, or for one rank of it."""
+"""All passes in their order: for a whole plan, or rank by rank as its lists are asked for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from penstock.lower.message_pass import Early, InTurn, MessageLowering, ReceiveP
 from penstock.lower.one_order import add_messages_in_one_order
 from penstock.lower.reduce import add_reduce_grad, reduce_grad
 from penstock.lower.shards import add_unshard_reshard, unshard_reshard
-from penstock.plan import Plan, Rules, StageGraph
+from penstock.plan import Plan, Rules
 from penstock.plan.queues import QueueLayout
-from penstock.schedules import Recipe
 
 
 def lower(
@@ -40,31 +39,6 @@ def lower(
         plan = add_reduce_grad(plan)
     in_turn = isinstance(receives, InTurn) or queues != "direction"
     return add_messages_in_one_order(plan) if in_turn else add_messages(plan, receives)
-
-
-def lower_rank(
-    recipe: Recipe,
-    rank: int,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    stages_per_rank: int | None = None,
-    graph: StageGraph | None = None,
-    receives: ReceivePolicy = Early(),  # noqa: B008  a frozen value
-    shards: bool = False,
-    max_unsharded: int = 3,
-    reduce: bool = False,
-) -> list[int]:
-    """What `lower` gives for one rank, from its own and its neighbours' actions alone.
-
-    >>> from penstock.schedules import get_schedule
-    >>> recipe = get_schedule("1f1b")
-    >>> len(lower_rank(recipe, 500, num_ranks=1024, num_microbatches=8))
-    48
-    """
-    plan = recipe(num_ranks, num_microbatches, stages_per_rank=stages_per_rank, graph=graph)
-    care = Care(shards, max_unsharded, reduce)
-    return list(lower_shares(plan, receives=receives, care=care).codes[rank])
 
 
 @dataclass(frozen=True)

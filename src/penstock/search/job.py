@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import TopologicalSorter
 from math import inf
 
 from penstock.errors import PlanError
-from penstock.plan import Placement
-from penstock.plan.actions import backward_input, backward_weight, forward
+from penstock.plan import Op, Placement, Rules, StageGraph
+from penstock.plan.actions import backward_input, backward_weight, forward, key_of, stage_of
 from penstock.simulate import Costs, Timeline
 
 
@@ -70,8 +71,11 @@ class SearchJob:
 
     @cached_property
     def stage_of_link(self) -> tuple[int, ...]:
+        """By link. That forwards and input gradients are one chain, and in which order, follows from the rules."""
         stages = range(self.placement.num_stages)
-        return (*stages, *reversed(stages))
+        rules = Rules(StageGraph.chain(len(stages)), self.placement, lowered=False)
+        keys = [key_of(op, stage) for op in (Op.F, Op.I) for stage in stages]
+        return tuple(map(stage_of, TopologicalSorter({key: rules.needs(key) for key in keys}).static_order()))
 
     @cached_property
     def rank_of_link(self) -> tuple[int, ...]:
