@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import pytest
@@ -188,14 +187,12 @@ def test_extreme_numbers_stay_exact() -> None:
     ],
     ids=["plain", "bandwidth", "v", "memory"],
 )
-def test_a_thousand_nodes_into_64_stages_in_no_time(options: dict[str, Any]) -> None:
+def test_a_thousand_nodes_into_64_stages(options: dict[str, Any]) -> None:
     rng = random.Random(0)
     layers = (
         LayerCost(f"n{i}", rng.random(), rng.random(), rng.random(), rng.randrange(100), output_bytes=rng.randrange(9))
         for i in range(1000)
     )
     profile = Profile(tuple(layers))
-    begin = time.perf_counter()
-    cuts = balance(profile, 64, **options)
-    assert time.perf_counter() - begin < 4.0  # 0.1 s on an idle core; see benchmarks/balance.py
+    cuts = balance(profile, 64, **options)  # benchmarks/balance.py measures the time
     assert sum(len(stage.layers) for stage in cuts.stages) == 1000

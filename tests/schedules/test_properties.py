@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from collections import Counter
 
@@ -111,22 +110,11 @@ def test_one_rank_of_a_thousand_is_made_alone(name: str) -> None:
     recipe = RECIPES[name]
     sizes = recipe.sizes(1024, 4096, recipe.stages_per_rank or 2)
     tracemalloc.start()
-    start = time.perf_counter()
     actions = recipe.rank_actions(sizes, 700)
-    seconds = time.perf_counter() - start
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(actions) >= 4096
-    assert seconds < 1
     assert peak < 20_000_000
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_all_ranks_are_made_quickly(name: str) -> None:
-    recipe = RECIPES[name]
-    start = time.perf_counter()
-    recipe(64, 1024, stages_per_rank=recipe.stages_per_rank or 2)
-    assert time.perf_counter() - start < 2  # measured: 0.03
 
 
 def test_the_sizes_are_checked() -> None:
