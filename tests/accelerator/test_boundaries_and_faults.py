@@ -311,7 +311,7 @@ KERNEL = 0.004  # seconds
 
 def machine(device: torch.device) -> dict[str, float | None]:
     """What is found out before a schedule is chosen, where every kernel takes its time and the host takes hardly any."""
-    from penstock.capture import pipeline, profile_layers
+    from penstock.capture import LayerSetting, pipeline, profile_layers
     from penstock.front.ends import Ends
     from penstock.front.machine import measure_machine
     from tests.accelerator.device import load
@@ -321,9 +321,8 @@ def machine(device: torch.device) -> dict[str, float | None]:
         ends = Ends.of(None, None, device)
         found = measure_machine(ends)
         x = batch(1)[0].to(device).requires_grad_()
-        layers = profile_layers(
-            pipeline(block(0).to(device), (x,)), None, args=(x,), kwargs={}, device=device, progress=False
-        )
+        setting = LayerSetting((x,), {}, device)
+        layers = profile_layers(pipeline(block(0).to(device), (x,)), None, setting, progress=False)
     finally:
         load().set_kernel_time(0.0)
     forward = sum(layer.forward for layer in layers.layers)

@@ -22,6 +22,7 @@ from penstock.capture.cost_cuts import cuts_at, warn_if_uneven
 from penstock.capture.layer_costs import layer_names
 from penstock.capture.load_state import LoadReport, load, materialise
 from penstock.capture.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, pipe_split
+from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import (
     CapturedStage,
     LossWrapper,
@@ -37,6 +38,7 @@ from penstock.capture.wires import Wire
 
 __all__ = [
     "CapturedStage",
+    "LayerSetting",
     "ListStage",
     "LoadReport",
     "LossWrapper",

@@ -35,7 +35,6 @@ from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError, UnevenCut
 
-REPEATS = 5
 ENOUGH = 0.3  # seconds for one layer
 
 Layers = tuple[Sequence[StageModule], PipeInfo]
@@ -96,7 +95,7 @@ class CostCuts:
         stages, info = self.make_layers(flat.copied(), [Mark(place, f"operator {place}") for place in places])
         device = device_of(self.model)
         args, kwargs = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, (self.args, dict(self.kwargs)))
-        setting = LayerSetting(args, kwargs, None, None, REPEATS, device, ENOUGH)
+        setting = LayerSetting(args, kwargs, device, enough=ENOUGH)
         with kept_random_state(device):
             return measure(stages, info, setting=setting, advance=lambda _: None, metadata={"places": where})
 

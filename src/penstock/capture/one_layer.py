@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,14 +21,17 @@ from penstock.stage.offload import THRESHOLD
 
 @dataclass(frozen=True)
 class LayerSetting:
-    """How layers are run: with what, how often, where."""
+    """How layers are run: with what, where, how often.
+
+    LayerSetting((x,), {}, torch.device("cpu"), repeats=3)
+    """
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss_fn: Callable[..., Tensor] | None
-    target: Any
-    repeats: int
+    kwargs: Mapping[str, Any]
     device: torch.device
+    loss_fn: Callable[..., Tensor] | None = None
+    target: Any = None
+    repeats: int = 5
     enough: float = 1.0  # seconds: a layer that took longer than this is not run again
 
 

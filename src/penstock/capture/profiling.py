@@ -12,7 +12,7 @@ are alike are measured once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,39 +58,21 @@ def profile(
         layers, where = model, None
     else:
         layers, where = capture_layers(model, example, example_kwargs, num_stages=num_stages, **options)
-    return profile_layers(
-        layers,
-        where,
-        args=example,
-        kwargs=dict(example_kwargs or {}),
-        loss_fn=loss_fn,
-        target=target,
-        repeats=repeats,
-        device=torch.device(device) if device is not None else device_of(model),
-        progress=progress,
-    )
+    there = torch.device(device) if device is not None else device_of(model)
+    setting = LayerSetting(example, example_kwargs or {}, there, loss_fn, target, repeats)
+    return profile_layers(layers, where, setting, progress=progress)
 
 
 def profile_layers(
-    layers: Pipe,
-    where: Sequence[tuple[int, str]] | None,
-    *,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    loss_fn: Callable[..., Tensor] | None = None,
-    target: Any = None,
-    repeats: int = 5,
-    device: torch.device,
-    progress: bool | None = None,
+    layers: Pipe, where: Sequence[tuple[int, str]] | None, setting: LayerSetting, *, progress: bool | None = None
 ) -> Profile:
     """Measure the stages of a captured model, each as one layer. `where` they were cut is kept beside the costs.
 
-    profile_layers(*capture_layers(model, (x,)))
+    profile_layers(*capture_layers(model, (x,), {}, num_stages=8), LayerSetting((x,), {}, torch.device("cpu")))
     """
-    setting = LayerSetting(args, dict(kwargs), loss_fn, target, repeats, device)
     stages = [layers.get_stage_module(k) for k in range(layers.num_stages)]
     metadata = {"places": None if where is None else [list(place) for place in where]}
-    with kept_random_state(device), _bar(progress, layers.num_stages) as advance:
+    with kept_random_state(setting.device), _bar(progress, layers.num_stages) as advance:
         return measure(stages, layers.info(), setting=setting, advance=advance, metadata=metadata)
 
 
@@ -124,8 +106,7 @@ def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True, force_terminal=wanted or None)
     if not (console.is_terminal if wanted is None else wanted):
-        with nullcontext():
-            yield lambda name: None
+        yield lambda name: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -16,6 +16,7 @@ from torch import nn
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.capture import (
+    LayerSetting,
     Pipe,
     PipeInfo,
     capture_layers,
@@ -219,16 +220,8 @@ def _measured(request: Request, ends: Ends, barrier: Callable[[], None]) -> Prof
     args, kwargs = microbatch_of(request)
     layers, where = _layers(request, ends)
     barrier()
-    measured = profile_layers(
-        layers,
-        where,
-        args=args,
-        kwargs=kwargs,
-        loss_fn=request.loss_fn,
-        target=_target_of(request),
-        device=ends.device,
-    )
-    return without_calls(measured, ends.device)
+    setting = LayerSetting(args, kwargs, ends.device, request.loss_fn, _target_of(request))
+    return without_calls(profile_layers(layers, where, setting), ends.device)
 
 
 def optimizer_bytes(request: Request) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.balance import Profile
-from penstock.capture import pipeline, profile_layers
+from penstock.capture import LayerSetting, pipeline, profile_layers
 from penstock.comm import LocalTransport
 from penstock.front.ends import Ends
 from penstock.front.links import measure_links, unlike, usual_bandwidth
@@ -149,9 +149,8 @@ def without_calls(profile: Profile, device: torch.device) -> Profile:
     """
     x = torch.ones(1, 1, device=device, requires_grad=True)
     with torch.enable_grad():
-        empty = profile_layers(
-            pipeline(_Nothing(device), (x,)), None, args=(x,), kwargs={}, device=device, progress=False
-        )
+        setting = LayerSetting((x,), {}, device)
+        empty = profile_layers(pipeline(_Nothing(device), (x,)), None, setting, progress=False)
     calls, full = empty.layers[0], empty.metadata["backward"][0]
     layers = tuple(
         replace(
