@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import penstock.front.pipeline
 from penstock import Pipeline
 from penstock.errors import PenstockError
+from penstock.front import on_host
 from penstock.run import Schedule1F1B
 from penstock.stage import PipelineStage
 
@@ -102,8 +102,8 @@ def outside_a_step(where: str, size: tuple[int, int], act: Any, folder: str) -> 
         pipe.step(x, target=y)
         if dist.get_rank() == victim:
             if where == "loss":
-                share = penstock.front.pipeline.share_losses
-                with patch.object(penstock.front.pipeline, "share_losses", lambda *a, **k: (act(), share(*a, **k))[1]):
+                share = on_host.share_losses
+                with patch.object(on_host, "share_losses", lambda *a, **k: (act(), share(*a, **k))[1]):
                     return said(lambda: pipe.step(x, target=y)), "", 0.0
             act()
         calls = {

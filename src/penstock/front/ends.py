@@ -129,6 +129,16 @@ class Ends:
         with reading(f"what a rank posted for {what}"):
             return [json.loads(post) for post in posts]
 
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank of any replica."""
+        total = torch.tensor([float(flag)], dtype=torch.float64)
+        with self.among_replicas():
+            if self.transport.num_ranks > 1:
+                with self.transport.alone("any()"):
+                    self.transport.sum(total)
+            self.mean_over_replicas(total)
+        return total.item() > 0
+
     def mean_over_replicas(self, values: torch.Tensor) -> None:
         """Of numbers in host memory or on the device; the host waits for the replicas' hosts, or for nothing."""
         if self.num_replicas > 1:

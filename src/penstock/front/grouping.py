@@ -7,7 +7,7 @@ counts by its share of the rows, so the gradient is that of the batch; outputs c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,18 +44,37 @@ class GroupRows:
             )
         return group_rows(lengths, num_microbatches, cost=self.cost, longest=self.longest)
 
-    def of_step(
-        self, num_microbatches: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, needed: bool
-    ) -> Grouped | None:
-        """The same of what a rank was given for a step; None if that is nothing. `needed`: it has a target, or outputs."""
-        if args or kwargs:
-            return self.grouped(num_microbatches, args, kwargs)
-        if needed:
-            raise SplitError(
-                "group_rows: step() without the model's arguments on a rank with a target, or with outputs; rows are grouped by "
-                "them. Give them there too: step(x, target=y)"
-            )
-        return None
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What a rank was given for a step, its rows in groups if the pipeline groups them."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    rows: Grouped | None = None
+    problem: Exception | None = None  # why rows could not be grouped: all ranks hear of it in the step
+
+    def grouped(self, by: GroupRows | None, num_microbatches: int, *, outputs: bool) -> StepBatch:
+        """The same with its rows in groups. `outputs`: this rank is to give them in the order of the batch."""
+        if by is None:
+            return self
+        try:
+            if self.args or self.kwargs:
+                rows = by.grouped(num_microbatches, self.args, self.kwargs)
+                return StepBatch(*in_groups(rows, (self.args, self.kwargs, self.target)), rows)
+            if self.target is not None or outputs:
+                raise SplitError(
+                    "group_rows: step() without the model's arguments on a rank with a target, or with outputs; rows are "
+                    "grouped by them. Give them there too: step(x, target=y)"
+                )
+        except Exception as error:  # noqa: BLE001  whatever the function of the user raises
+            return replace(self, problem=error)
+        return self
+
+    def in_order(self, outputs: Any) -> Any:
+        """What came out of the microbatches, its rows as they were in the batch."""
+        return outputs if self.rows is None or outputs is None else in_order(self.rows, outputs)
 
 
 def in_groups(grouped: Grouped, value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,24 +18,9 @@ from torch import Tensor
 from penstock.comm.transport import Transport
 from penstock.front.ends import Ends
 from penstock.front.norm import precise_on
-from penstock.front.result import Numbers
+from penstock.front.result import Numbers, Told
 from penstock.front.weighted import WeightedSchedule
 from penstock.plan import Placement
-
-
-@dataclass(frozen=True)
-class Told:
-    """What all ranks know after a step, on the device; `read` makes the host wait for it."""
-
-    losses: Tensor | None  # that of the batch, then those of the microbatches; None: not known here
-    overflow: Tensor | None  # more than 0 if gradients overflowed on any rank; None: nobody asked
-    transport: Transport
-
-    def read(self) -> Numbers:
-        if self.losses is None:
-            return None, ()
-        total, *each = self.transport.read(self.losses)
-        return total, tuple(each)
 
 
 class OnDevice:
@@ -64,16 +49,19 @@ class OnDevice:
         if overflow is not None:
             overflow = self._up(overflow.to(self._dtype).reshape(1))
         if not size and overflow is None:
-            return Told(mine, None, self._transport)
+            return self._told(mine, None)
         nothing = torch.full((size,), float("nan"), dtype=self._dtype, device=self._ends.device)
         shared = nothing if mine is None or not size else mine
         if size and self._parent is None:  # before it is sent: what is on its way must not be changed
             self._ends.mean_over_replicas(shared[:1])
         told = self._down(shared if overflow is None else torch.cat([shared, overflow]))
         if not size:
-            return Told(mine, told, self._transport)
+            return self._told(mine, told)
         known = mine is not None or self._parent is not None  # else it was an evaluation without a target
-        return Told(told[:size] if known else None, None if overflow is None else told[size:], self._transport)
+        return self._told(told[:size] if known else None, None if overflow is None else told[size:])
+
+    def _told(self, losses: Tensor | None, overflow: Tensor | None) -> Told:
+        return Told(partial(_read, self._transport, losses), overflow)
 
     def _stacked(self, schedule: WeightedSchedule, losses: Sequence[Tensor]) -> Tensor | None:
         if not losses:
@@ -100,6 +88,14 @@ class OnDevice:
         for child in self._children:
             self._transport.isend(value, child)
         return value
+
+
+def _read(transport: Transport, losses: Tensor | None) -> Numbers:
+    """That of the batch, then those of the microbatches; None: they are not known here."""
+    if losses is None:
+        return None, ()
+    total, *each = transport.read(losses)
+    return total, tuple(each)
 
 
 def tree(placement: Placement) -> dict[int, int | None]:

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.comm.transport import Transport
 from penstock.front.build import Built
-from penstock.front.choice_text import explanation
 from penstock.front.choose import Choice
+from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
 from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, stage_tensors
@@ -160,13 +159,7 @@ class OwnStages:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        total = torch.tensor([float(flag)], dtype=torch.float64)
-        with self._ends.among_replicas():
-            if self.transport.num_ranks > 1:
-                with self.transport.alone("any()"):
-                    self.transport.sum(total)
-            self._ends.mean_over_replicas(total)
-        return total.item() > 0
+        return self._ends.any(flag)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

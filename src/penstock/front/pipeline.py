@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.balance import Profile
@@ -28,11 +27,12 @@ from penstock.front.companions import Companions
 from penstock.front.dimensions import spread, whole_loss
 from penstock.front.ends import Ends
 from penstock.front.garbage import Garbage
-from penstock.front.grouping import in_groups, in_order
+from penstock.front.grouping import StepBatch
 from penstock.front.loading import copy_state, load_into
 from penstock.front.made_by_hand import adopt, forward_plan
 from penstock.front.memory_view import Memory, MemoryKeeper, shapes_in
 from penstock.front.on_device import OnDevice
+from penstock.front.on_host import OnHost
 from penstock.front.own_stages import OwnStages
 from penstock.front.pipeline_options import check_named, sorted_options
 from penstock.front.publish import Origin
@@ -40,7 +40,7 @@ from penstock.front.recut import slower_ranks
 from penstock.front.replan import Undo, until_it_fits
 from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
-from penstock.front.spread import Where, agree_on_rows, check_where, deliver, share_losses
+from penstock.front.spread import Where, agree_on_rows, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
 from penstock.lower import InTurn
 from penstock.parallel import wrap
@@ -124,7 +124,8 @@ class Pipeline(OwnStages):
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
         self._options = of_steps.of_schedule(whole_loss(loss_fn, self._parallelize))
         self._schedule = self._scheduled(self._built.plan)
-        self._on_device = OnDevice.of(self._ends, self._built.plan.placement)
+        placement = self._built.plan.placement
+        self._telling = OnDevice.of(self._ends, placement) or OnHost(self._ends, placement)
         if of_steps.run_folder is not None:
             self._look_out(of_steps.run_folder)
         modules = [stage.submod for stage in self._built.stages]
@@ -164,40 +165,16 @@ class Pipeline(OwnStages):
         `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
         """
         self._check_call("step", target, outputs)
-        losses: list[Tensor] = []
-        grouped, keep = None, outputs is not None
-        problem: Exception | None = None  # all ranks hear of it in the step
-        if self._of_steps.group_rows is not None:
-            needed = target is not None or (keep and self.rank == self._last_rank)
-            try:
-                grouped = self._of_steps.group_rows.of_step(
-                    self._schedule.num_microbatches, args, kwargs, needed=needed
-                )
-            except Exception as error:  # noqa: BLE001  whatever the function of the user raises
-                problem = error
-        if grouped is not None:
-            args, kwargs, target = in_groups(grouped, (args, kwargs, target))
-
-        def attempt() -> Any:
-            schedule = self._schedule
-            schedule.problem = problem
-            schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
-            measured = nullcontext() if self._replanner is None else self._replanner.around(schedule)
-            with measured, self._memory.around(schedule, shapes_in((args, kwargs))):
-                return schedule.step(
-                    *args, target=target, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs, **kwargs
-                )
-
-        value = (
-            self._undo.run(attempt) if self._of_steps.on_oom == "raise" else until_it_fits(attempt, self._undo, self)
+        keep = outputs is not None
+        batch = StepBatch(args, kwargs, target).grouped(
+            self._of_steps.group_rows,
+            self._schedule.num_microbatches,
+            outputs=keep and self.rank == self._last_rank,
         )
-        if self._replanner is not None and self._replanner.has_changed:
-            self._built = replanned(self._built, self._schedule.plan, self._replanner)
-        value = value if grouped is None or value is None else in_order(grouped, value)
-        overflow = self._agree_on_overflow()
-        if self._garbage is not None:
-            self._garbage.after(self._schedule.steps)
-        return self._result(self._schedule, losses, value, outputs, overflow)
+        losses: list[Tensor] = []
+        value = self._run(batch, losses, return_outputs=keep, loss_kwargs=loss_kwargs)
+        self._tidy_up()
+        return self._result(self._schedule, losses, batch.in_order(value), outputs, self._overflow())
 
     def evaluate(
         self,
@@ -413,6 +390,28 @@ class Pipeline(OwnStages):
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
         return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
 
+    def _run(self, batch: StepBatch, losses: list[Tensor], **options: Any) -> Any:
+        """A step of the schedule, measured and counted where that is wanted; what to do if a rank runs out of memory."""
+
+        def attempt() -> Any:
+            schedule = self._schedule
+            schedule.problem = batch.problem
+            schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
+            measured = nullcontext() if self._replanner is None else self._replanner.around(schedule)
+            with measured, self._memory.around(schedule, shapes_in((batch.args, batch.kwargs))):
+                return schedule.step(*batch.args, target=batch.target, losses=losses, **options, **batch.kwargs)
+
+        if self._of_steps.on_oom == "raise":
+            return self._undo.run(attempt)
+        return until_it_fits(attempt, self._undo, self)
+
+    def _tidy_up(self) -> None:
+        """After a step, on all ranks alike: take note of another plan, collect garbage."""
+        if self._replanner is not None and self._replanner.has_changed:
+            self._built = replanned(self._built, self._schedule.plan, self._replanner)
+        if self._garbage is not None:
+            self._garbage.after(self._schedule.steps)
+
     def _check_call(self, name: str, target: Any, outputs: Where) -> None:
         """Say what cannot be before anything runs."""
         check_where(outputs, self.num_ranks)
@@ -446,31 +445,17 @@ class Pipeline(OwnStages):
         outputs: Where,
         overflow: Tensor | None = None,
     ) -> Result:
-        """What the caller gets; on a device `overflow` says whether the gradients of this rank are not all finite."""
-        shares = self._of_steps.share_loss and schedule.has_loss
-        if self._on_device is not None:
-            told = self._on_device.tell(schedule, losses, shares=shares, overflow=overflow)
-            norm.spoil_if(told.overflow, self._gradients())
-            return Result(told.read, deliver(self._ends, value, outputs, last=self._last_rank))
-        numbers = [float(loss) for loss in losses]
-        total = schedule.total(numbers) if numbers else None
-        if shares:
-            last = self._last_rank
-            total, *numbers = share_losses(self._ends, total, numbers, count=schedule.num_microbatches, last=last)
-            if all(number != number for number in numbers) and not losses and self.rank == last:
-                total, numbers = None, []  # an evaluation without a target
-        return Result.of(total, numbers, deliver(self._ends, value, outputs, last=self._last_rank))
+        """What the caller gets, once all ranks know the losses and whether gradients overflowed on any of them.
 
-    def _agree_on_overflow(self) -> Tensor | None:
-        """If gradients overflow on one rank, every rank's scaler must see it, or some would step and some not.
-
-        On a device nobody reads the answer here: it goes round with the losses.
+        They must all know of an overflow, or some ranks' scalers would step and some not.
         """
+        shares = self._of_steps.share_loss and schedule.has_loss
+        told = self._telling.tell(schedule, losses, shares=shares, overflow=overflow)
+        norm.spoil_if(told.overflow, self._gradients())
+        return Result(told.read, deliver(self._ends, value, outputs, last=self._last_rank))
+
+    def _overflow(self) -> Tensor | None:
+        """Whether gradients of this rank are not all finite, on the device; None: no scaler wants to know."""
         if self._of_steps.loss_scale is None:
             return None
-        overflow = norm.overflow(self._gradients(), self._ends.device)
-        if self._on_device is not None:
-            return overflow
-        if self.any(bool(overflow)):
-            norm.spoil_if(torch.ones(1), self._gradients())
-        return None
+        return norm.overflow(self._gradients(), self._ends.device)

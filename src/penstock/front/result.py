@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 Numbers = tuple[float | None, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all ranks know after a step."""
+
+    read: Callable[
+        [], Numbers
+    ]  # the loss of the batch and of each microbatch; on a device the host waits for them here
+    overflow: Tensor | None  # more than 0 if gradients overflowed on any rank; None: nobody asked
 
 
 class Result:
@@ -23,12 +36,6 @@ class Result:
     def __init__(self, read: Callable[[], Numbers], outputs: Any = None) -> None:
         self._read = read
         self.outputs = outputs
-
-    @classmethod
-    def of(cls, loss: float | None, losses: Sequence[float], outputs: Any = None) -> Result:
-        """With numbers that are known."""
-        numbers = loss, tuple(losses)
-        return cls(lambda: numbers, outputs)
 
     @cached_property
     def _numbers(self) -> Numbers:
