@@ -22,7 +22,7 @@ from penstock.comm.framing import LONGEST, complete, frame, receive_frame
 from penstock.comm.store import DistributedStore
 from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import PenstockError, RunError, TransportError
-from penstock.front.choose import Choice
+from penstock.front import Choice
 from penstock.run import Schedule1F1B
 from penstock.run.layout import Description, GradLayout, Layout, TensorLayout
 from penstock.run.preamble import Preamble, Rows

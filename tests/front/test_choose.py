@@ -12,9 +12,10 @@ import torch
 
 from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
+from penstock.front import Choice, choose
 from penstock.front.build import Built
+from penstock.front.candidates import Wishes
 from penstock.front.choice_text import explanation
-from penstock.front.choose import Choice, Wishes, choose
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, without_calls
 from penstock.front.pipeline_options import FIRST, GROUPS

@@ -10,7 +10,8 @@ import torch
 
 from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.front.choose import Choice, Machine, Wishes, choose
+from penstock.front import Choice, choose
+from penstock.front.candidates import Machine, Wishes
 from penstock.front.ends import Ends
 from penstock.front.links import measure_links, rounds, unlike
 from penstock.simulate import Link

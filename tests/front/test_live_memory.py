@@ -16,8 +16,9 @@ import penstock
 from penstock.balance import Profile
 from penstock.capture import Pipe
 from penstock.comm import LocalTransport, LocalWorld
+from penstock.front import choose
 from penstock.front.build import Request, cut
-from penstock.front.choose import Wishes, choose
+from penstock.front.candidates import Wishes
 from penstock.front.pipeline_options import CutOptions, ModelOptions
 from penstock.plan import Op, unpack
 from penstock.run import Schedule

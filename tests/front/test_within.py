@@ -10,11 +10,12 @@ import torch
 
 from penstock.balance import LayerCost, Profile
 from penstock.errors import BalanceError
+from penstock.front import Choice, choose
 from penstock.front.build import Built
+from penstock.front.candidates import Wishes
 from penstock.front.choice_text import explanation
-from penstock.front.choose import Choice, Wishes, choose
 from penstock.front.stage_costs import Machine
-from penstock.front.within import holding_less, memory_of
+from penstock.front.within import holding_less
 from penstock.plan import Op, check
 from penstock.schedules import get_schedule
 
@@ -46,30 +47,30 @@ def free(schedule: str = "gpipe") -> Choice:
 
 
 def test_with_room_for_all_nothing_changes() -> None:
-    choice = choose(profile(), wishes(max(memory_of(free()))))
+    choice = choose(profile(), wishes(max(free().memory)))
     assert choice.plan == free().plan
     assert choice.spared == ()
 
 
 def test_all_that_a_rank_holds_counts() -> None:
     """Four layers: eight microbatches, parameters four times over, buffers, and a moment."""
-    found = memory_of(free())
+    found = free().memory
     assert found[0] >= 4 * WEIGHT * 4 + 8 * 4 * HELD + MOMENT
     assert found[1] >= found[0] - HELD, "its inputs are held in buffers"
     state = choose(profile(), Wishes(2, 8, "gpipe", optimizer_bytes=0.0))
-    assert memory_of(free())[0] - memory_of(state)[0] == 2 * 4 * WEIGHT
+    assert free().memory[0] - state.memory[0] == 2 * 4 * WEIGHT
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv", "interleaved1f1b", "auto"])
 @pytest.mark.parametrize("share", [0.7, 0.1])
 def test_stages_hold_less_until_it_fits(schedule: str, share: float) -> None:
     """From the least that a schedule can do with to what it holds as it is."""
-    most = max(memory_of(free("gpipe" if schedule == "auto" else schedule)))
+    most = max(free("gpipe" if schedule == "auto" else schedule).memory)
     least = choose(profile(), wishes(most, schedule)).smallest_limit
     assert least is not None
     limit = round(least + share * (most - least))
     choice = choose(profile(), wishes(limit, schedule))
-    assert max(memory_of(choice)) <= limit
+    assert max(choice.memory) <= limit
     check(choice.plan)
     assert Choice.loads(choice.dumps()) == choice
     if schedule != "auto":
@@ -83,7 +84,7 @@ def test_stages_hold_less_until_it_fits(schedule: str, share: float) -> None:
 
 def test_no_more_microbatches_are_recomputed_than_must_be() -> None:
     """GPipe holds eight of four layers: one microbatch less needs one recomputed, or two of two stages."""
-    before = max(memory_of(free()))
+    before = max(free().memory)
     slightly = choose(profile(), wishes(before - 4 * HELD))
     assert 0 < sum(one.microbatches for one in slightly.spared) <= 2 * 2
     much = choose(profile(), wishes(round(0.5 * before)))
@@ -92,7 +93,7 @@ def test_no_more_microbatches_are_recomputed_than_must_be() -> None:
 
 
 def test_each_rank_may_have_a_limit_of_its_own() -> None:
-    before = memory_of(free())
+    before = free().memory
     choice = choose(profile(), wishes([round(0.6 * before[0]), 2 * before[1]]))
     assert {choice.plan.placement.rank_of(one.stage) for one in choice.spared} == {0}
     with pytest.raises(BalanceError, match="3 entries, expected 2"):
@@ -104,17 +105,17 @@ def test_the_smallest_limit_is_named_and_does() -> None:
         choose(profile(), wishes(1000))
     smallest = int(re.search(r"would do is (\d+) bytes", str(caught.value))[1])  # type: ignore[index]
     choice = choose(profile(), wishes(smallest))
-    assert max(memory_of(choice)) <= smallest
+    assert max(choice.memory) <= smallest
     assert choice.smallest_limit == smallest
     with pytest.raises(BalanceError):
         choose(profile(), wishes(smallest - 1))
 
 
 def test_offload_is_taken_where_it_may_be_and_costs_less() -> None:
-    limit = round(0.6 * max(memory_of(free())))
+    limit = round(0.6 * max(free().memory))
     choice = choose(profile(), wishes(limit, offload=True))
     without = choose(profile(), wishes(limit))
-    assert max(memory_of(choice)) <= limit
+    assert max(choice.memory) <= limit
     assert choice.timeline.makespan <= without.timeline.makespan
     assert choice.plan.has(Op.O)
 
@@ -133,21 +134,21 @@ def test_the_state_of_an_optimizer_is_measured() -> None:
 
 def test_stages_come_in_pieces_where_whole_ones_are_too_large() -> None:
     """1F1B in whole stages holds one of two microbatches at least; in pieces, a part of one."""
-    whole = choose(profile(), wishes(max(memory_of(free("1f1b"))), "1f1b", num_stages=2)).smallest_limit
+    whole = choose(profile(), wishes(max(free("1f1b").memory), "1f1b", num_stages=2)).smallest_limit
     assert whole is not None
     with pytest.raises(BalanceError):
         choose(profile(), wishes(round(0.7 * whole), "1f1b", num_stages=2))
     choice = choose(profile(), wishes(round(0.7 * whole), "1f1b"))
     assert choice.plan.name in ("1f1b in 2 pieces", "1f1b in 4 pieces")
     assert choice.plan.has(Op.R)
-    assert max(memory_of(choice)) <= round(0.7 * whole)
+    assert max(choice.memory) <= round(0.7 * whole)
     assert Choice.loads(choice.dumps()) == choice
     ranks = choice.plan.placement.ranks
     assert ranks == tuple(sorted(ranks))
 
 
 def test_copies_take_what_was_measured() -> None:
-    limit = round(0.6 * max(memory_of(free())))
+    limit = round(0.6 * max(free().memory))
     quick, slow = (
         choose(profile(), wishes(limit, offload=True, machine=Machine(copy_bandwidth=speed))) for speed in (1e12, 1e6)
     )

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 from penstock.balance import LayerCost, Profile
 from penstock.cli.main import main
-from penstock.front.choose import Choice, Wishes, choose
+from penstock.front import Choice, choose
+from penstock.front.candidates import Wishes
 from penstock.lower import lower
 from penstock.simulate import load_costs, simulate
 from penstock.stage.held import Held

@@ -77,7 +77,8 @@ def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int 
     from dataclasses import asdict
 
     from penstock.balance.cuts import size_text
-    from penstock.front.choose import Choice, Wishes, choose
+    from penstock.front import Choice, choose
+    from penstock.front.candidates import Wishes
     from penstock.show.numbers import percent, time_text
     from penstock.train.run_report import read
 

@@ -6,7 +6,8 @@ result = pipe.step(tokens, target=labels)
 
 from __future__ import annotations
 
-from penstock.front.choose import Choice, Tried, choose
+from penstock.front.choice import Choice, Tried
+from penstock.front.choose import choose
 from penstock.front.dimensions import shard_parameters
 from penstock.front.grouping import GroupRows
 from penstock.front.loading import Checkpoint, load

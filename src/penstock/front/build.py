@@ -30,7 +30,9 @@ from penstock.capture import (
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import CaptureError, PlanError, RanksDisagree
 from penstock.front.byte_sizes import state_of
-from penstock.front.choose import Choice, Wishes, choose
+from penstock.front.candidates import Wishes
+from penstock.front.choice import Choice
+from penstock.front.choose import choose
 from penstock.front.copy_speed import copy_bandwidth
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, together, without_calls

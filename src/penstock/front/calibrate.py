@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from penstock.front.choose import Choice
+from penstock.front.choice import Choice
 from penstock.front.ends import Ends
 from penstock.run.compiled_costs import compiled_costs
 from penstock.run.schedule import Schedule

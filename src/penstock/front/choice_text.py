@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.balance.cuts import size_text
 from penstock.front.build import Built
-from penstock.front.choose import Choice
+from penstock.front.choice import Choice
 from penstock.show.numbers import percent, time_text
 
 _SHOWN = 6  # candidates in the list

@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock.balance.cuts import size_text
 from penstock.errors import OverLimit
-from penstock.front.choose import Choice
+from penstock.front.choice import Choice
 from penstock.front.ends import Ends
 from penstock.lower import lower
 from penstock.plan import Plan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.balance import Profile
 from penstock.comm.transport import Transport
 from penstock.front.build import Built
-from penstock.front.choose import Choice
+from penstock.front.choice import Choice
 from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
 from penstock.front.loading import copy_state

@@ -22,7 +22,7 @@ from penstock.front import norm
 from penstock.front.build import Request, build, cut, device_of
 from penstock.front.calibrate import calibrated
 from penstock.front.change_plan import Replanner, replanned, spared
-from penstock.front.choose import Choice
+from penstock.front.choice import Choice
 from penstock.front.companions import Companions
 from penstock.front.dimensions import spread, whole_loss
 from penstock.front.ends import Ends

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.balance import Profile
-from penstock.front.choose import Choice, Wishes, fastest_cut
+from penstock.front.candidates import Wishes, fastest_cut
+from penstock.front.choice import Choice
 from penstock.front.stage_costs import stage_costs
 from penstock.simulate import Costs, Timeline, measured_costs
 

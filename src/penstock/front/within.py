@@ -1,6 +1,6 @@
-"""Within a limit of memory: cut, schedule, and which stages recompute or offload, chosen together.
+"""Candidates that keep to a limit of memory: cut, schedule, and which stages recompute or offload.
 
-    choice = choose_within(profile, Wishes(2, 8, memory_limit=6 << 30))
+    choice = choose(profile, Wishes(2, 8, memory_limit=6 << 30))
     [(one.stage, one.way, one.size, one.time) for one in choice.spared]
 
 Every candidate is simulated with all that a rank holds: parameters, gradients and optimizer state; what forwards saved and the
@@ -19,26 +19,25 @@ from itertools import accumulate
 from penstock.balance import Profile, balance
 from penstock.balance.cuts import size_text
 from penstock.errors import BalanceError
-from penstock.front.choose import CLOSE, Choice, Spared, Tried, Wishes, fastest_cut, plans, why_chosen
+from penstock.front.candidates import Wishes, fastest_cut, plans
+from penstock.front.choice import Choice, Spared, Tried, per_rank
 from penstock.lower import divide, offload, recompute
 from penstock.plan import Plan
 
 RECOMPUTE, OFFLOAD = "recompute", "offload"
 _HALVINGS = 24  # of the range in which the leanest cut is looked for
 _PIECES = (2, 4)  # of a stage
-_TRIMMED = 3  # candidates whose microbatches are weighed one by one
 Ways = Mapping[int, tuple[str, int]]  # by stage: how it holds less, and for how many of its microbatches
 
 
 @dataclass(frozen=True)
-class _Fit:
+class Fit:
     """A candidate with the stages that hold less."""
 
     bare: Choice  # as it would be without
     choice: Choice
     ways: Ways
-    memory: tuple[int, ...]  # bytes of each rank
-    limits: tuple[int, ...]
+    limits: tuple[float, ...]  # bytes of each rank
 
     @property
     def fits(self) -> bool:
@@ -47,57 +46,40 @@ class _Fit:
     @property
     def over(self) -> list[int]:
         """The ranks that hold too much."""
-        return [rank for rank, size in enumerate(self.memory) if size > self.limits[rank]]
+        return [rank for rank, size in enumerate(self.choice.memory) if size > self.limits[rank]]
 
     @property
     def makespan(self) -> float:
         return self.choice.timeline.makespan
 
-    def with_ways(self, ways: Ways) -> _Fit:
+    def with_ways(self, ways: Ways) -> Fit:
         choice = replace(self.bare, plan=holding_less(self.bare.plan, ways))
-        return _Fit(self.bare, choice, dict(ways), memory_of(choice), self.limits)
+        return Fit(self.bare, choice, dict(ways), self.limits)
 
+    @property
+    def tried(self) -> Tried:
+        if self.fits:
+            return Tried.of(self.choice)
+        needs = ", ".join(f"rank {rank} {size_text(self.choice.memory[rank])}" for rank in self.over)
+        plan = self.choice.plan
+        return Tried(plan.name, per_rank(plan), None, why=f"needs more than the limit: {needs}")
 
-def choose_within(profile: Profile, wishes: Wishes) -> Choice:
-    """The fastest candidate that keeps to the limit of every rank; raises BalanceError with the smallest that would do."""
-    limits = _limits(wishes)
-    fits: list[_Fit] = []
-    least: _Fit | None = None  # of all candidates the one that can hold least
-    tried: list[Tried] = []
-    for start in _starts(profile, wishes, tried):
-        bare, found = start.bare, _fitted(start, wishes)
-        leanest = start.with_ways(dict.fromkeys(range(bare.num_stages), (RECOMPUTE, bare.plan.num_microbatches)))
-        for one in (start, found, leanest):
-            least = one if least is None or max(one.memory) < max(least.memory) else least
-        if found.fits:
-            fits.append(found)
-        tried.append(_tried(found))
-    if least is None:
-        raise BalanceError("no schedule can be used: " + "; ".join(dict.fromkeys(one.why for one in tried)))
-    if not fits:
-        raise BalanceError(_nothing_fits(least, limits))
-    fits.sort(key=lambda fit: fit.makespan)
-    fits[:_TRIMMED] = [_trimmed(fit) for fit in fits[:_TRIMMED]]
-    fastest = min(fit.makespan for fit in fits)
-    near = [fit for fit in fits if fit.makespan <= CLOSE * fastest]
-    best = min(near, key=lambda fit: (fit.choice.num_stages, max(fit.memory)))
-    given = wishes.schedule != "auto" or wishes.plan is not None
-    why = why_chosen(_tried(best), len(fits), fastest, given=given, profile=profile)
-    return replace(
-        best.choice,
-        tried=tuple(sorted(tried, key=lambda one: (one.makespan is None, one.makespan or 0.0))),
-        why=f"{why}, within {_limit_text(limits)} a rank",
-        spared=_spared(best),
-        smallest_limit=max(least.memory),
-    )
+    @property
+    def spared(self) -> tuple[Spared, ...]:
+        """What each stage that holds less saves its rank, and what it costs: the difference to the same without it."""
+        found = []
+        for stage, (way, number) in self.ways.items():
+            without = self.with_ways({s: w for s, w in self.ways.items() if s != stage})
+            rank = self.choice.plan.placement.rank_of(stage)
+            saved = without.choice.memory[rank] - self.choice.memory[rank]
+            found.append(Spared(stage, way, number, max(saved, 0), max(self.makespan - without.makespan, 0.0)))
+        return tuple(found)
 
-
-def memory_of(choice: Choice) -> tuple[int, ...]:
-    """Bytes of each rank at its peak, all told."""
-    peaks = choice.timeline.peak_memory
-    return tuple(
-        round(peak) + choice.state_bytes(choice.plan.placement.stages_of(rank)) for rank, peak in enumerate(peaks)
-    )
+    @property
+    def leanest(self) -> Fit:
+        """With every stage recomputed."""
+        every = self.bare.plan.num_microbatches
+        return self.with_ways(dict.fromkeys(range(self.bare.num_stages), (RECOMPUTE, every)))
 
 
 def holding_less(plan: Plan, ways: Ways) -> Plan:
@@ -113,27 +95,18 @@ def holding_less(plan: Plan, ways: Ways) -> Plan:
     return plan
 
 
-def _limits(wishes: Wishes) -> tuple[int, ...]:
-    limit = wishes.memory_limit
-    assert limit is not None, "asked only with a limit"
-    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * wishes.num_ranks
-    if len(limits) != wishes.num_ranks:
-        raise BalanceError(f"memory_limit has {len(limits)} entries, expected {wishes.num_ranks}: one for each rank")
-    return limits
-
-
-def _starts(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[_Fit]:
+def starts(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Fit]:
     """Every candidate as it is; and in pieces, if it is too large and nobody has said how many stages there are to be."""
-    limits = _limits(wishes)
+    limits = wishes.limits
     free = wishes.plan is None and wishes.num_stages is None and wishes.placement is None
     for bare in _candidates(profile, wishes, tried):
-        start = _Fit(bare, bare, {}, memory_of(bare), limits)
+        start = Fit(bare, bare, {}, limits)
         yield start
         if free and not start.fits and bare.num_stages == bare.plan.num_ranks:
             for pieces in _PIECES:
                 if all(stop - first >= pieces for first, stop in bare.bounds):
                     made = _in_pieces(bare, pieces)
-                    yield _Fit(made, made, {}, memory_of(made), limits)
+                    yield Fit(made, made, {}, limits)
 
 
 def _in_pieces(bare: Choice, pieces: int) -> Choice:
@@ -162,19 +135,22 @@ def _evenly(sizes: Sequence[int], pieces: int) -> list[int]:
 
 
 def _candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Choice]:
-    """Every plan with the cut that is best in time, and with the one that holds least."""
+    """Every plan with the cut that is best in time and, under a limit, with the one that holds least."""
     lean: dict[tuple[int, ...], tuple[int, ...]] = {}
     for plan in plans(profile, wishes):
-        per_rank = -(-plan.num_stages // plan.num_ranks)
-        if plan.num_stages > len(profile.layers):
-            why = f"the model has only {len(profile.layers)} layers"
-            tried.append(Tried(plan.name, per_rank, None, why=why))
+        try:
+            if plan.num_stages > len(profile.layers):
+                raise BalanceError(f"the model has only {len(profile.layers)} layers")
+            quick = fastest_cut(plan, profile, wishes)
+        except BalanceError as error:
+            tried.append(Tried(plan.name, per_rank(plan), None, why=str(error)))
             continue
-        if plan.placement.ranks not in lean:
-            lean[plan.placement.ranks] = _leanest(profile, plan, wishes.optimizer_bytes)
-        quick = fastest_cut(plan, profile, wishes)
-        for boundaries in dict.fromkeys((quick.boundaries, lean[plan.placement.ranks])):
-            yield replace(quick, boundaries=boundaries)
+        yield quick
+        if wishes.memory_limit is not None:
+            if plan.placement.ranks not in lean:
+                lean[plan.placement.ranks] = _leanest(profile, plan, wishes.optimizer_bytes)
+            if lean[plan.placement.ranks] != quick.boundaries:
+                yield replace(quick, boundaries=lean[plan.placement.ranks])
 
 
 def _leanest(profile: Profile, plan: Plan, optimizer_bytes: float) -> tuple[int, ...]:
@@ -204,7 +180,7 @@ def _leanest(profile: Profile, plan: Plan, optimizer_bytes: float) -> tuple[int,
     return found
 
 
-def _fitted(start: _Fit, wishes: Wishes) -> _Fit:
+def fitted(start: Fit, wishes: Wishes) -> Fit:
     """Let one stage after the other of each rank that is too full hold less."""
     every, placement = start.bare.plan.num_microbatches, start.bare.plan.placement
     ways = (RECOMPUTE, OFFLOAD) if wishes.offload else (RECOMPUTE,)
@@ -221,7 +197,7 @@ def _fitted(start: _Fit, wishes: Wishes) -> _Fit:
     return best
 
 
-def _trimmed(fit: _Fit) -> _Fit:
+def trimmed(fit: Fit) -> Fit:
     """Let each stage hold less for as few of its microbatches as will do."""
     for stage, (way, number) in fit.ways.items():
         low, high = 0, number
@@ -238,34 +214,16 @@ def _trimmed(fit: _Fit) -> _Fit:
     return fit
 
 
-def _spared(fit: _Fit) -> tuple[Spared, ...]:
-    """What each stage that holds less saves its rank, and what it costs: the difference to the same without it."""
-    found = []
-    for stage, (way, number) in fit.ways.items():
-        without = fit.with_ways({s: w for s, w in fit.ways.items() if s != stage})
-        rank = fit.choice.plan.placement.rank_of(stage)
-        saved = without.memory[rank] - fit.memory[rank]
-        found.append(Spared(stage, way, number, max(saved, 0), max(fit.makespan - without.makespan, 0.0)))
-    return tuple(found)
+def limit_text(limits: Sequence[float]) -> str:
+    """The limits of the ranks, each once."""
+    return " or ".join(size_text(round(limit)) for limit in dict.fromkeys(limits))
 
 
-def _tried(fit: _Fit) -> Tried:
-    plan, timeline = fit.choice.plan, fit.choice.timeline
-    per_rank = -(-plan.num_stages // plan.num_ranks)
-    if not fit.fits:
-        needs = ", ".join(f"rank {rank} {size_text(fit.memory[rank])}" for rank in fit.over)
-        return Tried(plan.name, per_rank, None, why=f"needs more than the limit: {needs}")
-    return Tried(plan.name, per_rank, timeline.makespan, timeline.bubble_makespan, max(fit.memory))
-
-
-def _limit_text(limits: Sequence[int]) -> str:
-    return " or ".join(size_text(limit) for limit in dict.fromkeys(limits))
-
-
-def _nothing_fits(least: _Fit, limits: Sequence[int]) -> str:
-    choice, placement = least.choice, least.choice.plan.placement
+def nothing_fits(least: Fit) -> str:
+    """What to say when even the candidate that holds least does not keep to its limits."""
+    choice, placement, most = least.choice, least.choice.plan.placement, max(least.choice.memory)
     rows = []
-    for rank, size in enumerate(least.memory):
+    for rank, size in enumerate(choice.memory):
         state = choice.state_bytes(placement.stages_of(rank))
         rows.append(
             f"  rank {rank}: {size_text(size)} ({state} bytes of parameters, gradients and optimizer state; "
@@ -273,8 +231,8 @@ def _nothing_fits(least: _Fit, limits: Sequence[int]) -> str:
         )
     how = "with everything recomputed" if choice.plan.name and least.ways else "as it is"
     return (
-        f"memory_limit: nothing fits into {_limit_text(limits)} a rank. The smallest limit that would do is "
-        f"{max(least.memory)} bytes ({size_text(max(least.memory))}), for {choice.plan.name}, "
+        f"memory_limit: nothing fits into {limit_text(least.limits)} a rank. The smallest limit that would do is "
+        f"{most} bytes ({size_text(most)}), for {choice.plan.name}, "
         f"{choice.num_stages} stages, {how}:\n"
         + "\n".join(rows)
         + "\nRaise memory_limit, use more ranks or more microbatches, "

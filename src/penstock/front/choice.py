@@ -1,0 +1,177 @@
+"""Choice: which plan was chosen for which stages, what they cost, and among what it was chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from penstock.balance import Profile
+from penstock.comm.decoding import reading
+from penstock.front.stage_costs import FREE, Machine, stage_costs
+from penstock.lower import lower
+from penstock.plan import Placement, Plan, dumps, loads
+from penstock.simulate import Costs, Link, Timeline, dumps_costs, loads_costs, simulate
+
+
+@dataclass(frozen=True)
+class Spared:
+    """One stage that holds less, to keep to a limit.
+
+    [(one.stage, one.way, one.size, one.time) for one in pipe.choice.spared]
+    """
+
+    stage: int
+    way: str  # "recompute" or "offload"
+    microbatches: int  # of how many
+    size: int  # bytes less on its rank
+    time: float  # what the step takes longer for it, in the unit of the profile
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate.
+
+    [(one.schedule, one.makespan) for one in pipe.choice.tried]
+    """
+
+    schedule: str
+    stages_per_rank: int
+    makespan: float | None  # in the unit of the profile; None: impossible, and `why` says why
+    bubble: float = 0.0
+    memory: int = 0  # bytes of the fullest rank
+    why: str = ""
+
+    @classmethod
+    def of(cls, choice: Choice) -> Tried:
+        plan, timeline = choice.plan, choice.timeline
+        return cls(plan.name, per_rank(plan), timeline.makespan, timeline.bubble_makespan, max(choice.memory))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and among what.
+
+    pipe.choice.plan.name, pipe.choice.timeline.makespan
+    """
+
+    plan: Plan  # compute actions
+    boundaries: tuple[int, ...]  # the first layer of each stage but the first
+    profile: Profile
+    tried: tuple[Tried, ...] = ()
+    machine: Machine = FREE
+    optimizer_bytes: float = 2.0
+    why: str = ""
+    calibrated: Costs | None = None  # of the stages, measured in steps of all ranks; see `Pipeline.calibrate`
+    spared: tuple[Spared, ...] = ()  # the stages that hold less, to keep to a limit
+    smallest_limit: int | None = None  # bytes a rank: the least limit that would have done
+    microbatches: tuple[float, ...] | None = None  # how large each is beside the others
+
+    @property
+    def num_stages(self) -> int:
+        return self.plan.num_stages
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """The layers of each stage: first, and one after the last."""
+        edges = [0, *self.boundaries, len(self.profile.layers)]
+        return tuple(pairwise(edges))
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the costs are seconds, or only say how large one stage is beside another."""
+        return is_timed(self.profile)
+
+    @cached_property
+    def costs(self) -> Costs:
+        if self.calibrated is not None:
+            return self.calibrated
+        found = stage_costs(self.profile, self.bounds, self.machine, self.plan.placement)
+        return replace(found, microbatches=self.microbatches)
+
+    @property
+    def predicted(self) -> float:
+        """How long a step takes, by these costs: its actions, what they take longer now and then, and what is around them."""
+        return self.timeline.makespan + self.costs.uneven + self.machine.around
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The lowered plan in time, by these costs."""
+        return replace(simulate(lower(self.plan), self.costs), unit="s" if self.is_timed else "")
+
+    def parameter_bytes(self, stages: Sequence[int]) -> int:
+        """Of some stages together; what they share counts once."""
+        layers = [layer for s in stages for layer in self.profile.layers[slice(*self.bounds[s])]]
+        shared = frozenset[str]().union(*(layer.shared for layer in layers))
+        return sum(layer.parameter_bytes for layer in layers) + sum(self.profile.shared_parameters[n] for n in shared)
+
+    def state_bytes(self, stages: Sequence[int]) -> int:
+        """Parameters, gradients and optimizer state."""
+        return round(self.parameter_bytes(stages) * (2 + self.optimizer_bytes))
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes of each rank at its peak, all told."""
+        stages_of = self.plan.placement.stages_of
+        return tuple(
+            round(peak) + self.state_bytes(stages_of(rank)) for rank, peak in enumerate(self.timeline.peak_memory)
+        )
+
+    def dumps(self) -> str:
+        """As text; `Choice.loads` is the inverse."""
+        return json.dumps(
+            {
+                "plan": dumps(self.plan),
+                "schedule": self.plan.name,
+                "placement": list(self.plan.placement.ranks),
+                "boundaries": list(self.boundaries),
+                "profile": self.profile.dumps(),
+                "tried": [asdict(tried) for tried in self.tried],
+                "machine": asdict(self.machine),
+                "optimizer_bytes": self.optimizer_bytes,
+                "why": self.why,
+                "calibrated": None if self.calibrated is None else dumps_costs(self.calibrated),
+                "spared": [asdict(spared) for spared in self.spared],
+                "smallest_limit": self.smallest_limit,
+                "microbatches": self.microbatches,
+            }
+        )
+
+    @classmethod
+    def loads(cls, text: str) -> Choice:
+        """Read what `dumps` wrote."""
+        with reading("the choice of a schedule"):
+            return cls._of(json.loads(text))
+
+    @classmethod
+    def _of(cls, data: dict[str, Any]) -> Choice:
+        machine = data["machine"]
+        links = tuple(Link(*link) for link in machine.pop("links", ()))
+        ranks = machine.pop("ranks", None)
+        calibrated, sizes = data.get("calibrated"), data.get("microbatches")
+        return cls(
+            plan=replace(loads(data["plan"]), name=data["schedule"], placement=Placement.of(data["placement"])),
+            boundaries=tuple(data["boundaries"]),
+            profile=Profile.loads(data["profile"]),
+            tried=tuple(Tried(**tried) for tried in data["tried"]),
+            machine=Machine(**machine, links=links, ranks=ranks and tuple(ranks)),
+            optimizer_bytes=data["optimizer_bytes"],
+            why=data["why"],
+            calibrated=None if calibrated is None else loads_costs(calibrated),
+            spared=tuple(Spared(**spared) for spared in data.get("spared", ())),
+            smallest_limit=data.get("smallest_limit"),
+            microbatches=sizes and tuple(sizes),
+        )
+
+
+def per_rank(plan: Plan) -> int:
+    """How many stages the fullest rank has, if they are spread evenly."""
+    return -(-plan.num_stages // plan.num_ranks)
+
+
+def is_timed(profile: Profile) -> bool:
+    """Whether its times are seconds: only those can be added to what was measured of the machine."""
+    return profile.metadata.get("unit") == "s"
