@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from penstock.errors import PlanError
 from penstock.front.build import Built
 from penstock.plan import Plan
-from penstock.run.planning import sparing
+from penstock.run.planning import Sparing, sparing
 from penstock.run.schedule import Schedule
 from penstock.search import search
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
@@ -67,7 +66,7 @@ class Replanner:
         return [found.plan]
 
 
-def spared(built: Built, recompute: Any, offload: Any) -> Built:
+def spared(built: Built, recompute: Sparing, offload: Sparing) -> Built:
     """What is known of the stages, with the plan in which those hold less of which the user says so."""
     plan, choice = sparing(built.plan, recompute, offload), built.choice
     return replace(built, plan=plan, choice=None if choice is None else replace(choice, plan=plan))

@@ -16,9 +16,8 @@ from penstock.capture import StageModule
 from penstock.errors import StageError
 from penstock.front.ends import Ends
 from penstock.parallel import unwrap
+from penstock.run.ties import Holders
 from penstock.stage.pipeline_stage import PipelineStage
-
-Holders = Sequence[tuple[int, str]]
 
 
 @dataclass

@@ -19,17 +19,15 @@ from penstock.front.ends import Ends
 from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, stage_tensors
 from penstock.front.publish import Origin, save_pretrained
-from penstock.parallel import unwrap
+from penstock.run.ties import Holders, Tied, declared, holders_of
 from penstock.simulate import Timeline
 from penstock.stage.pipeline_stage import PipelineStage
-
-Holders = tuple[tuple[int, str], ...]
 
 
 class OwnStages:
     """The stages of this rank. `Pipeline` is one that can also step."""
 
-    def __init__(self, built: Built, ends: Ends, origin: Origin, ties: Iterable[Any]) -> None:
+    def __init__(self, built: Built, ends: Ends, origin: Origin, ties: Iterable[Tied | Holders]) -> None:
         self._built = built
         self._ends = ends
         self._origin = origin
@@ -185,11 +183,9 @@ class OwnStages:
         return [p.grad for p in self.parameters() if p.grad is not None]
 
 
-def _ties(built: Built, given: Iterable[Any]) -> list[Holders]:
+def _ties(built: Built, given: Iterable[Tied | Holders]) -> list[tuple[tuple[int, str], ...]]:
     """Who holds what together: for names, norms and checkpoints."""
     if built.info is not None:
         return [shared.holders for shared in built.info.shared.values()]
-    found = [getattr(tie, "holders", tie) for tie in given]
-    for stage in built.stages:
-        found += [tie.holders for tie in getattr(unwrap(stage.submod), "ties", ())]
-    return list(dict.fromkeys(tuple(map(tuple, holders)) for holders in found))
+    found = [*holders_of(given), *declared(built.stages)]
+    return list(dict.fromkeys(tuple((stage, name) for stage, name in holders) for holders in found))

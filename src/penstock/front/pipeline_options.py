@@ -19,8 +19,10 @@ from penstock.balance import Profile
 from penstock.errors import PlanError, StageError, UnknownNameError
 from penstock.front.byte_sizes import byte_limits
 from penstock.front.grouping import GroupRows
+from penstock.lower import ReceivePolicy
 from penstock.plan import Placement, Plan
-from penstock.run.planning import check_sparing
+from penstock.run.planning import Place, Sparing, check_sparing
+from penstock.run.ties import Holders, Tied
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.twins import CompileOptions, check_compile_options
@@ -127,20 +129,13 @@ class RankOptions:
                 raise StageError(f"device={self.device!r}: {error}") from error
 
 
-_OWN = (
-    "collect_every",
-    "loss_scale",
-    "on_oom",
-    "run_folder",
-    "share_loss",
-    "group_rows",
-    "replan",
-)  # what a Schedule does not have
+# What a Schedule does not have.
+_OWN = ("collect_every", "loss_scale", "on_oom", "run_folder", "share_loss", "group_rows", "replan")
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step goes. All but the first five are those of a `Schedule`."""
+    """How a step goes. All but the first seven are those of a `Schedule`."""
 
     loss_scale: Any = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
     run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
@@ -152,12 +147,12 @@ class StepOptions:
     scale_grads: bool = True
     seed: int = 0
     rng: str | None = None  # "per-microbatch": random numbers by seed, stage, microbatch and step
-    recompute: Any = False  # stages whose forward is run again: True, a list, or {stage: [microbatches]}
-    offload: Any = False  # stages of which what a forward saved is moved away and back; "host", "disk": all
-    offload_to: Any = None  # a folder; else the memory of the host
-    ties: Iterable[Any] = ()
+    recompute: Sparing = False  # stages whose forward is run again: True, a list, or {stage: [microbatches]}
+    offload: Sparing = False  # stages of which what a forward saved is moved away and back; "host", "disk": all
+    offload_to: Place = None  # a folder; else the memory of the host
+    ties: Iterable[Tied | Holders] = ()
     dynamic: bool = False
-    receives: Any = None
+    receives: ReceivePolicy | None = None
     args_chunk_spec: Any = None
     kwargs_chunk_spec: Any = None
     target_chunk_spec: Any = None
@@ -202,7 +197,7 @@ class StepOptions:
     def of_schedule(self, loss_fn: Any) -> dict[str, Any]:
         """Those that `Schedule` takes; what `recompute` and `offload` ask for is in the plan that it is given."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_OWN, "recompute", "offload")}
-        return {**given, "loss_fn": loss_fn, "ties": [getattr(tie, "holders", tie) for tie in self.ties]}
+        return {**given, "loss_fn": loss_fn}
 
 
 GROUPS = (ModelOptions, CutOptions, RankOptions, StepOptions)

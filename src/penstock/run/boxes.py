@@ -159,9 +159,7 @@ class Outbox(MessageBox):
 
     def keep_again(self, microbatch: int, output: Any) -> None:
         """After a forward that was run again: the same with its graph, from which the backward starts."""
-        if self.select is not None:
-            output = tuple(output[place] for place in self.select)
-        self.tensors[microbatch], self.specs[microbatch] = flatten(output)
+        self.tensors[microbatch], self.specs[microbatch] = flatten(self.chosen(output))
 
     def send(self, microbatch: int) -> None:
         """SEND_F of a warm step."""

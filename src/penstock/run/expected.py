@@ -18,10 +18,10 @@ def check_given(given: Any, value: tuple[Any, ...], *, stage: int, microbatch: i
     found, _ = flatten(value)
     if [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in found]:
         raise ShapeError(
-            f"microbatch {microbatch}, stage {stage}: {name} says ({_spell(expected)}), but there is ({_spell(found)}). "
+            f"microbatch {microbatch}, stage {stage}: {name} says ({_listed(expected)}), but there is ({_listed(found)}). "
             f"Give the shapes of one microbatch, or leave {name} out: they are found without it"
         )
 
 
-def _spell(tensors: list[Tensor]) -> str:
+def _listed(tensors: list[Tensor]) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)

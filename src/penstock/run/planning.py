@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
 
 from penstock.errors import PlanError
 from penstock.lower import offload as offload_pass
 from penstock.lower import recompute as recompute_pass
+from penstock.lower.chosen import Stages
 from penstock.plan import Plan, StageGraph
 from penstock.schedules import get_schedule
+from penstock.stage.offload import Elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
+
+Sparing = Stages | bool | str
+"""What `recompute=` and `offload=` take: True, stages, {stage: [microbatches]}; of `offload` also "host" and "disk"."""
+Place = str | PathLike[str] | Elsewhere | None
+"""What `offload_to=` takes: a folder, a place of the user's own, or nothing for the memory of the host."""
 
 
 def plan_of_recipe(recipe: str, stage: PipelineStage, num_microbatches: int) -> Plan:
@@ -43,7 +49,7 @@ def placed(plan: Plan, stages: Sequence[PipelineStage]) -> Plan:
     return plan
 
 
-def check_sparing(recompute: Any, offload: Any, offload_to: Any) -> None:
+def check_sparing(recompute: Sparing, offload: Sparing, offload_to: Place) -> None:
     """Whether the options that make stages hold less say what they mean: words name a place for all stages."""
     if isinstance(recompute, str):
         raise PlanError(f"recompute={recompute!r}; expected True, stages, or {{stage: [microbatches]}}")
@@ -57,7 +63,7 @@ def check_sparing(recompute: Any, offload: Any, offload_to: Any) -> None:
         raise PlanError(f'offload="host" and offload_to={str(offload_to)!r}; expected offload="disk", or no folder')
 
 
-def sparing(plan: Plan, recompute: Any, offload: Any) -> Plan:
+def sparing(plan: Plan, recompute: Sparing, offload: Sparing) -> Plan:
     """The plan with what the options `recompute` and `offload` ask for.
 
     >>> from penstock.schedules import get_schedule

@@ -15,24 +15,23 @@ from penstock.batch import merge_chunks, split_batch, split_target
 from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RanksDisagree, RunError, SplitError, StageError
 from penstock.lower import InTurn, ReceivePolicy
-from penstock.lower.chosen import Stages
 from penstock.plan import Placement, Plan, load
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.meeting import boundaries_of, check_boundaries, facts_of, tended, transport_of
 from penstock.run.memory_watch import MemoryWatch
-from penstock.run.planning import check_sparing, placed, plan_of_recipe, sparing
+from penstock.run.planning import Place, Sparing, check_sparing, placed, plan_of_recipe, sparing
 from penstock.run.program import Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.replanning import agreed_plan
 from penstock.run.rng import MicrobatchRng
 from penstock.run.runner import Outcome, Prepared, Runner
 from penstock.run.setting import ActionKind
-from penstock.run.ties import Ties
+from penstock.run.ties import Holders, Tied, Ties, holders_of
 from penstock.simulate import Costs
 from penstock.stage.loss import OwnLoss
-from penstock.stage.offload import Elsewhere, elsewhere
+from penstock.stage.offload import elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 
@@ -78,10 +77,10 @@ class Schedule:
         rng: Literal["per-microbatch"] | None = None,
         seed: int = 0,
         dynamic: bool = False,
-        recompute: Stages | bool = False,
-        offload: Stages | bool | Literal["host", "disk"] = False,
-        offload_to: str | PathLike[str] | Elsewhere | None = None,
-        ties: Iterable[Any] = (),
+        recompute: Sparing = False,
+        offload: Sparing = False,
+        offload_to: Place = None,
+        ties: Iterable[Tied | Holders] = (),
     ) -> None:
         if not stages:
             raise StageError("a schedule without stages; expected the stages of this rank")
@@ -102,7 +101,7 @@ class Schedule:
             elsewhere(offload_to),
         )
         self._dynamic = dynamic
-        self._tied = [getattr(tie, "holders", tie) for tie in ties]
+        self._tied = holders_of(ties)
         self._runner: Runner | None = None
         self._watches: list[Recorder | MemoryWatch] = []  # they go on when the plan changes
 

@@ -18,7 +18,15 @@ from penstock.run.expected import check_given
 from penstock.run.inputs import StepInputs
 from penstock.run.last_stage import LastStage
 from penstock.run.setting import Setting
-from penstock.stage.backward import Deferral, ManualWeight, backward_input, backward_weight, can_split, run_deferred
+from penstock.stage.backward import (
+    Deferral,
+    ManualWeight,
+    Pending,
+    backward_input,
+    backward_weight,
+    can_split,
+    run_deferred,
+)
 from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.engine import run_engine
 from penstock.stage.forward import remember
@@ -58,7 +66,7 @@ class StageRun:
         # What torch.compile has compiled; its backward comes in two parts if that of any microbatch does.
         parts = CompiledParts(self.module, split=False) if self.deferral is None else self.deferral.compiled
         self.compiled = parts or None
-        self.pending: list[Any] = [None] * num_microbatches
+        self.pending: list[Pending | ManualWeight | None] = [None] * num_microbatches  # what I leaves for W
         self.repeated = repeated  # the microbatches whose forward is run again before the backward
         self.repeats: Repeats | None = None
         if repeated:
@@ -197,11 +205,14 @@ class StageRun:
         """I."""
         roots, grads = self.seeds(microbatch)
         leaves = [leaf for inbox in self.inboxes for leaf in inbox.arrived[microbatch] or ()]
-        backward_input(roots, grads, self.pending[microbatch], inputs=leaves)
+        pending = self.pending[microbatch]
+        assert pending is not None, "the check has found its F"
+        backward_input(roots, grads, pending, inputs=leaves)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
         pending, self.pending[microbatch] = self.pending[microbatch], None
+        assert pending is not None, "the check has found its I"
         backward_weight(pending)
 
     # -- their parts

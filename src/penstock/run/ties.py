@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,18 @@ from penstock.stage.engine import run_engine
 from penstock.stage.pipeline_stage import PipelineStage
 
 Holders = Sequence[tuple[int, str]]  # (stage, name of the parameter there), the owner first
+
+
+class Tied(Protocol):
+    """What `penstock.tie` makes: parameters of several stages that are one."""
+
+    @property
+    def holders(self) -> Holders: ...
+
+
+def holders_of(ties: Iterable[Tied | Holders]) -> list[Holders]:
+    """Of each tie that a user gave, as a `penstock.tie` or as its holders."""
+    return [getattr(tie, "holders", tie) for tie in ties]
 
 
 @dataclass
