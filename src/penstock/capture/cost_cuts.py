@@ -34,6 +34,7 @@ from penstock.capture.pipe_info import PipeInfo
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError, UnevenCut
+from penstock.nest import map_tensors, tensors_in
 
 ENOUGH = 0.3  # seconds for one layer
 
@@ -94,7 +95,7 @@ class CostCuts:
     def _measured(self, flat: Flat, places: Sequence[int], where: list[Any]) -> Profile:
         stages, info = self.make_layers(flat.copied(), [Mark(place, f"operator {place}") for place in places])
         device = device_of(self.model)
-        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(Tensor.clone, (self.args, dict(self.kwargs)))
         setting = LayerSetting(args, kwargs, device, enough=ENOUGH)
         with kept_random_state(device):
             return measure(stages, info, setting=setting, advance=lambda _: None, metadata={"places": where})
@@ -181,8 +182,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _why_not_measured(model: nn.Module, example: Any) -> str:
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
-    tensors = [*model.parameters(), *model.buffers(), *leaves]
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in(example)]
     if any(map(has_no_data, tensors)):
         return "it has no values"
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):

@@ -65,6 +65,18 @@ class HostGroup:
         else:
             self._beside.allreduce([tensor]).wait()
 
+    def gather(self, payload: bytes) -> list[bytes]:
+        """What each process gives, on all of them. The waits have the bound of the group."""
+        lengths = torch.zeros(len(self._ranks), dtype=torch.int64)
+        lengths[self._rank] = len(payload)
+        self.sum(lengths)
+        everything = torch.zeros(int(lengths.sum()), dtype=torch.uint8)
+        parts = everything.split(lengths.tolist())
+        if payload:
+            parts[self._rank].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        self.sum(everything)
+        return [part.numpy().tobytes() for part in parts]
+
     # -- steps
 
     def begin(self) -> None:

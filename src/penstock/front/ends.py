@@ -106,7 +106,7 @@ class Ends:
         data = json.dumps(post).encode() if self.is_first else b""
         with self.among_replicas():
             if self.num_replicas > 1 and self.rank == 0:
-                data = _broadcast_bytes(data, self.mesh.get_group(), self.device)
+                data = host_group(self.mesh.get_group()).gather(data)[0]
             if self.transport.num_ranks > 1:
                 with self.transport.alone(what):
                     data = self.transport.gather(what, data)[0]
@@ -118,8 +118,8 @@ class Ends:
         with self.among_replicas():
             posts = self.gather(what, post)
             if self.num_replicas > 1:
-                everyone = _gather_bytes(json.dumps(posts).encode(), self.mesh, self.device)
-                posts = [one for replica in everyone for one in replica]
+                everyone = host_group(self.mesh.get_group()).gather(json.dumps(posts).encode())
+                posts = [one for replica in everyone for one in json.loads(replica)]
         return _value(what, raised, posts)
 
     def gather(self, what: str, value: Any) -> list[Any]:
@@ -210,27 +210,3 @@ def _as_raised(kind: str, message: str) -> PenstockError:
         UnknownNameError,
     )
     return {one.__name__: one for one in kinds}.get(kind, RunError)(message)
-
-
-def _gather_bytes(payload: bytes, mesh: Any, device: torch.device) -> list[Any]:
-    """What each replica gives, on all of them."""
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(mesh.size())]
-    dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=mesh.get_group())
-    longest = max(int(length.item()) for length in lengths)
-    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-    mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    found = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(found, mine, group=mesh.get_group())
-    return [json.loads(bytes(data[: int(n.item())].tolist())) for data, n in zip(found, lengths, strict=True)]
-
-
-def _broadcast_bytes(payload: bytes, group: Any, device: torch.device) -> bytes:
-    """From the first replica to all; plain numbers."""
-    source = dist.get_global_rank(group, 0)
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    dist.broadcast(length, source, group=group)
-    data = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if payload:
-        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    dist.broadcast(data, source, group=group)
-    return bytes(data.tolist())
