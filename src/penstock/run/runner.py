@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
@@ -21,8 +21,9 @@ from penstock.errors import (
     RunError,
     TransportError,
 )
-from penstock.plan import Action, AnyAction, Op
-from penstock.run.channel import Channel, Poisoned
+from penstock.plan import Action, AnyAction
+from penstock.run.channel import Poisoned
+from penstock.run.draining import drain, meet_replicas
 from penstock.run.inputs import StepInputs
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.out_of_memory import explained
@@ -89,13 +90,13 @@ class Runner:
             program = programs[preamble.mode]
             certain = prepared.error is not None or (error is not None and not preamble.failed)
             if preamble.failed:
-                self._meet_replicas(programs[mode], programs[mode].actions)
+                meet_replicas(programs[mode], programs[mode].actions)
             else:
                 program.open(preamble.signature, cold=bool(preamble.cold))
                 if error is None:
                     error = self.run(program, prepared.inputs, cold=bool(preamble.cold))
                 else:
-                    self.drain(program, 0, cold=bool(preamble.cold))
+                    drain(program, 0, cold=bool(preamble.cold))
             return self.conclude(program, error, preamble, certain=certain)
         finally:
             position.program = None
@@ -190,7 +191,7 @@ class Runner:
                 position.at = len(calls)
                 program.finish()
         except (_Heard, Poisoned):
-            self.drain(program, position.at + 1, cold=cold)
+            drain(program, position.at + 1, cold=cold)
             return self.peer_failure() or RunError("the step was given up, but no rank says why")
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
             if is_out_of_memory(error):
@@ -207,7 +208,7 @@ class Runner:
         at = position.at
         action = program.actions[at] if 0 <= at < len(program.actions) else None
         self.report(action, failure)
-        self.drain(program, at if _posted_nothing(action) else at + 1, cold=cold)
+        drain(program, at if _posted_nothing(action) else at + 1, cold=cold)
         return failure
 
     def report(self, action: AnyAction | None, error: BaseException) -> None:
@@ -234,68 +235,6 @@ class Runner:
         return None if record is None or record.rank == self.transport.rank else record.error()
 
     # -- after
-
-    def drain(self, program: Program, at: int, *, cold: bool) -> None:
-        """Get the rest of a failed step out of the way, without computing, so that nobody is left waiting.
-
-        All remaining messages are posted, then the data-parallel replicas are met where they will wait (and told), then
-        the messages are waited for.
-        """
-        program.abandon()
-        for channel in program.channels.values():
-            channel.drains = True
-        for action in program.actions[at:]:
-            for part in parts_of(action):
-                if part.op.is_message:
-                    self._drain_one(program, part, cold=cold)
-        self._meet_replicas(program, program.actions[at:])
-        for each in program.channels.values():
-            while each.incoming and not each.lost:
-                self._try(each, each.pull)
-        for each in program.channels.values():  # only now: the other end may take them when it has pulled from a third
-            while each.sent and not each.lost:
-                self._try(each, partial(each.wait, each.sent.popleft()))
-        for box in program.boxes():
-            for work in box.pending():
-                if box.channel is not None and not box.channel.lost:
-                    self._try(box.channel, partial(box.channel.wait, work))
-
-    def _meet_replicas(self, program: Program, rest: Sequence[AnyAction]) -> None:
-        """Data-parallel replicas wait for this rank wherever the rest of the plan says so, and are told there."""
-        if any(adapter.reduces or adapter.sharded for adapter in program.setting.adapters.values()):
-            for action in rest:
-                for part in parts_of(action):
-                    self._drain_collective(program, part)
-
-    @staticmethod
-    def _drain_collective(program: Program, action: Action) -> None:
-        adapter = program.setting.adapters.get(action.stage)
-        if adapter is None or action.op not in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
-            return
-        with suppress(RuntimeError, PenstockError):  # the step has failed already, and its reason is known
-            if action.op is Op.REDUCE_GRAD:
-                if adapter.reduces:
-                    adapter.reduce_grad(failed=True)
-            elif adapter.sharded:
-                adapter.unshard() if action.op is Op.UNSHARD else adapter.reshard()
-
-    def _drain_one(self, program: Program, action: Action, *, cold: bool) -> None:
-        box = program.message_box(action)
-        channel, microbatch = box.channel, action.microbatch
-        if channel is None or channel.lost or microbatch is None:
-            return
-        drain = box.drain_send if action.op.row.sends else box.drain_receive
-        self._try(channel, lambda: drain(microbatch, cold=cold))
-
-    @staticmethod
-    def _try(channel: Channel, do: Callable[[], object]) -> None:
-        """A peer that is gone cannot be drained: from its first error on its channel is left alone."""
-        try:
-            do()
-        except Poisoned:
-            return
-        except (RuntimeError, PenstockError):
-            channel.lost = True
 
     def conclude(
         self, program: Program, error: BaseException | None, preamble: Preamble, *, certain: bool = False

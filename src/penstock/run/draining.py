@@ -1,0 +1,77 @@
+"""After a failure: the rest of the step is got out of the way, without computing, so that nobody is left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from penstock.errors import PenstockError
+from penstock.plan import Action, AnyAction, Op
+from penstock.run.channel import Channel, Poisoned
+from penstock.run.program import Program, parts_of
+
+
+def drain(program: Program, at: int, *, cold: bool) -> None:
+    """Get the actions from `at` on out of the way.
+
+    All remaining messages are posted, then the data-parallel replicas are met where they will wait (and told), then
+    the messages are waited for.
+    """
+    program.abandon()
+    for channel in program.channels.values():
+        channel.drains = True
+    for action in program.actions[at:]:
+        for part in parts_of(action):
+            if part.op.is_message:
+                _drain_one(program, part, cold=cold)
+    meet_replicas(program, program.actions[at:])
+    for each in program.channels.values():
+        while each.incoming and not each.lost:
+            _try(each, each.pull)
+    for each in program.channels.values():  # only now: the other end may take them when it has pulled from a third
+        while each.sent and not each.lost:
+            _try(each, partial(each.wait, each.sent.popleft()))
+    for box in program.boxes():
+        for work in box.pending():
+            if box.channel is not None and not box.channel.lost:
+                _try(box.channel, partial(box.channel.wait, work))
+
+
+def meet_replicas(program: Program, rest: Sequence[AnyAction]) -> None:
+    """Data-parallel replicas wait for this rank wherever the rest of the plan says so, and are told there."""
+    if any(adapter.reduces or adapter.sharded for adapter in program.setting.adapters.values()):
+        for action in rest:
+            for part in parts_of(action):
+                _drain_collective(program, part)
+
+
+def _drain_collective(program: Program, action: Action) -> None:
+    adapter = program.setting.adapters.get(action.stage)
+    if adapter is None or action.op not in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
+        return
+    with suppress(RuntimeError, PenstockError):  # the step has failed already, and its reason is known
+        if action.op is Op.REDUCE_GRAD:
+            if adapter.reduces:
+                adapter.reduce_grad(failed=True)
+        elif adapter.sharded:
+            adapter.unshard() if action.op is Op.UNSHARD else adapter.reshard()
+
+
+def _drain_one(program: Program, action: Action, *, cold: bool) -> None:
+    box = program.message_box(action)
+    channel, microbatch = box.channel, action.microbatch
+    if channel is None or channel.lost or microbatch is None:
+        return
+    in_its_place = box.drain_send if action.op.row.sends else box.drain_receive
+    _try(channel, lambda: in_its_place(microbatch, cold=cold))
+
+
+def _try(channel: Channel, do: Callable[[], object]) -> None:
+    """A peer that is gone cannot be drained: from its first error on its channel is left alone."""
+    try:
+        do()
+    except Poisoned:
+        return
+    except (RuntimeError, PenstockError):
+        channel.lost = True
