@@ -106,7 +106,7 @@ _NOTICEABLE = 1e-3  # seconds for a stage; shorter ones are those of toys, and m
 
 
 def unevenness(profile: Profile, boundaries: Sequence[int]) -> str:
-    """Of stages that begin at these layers: which one takes more than 1.5 times the mean, and where it could be cut; or ""."""
+    """Which of the stages that begin at these layers takes more than 1.5 times the mean, and where it could be cut; or ""."""
     stages = [profile.layers[start:stop] for start, stop in pairwise([0, *boundaries, len(profile.layers)])]
     costs = [sum(layer.total for layer in stage) for stage in stages]
     worst = max(range(len(costs)), key=costs.__getitem__)
@@ -193,7 +193,7 @@ def _why_not_measured(model: nn.Module, example: Any) -> str:
 
 
 def fingerprint(flat: Flat, num_stages: int) -> str:
-    """The same for captures of the same model with an example of the same sizes, in whatever process."""
+    """A text that is equal for captures of one model with examples of one size, whatever process makes them."""
     digest = hashlib.sha256(f"{num_stages}".encode())
     for node in (*flat.traced.origins, *flat.nodes):
         value = node.meta.get("val")
@@ -249,7 +249,7 @@ def forget() -> None:
 
 
 def _store() -> Any:
-    """Of the default process group; None without one that connects processes."""
+    """The store of the default process group; None if there is no group that connects processes."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     if "fake" in dist.get_backend():

@@ -132,7 +132,7 @@ def _narrowest(low: Sequence[int], alive: Sequence[float]) -> list[int]:
 
 
 def _narrow_here(low: Sequence[int], alive: Sequence[float], done: Sequence[float], num_stages: int) -> list[int]:
-    """Those that are as narrow as any near them: within a sixteenth of a stage, or of a quarter of the model."""
+    """The positions that are as narrow as any near them: within a sixteenth of a stage, or of a quarter of the model."""
     reach = done[-1] / min(num_stages, 4) / 16
     found = []
     for p in low:

@@ -36,7 +36,7 @@ class LayerSetting:
 
 
 class Bytes(NamedTuple):
-    """Of one layer, for one microbatch; as in `LayerCost`."""
+    """What one layer holds for one microbatch; the names are those of `LayerCost`."""
 
     activation_to_input: int
     activation_to_weight: int
@@ -50,7 +50,7 @@ class Bytes(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Of one layer, for one microbatch: seconds, and bytes."""
+    """What one layer takes for one microbatch, in seconds, and what it holds."""
 
     forward: float
     backward_input: float

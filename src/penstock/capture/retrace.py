@@ -129,7 +129,7 @@ class Retracer:
         return [Mark(index[mark], f"operator {index[mark]} ({mark[1]} in {mark[0]})") for mark in self.chosen]
 
     def partners(self) -> dict[str, frozenset[str]]:
-        """Of each changing size: those in the same dimension of other arguments that equal it in the example, as of a batch."""
+        """For each size that may change, the sizes of other arguments that are its equal in the example, as the batch's are."""
         places: dict[tuple[int, int], set[str]] = {}
         for leaf, shape in zip(self.leaves, self.shapes, strict=True):
             for dim, (size, name) in enumerate(zip(leaf.shape, shape, strict=True)):

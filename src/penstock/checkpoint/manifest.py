@@ -84,7 +84,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The same for the same contents."""
+        """A text that is equal for equal contents."""
         return hashlib.sha256(self.dumps()).hexdigest()
 
     @classmethod
@@ -102,7 +102,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """That of a checkpoint, and the sizes of its files as it says."""
+        """Read the manifest of a checkpoint, and see whether its files have the sizes that it says."""
         file = folder / FILE
         made = cls.loads(read_small(file, LIMIT), source=str(file))
         for name, length in made.sizes().items():

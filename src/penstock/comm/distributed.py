@@ -319,7 +319,7 @@ def backend_in_host_memory(group: dist.ProcessGroup, place: Any, bound: timedelt
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Of the group's backend, whatever device that is for."""
+    """How long the group's backend waits, whatever device it is for."""
     return _timeout(group._get_backend(group._device_types[0]))
 
 

@@ -202,7 +202,7 @@ def _is_measured(request: Request) -> bool:
 
 
 def _estimated(request: Request, ends: Ends, pipes: list[Pipe]) -> Profile:
-    """Without measuring. If the layers are the stages, `pipes` gets them: no second capture."""
+    """A profile without measuring. If the layers are the stages, `pipes` gets them, and there is no second capture."""
     layers, where = _layers(request, ends)
     pipes += [layers] if where is None else []
     return _unmeasured(layers, where)
@@ -297,7 +297,7 @@ def _target_of(request: Request) -> Any:
 
 
 def _unmeasured(layers: Pipe, where: Any) -> Profile:
-    """Without measuring: a layer costs what its parameters weigh, forward, backward of inputs and of weights alike."""
+    """A profile by size: a layer costs what its parameters weigh, in the forward and in both parts of the backward."""
     modules = [layers.get_stage_module(k) for k in range(layers.num_stages)]
     rows = []
     for name, module in zip(layer_names(modules), modules, strict=True):

@@ -103,7 +103,7 @@ class Choice:
         return replace(simulate(lower(self.plan), self.costs), unit="s" if self.is_timed else "")
 
     def parameter_bytes(self, stages: Sequence[int]) -> int:
-        """Of some stages together; what they share counts once."""
+        """The parameters of some stages together; what they share counts once."""
         layers = [layer for s in stages for layer in self.profile.layers[slice(*self.bounds[s])]]
         shared = frozenset[str]().union(*(layer.shared for layer in layers))
         return sum(layer.parameter_bytes for layer in layers) + sum(self.profile.shared_parameters[n] for n in shared)

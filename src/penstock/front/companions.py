@@ -80,7 +80,7 @@ def read_states(data: bytes, source: str) -> dict[str, Any]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of torch, Python and numpy, as far as they are in use."""
+    """The state of the random numbers of torch, of Python, and of numpy if it is in use."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         found["numpy"] = sys.modules["numpy"].random.get_state()

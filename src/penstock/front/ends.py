@@ -93,11 +93,11 @@ class Ends:
 
     @property
     def number(self) -> int:
-        """Of this rank among all ranks of all replicas."""
+        """The place of this rank among all ranks of all replicas."""
         return self.number_of(self.rank)
 
     def number_of(self, rank: int) -> int:
-        """Of another rank of this pipeline among all ranks of all replicas."""
+        """The place of another rank of this pipeline among all ranks of all replicas."""
         return self.replica * self.num_ranks + rank
 
     def decide(self, what: str, make: Callable[[], str]) -> str:
@@ -140,7 +140,7 @@ class Ends:
         return total.item() > 0
 
     def mean_over_replicas(self, values: torch.Tensor) -> None:
-        """Of numbers in host memory or on the device; the host waits for the replicas' hosts, or for nothing."""
+        """Make numbers their mean over the replicas; the host waits for the others if they are in host memory."""
         if self.num_replicas > 1:
             with self.among_replicas():
                 if values.device.type == "cpu":

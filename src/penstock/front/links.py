@@ -75,13 +75,13 @@ def _ping(transport: Transport, one: int, other: int, size: int) -> float:
 
 
 def usual_bandwidth(links: Sequence[Link]) -> float | None:
-    """Of the links that have a limit, the median."""
+    """The median bandwidth of the links that have a limit."""
     found = [link.bandwidth for link in links if link.bandwidth is not None]
     return statistics.median(found) if found else None
 
 
 def unlike(links: Sequence[Link], latency: float) -> tuple[Link, ...]:
-    """Those that are far slower than the others, both ways; `latency` is that of a usual message in a step.
+    """The links that are far slower than the others, in both directions; `latency` is that of a usual message in a step.
 
     >>> near, far = Link(0, 1, 1e-5, 1e9), Link(1, 2, 5e-3, 1e7)
     >>> unlike([near, near, far], 3e-5)[0]

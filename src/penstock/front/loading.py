@@ -151,7 +151,7 @@ def _stage(place: Path, tensors: StageTensors, ends: Ends, companions: Companion
 
 
 def _states(place: Path, manifest: Manifest, ends: Ends, companions: Companions) -> dict[str, Any]:
-    """Those of this rank; if there were others then, those of the first, without its random numbers."""
+    """The states that this rank saved; if there were other ranks then, those of the first, without its random numbers."""
     same = (manifest.ranks, manifest.replicas) == (ends.num_ranks, ends.num_replicas)
     number = ends.number if same else manifest.ranks * ends.replica if manifest.replicas == ends.num_replicas else 0
     name = f"rank-{number}.json"

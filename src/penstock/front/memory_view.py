@@ -142,7 +142,7 @@ class MemoryKeeper:
         )
 
     def value(self, plan: Plan, choice: Choice | None) -> Memory:
-        """Of all ranks; every rank calls it."""
+        """What all ranks hold; every rank calls it."""
         last = self.last
         mine = {
             "parameters": self.parameters,

@@ -17,7 +17,7 @@ from penstock.stage.dtensors import to_local
 
 
 def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.0, scaler: Any = None) -> float:
-    """Of the gradients that count here, and of those on the other ranks.
+    """The norm of the gradients that count here and of those on the other ranks.
 
     The host reads one tensor: two sums, and what a GradScaler would read of its own after this.
     """
@@ -48,7 +48,7 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
 
 
 def _spread_term(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The same of DTensors on meshes of several kinds: each knows which ranks hold what of it."""
+    """The term of DTensors on meshes of several kinds: each knows which ranks hold what of it."""
     norms = []
     for grad in gradients:
         if hasattr(grad, "placements"):

@@ -91,7 +91,7 @@ class OnDevice:
 
 
 def _read(transport: Transport, losses: Tensor | None) -> Numbers:
-    """That of the batch, then those of the microbatches; None: they are not known here."""
+    """The loss of the batch, then those of the microbatches. If `losses` is None, they are not known on this rank."""
     if losses is None:
         return None, ()
     total, *each = transport.read(losses)

@@ -97,7 +97,7 @@ class CutOptions:
 
     @property
     def of_capture(self) -> dict[str, Any]:
-        """Those that `pipeline` takes."""
+        """The options that `pipeline` takes."""
         names = ("split_spec", "split_policy", "dynamic_shapes", "output_loss_value_spec", "multi_use_param_spec")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -195,7 +195,7 @@ class StepOptions:
         object.__setattr__(self, "ties", list(self.ties))
 
     def of_schedule(self, loss_fn: Any) -> dict[str, Any]:
-        """Those that `Schedule` takes; what `recompute` and `offload` ask for is in the plan that it is given."""
+        """The options that `Schedule` takes; what `recompute` and `offload` ask for is in the plan that it is given."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_OWN, "recompute", "offload")}
         return {**given, "loss_fn": loss_fn}
 
@@ -219,7 +219,7 @@ def sorted_options(given: Mapping[str, Any]) -> tuple[ModelOptions, CutOptions, 
 
 
 def check_named(example: Any, loss_fn: Any, schedule: Any, microbatches: Any) -> None:
-    """The same for the parameters that have a name in Pipeline itself."""
+    """Check the parameters that have a name in Pipeline itself."""
     if not isinstance(example, tuple | list):
         raise StageError(
             f"example is a {type(example).__name__}; expected a tuple of the model's arguments: example=(x,)"

@@ -108,7 +108,7 @@ def _name(number: int, count: int) -> str:
 
 
 def _published(name: str, tensors: StageTensors, origin: Origin) -> str:
-    """Of several names, the one that the model itself has first; transformers ties the others to it."""
+    """The one of several names that comes first in the model itself; transformers ties the others to it."""
     spellings = (name, *tensors.aliases.get(name, ()))
     return next((spelling for spelling in spellings if spelling in origin.names), name)
 

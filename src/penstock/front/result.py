@@ -43,12 +43,12 @@ class Result:
 
     @property
     def loss(self) -> float | None:
-        """Of the whole batch; None where it was not shared."""
+        """The loss of the whole batch; None where it was not shared."""
         return self._numbers[0]
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Of each microbatch."""
+        """The loss of each microbatch."""
         return self._numbers[1]
 
     def __repr__(self) -> str:

@@ -77,7 +77,7 @@ class Fit:
 
     @property
     def leanest(self) -> Fit:
-        """With every stage recomputed."""
+        """The same candidate with every stage recomputed."""
         every = self.bare.plan.num_microbatches
         return self.with_ways(dict.fromkeys(range(self.bare.num_stages), (RECOMPUTE, every)))
 
@@ -110,7 +110,7 @@ def starts(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Fit
 
 
 def _in_pieces(bare: Choice, pieces: int) -> Choice:
-    """The same with each stage in pieces on its rank; what the largest piece of a stage saves is as little as can be."""
+    """The choice with each stage in pieces on its rank, cut so that the largest piece of a stage saves as little as can be."""
     sizes = [layer.activation_to_input for layer in bare.profile.layers]
     firsts = [first + cut for first, stop in bare.bounds for cut in _evenly(sizes[first:stop], pieces)]
     return replace(bare, plan=divide(bare.plan, pieces), boundaries=tuple(firsts[1:]))

@@ -107,7 +107,7 @@ class ModuleValues:
         return alone
 
     def _initialiser(self, owner: str) -> Any:
-        """Of the innermost model around a module; models may be made of models."""
+        """The initialiser of the innermost model around a module; models may be made of models."""
         found = None
         path = ""
         for part in ["", *owner.split(".")]:

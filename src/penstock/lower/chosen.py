@@ -53,7 +53,7 @@ def wanted(plan: Plan, stages: Stages) -> Wanted:
 
 
 def lives(plan: Plan, rank: int, asked: Wanted) -> Iterator[Life]:
-    """Of what is asked for, all that lie on this rank, in the order of their backwards.
+    """Those of the wanted forwards that lie on this rank, in the order of their backwards.
 
     Those that hold less already are left out where all are asked for, and an error where they are named.
     """

@@ -34,7 +34,7 @@ def free_stages(rules: Rules, rank: int) -> frozenset[int]:
 
 
 def merge(codes: Sequence[int], stages: AbstractSet[int]) -> Sequence[int]:
-    """The same for the list of one rank, for these stages only."""
+    """Merge I and W in the list of one rank, for these stages only."""
     if not stages:
         return codes
     merged: list[int] = []

@@ -18,7 +18,7 @@ def add_reduce_grad(plan: Plan) -> Plan:
 
 
 def reduce_grad(codes: Sequence[int], num_microbatches: int) -> list[int]:
-    """The same for the list of one rank."""
+    """Add the reductions to the list of one rank."""
     left: dict[int, int] = {}
     lowered: list[int] = []
     for code in codes:

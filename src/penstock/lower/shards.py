@@ -22,7 +22,7 @@ def add_unshard_reshard(plan: Plan, max_unsharded: int = 3) -> Plan:
 
 
 def unshard_reshard(codes: Sequence[int], max_unsharded: int = 3) -> list[int]:
-    """The same for the list of one rank."""
+    """Add UNSHARD and RESHARD to the list of one rank."""
     if max_unsharded < 1:
         raise PlanError(f"max_unsharded={max_unsharded}; a stage must be unsharded to compute: expected at least 1")
     uses = _uses(codes)

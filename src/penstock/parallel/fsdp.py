@@ -205,7 +205,7 @@ class FullyShardAdapter:
 
 
 def _process_groups(groups: list[Any]) -> list[Any]:
-    """Those that the reduction of parameter groups goes over, each once."""
+    """The process groups that the reduction of parameter groups goes over, each once."""
     found = {}
     for group in groups:
         sharding = [group._reduce_scatter_process_group] if _is_sharded(group) else []

@@ -33,7 +33,7 @@ class CallArguments:
         self.inputs, self.bound = inputs, None
 
     def of(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Those of a microbatch, as soon as they are there."""
+        """The arguments of a microbatch, as soon as they are there."""
         inputs, feed = self.inputs, self.inputs.feed
         if self.routes is None:
             kwargs: Any = inputs.kwargs and (
@@ -63,7 +63,7 @@ class CallArguments:
 
 
 def _moves(routes: Routes, box: Inbox) -> list[tuple[int, int | None]]:
-    """Of what a captured stage reads in a box: to which argument each value goes, and where in the box it lies."""
+    """For each value that a captured stage reads in a box: to which argument it goes, and where in the box it lies."""
     alone = len(box.places) == 1
     return [
         (position, None if alone else box.places.index(place))

@@ -65,7 +65,7 @@ class Feed:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """The same in memory that a device copies from without a wait of the host; as it is where there is none."""
+    """The tensor in pinned memory, from which a device copies without a wait of the host; as it is where there is none."""
     try:
         return tensor if tensor.is_pinned() else tensor.pin_memory()
     except (RuntimeError, NotImplementedError):  # a device without pinned memory

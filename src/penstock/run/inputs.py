@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rows_of(value: Any) -> int:
-    """Of a tensor; where the rows of a nest are, only its owner knows."""
+    """How many rows a tensor has. Where those of a nest are, only its owner knows."""
     if isinstance(value, Microbatches):
         return sum(sizes_of(list(value)) or (UNKNOWN,))
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else UNKNOWN

@@ -76,7 +76,7 @@ class LastStage:
 
 
 def refuse_broadcast(output: Any, target: Any) -> None:
-    """Of a batch whose input and target differ in rows: one row of a target must not silently count for several of the output.
+    """Input and target of this batch differ in rows: one row of a target must not silently count for several of the output.
 
     >>> refuse_broadcast(torch.zeros(2, 3), torch.zeros(1, 3))
     Traceback (most recent call last):

@@ -51,7 +51,7 @@ def facts_of(plan: Plan, stages: Sequence[PipelineStage], ties: Ties, *, loss: b
 
 
 def digest_of(plan: Plan) -> str:
-    """Of all ranks' lists; of a family its name and sizes, from which they follow, and the list of the first rank."""
+    """A digest of all ranks' lists; of a family's plan, of its name and sizes, from which they follow, and the first list."""
     told = f"{plan.family.name}\n{','.join(map(text, plan.codes[0]))}" if plan.family else dumps(plan)
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 

@@ -38,7 +38,7 @@ class Tied(Protocol):
 
 
 def holders_of(ties: Iterable[Tied | Holders]) -> list[Holders]:
-    """Of each tie that a user gave, as a `penstock.tie` or as its holders."""
+    """The holders of each tie that a user gave, as a `penstock.tie` or as the holders themselves."""
     return [getattr(tie, "holders", tie) for tie in ties]
 
 

@@ -37,7 +37,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
 
 
 def summary_text(timeline: Timeline) -> str:
-    """The same figures for people: one line for the whole, one line a rank.
+    """The figures of `summary` for people: one line for the whole, one line a rank.
 
     print(summary_text(simulate(plan)))
     """

@@ -124,7 +124,7 @@ class StageBackend:
 
 
 class SplitBackend(StageBackend):
-    """The same, and cuts every backward in two."""
+    """A `StageBackend` that also cuts every backward in two."""
 
     def __init__(self, inner: Any = "inductor", *, memory_budget: float | None = None) -> None:
         super().__init__(inner, memory_budget=memory_budget)

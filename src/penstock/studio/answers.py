@@ -194,7 +194,7 @@ def _comparison(question: Question) -> list[dict[str, Any]]:
 
 
 def _command(question: Question) -> str | None:
-    """The same on the command line; None where the command has no option for it."""
+    """The question as a command line; None where the command has no option for it."""
     if question.speeds or question.transfer or question.kept_for_weights != 1.0:
         return None
     words = ["penstock", "plan", question.schedule]

@@ -99,14 +99,14 @@ class Run:
 
     @property
     def _ranks(self) -> int:
-        """Of one pipeline."""
+        """How many ranks one pipeline has."""
         size, dp = int(os.environ.get("WORLD_SIZE", "1")), self.options.dp
         if size % dp:
             raise PenstockError(f"{size} processes for --dp {dp}; expected a multiple of {dp}")
         return size // dp
 
     def _mesh(self) -> Any:
-        """Of the replicas and the ranks of each, if there are several."""
+        """The mesh of the replicas and their ranks, if there are several replicas."""
         if self.options.dp == 1:
             return None
         from torch.distributed.device_mesh import init_device_mesh

@@ -119,7 +119,7 @@ class Repeated:
 
 
 def _first_numbers() -> dict[str, Any]:
-    """Of the stream: they follow from torch's seed, which is the same on every rank."""
+    """The first numbers of the stream: they follow from torch's seed, which is the same on every rank."""
     outside, seed = random_state(_HOST), torch.initial_seed() % 2**32
     random.seed(seed)
     if "numpy" in sys.modules:

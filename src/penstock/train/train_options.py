@@ -116,7 +116,7 @@ class TrainOptions:
 
     @classmethod
     def of_file(cls, file: Path) -> TrainOptions:
-        """Those that a run has written down."""
+        """The options that a run has written down."""
         data = read_json(file)
         defaults = asdict(cls())
         kinds = {

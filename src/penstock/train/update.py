@@ -70,7 +70,7 @@ class Update:
         return Rated(made, tuple(group["lr"] for group in made.param_groups))
 
     def batches(self, step: int) -> list[Batch]:
-        """Those of a step, whole."""
+        """The whole batches of a step."""
         return [self.job.batch(step * self.accumulate + number) for number in range(self.accumulate)]
 
     def share(self, batch: Batch) -> Batch:
