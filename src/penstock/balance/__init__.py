@@ -12,7 +12,7 @@ from penstock.balance.cuts import Cuts, StageCut
 from penstock.balance.flight import in_flight
 from penstock.balance.profile import LayerCost, Profile
 from penstock.balance.row_groups import Grouped, attention, group_rows
-from penstock.balance.solve import balance, placement_ranks
+from penstock.balance.solve import balance, leanest, placement_ranks
 
 __all__ = [
     "Cuts",
@@ -24,5 +24,6 @@ __all__ = [
     "balance",
     "group_rows",
     "in_flight",
+    "leanest",
     "placement_ranks",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
@@ -78,10 +79,35 @@ def balance(
         bandwidths=_bandwidths(stage_ranks, bandwidth, links),
     )
     if rank_times is not None and len(set(rank_times)) > 1:
-        cuts, exact = _unequal(problem, objective, rank_times)
+        found = _unequal(problem, objective, rank_times)
     else:
-        cuts, exact = _solve(problem, objective)
-    return _result(problem, cuts, objective=objective, exact=exact)
+        found = _solve(problem, objective)
+    if found is None:
+        raise _no_room(problem)
+    return _result(problem, found[0], objective=objective, exact=found[1])
+
+
+def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 2.0) -> tuple[int, ...]:
+    """Where the stages begin in the cut whose fullest rank holds least, to a hundredth, with one microbatch on each stage.
+
+    >>> from penstock.balance import LayerCost, Profile
+    >>> profile = Profile(tuple(LayerCost(f"layers.{i}", 1.0, parameter_bytes=size) for i, size in enumerate((1, 1, 1, 9))))
+    >>> leanest(profile, Placement.loop(2)), balance(profile, 2).boundaries
+    ((3,), (2,))
+    """
+    ranks = placement.ranks
+    factor = _positive("optimizer_bytes", optimizer_bytes, zero=True) + 2
+    problem = Problem(profile, ranks, None, _in_flight(None, len(ranks)), factor, _bandwidths(ranks, None, ()))
+    low, high, best = 0, _heaviest(problem), None
+    while best is None or high - low > high // 100:
+        limit = high if best is None else (low + high) // 2
+        found = _solve(replace(problem, limits=(max(limit, 1),) * problem.num_ranks), "stage")
+        if found is None:
+            assert best is not None, "so much holds everything"
+            low = limit
+        else:
+            best, high = found[0][1:-1], limit
+    return best
 
 
 def placement_ranks(
@@ -164,13 +190,15 @@ def _positive(name: str, value: float, *, zero: bool = False) -> Fraction:
     return Fraction(value)
 
 
-def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool]:
-    """The cuts, and whether they are proved the best. Each stage alone first; sums over ranks where they matter."""
+def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool] | None:
+    """The cuts, and whether they are proved the best; None: nothing keeps to the limits. Each stage alone first; sums over
+    ranks where they matter.
+    """
     single = problem.num_ranks == problem.num_stages
     window = chain.windows(problem, problem.limits)
     least = chain.slowest(problem, window)
     if least is None or _average_excess(problem) > 0:
-        raise _no_room(problem)
+        return None
     if objective == "rank" and not single:
         goal = ranks.Goal.RANK
         least = max(least, -(-problem.prefix[-1] // problem.num_ranks))
@@ -181,24 +209,23 @@ def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool]:
             return cuts, True
     try:
         bound = ranks.best(problem, goal, least=least, most=problem.ceiling)
-        if bound is None:
-            raise _no_room(problem)
-        return ranks.settle(problem, goal, bound), True
+        return None if bound is None else (ranks.settle(problem, goal, bound), True)
     except ranks.TooLarge:
         return by_shares(problem), False
 
 
-def _unequal(problem: Problem, objective: str, rank_times: Sequence[float]) -> tuple[tuple[int, ...], bool]:
-    """The same where ranks are not equally fast. Limits that several stages of a rank share may need the other solvers."""
+def _unequal(problem: Problem, objective: str, rank_times: Sequence[float]) -> tuple[tuple[int, ...], bool] | None:
+    """The cuts where ranks are not equally fast. Limits that several stages of a rank share may need the other solvers."""
     if objective != "stage" or len(rank_times) != problem.num_ranks or min(rank_times) <= 0:
         raise BalanceError(
             f"rank_times={list(rank_times)} with objective={objective!r}; expected a number above 0 for each of the "
             f'{problem.num_ranks} ranks, and objective="stage"'
         )
     cuts = unequal.cut_for(problem, rank_times, chain.windows(problem, problem.limits))
-    if cuts is None or not problem.fits(cuts):
-        return _solve(problem, objective)[0], False
-    return cuts, True
+    if cuts is not None and problem.fits(cuts):
+        return cuts, True
+    found = _solve(problem, objective)
+    return None if found is None else (found[0], False)
 
 
 def _no_room(problem: Problem) -> BalanceError:
@@ -240,11 +267,16 @@ def _average_excess(problem: Problem) -> int:
     return -(-(lightest - sum(problem.limits)) // problem.num_ranks)
 
 
+def _heaviest(problem: Problem) -> int:
+    """Bytes that hold everything, however the layers are placed."""
+    heaviest: int = sum(map(max, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
+    return heaviest + sum(problem.group_states.values())
+
+
 def _least_excess(problem: Problem) -> tuple[int, bool]:
     """The bytes by which every limit must grow before a cut fits; whether that is also enough."""
     assert problem.limits is not None, "an excess is asked for only where there are limits"
-    heaviest: int = sum(map(max, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
-    most = heaviest + sum(problem.group_states.values())
+    most = _heaviest(problem)
     low, high = max(0, _average_excess(problem)), most
     while low < high:
         middle = (low + high) // 2

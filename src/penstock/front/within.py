@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from penstock.balance import Profile, balance
+from penstock.balance import Profile, leanest
 from penstock.balance.cuts import size_text
 from penstock.errors import BalanceError
 from penstock.front.candidates import Wishes, fastest_cut, plans
@@ -25,7 +25,6 @@ from penstock.lower import divide, offload, recompute
 from penstock.plan import Plan
 
 RECOMPUTE, OFFLOAD = "recompute", "offload"
-_HALVINGS = 24  # of the range in which the leanest cut is looked for
 _PIECES = (2, 4)  # of a stage
 Ways = Mapping[int, tuple[str, int]]  # by stage: how it holds less, and for how many of its microbatches
 
@@ -148,36 +147,9 @@ def _candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterato
         yield quick
         if wishes.memory_limit is not None:
             if plan.placement.ranks not in lean:
-                lean[plan.placement.ranks] = _leanest(profile, plan, wishes.optimizer_bytes)
+                lean[plan.placement.ranks] = leanest(profile, plan.placement, optimizer_bytes=wishes.optimizer_bytes)
             if lean[plan.placement.ranks] != quick.boundaries:
                 yield replace(quick, boundaries=lean[plan.placement.ranks])
-
-
-def _leanest(profile: Profile, plan: Plan, optimizer_bytes: float) -> tuple[int, ...]:
-    """The cut whose fullest rank holds least, with one microbatch in flight on each stage."""
-    layers = profile.layers
-    high = sum(
-        round(layer.parameter_bytes * (2 + optimizer_bytes)) + layer.activation_to_input for layer in layers
-    ) + round(sum(profile.shared_parameters.values()) * (2 + optimizer_bytes))
-    low = 0
-    found: tuple[int, ...] = ()
-    for _ in range(_HALVINGS):
-        limit = (low + high) // 2 if found else max(high, 1)
-        try:
-            cuts = balance(
-                profile,
-                plan.num_stages,
-                placement=plan.placement,
-                num_ranks=plan.num_ranks,
-                memory_limit=max(limit, 1),
-                optimizer_bytes_per_parameter_byte=optimizer_bytes,
-            )
-            found, high = cuts.boundaries, limit
-        except BalanceError:
-            low = limit
-        if high - low <= high // 100:
-            break
-    return found
 
 
 def fitted(start: Fit, wishes: Wishes) -> Fit:
