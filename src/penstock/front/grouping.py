@@ -62,7 +62,8 @@ class StepBatch:
         try:
             if self.args or self.kwargs:
                 rows = by.grouped(num_microbatches, self.args, self.kwargs)
-                return StepBatch(*in_groups(rows, (self.args, self.kwargs, self.target)), rows)
+                args, kwargs, target = in_groups(rows, (self.args, self.kwargs, self.target))
+                return StepBatch(args, kwargs, target, rows)
             if self.target is not None or outputs:
                 raise SplitError(
                     "group_rows: step() without the model's arguments on a rank with a target, or with outputs; rows are "
