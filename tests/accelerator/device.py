@@ -9,6 +9,7 @@ A process that loads it has the device for the rest of its life, so tests do tha
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -45,8 +46,12 @@ def library() -> Path:
 
 
 def ensure_built() -> None:
-    """Build the extension in a process of its own, unless it is there."""
-    if not library().exists():
+    """Build the extension in a process of its own, unless it is there. Of several workers one builds, the others wait."""
+    place = library()
+    with place.parent.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.exists():
+            return
         command = [sys.executable, "-m", "tests.accelerator.device"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
         if done.returncode:
