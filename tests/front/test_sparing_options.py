@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import penstock
 from penstock import Pipeline
+from penstock.balance import Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PlanError
 from penstock.plan import Op
@@ -20,12 +23,22 @@ from tests.run.pipes import make_modules, stages_for
 X, Y = torch.ones(8, 4), torch.zeros(8, 4)
 
 
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))))
+
+
+@cache
+def measured() -> Profile:
+    """Once for all pipelines, so that all are cut at the same places."""
+    return penstock.profile(make(), (X[:2],), loss_fn=nn.functional.mse_loss, target=Y[:2])
+
+
 def on_ranks(body: Any, **options: Any) -> list[Any]:
+    settings = {"schedule": "gpipe", "microbatches": 4, "profile": measured(), **options}
+
     def rank(transport: LocalTransport) -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))))
-        settings = {"schedule": "gpipe", "microbatches": 4, "example_target": Y, **options}
-        return body(Pipeline(model, (X,), loss_fn=nn.functional.mse_loss, group=transport, **settings))
+        return body(Pipeline(make(), (X,), loss_fn=nn.functional.mse_loss, group=transport, **settings))
 
     return LocalWorld(2, rendezvous=True).run(rank)
 
