@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+from penstock import PipelineStage, ScheduleGPipe
 from penstock.comm import DistributedTransport, switchboard
+from penstock.comm.distributed import close_all
+from penstock.errors import PenstockError
+from tests.faults.fragile import loss_fn, make_batch, make_modules
 from tests.faults.test_heartbeat import stopped_in_a_step
 from tests.faults.test_step_processes import (
     WITHIN,
@@ -69,6 +76,32 @@ def test_a_rank_that_leaves_is_named(gloo_pool: GlooPool) -> None:
     results = gloo_pool.run(3, without_lines, leave_early)
     for rank in (0, 2):
         assert results[rank][0].startswith("rank 1 failed: it left after step 1"), results[rank]
+
+
+def leave_connected() -> str:
+    """Rank 1 leaves while something still holds its process group: its connections stay open. Rank 2 hears of that last."""
+    rank, store = dist.get_rank(), _get_default_store()
+    modules = make_modules(3, [])
+    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 3, "cpu"), 4, loss_fn=loss_fn)
+    x, y = make_batch(8)
+    schedule.step(x, target=y)
+    if rank == 1:
+        close_all()
+        store.wait(["over/0", "over/2"], timedelta(seconds=50))
+        return "left"
+    if rank == 2:
+        store.wait(["over/0"], timedelta(seconds=50))
+    with pytest.raises(PenstockError) as caught:
+        schedule.step(x, target=y)
+    store.set(f"over/{rank}", "")
+    return str(caught.value)
+
+
+def test_a_wait_for_a_rank_that_left_ends_though_another_is_gone_before(gloo_pool: GlooPool) -> None:
+    """A rank broke its connections by a wait on one certain peer, and waited for ever if that peer had closed before."""
+    results = gloo_pool.run(3, without_lines, leave_connected)
+    for rank in (0, 2):
+        assert results[rank].startswith("rank 1 failed: it left after step 1"), results[rank]
 
 
 def test_a_stopped_rank_is_named(gloo_pool: GlooPool) -> None:

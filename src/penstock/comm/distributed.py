@@ -138,7 +138,7 @@ class DistributedTransport(Transport):
         if self._torn is not None:
             return self._torn.error() if self._torn.rank != self.rank else self._unusable()
         text = str(error)
-        timed_out = "Timed out" in text or "timed out" in text
+        timed_out = _ran_out(text)
         if not timed_out and not connection_lost(text):
             return TransportError(f"rank {self.rank}, {what}, rank {peer}: {text}")
         known = self._known_cause(peer, patience=0.0 if timed_out else _CAUSE_GRACE)
@@ -242,9 +242,13 @@ class DistributedTransport(Transport):
         self._torn, self._broken = self._torn or record, True
         if self._switchboard is not None:
             self._switchboard.close()
-        peer = (self.rank + 1) % self.num_ranks
-        with suppress(RuntimeError):
-            self._gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+        for peer in range(self.num_ranks):  # one that is closed already lets nothing run out
+            try:
+                if peer != self.rank:
+                    self._gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if _ran_out(str(error)):
+                    return
 
     def give_up(self, cause: str) -> None:
         if self._torn is None:
@@ -342,6 +346,10 @@ def _innermost(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+def _ran_out(text: str) -> bool:
+    return "Timed out" in text or "timed out" in text
 
 
 def connection_lost(text: str) -> bool:
