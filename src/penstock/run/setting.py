@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from penstock.parallel import DataParallel
 from penstock.plan import Op, Overlap, Plan
 from penstock.run.rng import MicrobatchRng
 from penstock.stage.offload import Elsewhere
 
-if TYPE_CHECKING:
-    from penstock.run.program import Program
-
 Call: TypeAlias = Callable[[], object]
 """Does an action."""
 ActionKind: TypeAlias = Op | type[Overlap]
 """What tells one handler from another: an Op, or Overlap for pairs."""
-Handler: TypeAlias = "Callable[[Program, Any, bool], Call]"
+Handler: TypeAlias = Callable[[Any, Any, bool], Call]  # programs of compat are of a class of their own
 """``handler(program, action, cold)`` is asked once for each action, before the first step; what it returns does the action."""
 Handlers: TypeAlias = Mapping[ActionKind, Handler]
 

@@ -39,7 +39,7 @@ class Tied(Protocol):
 
 def holders_of(ties: Iterable[Tied | Holders]) -> list[Holders]:
     """The holders of each tie that a user gave, as a `penstock.tie` or as the holders themselves."""
-    return [getattr(tie, "holders", tie) for tie in ties]
+    return [tie if isinstance(tie, Sequence) else tie.holders for tie in ties]
 
 
 @dataclass
