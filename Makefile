@@ -8,6 +8,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
+unexport PYTHONDONTWRITEBYTECODE  # the tests start many processes: each would compile all sources again
 
 PYTHON ?= python3
 WORKERS ?= 2
