@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import StageError
 from penstock.front import Choice
+from penstock.front.calibrate import settled
 from penstock.front.machine import typical
 from penstock.stage.pipeline_stage import PipelineStage
 
@@ -55,6 +57,25 @@ def test_calibrating_changes_the_prediction_and_nothing_else(schedule: str) -> N
     assert choice.calibrated is not None
     assert choice.predicted >= choice.timeline.makespan > 0
     assert Choice.loads(choice.dumps()) == choice
+
+
+def test_steps_that_differ_are_measured_more_often() -> None:
+    """Every other step takes three times as long as the ones between."""
+    steps = 0
+
+    def sleeps(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        time.sleep(0.01 if steps % 2 else 0.03)
+        return nn.functional.mse_loss(output, target)
+
+    transport = LocalWorld(1).transports[0]
+    pipe = Pipeline(nn.Linear(8, 8), (X,), loss_fn=sleeps, microbatches=1, profile=False, group=transport)
+    steps = 0
+    pipe.calibrate(X, target=Y, rounds=4)
+    assert steps == 2 + 3 * 4
+    assert not settled([0.01, 0.03] * 6)
+    assert settled([0.01] * 9 + [0.03] * 3)
 
 
 def test_stages_made_by_hand_are_not_calibrated() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,9 +17,11 @@ from penstock.front.choice import Choice
 from penstock.front.ends import Ends
 from penstock.run.compiled_costs import compiled_costs
 from penstock.run.schedule import Schedule
-from penstock.simulate import measured_costs
+from penstock.simulate import Timeline, measured_costs
 
 _WARM_UP = 2
+_MOST = 3  # so many times the rounds are measured at most
+_SPREAD = 0.1  # of the median step: steps are settled if the middle half of them lies within that
 
 
 def calibrated(
@@ -27,11 +29,15 @@ def calibrated(
 ) -> Choice:
     """The choice with the costs of its stages, and of what is around a step, as some steps have them.
 
-    Steps are measured as they come in a training: all ranks begin together, and find no gradients.
+    Steps are measured as they come in a training: all ranks begin together, and find no gradients. Where they differ much, since
+    something else had the processors for a while, more of them are measured. All ranks see the same times, and go on alike.
     """
-    timelines, around = [], []
+    timelines: list[Timeline] = []
+    around = []
     with leaving_no_trace(schedule) as drop_gradients:
-        for at in range(_WARM_UP + rounds):
+        for at in range(_WARM_UP + _MOST * rounds):
+            if len(timelines) >= rounds and settled([timeline.makespan for timeline in timelines]):
+                break
             drop_gradients()
             ends.gather("about to measure a step", None)
             with schedule.record() as recording:
@@ -44,6 +50,18 @@ def calibrated(
     beside = max(ends.gather("what a step takes beside its actions", statistics.median(around)))
     costs = compiled_costs(schedule, measured_costs(timelines, choice.costs))
     return replace(choice, calibrated=costs, machine=replace(choice.machine, around=max(beside, 0.0)))
+
+
+def settled(seconds: Sequence[float]) -> bool:
+    """Whether the middle half of some steps took about the same time.
+
+    >>> settled([1.0, 1.01, 0.99, 1.02, 3.0]), settled([1.0, 1.3, 1.0, 1.3, 1.3, 1.0])
+    (True, False)
+    """
+    ordered = sorted(seconds)
+    quarter = len(ordered) // 4
+    middle = ordered[quarter : len(ordered) - quarter]
+    return middle[-1] - middle[0] <= _SPREAD * statistics.median(ordered)
 
 
 @contextmanager
