@@ -14,9 +14,13 @@ from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import StageError
 from penstock.front import Choice
-from penstock.front.calibrate import settled
+from penstock.front.calibrate import enough
 from penstock.front.machine import typical
+from penstock.lower import lower
+from penstock.schedules import get_schedule
+from penstock.simulate import Costs, simulate
 from penstock.stage.pipeline_stage import PipelineStage
+from tests.simulate.test_measured import recorded
 
 
 def model() -> nn.Module:
@@ -74,8 +78,18 @@ def test_steps_that_differ_are_measured_more_often() -> None:
     steps = 0
     pipe.calibrate(X, target=Y, rounds=4)
     assert steps == 2 + 3 * 4
-    assert not settled([0.01, 0.03] * 6)
-    assert settled([0.01] * 9 + [0.03] * 3)
+
+
+def test_how_many_steps_are_enough() -> None:
+    one = recorded(simulate(lower(get_schedule("1f1b")(2, 2))))
+    slow = recorded(simulate(one.plan, Costs.per_rank(num_stages=2, forward=2.0)))
+    assert enough([one] * 9 + [slow] * 3, rounds=12)
+    assert not enough([one] * 11, rounds=12)
+    assert not enough([one, slow] * 6, rounds=12), "they differ"
+    taken = replace(one, processor=(one.busy[0], one.busy[1] - 2.0))
+    assert taken.kept_waiting == pytest.approx(1.0)
+    assert not enough([one] * 11 + [taken] * 6, rounds=12), "other programs had the processors"
+    assert enough([one] * 12 + [taken] * 6, rounds=12)
 
 
 def test_stages_made_by_hand_are_not_calibrated() -> None:

@@ -58,6 +58,9 @@ def test_spans_are_as_long_as_the_work() -> None:
     forwards = [span for span in timeline.spans(0) if getattr(span.action, "op", None) is Op.F]
     for made, used in zip(forwards, quick, strict=True):
         assert used.start >= made.end
+    assert timeline.processor is not None
+    assert all(spent > 0.0 for spent in timeline.processor)
+    assert timeline.kept_waiting >= 4 * 0.02 / 2 * 0.9, "who sleeps has no processor; one of the two ranks did"
 
 
 def test_an_evaluation_is_measured_as_the_plan_that_it_is() -> None:

@@ -91,5 +91,7 @@ def test_which_assumption_was_off() -> None:
     rows = against.rows(against.kinds(planned, slow), 4)
     assert [row[0] for row in rows[1:]] == ["forward", "backward", "sends and receives", "waiting"]
     assert rows[1][4] == "+100%"
+    taken = replace(slow, processor=tuple(busy - 5.0 for busy in slow.busy))
+    assert "that the machine is free: a rank had no processor for 5 s while it" in against.verdict(planned, taken)
     late = recorded(simulate(PLAN, replace(EVEN, latency=1.0)))
     assert "how long messages are under way" in against.verdict(planned, late)

@@ -21,7 +21,8 @@ from penstock.simulate import Timeline, measured_costs
 
 _WARM_UP = 2
 _MOST = 3  # so many times the rounds are measured at most
-_SPREAD = 0.1  # of the median step: steps are settled if the middle half of them lies within that
+_SPREAD = 0.1  # of the median step: the middle half of the steps must lie within that
+_TAKEN = 0.05  # of a step: what a rank may be without a processor
 
 
 def calibrated(
@@ -29,14 +30,13 @@ def calibrated(
 ) -> Choice:
     """The choice with the costs of its stages, and of what is around a step, as some steps have them.
 
-    Steps are measured as they come in a training: all ranks begin together, and find no gradients. Where they differ much, since
-    something else had the processors for a while, more of them are measured. All ranks see the same times, and go on alike.
+    Steps are measured as they come in a training: all ranks begin together, and find no gradients. More of them are measured
+    where they differ much, or where something else had the processors; all ranks see the same times, and go on alike.
     """
-    timelines: list[Timeline] = []
-    around = []
+    steps: list[tuple[Timeline, float]] = []  # each with what it took beside its actions
     with leaving_no_trace(schedule) as drop_gradients:
         for at in range(_WARM_UP + _MOST * rounds):
-            if len(timelines) >= rounds and settled([timeline.makespan for timeline in timelines]):
+            if enough([timeline for timeline, _ in steps], rounds):
                 break
             drop_gradients()
             ends.gather("about to measure a step", None)
@@ -45,23 +45,26 @@ def calibrated(
                 step()
                 seconds = time.perf_counter() - began
             if at >= _WARM_UP:
-                timelines.append(recording.timeline)
-                around.append(seconds - recording.timeline.makespan)
-    beside = max(ends.gather("what a step takes beside its actions", statistics.median(around)))
-    costs = compiled_costs(schedule, measured_costs(timelines, choice.costs))
+                steps.append((recording.timeline, seconds - recording.timeline.makespan))
+    free = [one for one in steps if is_free(one[0])]
+    used = free if len(free) >= rounds else steps
+    beside = max(ends.gather("what a step takes beside its actions", statistics.median(around for _, around in used)))
+    costs = compiled_costs(schedule, measured_costs([timeline for timeline, _ in used], choice.costs))
     return replace(choice, calibrated=costs, machine=replace(choice.machine, around=max(beside, 0.0)))
 
 
-def settled(seconds: Sequence[float]) -> bool:
-    """Whether the middle half of some steps took about the same time.
+def enough(timelines: Sequence[Timeline], rounds: int) -> bool:
+    """Whether so many steps had the processors to themselves, and the middle half of them took about the same time."""
+    taken = sorted(timeline.makespan for timeline in timelines if is_free(timeline))
+    if len(taken) < rounds:
+        return False
+    middle = taken[len(taken) // 4 : len(taken) - len(taken) // 4]
+    return middle[-1] - middle[0] <= _SPREAD * statistics.median(taken)
 
-    >>> settled([1.0, 1.01, 0.99, 1.02, 3.0]), settled([1.0, 1.3, 1.0, 1.3, 1.3, 1.0])
-    (True, False)
-    """
-    ordered = sorted(seconds)
-    quarter = len(ordered) // 4
-    middle = ordered[quarter : len(ordered) - quarter]
-    return middle[-1] - middle[0] <= _SPREAD * statistics.median(ordered)
+
+def is_free(timeline: Timeline) -> bool:
+    """Whether the ranks had a processor whenever they had something to compute."""
+    return timeline.kept_waiting <= _TAKEN * timeline.makespan
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -27,6 +27,11 @@ class HostClock:
 
     def begin(self) -> None:
         """A step is about to begin."""
+        self._began = thread_time()
+
+    def processor(self) -> float | None:
+        """Seconds in which this thread had a processor, since the step began."""
+        return thread_time() - self._began
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         return list(marks)
@@ -45,6 +50,10 @@ class DeviceClock:
         self._transport.wait_for_device()
         self._origin = self.mark()
         self._host = perf_counter()
+
+    def processor(self) -> float | None:
+        """What the host does says nothing of the device."""
+        return None
 
     def mark(self) -> torch.Event:
         event = torch.Event(device=self._device, enable_timing=True)
@@ -66,6 +75,7 @@ class Recorder:
         self.starts: list[Any] = []  # marks of the clock
         self.ends: list[Any] = []
         self.waited: Any = None
+        self.processor: float | None = None  # seconds in which the rank had a processor in the step, if that is known
         self.plan: Plan | None = None
 
     @property
@@ -104,6 +114,7 @@ class Recorder:
         call()
         self.ends[at] = self.clock.mark()
         self.starts[at] = start if self.waited is None else self.waited
+        self.processor = self.clock.processor()
 
 
 class Recording:
@@ -122,11 +133,17 @@ class Recording:
         """Gather the times of all ranks, on the clock of rank 0."""
         offset = transport.clock_offset()
         starts, ends = recorder.clock.seconds(recorder.starts), recorder.clock.seconds(recorder.ends)
-        mine = {"starts": [t + offset for t in starts], "ends": [t + offset for t in ends]}
+        mine = {
+            "starts": [t + offset for t in starts],
+            "ends": [t + offset for t in ends],
+            "processor": recorder.processor,
+        }
         everyone = [json.loads(post) for post in transport.gather("times of the actions", json.dumps(mine).encode())]
         if recorder.plan is None or not recorder.starts:
             return
         origin = min(min(times["starts"]) for times in everyone if times["starts"])
         began = tuple([t - origin for t in times["starts"]] for times in everyone)
         ended = tuple([t - origin for t in times["ends"]] for times in everyone)
-        self._timeline = Timeline(recorder.plan, began, ended, measured=True, unit="s")
+        spent = [times["processor"] for times in everyone]
+        processor = None if None in spent else tuple(spent)
+        self._timeline = Timeline(recorder.plan, began, ended, measured=True, unit="s", processor=processor)

@@ -63,6 +63,9 @@ class Timeline:
     recorded_memory: tuple[Curve, ...] | None = field(repr=False, default=None)  # one a rank, where it was measured
     measured: bool = False  # measured on real ranks, or simulated
     unit: str = ""  # of the times: "s" when measured, as the costs say when simulated
+    processor: tuple[float, ...] | None = field(
+        repr=False, default=None
+    )  # by rank: when it had one, where that is known
 
     def spans(self, rank: int) -> Iterator[Span]:
         for code, start, end in zip(self.plan.codes[rank], self.starts[rank], self.ends[rank], strict=True):
@@ -118,6 +121,20 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """The time that each rank computes, or tends to its parameters."""
         return tuple(busy for _, _, busy in self._extents)
+
+    @property
+    def kept_waiting(self) -> float:
+        """The time in which a rank, on average, was about to compute and had no processor for it; 0 where that is not known.
+
+        A rank that waits for a message has no use for a processor; where one is free, a rank has it while it computes.
+        """
+        if self.processor is None:
+            return 0.0
+        without = 0.0
+        for codes, starts, ends, spent in zip(self.plan.codes, self.starts, self.ends, self.processor, strict=True):
+            computing = sum(e - s for code, s, e in zip(codes, starts, ends, strict=True) if code & OP in COMPUTES)
+            without += max(0.0, computing - spent)
+        return without / len(self.processor)
 
     def _bubble(self, cost: float) -> float:
         return 1 - sum(self.busy) / (len(self.busy) * cost) if cost else 0.0

@@ -234,6 +234,7 @@ def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
         ),
         "starts": [list(row) for row in timeline.starts],
         "ends": [list(row) for row in timeline.ends],
+        "processor": timeline.processor,
     }
 
 
@@ -245,4 +246,6 @@ def _timeline_from_json(data: dict[str, Any]) -> Timeline:
         placement=Placement.of(data["placement"]),
         graph=StageGraph.of(plan.num_stages, [(a, b) for a, b in data["edges"]]),
     )
-    return Timeline(plan, tuple(data["starts"]), tuple(data["ends"]), measured=True, unit="s")
+    spent = data.get("processor")
+    processor = None if spent is None else tuple(spent)
+    return Timeline(plan, tuple(data["starts"]), tuple(data["ends"]), measured=True, unit="s", processor=processor)
