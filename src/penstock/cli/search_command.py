@@ -39,7 +39,7 @@ _FIRST: Final = 0.15  # the share of the tries in which each number of stages a 
     "--exact",
     type=click.FloatRange(min=0, min_open=True),
     metavar="N",
-    help="Then let an exact solver go on and prove, for about so many seconds a placement; needs penstock[solver].",
+    help="Then let an exact solver go on and prove, N times a few seconds for each placement; needs penstock[solver].",
 )
 @click.option(
     "--front", "whole_front", is_flag=True, help="Search a dozen limits of memory: what memory buys in time, as a list."

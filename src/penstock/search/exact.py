@@ -48,7 +48,7 @@ class Solved:
 def solve(job: SearchJob, best: Timeline, *, floor: float, effort: float, seed: int) -> Solved:
     """Begin with the best that is known, and with the floor that is known.
 
-    `effort` is about seconds on one core, but counted in the solver's own work: the same arguments give the same answer.
+    `effort` is counted in the solver's own work, a few seconds on one core each: the same arguments give the same answer.
     """
     model = _Model(job, best, floor)
     solver = _cp_model().CpSolver()

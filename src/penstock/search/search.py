@@ -35,8 +35,8 @@ def search(
     and gives the same for the same arguments, so every rank can do it by itself. `progress` is called with how many times
     something better was found, and the best so far.
 
-    `exact` lets CP-SAT of OR-Tools (`pip install "penstock[solver]"`) go on from there for about so many seconds, with each
-    placement: it may find better ones, and proves a higher floor. Small jobs are often proved to the end.
+    `exact` lets CP-SAT of OR-Tools (`pip install "penstock[solver]"`) go on from there with so much effort (a unit is a few
+    seconds on one core) for each placement: it may find better ones, and proves a higher floor, for small jobs often to the end.
 
     >>> costs = Costs.per_rank(num_stages=4, forward=18.5, backward_input=18.1, backward_weight=9.3)
     >>> found = search(4, 8, costs, memory_limit=8, tries=20)
@@ -44,7 +44,9 @@ def search(
     (0.0, True)
     """
     if exact is not None and not 0 < exact < inf:
-        raise PlanError(f"exact={exact:g}; expected a number above 0, about the seconds of the exact solver")
+        raise PlanError(
+            f"exact={exact:g}; expected a number above 0: the effort of the exact solver, of a few seconds each"
+        )
     lanes = [
         Lane(
             SearchJob.of(where, num_microbatches, costs, memory_limit),
