@@ -220,6 +220,26 @@ def test_unequal_microbatches_and_ranks() -> None:
                 assert found.makespan <= known.makespan * (1 + 1e-9)
 
 
+def test_microbatches_of_unequal_size_may_change_their_order() -> None:
+    costs = replace(Costs.per_rank(num_stages=4), microbatches=(2.0, 0.25, 1.0, 0.5, 2.0, 0.25, 1.0, 0.5))
+    kept = search(4, 8, costs, memory_limit=6.0, tries=60, reorder=False)
+    found = search(4, 8, costs, memory_limit=6.0, tries=60)
+    assert found.makespan < 0.97 * kept.makespan
+    assert found.floor == kept.floor <= found.makespan
+    assert found.costs == costs
+    assert max(found.timeline.peak_memory) <= 6.0 * (1 + 1e-9)
+    check(lower(found.plan), sends="blocking")
+    first = [action.microbatch for action in kept.plan.actions(0) if getattr(action, "op", None) is Op.F]
+    assert first == list(range(8))
+    other = [action.microbatch for action in found.plan.actions(0) if getattr(action, "op", None) is Op.F]
+    assert other != first
+    assert sorted(other) == first
+    exact = search(4, 8, costs, memory_limit=6.0, tries=60, exact=0.02)
+    assert exact.makespan <= found.makespan
+    assert exact.floor >= found.floor
+    assert exact.costs == costs
+
+
 def test_a_placement_is_given_up_only_if_its_own_floor_says_so() -> None:
     """A loop can be the best loop there is, and still be slower than a V."""
     sizes = [0.3, *[0.5] * 14, 0.75]

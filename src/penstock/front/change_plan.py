@@ -60,6 +60,7 @@ class Replanner:
                 placement=plan.placement,
                 graph=plan.graph,
                 tries=_TRIES,
+                reorder=False,  # the weight gradients are to be added up as now
             )
         except PlanError:  # backwards in one piece may hold less than any that is split
             return []

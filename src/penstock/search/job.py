@@ -9,7 +9,7 @@ tasks: nobody waits for them, and each may be done from its input gradient on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
 from math import inf
@@ -56,6 +56,10 @@ class SearchJob:
                     "give more, cut the microbatches smaller, or spread the stages over more ranks"
                 )
         return job
+
+    def in_order(self, order: tuple[int, ...]) -> SearchJob:
+        """The job whose k-th microbatch is that of this job with the k-th number."""
+        return replace(self, costs=replace(self.costs, microbatches=tuple(self.sizes[number] for number in order)))
 
     @cached_property
     def num_links(self) -> int:

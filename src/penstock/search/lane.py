@@ -1,15 +1,19 @@
-"""Lane: the search with one placement. Known schedules, then many runs of the list scheduler, the best of which are refined."""
+"""Lane: the search with one placement, and one order of the microbatches.
+
+Known schedules come first, then many runs of the list scheduler, the best of which are refined.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 from math import inf
 
 from penstock.plan import Plan, StageGraph
+from penstock.plan.actions import MICROBATCH_FIELD, MICROBATCH_SHIFT, microbatch_of
 from penstock.schedules import all_schedules, generalised_interleaved
 from penstock.search.exact import solve
 from penstock.search.floor import floor
@@ -65,8 +69,12 @@ class LaneEntry:
 class Lane:
     """The search for one job, from one seed. `end` is the shortest time so far."""
 
-    def __init__(self, job: SearchJob, graph: StageGraph, seed: int) -> None:
-        self.job, self.graph = job, graph
+    def __init__(self, job: SearchJob, graph: StageGraph, seed: int, order: tuple[int, ...] | None = None) -> None:
+        self.order = (
+            order  # the k-th microbatch of the job is this one of the user's; None: they are as the user has them
+        )
+        self.job, self.graph = (job if order is None else job.in_order(order)), graph
+        self.asked = job
         self.bound = floor(job)
         self.end = inf
         self.best: Searched | None = None
@@ -74,12 +82,22 @@ class Lane:
         self.rng = random.Random(seed)
 
     def known(self) -> Iterator[Searched]:
-        """The known schedules that fit the memory."""
-        for plan in self._plans:
+        """The known schedules that fit the memory; they take the microbatches as they are."""
+        for plan in self._plans if self.order is None else ():
             found = Searched(plan, self.job.costs, self.bound, plan.name)
             if found.makespan < self.end and self.job.holds(found.timeline):
                 self.end, self.best = found.makespan, found
                 yield found
+
+    def told(self, found: Searched) -> Searched:
+        """What was found, with the microbatches numbered as the user has them."""
+        if self.order is None:
+            return found
+        codes = [
+            tuple(code & ~MICROBATCH_FIELD | self.order[microbatch_of(code)] << MICROBATCH_SHIFT for code in row)
+            for row in found.plan.codes
+        ]
+        return replace(found, plan=found.plan.with_codes(codes), costs=self.asked.costs)
 
     @cached_property
     def _plans(self) -> list[Plan]:

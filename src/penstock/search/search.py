@@ -25,15 +25,17 @@ def search(
     graph: StageGraph | None = None,
     tries: int = 200,
     exact: float | None = None,
+    reorder: bool = True,
     seed: int = 0,
     progress: Callable[[int, Searched], object] | None = None,
 ) -> Searched:
     """A schedule for these costs, in which no rank ever holds more than `memory_limit` (one number, or one for each rank).
 
-    `costs` says how many stages there are, any number a rank. `placement` is tried as a loop and as a V unless given: a
-    quarter of the `tries` with each, the rest with the better one. The search ends early when a schedule is proved to be best,
+    `costs` says how many stages there are, any number a rank. `placement` is tried as a loop and as a V unless given:
+    half of the `tries` with all of them, the rest with the best one. The search ends early when a schedule is proved to be best,
     and gives the same for the same arguments, so every rank can do it by itself. `progress` is called with how many times
-    something better was found, and the best so far.
+    something better was found, and the best so far. Where microbatches differ in size, other orders of them are tried as well:
+    the small ones first, and the large ones in the middle; with `reorder=False` they keep theirs.
 
     `exact` lets CP-SAT of OR-Tools (`pip install "penstock[solver]"`) go on from there with so much effort (a unit is a few
     seconds on one core) for each placement: it may find better ones, and proves a higher floor, for small jobs often to the end.
@@ -48,14 +50,12 @@ def search(
             f"exact={exact:g}; expected a number above 0: the effort of the exact solver, of a few seconds each"
         )
     lanes = [
-        Lane(
-            SearchJob.of(where, num_microbatches, costs, memory_limit),
-            graph or StageGraph.chain(where.num_stages),
-            seed,
-        )
+        Lane(job, graph or StageGraph.chain(job.placement.num_stages), seed, order)
         for where in placements_of(placement, num_ranks, costs.num_stages)
+        for job in [SearchJob.of(where, num_microbatches, costs, memory_limit)]
+        for order in (None, *(_orders(job.sizes) if reorder else ()))
     ]
-    first = tries if len(lanes) == 1 else -(-tries // 4)
+    first = tries if len(lanes) == 1 else -(-tries // (2 * len(lanes)))
     best: Searched | None = None
     for done, found in enumerate(_better_ones(lanes, first, tries - first), 1):
         if best is None or found.makespan < best.makespan * (1 - 1e-12):
@@ -76,10 +76,13 @@ def search(
             "gradients are owed; give that much"
         )
     if exact is not None:
-        for lane in lanes:
+        floors = []
+        for place in dict.fromkeys(lane.job.placement for lane in lanes):
+            lane = min((lane for lane in lanes if lane.job.placement == place), key=lambda lane: lane.end)
             if lane.bound < best.makespan * (1 - 1e-9):
-                best = min([best, *lane.solve(exact, seed)], key=lambda found: found.makespan)
-        best = replace(best, floor=min(best.makespan, *(lane.bound for lane in lanes)))
+                best = min([best, *map(lane.told, lane.solve(exact, seed))], key=lambda found: found.makespan)
+            floors.append(lane.bound)
+        best = replace(best, floor=min(best.makespan, *floors))
     check(best.plan)
     return best
 
@@ -96,15 +99,30 @@ def _better_ones(lanes: list[Lane], first: int, rest: int) -> Iterator[Searched]
 
     for lane in lanes:
         for found in chain(lane.known(), lane.search(first, afresh=True) if hopeful(lane) else ()):
-            yield replace(found, floor=least)
+            yield replace(lane.told(found), floor=least)
             if not hopeful(lane):
                 break
     lane = min(lanes, key=lambda lane: lane.end)
     if rest and hopeful(lane):
         for found in lane.search(rest, afresh=False):
-            yield replace(found, floor=least)
+            yield replace(lane.told(found), floor=least)
             if not hopeful(lane):
                 break
+
+
+def _orders(sizes: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    """Other orders of microbatches of these sizes: the small ones first, and the large ones in the middle.
+
+    A small microbatch fills the pipeline sooner, and leaves it sooner.
+
+    >>> list(_orders((2.0, 1.0, 3.0, 4.0))), list(_orders((1.0, 1.0)))
+    ([(1, 0, 2, 3), (1, 2, 3, 0)], [])
+    """
+    if len(set(sizes)) == 1:
+        return
+    up = sorted(range(len(sizes)), key=lambda number: (sizes[number], number))
+    given = tuple(range(len(sizes)))
+    yield from dict.fromkeys(order for order in (tuple(up), (*up[::2], *reversed(up[1::2]))) if order != given)
 
 
 def placements_of(
