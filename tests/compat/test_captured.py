@@ -102,6 +102,46 @@ def test_a_loss_function_and_a_step_get_what_the_last_stage_module_returns(outpu
         torch.testing.assert_close(value, whole, check_stride=False)
 
 
+class Deep(Model):
+    """Returns beside its own result what an earlier stage computed."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> Any:
+        h = self.first(x)
+        return {"hidden": h, "logits": self.second(h)}
+
+
+def test_the_last_stage_returns_what_it_computes_itself() -> None:
+    """A loss function that was written for one tensor got a tuple, with what earlier stages had computed."""
+    other, pipe = both(Deep(), X)
+    first, second = (pipe.get_stage_module(k) for k in (0, 1))
+    same(second(first(X)), other.get_stage_module(1)(other.get_stage_module(0)(X)))
+    same(pipe(X), other(X))
+    assert isinstance(penstock.pipeline(Deep(), (X,), split_spec={"second": penstock.SplitPoint.BEGINNING})(X), dict)
+
+
+class Prepares(Model):
+    """A first stage without parameters."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> Any:
+        large, places = x > 0, x.argmax(-1)
+        ours.pipe_split()
+        h = self.second(self.first(x)) * large
+        ours.pipe_split()
+        return h + places.unsqueeze(-1) + x.sum()
+
+
+def test_a_stage_may_compute_from_arguments_only() -> None:
+    """What needs no parameter was computed where it was used, and the stage in which it stood was said to be empty."""
+    model = Prepares()
+    x = torch.randn(2, 4)
+    pipe = ours.pipeline(model, (x,))
+    assert pipe.num_stages == 3
+    torch.testing.assert_close(
+        pipe(x)[0], model.second(model.first(x)) * (x > 0) + x.argmax(-1).unsqueeze(-1) + x.sum()
+    )
+    assert [any(True for _ in pipe.get_stage_module(k).parameters()) for k in range(3)] == [False, True, False]
+
+
 def test_an_exported_program_becomes_a_pipe() -> None:
     """Programs export first, look at the program, and then make the pipe of it."""
     from penstock.compat._IR import Pipe
@@ -166,3 +206,7 @@ def test_the_parts_of_a_block_mask_have_one_form() -> None:
         values = dict(zip(names, [cell.cell_contents for cell in part.mask_mod.__closure__], strict=True))
         others = dict(zip(names, [cell.cell_contents for cell in other.mask_mod.__closure__], strict=True))
         assert values == others
+    (_,), (whole,) = microbatch.split_args_kwargs_into_chunks((X,), {"mask": mask}, 1)
+    assert whole["mask"].mask_mod.__code__.co_freevars == ("block_mask", "idx"), "one microbatch is no exception"
+    (_, _), parts = microbatch.split_args_kwargs_into_chunks((X,), {"mask": mask}, 2)
+    assert [part["mask"].kv_num_blocks.size(0) for part in parts] == [2, 2], "whatever the size of the other arguments"

@@ -81,7 +81,7 @@ def _split_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None, str
     if isinstance(value, Tensor):
         return _split_tensor_leaf(leaf, num_microbatches, batch, strict)
     if is_block_mask(value):
-        return _split_mask_leaf(leaf, num_microbatches, batch)
+        return _split_mask_leaf(leaf, num_microbatches, batch if strict else None)
     if leaf.spec is not None and not leaf.inherited:
         raise SplitError(
             f"{leaf.path} is a {type(value).__name__}, which has no dimension to cut; "
@@ -128,9 +128,9 @@ def _split_mask_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None
     if leaf.spec is not None and leaf.spec.split_dim != 0:
         raise SplitError(f"{leaf.path} is a BlockMask, which is cut along dimension 0 only; the spec is {leaf.spec}")
     size = block_mask_batch(leaf.value)
-    if size == 1 or num_microbatches == 1:
+    if size == 1:
         return [leaf.value] * num_microbatches
-    if batch is not None and size != batch.size:
+    if batch is not None and size != batch.size and num_microbatches > 1:
         raise SplitError(
             f"{leaf.path} is a BlockMask of batch size {size}, which is neither 1 nor {batch}. "
             f"To hand it to every microbatch whole, write {leaf.path.write('Replicate()')}"

@@ -2,7 +2,8 @@
 
 A node belongs to the stage in whose part of the model's code it stands, with three exceptions:
 
-- a value that depends on nothing but arguments, buffers and constants is computed where it is first used;
+- a value that depends on nothing but arguments, buffers and constants is computed where it is first used, unless its own
+  stage would have nothing to do then;
 - such a value that depends on no argument at all (positions, causal masks, rotary tables) is computed again in every
   stage that uses it, instead of being sent;
 - traced sizes have no stage: each stage reads them off a tensor that it has.
@@ -11,7 +12,7 @@ A node belongs to the stage in whose part of the model's code it stands, with th
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -42,17 +43,25 @@ def place(flat: Flat, cuts: Sequence[Mark]) -> Placed:
             current += 1
         stage[node] = current
     num_stages = len(cuts) + 1
-    _move_free(flat, stage, num_stages)
+    free = _free(flat)
+    written_there, busy = dict(stage), _busy(flat, stage)
+    _move_free(flat, stage, free, num_stages)
+    while idle := busy - _busy(flat, stage):  # one more of the stages keeps what stands in its part of the code
+        kept = {node for node in free if written_there.get(node) in idle}
+        free = {node: depends for node, depends in free.items() if node not in kept}
+        stage |= written_there
+        _move_free(flat, stage, free, num_stages)
     _keep_tuples_whole(flat, stage)
     _settle_writes(flat, stage)
     _check_full(flat, stage, cuts)
     return Placed(flat, num_stages, stage)
 
 
-def _move_free(flat: Flat, stage: dict[fx.Node, int], num_stages: int) -> None:
+def _free(flat: Flat) -> dict[fx.Node, bool]:
+    """The values that depend on nothing but arguments, buffers and constants -> whether they depend on an argument."""
     origins = flat.traced.origins
     dirty = _written_state(flat)
-    free: dict[fx.Node, bool] = {}  # -> whether it depends on an argument
+    free: dict[fx.Node, bool] = {}
     for node, origin in origins.items():
         match origin:
             case FromInput():
@@ -73,6 +82,11 @@ def _move_free(flat: Flat, stage: dict[fx.Node, int], num_stages: int) -> None:
     for node in flat.nodes:  # what depends on it is not free either
         if node in free and any(a not in free for a in node.all_input_nodes) and not is_size(node):
             free.pop(node)
+    return free
+
+
+def _move_free(flat: Flat, stage: dict[fx.Node, int], free: Mapping[fx.Node, bool], num_stages: int) -> None:
+    """Compute what is free where it is first used."""
     outputs = {value for value in flat.traced.outputs if isinstance(value, fx.Node)}
     for node in reversed(flat.nodes):
         if node not in free or is_size(node):
@@ -204,8 +218,13 @@ def _line(node: fx.Node) -> str:
     return f" ({trace[-2].strip()}: {trace[-1].strip()})" if len(trace) >= 2 else ""
 
 
+def _busy(flat: Flat, stage: Mapping[fx.Node, int]) -> set[int]:
+    """The stages that compute something."""
+    return {stage[n] for n in flat.nodes if n.op != "get_attr" and not is_size(n)}
+
+
 def _check_full(flat: Flat, stage: dict[fx.Node, int], cuts: Sequence[Mark]) -> None:
-    used = {stage[n] for n in flat.nodes if n.op != "get_attr" and not is_size(n)}
+    used = _busy(flat, stage)
     for k in range(len(cuts) + 1):
         if k in used:
             continue

@@ -65,6 +65,7 @@ class StageModule(nn.Module):
         self.inputs = piece.inputs
         self.outputs = piece.outputs
         self.bare = False  # whether a call returns one output as it is, and the model's outputs without their nest
+        self.own_only = False  # whether it then leaves out those that it was given, and did not compute
         self.why_static = ""
         # Of each changing size of the arguments: those that are what it is, unless seen otherwise.
         self.partners: dict[str, frozenset[str]] = {}
@@ -75,6 +76,7 @@ class StageModule(nn.Module):
         self._programs: dict[Key, OperatorGraph] = {}
         self._functions: dict[Key, Callable[..., Any]] = {}
         self._results: dict[Key, OutputRecipe] = {}
+        self._places: dict[Key, Sequence[int]] = {}
         self._guards: dict[Key, tuple[Guard, ...]] = {}
         self._keys: dict[tuple[Any, ...], Key] = {}  # which graph is for which sizes
         self._why_not: dict[Key, str] = {}
@@ -126,9 +128,20 @@ class StageModule(nn.Module):
         values = args if not kwargs and len(args) == len(self.inputs) else self._bound(args, kwargs)
         key = self._key_of(values)
         results: tuple[Any, ...] = (self._functions.get(key) or self._function(key))(self, *values)
+        if self.own_only and len(results) > 1:
+            results = tuple(results[place] for place in self._computed(key))
         if self.bare:
             return results[0] if len(results) == 1 else results
         return self._results[key].build(results) if self._results else results
+
+    def _computed(self, key: Key) -> Sequence[int]:
+        """The places of the outputs that are computed here; all, if none is."""
+        if key not in self._places:
+            (output,) = (node for node in self._programs[key].graph.nodes if node.op == "output")
+            values = output.args[0]
+            own = [i for i, value in enumerate(values) if getattr(value, "op", "") != "placeholder"]
+            self._places[key] = own or range(len(values))
+        return self._places[key]
 
     def model_output(self, values: Sequence[Any]) -> Any:
         """What the model returns, out of the inputs of the last stage."""

@@ -28,6 +28,7 @@ class Pipe(capture.Pipe):
         super().__init__(stages, replace(info, inputs=replace(info.inputs, as_given=True)))
         for stage in stages:
             stage.bare = True  # so that stage modules compose, and a loss function gets the model's tensors
+            stage.own_only = stage.is_last and not info.has_loss  # and of these the ones that the last stage computes
 
     @classmethod
     def from_tracing(cls, *args: Any, **options: Any) -> Any:
