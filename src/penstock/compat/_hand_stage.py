@@ -125,9 +125,7 @@ class HandRun:
         self.inputs = inputs
         stage, setting = self.stage, self.program.setting
         stage.has_backward = setting.grad
-        stage.clear_runtime_states()
-        stage._in_step = True
-        stage._adapter = setting.adapters[stage.stage_index]
+        stage._begin_step(setting.adapters[stage.stage_index])
 
     def results(self) -> tuple[list[Tensor], list[Any]]:
         outputs = list(self.stage.output_chunks) if self.inputs.keep_outputs else []
@@ -190,7 +188,10 @@ class HandRun:
         self.program.schedule._reshard(self.stage)
 
     def reduce_grad(self) -> None:
-        self.stage.perform_reduce_grad(self.program.schedule._grad_scale_factor)
+        stage, factor = self.stage, self.program.schedule._grad_scale_factor
+        if stage._adapter is None or not stage._adapter.sharded:  # what is sharded has gradients when it is reduced
+            stage._give_undivided(factor, "perform_reduce_grad")
+        stage.perform_reduce_grad(factor)
         self.program.schedule.unsharded_stages.discard(self.stage.stage_index)
 
     def arrived(self, op: Op, microbatch: int, what: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -51,10 +52,20 @@ def is_driven_by_hand(stage: Any) -> bool:
     return stage._runtime_validate or is_overridden(stage, PipelineStage, *HOOKS)
 
 
+def _spec(field: str) -> Any:
+    """How the batch is cut, under torch's name; a program may set it between two steps."""
+    return property(
+        lambda self: getattr(self._specs, field),
+        lambda self, spec: setattr(self, "_specs", replace(self._specs, **{field: spec})),
+    )
+
+
 class _PipelineSchedule(Orders, Parts):
     """Stages and an order, ready to train, with everything that programs find on torch's schedules."""
 
     _stages, _n_microbatches, _loss_fn = renamed("stages"), renamed("num_microbatches"), renamed("loss_fn")
+    _backward_requires_autograd, _comp_type_to_function_map = renamed("_needs_autograd"), renamed("_hand_functions")
+    _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = map(_spec, ("args", "kwargs", "output"))
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -223,7 +234,7 @@ class _PipelineSchedule(Orders, Parts):
         self.bwd_recv_ops.clear()
         for stage in self.stages:
             if isinstance(stage, _PipelineStageBase):
-                stage._in_step, stage._adapter = False, None
+                stage._end_step()
 
     def _call_own_loop(self, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, given: dict[str, Any]) -> None:
         known = inspect.signature(self._step_microbatches).parameters

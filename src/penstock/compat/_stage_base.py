@@ -23,7 +23,7 @@ from penstock.compat._exchange import Exchange, as_tuple
 from penstock.compat._metadata import validate_tensors_metadata
 from penstock.compat._state import is_overridden
 from penstock.errors import ShapeError, StageError
-from penstock.parallel import unwrap
+from penstock.parallel import DataParallel, unwrap
 from penstock.stage.backward import backward_input, backward_weight, run_backward_full, run_deferred
 from penstock.stage.keywords import accepted_keywords
 
@@ -207,18 +207,38 @@ class _PipelineStageBase(Exchange):
         return (*map(_take_grad, received), *(None for _ in inputs[len(received) :])), groups
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the gradients. Within a step there is nothing to divide: the schedule has scaled the loss."""
-        if self._in_step or grad_scale_factor == 1:
-            return
-        for parameter in self.submod.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(grad_scale_factor)
+        """Divide the gradients. Within a step there is nothing to divide, since the schedule has scaled the loss."""
+        for grad in self._undivided if self._in_step else self._gradients():
+            grad.div_(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients over the data-parallel replicas, once all backwards are done."""
         if self._adapter is not None and self._adapter.reduces:
             self._adapter.reduce_grad()
+        self._give_undivided(grad_scale_factor, "scale_grads")
         self.scale_grads(grad_scale_factor)
+
+    def _give_undivided(self, grad_scale_factor: int, method: str) -> None:
+        """A method of a program's own that is to divide gradients finds those of the step undivided, as torch leaves them."""
+        if not self._in_step or self._undivided or not is_overridden(self, _PipelineStageBase, method):
+            return
+        before = {id(grad): version for grad, version in self._gradients_before}
+        self._undivided = [grad for grad in self._gradients() if before.get(id(grad)) != grad._version]
+        for grad in self._undivided:
+            grad.mul_(grad_scale_factor)
+
+    def _begin_step(self, adapter: DataParallel) -> None:
+        """A schedule drives this stage from here on, until `_end_step`."""
+        self.clear_runtime_states()
+        self._in_step, self._adapter, self._undivided = True, adapter, []
+        dividing = is_overridden(self, _PipelineStageBase, "scale_grads", "perform_reduce_grad")
+        self._gradients_before = [(grad, grad._version) for grad in self._gradients()] if dividing else []
+
+    def _end_step(self) -> None:
+        self._in_step, self._adapter, self._undivided, self._gradients_before = False, None, [], []
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.submod.parameters() if parameter.grad is not None]
 
     # -- checks
 

@@ -6,7 +6,7 @@ penstock's own steps keep their state in `penstock.run`, and touch none of this 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,8 @@ class StageState(PipelineStage):
     _runtime_validate = False  # check every tensor against the metadata
     _splits = True  # whether the backward of some microbatch may come in two parts
     _in_step = False  # within a step of a schedule, which has scaled the loss and reduces by itself
+    _gradients_before: Sequence[tuple[Tensor, int]] = ()  # the step, each with its version
+    _undivided: Sequence[Tensor] = ()  # the gradients of the step that a method of the program's own is to divide
     _adapter: DataParallel | None = None  # the data parallelism of the module, while a step runs
 
     _has_backward = renamed("has_backward")
