@@ -124,6 +124,82 @@ def test_steps_accumulate_and_nobody_divides_twice() -> None:
         torch.testing.assert_close(parameter.grad, grad / 4)
 
 
+class OwnDivision(PipelineStage):
+    """Divides its gradients by itself, as torch's own method does."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        for parameter in self.submod.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= grad_scale_factor
+
+
+class AskedDivision(PipelineStage):
+    """Leaves that to the class it is made from."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        super().scale_grads(grad_scale_factor)
+
+
+class OwnReduction(PipelineStage):
+    """Has nothing to reduce, and divides."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self.scale_grads(grad_scale_factor)
+
+
+class NoDivision(PipelineStage):
+    """Wants the sum over the microbatches."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        pass
+
+
+class OwnGradients(PipelineStage):
+    """Keeps its gradients elsewhere: what parameters hold is of no concern to it."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        pass
+
+
+def test_gradients_that_a_step_has_not_touched_are_left_alone() -> None:
+    (module,) = layers(1)
+    module[0].requires_grad_(False)  # type: ignore[index]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    x, y = batch()
+    Schedule1F1B(OwnGradients(module, 0, 1, "cpu"), MICROBATCHES, loss_fn=nn.MSELoss()).step(x, target=y)
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    assert [bool((grad == 1).all()) for grad in grads] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("kind", [OwnDivision, AskedDivision, OwnReduction, NoDivision])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_stage_that_divides_its_gradients_itself(kind: Any, several: bool) -> None:
+    """It finds them undivided, as torch leaves them; the stages around it are right too, and so are those of other ranks."""
+    count = 4 if several else 2
+    modules = layers(count)
+    x, y = batch()
+
+    def rank(transport: Transport) -> None:
+        kinds = {1: kind}
+        stages = [
+            kinds.get(i, PipelineStage)(modules[i], i, count, "cpu", group=transport)
+            for i in range(transport.rank, count, 2)
+        ]
+        schedule: Any = (
+            ScheduleInterleavedZeroBubble(stages, MICROBATCHES, loss_fn=nn.MSELoss())
+            if several
+            else Schedule1F1B(stages[0], MICROBATCHES, loss_fn=nn.MSELoss())
+        )
+        schedule.step(x, target=y)
+
+    LocalWorld(2).run(rank)
+    expected = plain(count)
+    if kind is NoDivision:
+        expected[1] = [None if grad is None else grad * MICROBATCHES for grad in expected[1]]
+    same_gradients(modules, expected)
+
+
 def test_functions_for_kinds_of_action() -> None:
     modules = layers(2)
     x, y = batch()
@@ -230,6 +306,55 @@ def test_orders_that_subclasses_fill() -> None:
 
         assert LocalWorld(2).run(rank)[1] == ["1F0", *(("1B0", "1F1") if kind is ByMethod else ("1F1", "1B0")), "1B1"]
         same_gradients(modules, plain(2))
+
+
+class Reversed(ScheduleInterleaved1F1B):
+    """The order of a schedule of torch's, with the weights' part after the inputs' part of each backward."""
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
+        row: list[_Action | None] = []
+        for action in super()._calculate_single_rank_operations(rank):
+            whole = action is not None and str(action.computation_type) == "B"
+            row += [_Action.from_str(str(action).replace("B", part)) for part in "IW"] if whole else [action]
+        return row
+
+
+class Asked(Schedule1F1B):
+    def _get_pipeline_order(self) -> Any:
+        order = super()._get_pipeline_order()
+        assert order is not None
+        return {rank: list(row) for rank, row in order.items()}
+
+
+def test_orders_that_subclasses_make_from_those_of_their_class() -> None:
+    modules = layers(4)
+    x, y = batch()
+
+    def rank(transport: Transport) -> list[str]:
+        stages = [PipelineStage(modules[i], i, 4, "cpu", group=transport) for i in (transport.rank, transport.rank + 2)]
+        schedule = Reversed(stages, MICROBATCHES, nn.MSELoss(), None, None, None, True)
+        schedule.step(x, target=y)
+        return [str(action) for action in schedule.pipeline_order[transport.rank]]
+
+    first, second = LocalWorld(2).run(rank)
+    same_gradients(modules, plain(4))
+    assert "0I0" in first
+    assert "0B0" not in first
+    assert "3W0" in second
+    own = Schedule1F1B(PipelineStage(modules[0], 0, 1, "cpu"), MICROBATCHES).pipeline_order
+    assert Asked(PipelineStage(modules[0], 0, 1, "cpu"), MICROBATCHES).pipeline_order == own
+
+
+def test_specs_that_are_set_after_a_schedule_is_made() -> None:
+    from penstock.compat.microbatch import TensorChunkSpec
+
+    stage = PipelineStage(nn.Identity(), 0, 1, "cpu")
+    schedule: Any = ScheduleGPipe(stage, 2)
+    assert schedule._args_chunk_spec is schedule._output_merge_spec is None
+    schedule._args_chunk_spec, schedule._output_merge_spec = (TensorChunkSpec(1),), TensorChunkSpec(1)
+    x = torch.arange(8.0).view(2, 4)
+    assert torch.equal(schedule.step(x), x)
+    assert [list(part.shape) for part in stage.output_chunks] == [[2, 2]] * 2
 
 
 def test_what_programs_set_between_steps_holds() -> None:

@@ -37,6 +37,17 @@ class Driven(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
 
 
+def driven_object(*args: Any, **options: Any) -> PipelineStage:
+    """One method is set on the object."""
+
+    def own(self: PipelineStage, *args: Any, **options: Any) -> Any:
+        return PipelineStage.forward_one_chunk(self, *args, **options)
+
+    stage = PipelineStage(*args, **options)
+    stage.forward_one_chunk = types.MethodType(own, stage)  # type: ignore[method-assign]
+    return stage
+
+
 def layers(count: int) -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(count)]
@@ -52,7 +63,8 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
-def test_tied_parameters_have_one_gradient() -> None:
+@pytest.mark.parametrize("kind", [Driven, driven_object])
+def test_tied_parameters_have_one_gradient(kind: Any) -> None:
     """It is the sum over both holders, and the same on both."""
     x, y = batch()
     modules = layers(2)
@@ -63,7 +75,7 @@ def test_tied_parameters_have_one_gradient() -> None:
     modules[0].zero_grad()
 
     def rank(transport: Transport) -> Tensor | None:
-        stage = Driven(modules[transport.rank], transport.rank, 2, "cpu", group=transport)
+        stage = kind(modules[transport.rank], transport.rank, 2, "cpu", group=transport)
         ties = [penstock.tie([(0, "0.weight"), (1, "0.weight")])]
         Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.MSELoss(), ties=ties).step(x, target=y)
         return modules[transport.rank].get_parameter("0.weight").grad
@@ -73,7 +85,7 @@ def test_tied_parameters_have_one_gradient() -> None:
     torch.testing.assert_close(first, expected)
 
 
-@pytest.mark.parametrize("kind", [PipelineStage, Driven])
+@pytest.mark.parametrize("kind", [PipelineStage, Driven, driven_object])
 def test_random_numbers_are_those_of_a_microbatch(kind: Any) -> None:
     """A stage alone draws what it draws under any schedule, whoever drives it."""
     x, _ = batch()
@@ -96,7 +108,8 @@ def test_what_was_measured_is_there(name: Any) -> None:
     modules = layers(count)
 
     def rank(transport: Transport) -> Any:
-        stages = [Driven(modules[i], i, count, "cpu", group=transport) for i in range(transport.rank, count, 2)]
+        kind = Driven if count == 2 else driven_object
+        stages = [kind(modules[i], i, count, "cpu", group=transport) for i in range(transport.rank, count, 2)]
         schedule = name(stages[0] if count == 2 else stages, MICROBATCHES, loss_fn=nn.MSELoss())
         with schedule.record() as recording:
             schedule.step(x, target=y)
@@ -182,7 +195,7 @@ class Fragile(Driven):
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **options: Any) -> Any:
         if (self.step, fwd_chunk_id) == self.broken:
             raise LookupError("as it was told to")
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
+        return PipelineStage.forward_one_chunk(self, fwd_chunk_id, args, kwargs, **options)
 
 
 def fail_and_go_on(broken: int, step: int, name: str) -> tuple[list[str], list[Tensor | None]]:
@@ -192,9 +205,11 @@ def fail_and_go_on(broken: int, step: int, name: str) -> tuple[list[str], list[T
     count = 4 if several else 2
     mine = [rank, rank + 2] if several else [rank]
     modules = layers(count)
-    stages = [Fragile(modules[i], i, count, "cpu") for i in mine]
+    stages: list[Any] = [(PipelineStage if several else Fragile)(modules[i], i, count, "cpu") for i in mine]
     if rank == broken:
         stages[0].broken = (step, 1)
+        if several:  # on the object, and on this rank only
+            stages[0].forward_one_chunk = types.MethodType(Fragile.forward_one_chunk, stages[0])
     kind = {"Schedule1F1B": Schedule1F1B, "ScheduleInterleaved1F1B": ScheduleInterleaved1F1B}[name]
     schedule = kind(stages if several else stages[0], MICROBATCHES, loss_fn=nn.MSELoss())
     raised = []
@@ -217,7 +232,10 @@ def fail_and_go_on(broken: int, step: int, name: str) -> tuple[list[str], list[T
 def test_a_rank_that_fails_is_heard_of_and_the_next_step_works(
     gloo_pool: GlooPool, name: str, broken: int, step: int
 ) -> None:
-    """In the first step, in which shapes are learnt, and in a later one. No message of it is left for the next."""
+    """In the first step, in which shapes are learnt, and in a later one. No message of it is left for the next.
+
+    Whether the method that fails is one of a class, or was set on an object.
+    """
     results = gloo_pool.run(2, fail_and_go_on, broken, step, name)
     for rank, (raised, _) in enumerate(results):
         assert [bool(text) for text in raised] == [number == step for number in range(3)]

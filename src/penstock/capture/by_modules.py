@@ -31,9 +31,9 @@ class PipeSequential(nn.Sequential):
     """
 
     @staticmethod
-    def from_sequential(sequential: nn.Sequential) -> PipeSequential:
+    def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
         """The same modules, with a mark between each two of them."""
-        return PipeSequential(*sequential)
+        return PipeSequential(*sequential_instance)
 
     def forward(self, input: Any) -> Any:  # noqa: A002  # the name that nn.Sequential gives it
         value = input

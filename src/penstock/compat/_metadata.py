@@ -137,9 +137,14 @@ class _StageMeta:
     input_grads: Metas | None = None
     output_grads: Metas | None = None
 
+    def _every(self) -> tuple[Metas | None, ...]:
+        return self.inputs, self.outputs, self.input_grads, self.output_grads
+
+    def has_any(self) -> bool:
+        return any(metas is not None for metas in self._every())
+
     def has_dtensors(self) -> bool:
-        every = (self.inputs, self.outputs, self.input_grads, self.output_grads)
-        return any(isinstance(meta, _DTensorMeta) for metas in every for meta in metas or ())
+        return any(isinstance(meta, _DTensorMeta) for metas in self._every() for meta in metas or ())
 
     def is_complete_for_forward(self) -> bool:
         return self.inputs is not None and self.outputs is not None

@@ -48,6 +48,20 @@ __all__ = [
 class PipelineScheduleSingle(_PipelineSchedule, run.PipelineScheduleSingle):
     """One stage a rank."""
 
+    def __init__(
+        self,
+        stage: Any,
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stage, n_microbatches, loss_fn, *specs, scale_grads, **options)
+
     @property
     def _stage(self) -> Any:
         return self.stages[0]
@@ -66,9 +80,11 @@ class PipelineScheduleMulti(_PipelineSchedule, run.PipelineScheduleMulti):
         output_merge_spec: Any = None,
         use_full_backward: bool | None = None,
         scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
         **options: Any,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        options["backward_requires_autograd"] = backward_requires_autograd
         super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
         self.use_full_backward = use_full_backward
 
@@ -83,6 +99,38 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     def __init__(self, *args: Any, defer_pp_recv: bool = False, **options: Any) -> None:
         super().__init__(*args, defer_pp_recv=defer_pp_recv, **options)
         self._defer_pp_recv = defer_pp_recv
+
+
+class _Named(_PipelineScheduleRuntime):
+    """Several stages a rank, and an order that has a name. Programs may give everything by position."""
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        given = {"scale_grads": scale_grads, "backward_requires_autograd": backward_requires_autograd}
+        super().__init__(stages, n_microbatches, loss_fn, *specs, defer_pp_recv=defer_pp_recv, **given, **options)
+
+    @property
+    def n_local_stages(self) -> int:
+        return len(self.stages)
+
+    def _add_bubbles_to_actions(self, num_stages_global: int) -> dict[int, list[_Action | None]]:
+        """The order with None in the slots in which a rank waits."""
+        from penstock.compat._schedule_visualizer import add_schedule_op_spacing
+
+        order = self.pipeline_order
+        return dict(zip(sorted(order), add_schedule_op_spacing([order[rank] for rank in sorted(order)]), strict=True))
 
 
 class _ScheduleForwardOnly(PipelineScheduleSingle, run.ScheduleForwardOnly): ...
@@ -100,25 +148,41 @@ class ScheduleZBH1(PipelineScheduleSingle, run.ScheduleZBH1): ...
 class ScheduleZBH2(PipelineScheduleSingle, run.ScheduleZBH2): ...
 
 
-class ScheduleLoopedBFS(_PipelineScheduleRuntime, run.ScheduleLoopedBFS): ...
+class ScheduleLoopedBFS(_Named, run.ScheduleLoopedBFS):
+    """As torch's, which takes the specs of arguments by name only."""
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        given = {"scale_grads": scale_grads, "backward_requires_autograd": backward_requires_autograd}
+        options |= {**given, "output_merge_spec": output_merge_spec, "defer_pp_recv": defer_pp_recv}
+        super().__init__(stages, n_microbatches, loss_fn, **options)
 
 
-class ScheduleInterleaved1F1B(_PipelineScheduleRuntime, run.ScheduleInterleaved1F1B): ...
+class ScheduleInterleaved1F1B(_Named, run.ScheduleInterleaved1F1B): ...
 
 
-class ScheduleInterleavedZeroBubble(_PipelineScheduleRuntime, run.ScheduleInterleavedZeroBubble): ...
+class ScheduleInterleavedZeroBubble(_Named, run.ScheduleInterleavedZeroBubble): ...
 
 
-class ScheduleZBVZeroBubble(_PipelineScheduleRuntime, run.ScheduleZBVZeroBubble): ...
+class ScheduleZBVZeroBubble(_Named, run.ScheduleZBVZeroBubble): ...
 
 
-class ScheduleDualPipeV(_PipelineScheduleRuntime, run.ScheduleDualPipeV): ...
+class ScheduleDualPipeV(_Named, run.ScheduleDualPipeV): ...
 
 
-class ScheduleVHalf(_PipelineScheduleRuntime, run.ScheduleVHalf): ...
+class ScheduleVHalf(_Named, run.ScheduleVHalf): ...
 
 
-class ScheduleVMin(_PipelineScheduleRuntime, run.ScheduleVMin): ...
+class ScheduleVMin(_Named, run.ScheduleVMin): ...
 
 
 _ONE_STAGE: tuple[Any, ...] = (ScheduleGPipe, Schedule1F1B, ScheduleZBH1, ScheduleZBH2, PipelineScheduleSingle)
