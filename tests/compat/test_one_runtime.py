@@ -345,3 +345,49 @@ def test_a_function_of_the_users_that_fails_is_announced() -> None:
     first, second = LocalWorld(2).run(rank)
     assert second == "in 1F0"
     assert first.startswith("rank 1 failed in action 1F0")
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("function", [False, True])
+def test_what_is_set_after_the_first_step_is_called(ranks: tuple[int, ...], function: bool) -> None:
+    """If every rank has it. Otherwise the ranks are told that they differ, and none waits for the others."""
+    modules = layers(2)
+    x, y = batch()
+    called: list[int] = []
+
+    def own(action: _Action, ctx: _PipelineContext) -> None:
+        stage, microbatch = ctx.schedule_ref._stage, action.microbatch_index
+        called.append(stage.stage_index)
+        if not stage.is_first:
+            for work in ctx.schedule_ref.fwd_recv_ops.pop((stage.stage_index, microbatch)):
+                work.wait()
+        output = stage.forward_one_chunk(microbatch, ctx.arg_mbs[microbatch], ctx.kwarg_mbs[microbatch])
+        ctx.schedule_ref._maybe_compute_loss(stage, output, ctx.target_mbs, microbatch)
+
+    def rank(transport: Transport) -> str:
+        stage = PipelineStage(modules[transport.rank], transport.rank, 2, "cpu", group=transport)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.MSELoss())
+        schedule.step(x, target=y)
+        if transport.rank in ranks and function:
+            schedule.register_custom_function(FORWARD, own)
+        elif transport.rank in ranks:
+
+            def forward(self: PipelineStage, *args: Any, **options: Any) -> Any:
+                called.append(self.stage_index)
+                return PipelineStage.forward_one_chunk(self, *args, **options)
+
+            stage.forward_one_chunk = types.MethodType(forward, stage)  # type: ignore[method-assign]
+        try:
+            schedule.step(x, target=y)
+        except (penstock.PeerFailed, penstock.RanksDisagree) as error:
+            return str(error)
+        return ""
+
+    first, second = LocalWorld(2).run(rank)
+    if len(ranks) == 2:
+        assert first == second == ""
+        assert sorted(called) == [0] * MICROBATCHES + [1] * MICROBATCHES
+    else:
+        assert "a training step with handlers of its own" in first
+        assert "a training step with handlers of its own" in second
+        assert not called

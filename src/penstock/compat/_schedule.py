@@ -27,7 +27,7 @@ from penstock.compat._state import is_overridden, renamed
 from penstock.compat._vocabulary import ComputationType
 from penstock.errors import PlanError, RunError
 from penstock.plan import Plan
-from penstock.run.binding import TRAIN
+from penstock.run.binding import FORWARD, TRAIN
 from penstock.run.context import CustomFunction
 from penstock.run.inputs import Given, StepInputs
 from penstock.run.runner import Outcome, Runner
@@ -127,7 +127,8 @@ class _PipelineSchedule(Orders, Parts):
             known = sorted(kind.name for kind in ComputationType if kind not in _MESSAGES)
             raise PlanError(f"a function for {computation_type!r}; expected one of {', '.join(known)}")
         self._hand_functions[computation_type] = custom_function
-        self._forget_plan()
+        for mode in (HAND + TRAIN, HAND + FORWARD):  # these are made again, with the function
+            vars(self).get("_programs", {}).pop(mode, None)
 
     # -- whether a step goes through the stages' own methods
 

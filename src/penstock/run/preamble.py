@@ -56,7 +56,7 @@ class Preamble:
     """What the first stage's rank is about to run."""
 
     epoch: int
-    mode: int  # which program: 0 training, 1 forward only
+    mode: int  # which program: 0 training, 1 forward only; 2 and 3 the same with other handlers
     signature: int  # a number for the shapes of the first stage's input, or FAILED
     cold: int  # 1: messages describe themselves
     num_microbatches: int
@@ -68,7 +68,9 @@ class Preamble:
         return self.signature == FAILED
 
     def __str__(self) -> str:
-        mode = {0: "a training step", 1: "an evaluation"}.get(self.mode, f"mode {self.mode}")
+        mode = ("a training step", "an evaluation")[self.mode % 2] + (
+            " with handlers of its own" if self.mode > 1 else ""
+        )
         return f"{mode} (number {self.epoch}) of {self.num_microbatches} microbatches"
 
 
