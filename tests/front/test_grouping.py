@@ -89,6 +89,8 @@ def test_what_cannot_be_grouped() -> None:
 
     with pytest.raises(SplitError, match="3 lengths for a batch of 8 rows"):
         pipe(group_rows=lambda x: [1, 2, 3]).step(x, target=y)
+    with pytest.raises(SplitError, match=r"gave a tensor of shape \(8, .*one number a row"):
+        pipe(group_rows=lambda x: x).step(x, target=y)
     with pytest.raises(SplitError, match="no room"):
         pipe(group_rows=GroupRows(lambda x: LENGTHS, longest=7)).step(x, target=y)
     with pytest.raises(StageError, match="leave one out"):

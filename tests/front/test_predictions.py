@@ -12,7 +12,7 @@ from torch import nn
 from penstock import Pipeline
 from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.errors import StageError
+from penstock.errors import RunError, StageError
 from penstock.front import Choice
 from penstock.front.calibrate import enough
 from penstock.front.machine import typical
@@ -109,3 +109,12 @@ def test_the_median_over_the_ranks_counts() -> None:
     assert found.metadata["backward"] == [7.0, 4.0]
     other = replace(mine, layers=(replace(layers[0], name="c"), layers[1]))
     assert typical(mine, [mine, other]) == mine, "another model was measured there: the ranks will disagree about it"
+
+
+@pytest.mark.parametrize("rounds", [0, -3])
+def test_at_least_one_step_is_measured(rounds: int) -> None:
+    pipe = Pipeline(
+        nn.Linear(8, 8), (X,), loss_fn=nn.functional.mse_loss, profile=False, group=LocalWorld(1).transports[0]
+    )
+    with pytest.raises(RunError, match="the number of steps to measure, from 1 up"):
+        pipe.calibrate(X, target=Y, rounds=rounds)

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock import Pipeline
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.errors import StageError
+from penstock.errors import PenstockError, StageError
 from penstock.front import change_plan
 from penstock.lower import lower, recompute
 from penstock.plan import Op, Plan, check
@@ -146,6 +146,26 @@ def test_the_plan_may_change_between_measured_steps() -> None:
         assert plan.has(Op.R)
 
 
-def test_what_replan_is() -> None:
+@pytest.mark.parametrize("replan", [5.0, -1, 0.0, float("nan"), "0.05", True])
+def test_what_replan_is(replan: Any) -> None:
     with pytest.raises(StageError, match="expected a share of a step"):
-        Pipeline(nn.Linear(2, 2), (torch.ones(2, 2),), replan=5.0)
+        Pipeline(nn.Linear(2, 2), (torch.ones(2, 2),), replan=replan)
+
+
+def test_every_rank_hears_that_no_plan_can_be_looked_for() -> None:
+    def rank(transport: Any) -> list[str]:
+        schedule = Schedule.from_plan(
+            GPIPE, stages_for(GPIPE, transport, make_modules(2)), loss_fn=nn.functional.mse_loss
+        )
+        said = []
+        for costs, gain in ((SPLIT, -1.0), (SPLIT, float("nan")), (Costs.per_rank(num_stages=3), 0.1)):
+            with pytest.raises(PenstockError) as caught:
+                schedule.replan(costs, gain=gain)
+            said.append(str(caught.value))
+        schedule.replan(SPLIT)
+        return said
+
+    for said in LocalWorld(2).run(rank):
+        assert "expected a share of a step from 0 up" in said[0]
+        assert "replan(gain=nan)" in said[1]
+        assert "costs for 3 stages, a plan for 2" in said[2]

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from penstock.errors import RunError
 from penstock.front.choice import Choice
 from penstock.front.ends import Ends
 from penstock.run.compiled_costs import compiled_costs
@@ -33,6 +34,8 @@ def calibrated(
     Steps are measured as they come in a training: all ranks begin together, and find no gradients. More of them are measured
     where they differ much, or where something else had the processors; all ranks see the same times, and go on alike.
     """
+    if rounds < 1:
+        raise RunError(f"calibrate(rounds={rounds}); expected the number of steps to measure, from 1 up")
     steps: list[tuple[Timeline, float]] = []  # each with what it took beside its actions
     with leaving_no_trace(schedule) as drop_gradients:
         for at in range(_WARM_UP + _MOST * rounds):

@@ -36,7 +36,13 @@ class GroupRows:
     def grouped(self, num_microbatches: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Grouped:
         """The rows of each microbatch of this batch."""
         found = self.lengths(*args, **kwargs)
-        lengths = [int(length) for length in (found.tolist() if isinstance(found, Tensor) else found)]
+        try:
+            lengths = [int(length) for length in (found.tolist() if isinstance(found, Tensor) else found)]
+        except (TypeError, ValueError):
+            shape = (
+                f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            )
+            raise SplitError(f"group_rows gave {shape}; expected the length of each row, one number a row") from None
         rows = batch_size_of(args, kwargs)
         if rows != len(lengths):
             raise SplitError(

@@ -186,7 +186,7 @@ class StepOptions:
             GroupRows,
             "a function of the arguments that gives the lengths of the rows, or GroupRows",
         )
-        if self.replan is not None and (isinstance(self.replan, bool) or not 0 < self.replan < 1):
+        if self.replan is not None and (type(self.replan) not in (int, float) or not 0 < self.replan < 1):
             raise StageError(f"replan={self.replan!r}; expected a share of a step, such as 0.05")
         if not isinstance(self.ties, Iterable):
             raise StageError(

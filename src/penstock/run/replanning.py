@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from penstock.comm.transport import Transport
+from penstock.errors import RunError
 from penstock.lower import lower
 from penstock.plan import Plan, dumps, loads
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS
 from penstock.schedules import all_schedules
 from penstock.simulate import Costs, simulate
+
+_FAILED = "\0"  # before what went wrong, in place of a plan
 
 
 def better_plan(plan: Plan, costs: Costs, *, gain: float, others: Iterable[Plan] = ()) -> Plan | None:
@@ -44,15 +47,23 @@ def better_plan(plan: Plan, costs: Costs, *, gain: float, others: Iterable[Plan]
 def agreed_plan(
     plan: Plan, costs: Costs, transport: Transport, *, gain: float, search: Callable[[Plan], Iterable[Plan]] | None
 ) -> Plan | None:
-    """The better plan that the first rank finds, on every rank; None: there is none."""
+    """The better plan that the first rank finds, on every rank; None: there is none. If it cannot look for one, all raise."""
     told = b""
+    problem: Exception | None = None
     if transport.rank == 0:
-        found = better_plan(plan, costs, gain=gain, others=() if search is None else search(plan))
-        told = b"" if found is None else f"{found.name}\n{dumps(found)}".encode()
+        try:
+            found = better_plan(plan, costs, gain=gain, others=() if search is None else search(plan))
+            told = b"" if found is None else f"{found.name}\n{dumps(found)}".encode()
+        except Exception as error:  # noqa: BLE001  the other ranks wait for this one
+            problem, told = error, f"{_FAILED}{type(error).__name__}: {error}".encode()
     told = transport.gather("the plan from now on", told)[0]
+    if problem is not None:
+        raise problem
     if not told:
         return None
     name, _, text = told.decode().partition("\n")
+    if name.startswith(_FAILED):
+        raise RunError(f"rank 0 could not look for another plan: {told.decode().removeprefix(_FAILED)}")
     return replace(plan, codes=loads(text).codes, name=name, family=None)
 
 
