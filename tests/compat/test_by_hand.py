@@ -345,6 +345,28 @@ def test_orders_that_subclasses_make_from_those_of_their_class() -> None:
     assert Asked(PipelineStage(modules[0], 0, 1, "cpu"), MICROBATCHES).pipeline_order == own
 
 
+@pytest.mark.parametrize("kind", [PipelineStage, Watched])
+@pytest.mark.parametrize("number", [2, 8])
+def test_another_number_of_microbatches_between_steps(kind: Any, number: int) -> None:
+    """The batch was cut into the new number, of which the first ones ran: the rest of the batch was left out."""
+    modules = layers(4)
+    x, y = batch()
+
+    def rank(transport: Transport) -> list[int]:
+        stages = [kind(modules[i], i, 4, "cpu", group=transport) for i in (transport.rank, transport.rank + 2)]
+        schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=nn.MSELoss())
+        losses: list[Tensor] = []
+        found = []
+        for count in (MICROBATCHES, number, MICROBATCHES):
+            schedule._n_microbatches = count
+            schedule.step(x, target=y, losses=losses)
+            found.append(len(losses))
+        return found
+
+    assert LocalWorld(2).run(rank)[1] == [MICROBATCHES, number, MICROBATCHES]
+    same_gradients(modules, plain(4, steps=3))
+
+
 def test_specs_that_are_set_after_a_schedule_is_made() -> None:
     from penstock.compat.microbatch import TensorChunkSpec
 

@@ -63,7 +63,7 @@ def _spec(field: str) -> Any:
 class _PipelineSchedule(Orders, Parts):
     """Stages and an order, ready to train, with everything that programs find on torch's schedules."""
 
-    _stages, _n_microbatches, _loss_fn = renamed("stages"), renamed("num_microbatches"), renamed("loss_fn")
+    _stages, _loss_fn = renamed("stages"), renamed("loss_fn")
     _backward_requires_autograd, _comp_type_to_function_map = renamed("_needs_autograd"), renamed("_hand_functions")
     _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = map(_spec, ("args", "kwargs", "output"))
 
@@ -93,6 +93,17 @@ class _PipelineSchedule(Orders, Parts):
     def _forget_plan(self) -> None:
         super()._forget_plan()
         self._by_hand = None
+
+    @property
+    def _n_microbatches(self) -> int:
+        """Into how many microbatches a batch is cut. May be set between two steps, on every rank."""
+        return self.num_microbatches
+
+    @_n_microbatches.setter
+    def _n_microbatches(self, number: int) -> None:
+        if number != self.num_microbatches:
+            self.num_microbatches, self._own_order = number, None
+            self._forget_plan()
 
     @property
     def _has_backward(self) -> bool:
