@@ -6,6 +6,10 @@
 For each model and schedule a Pipeline is made, which predicts the step from layers that all ranks measure at the same time
 (*by layers*); then it is calibrated with a few steps (*calibrated*); then come 20 steps without gradients in between, of which
 the median is *measured*. What may differ by 10 % is the calibrated prediction. Exits with 1 where it does.
+
+Two more figures say what was off where it does. *others* is the share of the processors that other programs had during the
+20 steps: the machine is quiet if that is next to nothing. *same steps* are some steps as predicted from their own costs, over
+what they took: how good a prediction is if nothing changes between measuring and running.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +57,30 @@ def model_of(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any
     return entry.make().to(entry.dtype), (), kwargs, None, None
 
 
+def processors_busy() -> float:
+    """Seconds in which the processors of this machine were at work, since it was started; Linux only."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = fields[3] + fields[4]
+    return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def same_steps(pipe: Any, step: Any) -> float:
+    """Some steps as predicted from their own costs, over what they took."""
+    from penstock.simulate import measured_costs, simulate
+    from penstock.simulate.measured import undisturbed
+
+    timelines = []
+    for _ in range(8):
+        dist.barrier()
+        with pipe.record() as recording:
+            step()
+        pipe.zero_grad()
+        timelines.append(recording.timeline)
+    costs = measured_costs(timelines, pipe.choice.costs)
+    taken = statistics.fmean(timeline.makespan for timeline in undisturbed(timelines))
+    return (simulate(timelines[0].plan, costs).makespan + costs.uneven) / taken
+
+
 def rank_main(rank: int, meeting: str, models: list[str], schedules: list[str], rounds: int, out: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -70,14 +99,19 @@ def rank_main(rank: int, meeting: str, models: list[str], schedules: list[str], 
                 assert pipe.choice is not None
                 before = pipe.choice.predicted
                 after = pipe.calibrate(*args, target=target, **kwargs).predicted
+                step = partial(pipe.step, *args, target=target, **kwargs)
                 taken = []
+                first, busy, mine = time.perf_counter(), processors_busy(), time.process_time()
                 for _ in range(STEPS):
                     dist.barrier()
                     began = time.perf_counter()
-                    pipe.step(*args, target=target, **kwargs)
+                    step()
                     taken.append(time.perf_counter() - began)
                     pipe.zero_grad()
-                rows.append((name, schedule, before, after, max(pipe.gather("seconds", statistics.median(taken)))))
+                ours = sum(pipe.gather("own processor time", time.process_time() - mine))
+                others = (processors_busy() - busy - ours) / ((time.perf_counter() - first) * (os.cpu_count() or 1))
+                measured = max(pipe.gather("seconds", statistics.median(taken)))
+                rows.append((name, schedule, before, after, measured, max(others, 0.0), same_steps(pipe, step)))
                 if rank == 0:
                     show(*rows[-1])
     if rank == 0:
@@ -85,11 +119,12 @@ def rank_main(rank: int, meeting: str, models: list[str], schedules: list[str], 
     dist.destroy_process_group()
 
 
-def show(name: str, schedule: str, before: float, after: float, measured: float) -> None:
+def show(name: str, schedule: str, before: float, after: float, measured: float, others: float, same: float) -> None:
     verdict = "ok" if abs(after / measured - 1) <= WITHIN else "MISSED"
     cells = [f"{1e3 * one:7.2f} ms ({one / measured:.2f})" for one in (before, after)]
     print(
-        f"{name:<8} {schedule:<22} by layers {cells[0]}   calibrated {cells[1]}   measured {1e3 * measured:7.2f} ms   {verdict}",
+        f"{name:<8} {schedule:<22} by layers {cells[0]}  calibrated {cells[1]}  measured {1e3 * measured:7.2f} ms  "
+        f"others {others:4.0%}  same steps {same:.2f}  {verdict}",
         flush=True,
     )
 
