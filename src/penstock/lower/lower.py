@@ -43,7 +43,10 @@ def lower(
 
 @dataclass(frozen=True)
 class Care:
-    """What the parameters of stages need beside the computing: see `lower`."""
+    """What the parameters of stages need beside the computing: see `lower`.
+
+    Care(shards=True, reduce=True)
+    """
 
     shards: bool = False
     max_unsharded: int = 3
