@@ -13,12 +13,12 @@ import torch
 from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.front import Choice, choose
-from penstock.front.build import Built
 from penstock.front.candidates import Wishes
 from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, without_calls
 from penstock.front.pipeline_options import FIRST, GROUPS
+from penstock.front.request import Built
 from penstock.front.stage_costs import Machine
 from penstock.plan import Placement
 from penstock.schedules import get_schedule

@@ -17,9 +17,10 @@ from penstock.balance import Profile
 from penstock.capture import Pipe
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.front import choose
-from penstock.front.build import Request, cut
+from penstock.front.build import cut
 from penstock.front.candidates import Wishes
 from penstock.front.pipeline_options import CutOptions, ModelOptions
+from penstock.front.request import Request
 from penstock.plan import Op, unpack
 from penstock.run import Schedule
 from penstock.schedules import all_schedules

@@ -11,9 +11,9 @@ import torch
 from penstock.balance import LayerCost, Profile
 from penstock.errors import BalanceError
 from penstock.front import Choice, choose
-from penstock.front.build import Built
 from penstock.front.candidates import Wishes
 from penstock.front.choice_text import explanation
+from penstock.front.request import Built
 from penstock.front.stage_costs import Machine
 from penstock.front.within import holding_less
 from penstock.plan import Op, check

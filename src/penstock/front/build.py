@@ -5,26 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.balance import LayerCost, Profile
-from penstock.batch import batch_size_of, split_batch, split_target
+from penstock.balance import Profile
+from penstock.batch import batch_size_of
 from penstock.capture import (
-    LayerSetting,
     Pipe,
-    PipeInfo,
-    capture_layers,
     cuts_at,
-    layer_names,
     materialise,
     pipeline,
-    profile_layers,
     warn_if_uneven,
 )
 from penstock.checkpoint.weight_files import open_weights
@@ -35,41 +29,13 @@ from penstock.front.choice import Choice
 from penstock.front.choose import choose
 from penstock.front.copy_speed import copy_bandwidth
 from penstock.front.ends import Ends
-from penstock.front.machine import measure_machine, together, without_calls
-from penstock.front.pipeline_options import CutOptions, ModelOptions, StepOptions
+from penstock.front.machine import measure_machine, together
+from penstock.front.model_profile import estimated_profile, measured_profile
+from penstock.front.request import Built, Request
 from penstock.front.stage_costs import Machine
 from penstock.plan import Plan
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.offload import elsewhere
-from penstock.stage.pipeline_stage import PipelineStage
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a Pipeline was asked for."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    loss_fn: Callable[..., Any] | None
-    schedule: str | Plan | Recipe
-    microbatches: int
-    of_model: ModelOptions
-    of_cut: CutOptions
-    of_steps: StepOptions = field(default_factory=StepOptions)
-
-    @property
-    def kwargs(self) -> Mapping[str, Any]:
-        return self.of_model.example_kwargs or {}
-
-
-@dataclass(frozen=True)
-class Built:
-    """The stages of this rank, and what is known of all."""
-
-    stages: list[PipelineStage]
-    plan: Plan
-    info: PipeInfo | None  # of a captured model
-    choice: Choice | None  # with measured costs
 
 
 def build(request: Request, ends: Ends) -> Built:
@@ -81,9 +47,9 @@ def build(request: Request, ends: Ends) -> Built:
         machine = replace(machine, copy_bandwidth=_copy_bandwidth(request, ends))
     pipes: list[Pipe] = []
     if _is_measured(request):
-        profile = together(ends, lambda barrier: _measured(request, ends, barrier))
+        profile = together(ends, lambda barrier: measured_profile(request, ends, barrier))
     else:
-        profile = partial(_estimated, request, ends, pipes)
+        profile = partial(estimated_profile, request, ends, pipes)
     text = ends.decide(
         "profiling the model and choosing a schedule", lambda: _decide(request, ends, machine, profile).dumps()
     )
@@ -201,31 +167,6 @@ def _is_measured(request: Request) -> bool:
     return not isinstance(request.of_cut.profile, Profile) and request.of_cut.profile is not False
 
 
-def _estimated(request: Request, ends: Ends, pipes: list[Pipe]) -> Profile:
-    """A profile without measuring. If the layers are the stages, `pipes` gets them, and there is no second capture."""
-    layers, where = _layers(request, ends)
-    pipes += [layers] if where is None else []
-    return _unmeasured(layers, where)
-
-
-def _layers(request: Request, ends: Ends) -> tuple[Pipe, Any]:
-    """The model in its smallest pieces, and where they lie in it; in the user's own pieces, None."""
-    of_cut, plan = request.of_cut, request.schedule if isinstance(request.schedule, Plan) else None
-    if of_cut.split_spec is not None or of_cut.split_policy is not None:
-        return pipeline(request.model, request.args, request.kwargs, **of_cut.of_capture), None
-    most = of_cut.count or (plan.num_stages if plan else 4 * ends.num_ranks)
-    return capture_layers(request.model, request.args, request.kwargs, num_stages=most, **of_cut.of_capture)
-
-
-def _measured(request: Request, ends: Ends, barrier: Callable[[], None]) -> Profile:
-    """What the layers cost on this rank, while the others measure theirs: `barrier` waits for them."""
-    args, kwargs = microbatch_of(request)
-    layers, where = _layers(request, ends)
-    barrier()
-    setting = LayerSetting(args, kwargs, ends.device, request.loss_fn, _target_of(request))
-    return without_calls(profile_layers(layers, where, setting), ends.device)
-
-
 def optimizer_bytes(request: Request) -> float:
     """State of the optimizer for each byte of parameters: measured where the optimizer is given, else as the option says."""
     make = request.of_cut.optimizer
@@ -272,43 +213,6 @@ def cut(request: Request, choice: Choice) -> Pipe:
         choose_cuts=cuts_at(chosen),
         **request.of_cut.of_capture,
     )
-
-
-def microbatch_of(request: Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One microbatch of the example; an example too small to be cut is taken for one."""
-    size = batch_size_of(request.args, request.kwargs)
-    if size is None or size < request.microbatches:
-        return request.args, dict(request.kwargs)
-    steps = request.of_steps
-    args, kwargs = split_batch(
-        request.args,
-        request.kwargs,
-        request.microbatches,
-        args_spec=steps.args_chunk_spec,
-        kwargs_spec=steps.kwargs_chunk_spec,
-    )
-    return args[0], kwargs[0]
-
-
-def _target_of(request: Request) -> Any:
-    target = request.of_model.example_target
-    size = None if target is None else batch_size_of((target,))
-    return target if size is None or size < request.microbatches else split_target(target, request.microbatches)[0]
-
-
-def _unmeasured(layers: Pipe, where: Any) -> Profile:
-    """A profile by size: a layer costs what its parameters weigh, in the forward and in both parts of the backward."""
-    modules = [layers.get_stage_module(k) for k in range(layers.num_stages)]
-    rows = []
-    for name, module in zip(layer_names(modules), modules, strict=True):
-        weight = 1.0 + sum(p.numel() for p in module.parameters())
-        rows.append(LayerCost(name, weight, weight, weight, parameter_bytes=sum(p.nbytes for p in module.parameters())))
-    facts = {
-        "unit": "",
-        "estimated": "the number of parameters",
-        "places": None if where is None else [list(w) for w in where],
-    }
-    return Profile(tuple(rows), metadata=facts)
 
 
 def fill_meta(modules: Sequence[nn.Module], request: Request, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from penstock.errors import PlanError
-from penstock.front.build import Built
+from penstock.front.request import Built
 from penstock.plan import Plan
 from penstock.run.planning import Sparing, sparing
 from penstock.run.schedule import Schedule

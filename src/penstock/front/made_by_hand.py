@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import PlanError
-from penstock.front.build import Built
 from penstock.front.ends import Ends
+from penstock.front.request import Built
 from penstock.plan import Action, Op, Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.simulate import simulate

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.comm.transport import Transport
-from penstock.front.build import Built
 from penstock.front.choice import Choice
 from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
 from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, stage_tensors
 from penstock.front.publish import Origin, save_pretrained
+from penstock.front.request import Built
 from penstock.run.ties import Holders, Tied, declared, holders_of
 from penstock.simulate import Timeline
 from penstock.stage.pipeline_stage import PipelineStage

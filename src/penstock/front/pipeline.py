@@ -19,7 +19,7 @@ from penstock.capture import Pipe
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
-from penstock.front.build import Request, build, cut, device_of
+from penstock.front.build import build, cut, device_of
 from penstock.front.calibrate import calibrated
 from penstock.front.change_plan import Replanner, replanned, spared
 from penstock.front.choice import Choice
@@ -38,6 +38,7 @@ from penstock.front.pipeline_options import check_named, sorted_options
 from penstock.front.publish import Origin
 from penstock.front.recut import slower_ranks
 from penstock.front.replan import Undo, until_it_fits
+from penstock.front.request import Request
 from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, agree_on_rows, check_where, deliver

@@ -1,0 +1,44 @@
+"""What a Pipeline was asked for, and what was built of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from penstock.capture import PipeInfo
+from penstock.front.choice import Choice
+from penstock.front.pipeline_options import CutOptions, ModelOptions, StepOptions
+from penstock.plan import Plan
+from penstock.schedules import Recipe
+from penstock.stage.pipeline_stage import PipelineStage
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a Pipeline was asked for."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    loss_fn: Callable[..., Any] | None
+    schedule: str | Plan | Recipe
+    microbatches: int
+    of_model: ModelOptions
+    of_cut: CutOptions
+    of_steps: StepOptions = field(default_factory=StepOptions)
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        return self.of_model.example_kwargs or {}
+
+
+@dataclass(frozen=True)
+class Built:
+    """The stages of this rank, and what is known of all."""
+
+    stages: list[PipelineStage]
+    plan: Plan
+    info: PipeInfo | None  # of a captured model
+    choice: Choice | None  # with measured costs
