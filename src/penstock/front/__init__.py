@@ -1,7 +1,19 @@
 """The front door: one call pipelines a model, the same on every rank.
 
-pipe = penstock.Pipeline(model, example=(tokens,), loss_fn=loss, schedule="auto", microbatches=8)
-result = pipe.step(tokens, target=labels)
+    pipe = penstock.Pipeline(model, example=(tokens,), loss_fn=loss, schedule="auto", microbatches=8)
+    result = pipe.step(tokens, target=labels)
+
+From the call to the step:
+
+    asked    pipeline_options (the options, in four groups) and byte_sizes; request (what was asked for, and what was built)
+    known    ends (who takes part), machine, links and copy_speed (what actions, messages and copies cost), model_profile (what
+             layers cost), stage_costs (what stages cost by their layers)
+    chosen   candidates (plans and cuts), within (those that keep to a limit of memory), choose, choice and choice_text
+    built    build (a captured model) or made_by_hand, dimensions (stages spread over a mesh), own_stages and names
+    stepped  pipeline, grouping (rows in groups), weighted (the schedule), on_host and on_device (what ranks tell one another
+             afterwards), spread (outputs to whoever wants them), norm, result, garbage
+    changed  replan (after a rank ran out of memory), change_plan, recut, calibrate, memory_view (what is held)
+    kept     saving and loading, with moments (of an optimizer) and companions (whatever has a state); publish (for others)
 """
 
 from __future__ import annotations
