@@ -1,4 +1,11 @@
-"""Messages between ranks: what the runtime asks for, over torch.distributed, and over threads of one process."""
+"""Messages between ranks: what the runtime asks for, over torch.distributed, and over threads of one process.
+
+asked      transport (messages, a store, news of failures), messages (one of them), framing and decoding (what they say)
+processes  distributed (over torch.distributed), accelerator (between devices), line and switchboard (small messages of one
+           host), store, kinds (of devices), host_group (replicas), device_wait
+threads    local (ranks of one process), with baton and crew
+failures   watcher (hears of them), pulse and beat (a rank that is silent), whereabouts (where each rank is)
+"""
 
 from __future__ import annotations
 

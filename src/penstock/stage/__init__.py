@@ -1,4 +1,13 @@
-"""One stage: its module and its wires; forward; backward: full, input, weight."""
+"""One stage: its module and its wires; forward; backward: full, input, weight.
+
+stage      pipeline_stage, routes (what a captured stage reads), keywords (what a module takes), digest (of a model), loss
+boundary   boundary (what crosses, taken apart), dtensors (parts that are spread over a mesh)
+backward   backward (in one piece or in two), engine; for two: forward, intercept (layers that put their weights off), calls
+           and deferred (what they remember), weights and batched (the weight pass), listeners (hooks that wait for it)
+compiled   twins (compiled parts, and `compile=`), compiled (backends), joint and cut_graph (forward and both backwards as
+           graphs), equal_products, rehearsal (a run without data)
+memory     recompute (R), offload (O and L), chunked_loss, held (bytes that are alive)
+"""
 
 from __future__ import annotations
 
