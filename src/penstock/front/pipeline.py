@@ -366,13 +366,12 @@ class Pipeline(OwnStages):
 
         pipe.run_plan(penstock.recompute(pipe.plan))
         """
-        choice, steps = self._built.choice, self._schedule.steps
+        choice = self._built.choice
         self._built = replace(
             self._built, plan=plan, choice=None if choice is None else replace(choice, plan=plan, calibrated=None)
         )
-        watches = self._schedule._watches
-        self._schedule, self._smaller = self._scheduled(plan), {}
-        self._schedule.steps, self._schedule._watches = steps, watches
+        self._schedule.run_plan(plan)
+        self._smaller = {}
 
     # -- inside
 

@@ -159,12 +159,19 @@ class Schedule:
             raise RunError(f"replan(gain={gain!r}); expected a share of a step from 0 up and below 1, such as 0.05")
         with self._transport.alone("replan()"):
             found = agreed_plan(self.plan, costs, self._transport, gain=gain, search=search)
-        if found is None:
-            return False
-        self._given_plan, self._runner = found, None  # what was bound for the plan before is made again
-        for name in ("plan", "_programs"):
+        if found is not None:
+            self.run_plan(found)
+        return found is not None
+
+    def run_plan(self, plan: Plan) -> None:
+        """Go on under another plan for the same stages; all ranks call it, between two steps.
+
+        schedule.run_plan(penstock.recompute(schedule.plan))
+        """
+        self._given_plan, self.num_microbatches = plan, plan.num_microbatches
+        self._runner = None  # with all that was bound for the plan before
+        for name in ("plan", "_programs", "_ties"):
             vars(self).pop(name, None)
-        return True
 
     def register_custom_function(self, computation_type: ActionKind, custom_function: CustomFunction) -> None:
         """Do actions of a kind (an `Op`, or `Overlap` for pairs) with a function of your own: ``function(action, context)``.
