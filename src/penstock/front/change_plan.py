@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from penstock.errors import PlanError
-from penstock.front.request import Built
 from penstock.plan import Plan
-from penstock.run.planning import Sparing, sparing
 from penstock.run.schedule import Schedule
 from penstock.search import search
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
@@ -65,18 +63,3 @@ class Replanner:
         except PlanError:  # backwards in one piece may hold less than any that is split
             return []
         return [found.plan]
-
-
-def spared(built: Built, recompute: Sparing, offload: Sparing) -> Built:
-    """What is known of the stages, with the plan in which those hold less of which the user says so."""
-    plan, choice = sparing(built.plan, recompute, offload), built.choice
-    return replace(built, plan=plan, choice=None if choice is None else replace(choice, plan=plan))
-
-
-def replanned(built: Built, plan: Plan, replanner: Replanner) -> Built:
-    """What is known of the stages, with the plan that they have from now on and the costs that spoke for it."""
-    choice = built.choice
-    if choice is not None:
-        why = f"{plan.name or 'a plan'}: measured steps spoke for it"
-        choice = replace(choice, plan=plan, calibrated=replanner.costs, why=why)
-    return replace(built, plan=plan, choice=choice)

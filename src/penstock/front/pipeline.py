@@ -21,7 +21,7 @@ from penstock.errors import RunError, SplitError, StageError
 from penstock.front import norm
 from penstock.front.build import build, cut, device_of
 from penstock.front.calibrate import calibrated
-from penstock.front.change_plan import Replanner, replanned, spared
+from penstock.front.change_plan import Replanner
 from penstock.front.choice import Choice
 from penstock.front.companions import Companions
 from penstock.front.dimensions import spread, whole_loss
@@ -49,6 +49,7 @@ from penstock.plan import Plan
 from penstock.run.compiled_costs import compiled_costs
 from penstock.run.lookout import Lookout
 from penstock.run.memory_watch import MemoryWatch
+from penstock.run.planning import sparing
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
 from penstock.simulate import Costs, Timeline
@@ -119,7 +120,7 @@ class Pipeline(OwnStages):
         for stage in built.stages:
             compile_in_place(stage.submod, of_cut.compile)
             stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
-        built = spared(built, of_steps.recompute, of_steps.offload)
+        built = built.with_plan(sparing(built.plan, of_steps.recompute, of_steps.offload))
         super().__init__(built, ends, origin, of_steps.ties)
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
@@ -366,10 +367,7 @@ class Pipeline(OwnStages):
 
         pipe.run_plan(penstock.recompute(pipe.plan))
         """
-        choice = self._built.choice
-        self._built = replace(
-            self._built, plan=plan, choice=None if choice is None else replace(choice, plan=plan, calibrated=None)
-        )
+        self._built = self._built.with_plan(plan, calibrated=None)
         self._schedule.run_plan(plan)
         self._smaller = {}
 
@@ -408,7 +406,9 @@ class Pipeline(OwnStages):
     def _tidy_up(self) -> None:
         """After a step, on all ranks alike: take note of another plan, collect garbage."""
         if self._replanner is not None and self._replanner.has_changed:
-            self._built = replanned(self._built, self._schedule.plan, self._replanner)
+            plan = self._schedule.plan
+            why = f"{plan.name or 'a plan'}: measured steps spoke for it"
+            self._built = self._built.with_plan(plan, calibrated=self._replanner.costs, why=why)
         if self._garbage is not None:
             self._garbage.after(self._schedule.steps)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -42,3 +42,8 @@ class Built:
     plan: Plan
     info: PipeInfo | None  # of a captured model
     choice: Choice | None  # with measured costs
+
+    def with_plan(self, plan: Plan, **of_choice: Any) -> Built:
+        """The same stages under another plan; `of_choice` is what else the choice says from now on."""
+        choice = None if self.choice is None else replace(self.choice, plan=plan, **of_choice)
+        return replace(self, plan=plan, choice=choice)
