@@ -86,6 +86,7 @@ class Ties:
 
     def meet(self) -> None:
         """Compare what the ranks hold, and let every holder start from the owner's value."""
+        self.groups = []
         if not self.known:
             return
         mine = [[_place(parameter) for parameter in group.mine] for group in self.known]
