@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import penstock
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError
 from penstock.run import Schedule
@@ -172,6 +173,60 @@ def test_a_stage_that_cannot_run_without_data_compiles_with_its_first_microbatch
         module.compile(backend="aot_eager")
     run_ranks("1f1b", modules, lambda schedule, rank: schedule.step(x, target=y))
     assert close(grads_of(modules), want)
+
+
+class Tallying(nn.Module):
+    """What it gives depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+def test_a_module_that_counts_its_calls_counts_microbatches() -> None:
+    torch.manual_seed(0)
+    modules = [make_modules(1)[0], Tallying().double()]
+    x, y = batch(6)
+    want = loop_grads(modules, x, y, 3)
+    for module in modules:
+        module.compile(backend="aot_eager")
+    run_ranks("1f1b", modules, lambda schedule, rank: schedule.step(x, target=y))
+    assert modules[1].calls == 3
+    assert close(grads_of(modules), want)
+
+
+class Hidden(nn.Module):
+    """torch.compile does not look into it, and it does not run without data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    @torch._dynamo.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum().item() < 1e9 else x
+
+
+def test_a_stage_without_a_graph_that_is_not_rehearsed_says_why_too() -> None:
+    modules = [make_modules(1)[0], Hidden().double()]
+    x, y = batch(6)
+    want = loop_grads(modules, x, y, 3)
+    for module in modules:
+        module.compile(backend="aot_eager")
+
+    def steps(schedule: Schedule, rank: int) -> None:
+        schedule.step(x, target=y)
+        schedule.step(x, target=y)
+
+    with pytest.warns(penstock.NotCompiled, match=r"runs eagerly, .*disable") as told:
+        run_ranks("1f1b", modules, steps)
+    assert len([warning for warning in told if warning.category is penstock.NotCompiled]) == 1
+    assert close([grad / 2 for grad in grads_of(modules)], want)
 
 
 class Awkward(nn.Module):

@@ -185,6 +185,20 @@ def test_each_hook_fires_once_and_in_the_weight_pass() -> None:
     assert sorted(fired) == sorted([f"grad of {name}" for name in names] + [f"accumulated {name}" for name in names])
 
 
+def test_a_weight_of_a_compiled_part_and_of_an_eager_one_hears_of_both_at_once() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)))
+    module[1][1].weight = module[0].weight
+    twin = copy.deepcopy(module)
+    twin[1].compile(backend="aot_eager")
+    fired: list[Tensor] = []
+    twin[0].weight.register_hook(fired.append)
+    expected, found = plain(module, start(), steps=3), in_two(twin, twin, start(), steps=3)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(fired) == 3
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_in_a_step_gradients_are_added_as_ever_and_who_keeps_a_node_hears_of_them(kept: bool) -> None:
     """DDP and others hang hooks on the node that accumulates a parameter. If nobody does, autograd's engine is not asked."""
@@ -210,10 +224,40 @@ def test_in_a_step_gradients_are_added_as_ever_and_who_keeps_a_node_hears_of_the
         backward_weight(pending)
         assert len(fired) == (number + 1 if kept else 0)
     assert deferral.compiled.listeners is not None
-    assert len(deferral.compiled.listeners.unheard) == (0 if kept else 4)
+    assert deferral.compiled.listeners.heard is kept
+    assert len(deferral.compiled.listeners.grads) == (0 if kept else 4)
     deferral.compiled.remove()
     for first, second in zip(module.parameters(), twin.parameters(), strict=True):
         assert torch.equal(first.grad, second.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_of_equal_layers_are_added_in_batches_until_somebody_moves_them() -> None:
+    """Of one row, since on every processor a batched product of one row has the bits of single ones."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.LayerNorm(8))
+    twin = copy.deepcopy(module)
+    compiled = torch.compile(twin, backend="aot_eager")
+    deferral = Deferral(compiled)
+    assert deferral.compiled is not None
+    deferral.compiled.install()
+    listeners = deferral.compiled.listeners
+    assert listeners is not None
+    for number in range(6):
+        x = torch.randn(1, 8)
+        one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+        module(one).sin().sum().backward()
+        output, pending = run_deferred(deferral, compiled, (two,), {})
+        backward_input([output.sin().sum()], [None], pending, inputs=[two])
+        backward_weight(pending)
+        if number == 2:
+            assert len(listeners.places) == 4  # weights and biases of all layers, and what the norm has
+            twin[1].weight.grad = twin[1].weight.grad.clone()
+        if number == 4:
+            module[0].bias.grad = twin[0].bias.grad = None
+        for first, second in zip(module.parameters(), twin.parameters(), strict=True):
+            assert (first.grad is None) is (second.grad is None)
+            assert first.grad is None or torch.equal(first.grad, second.grad)
+    deferral.compiled.remove()
 
 
 def test_sizes_that_change_are_traced_again_and_stay_right() -> None:

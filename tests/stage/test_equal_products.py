@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.stage.equal_products import batch_equal_products
+from penstock.stage.equal_products import batch_equal_products, pack_outputs
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -76,3 +76,27 @@ def test_a_product_that_needs_another_one_is_not_done_with_it() -> None:
     graph = make_fx(chain, tracing_mode="fake")(*given)
     batch_equal_products(graph)
     assert all(map(torch.equal, graph(*given), chain(*given)))
+
+
+def test_a_batch_that_is_returned_as_a_whole_is_returned_as_it_is() -> None:
+    given = [*pairs(5, 1, 8, 8), *pairs(1, 1, 8, 6)]
+    graph = traced(given)
+    packing = pack_outputs(graph)
+    assert packing is not None
+    assert packing.alone == (10, 11)
+    assert [batch.places for batch in packing.batches] == [(0, 2, 4, 6, 8), (1, 3, 5, 7, 9)]
+    values = fx.Interpreter(graph).run(*(tensor for pair in given for tensor in pair), enable_io_processing=False)
+    assert len(values) == 4
+    assert all(map(torch.equal, packing.unpack(values), weight_pass(given)))
+
+
+def test_a_batch_of_which_something_is_not_returned_is_taken_apart() -> None:
+    def all_but_one(given: Pairs) -> list[Tensor]:
+        first, *others = [grad.t().mm(rows) for grad, rows in given]
+        return [first.sin(), *others]
+
+    given = pairs(3, 1, 8, 8)
+    graph = make_fx(all_but_one, tracing_mode="fake")(given)
+    batch_equal_products(graph)
+    assert pack_outputs(graph) is None
+    assert all(map(torch.equal, graph(given), all_but_one(given)))

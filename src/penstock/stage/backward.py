@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
+from penstock.stage.batched import Group
 from penstock.stage.calls import Work
-from penstock.stage.cut_graph import accumulate_graphs, collecting
+from penstock.stage.cut_graph import GraphWork, accumulate_graphs, collecting, weight_gradients
 from penstock.stage.deferred import Again, Deferral, Pending
 from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
 from penstock.stage.forward import run_deferred
@@ -148,6 +149,10 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
     work, pending.work = pending.work, []
     if pending.graphs:
         compiled = pending.deferral.compiled
+        if compiled is not None and compiled.shared and pending.again is None:
+            batches, pending.batches = pending.batches, []
+            accumulate(work, *_of_graphs_and_batches(pending.graphs, batches))
+            return
         accumulate_graphs(pending.graphs, None if compiled is None else compiled.listeners)
     if pending.again is None:
         if pending.batches:
@@ -158,6 +163,18 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
     else:
         again, pending.again = pending.again, None
         _accumulate_all(work, again, pending)
+
+
+def _of_graphs_and_batches(
+    graphs: list[GraphWork], batches: list[tuple[Group, Tensor, Tensor]]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Parameters and gradients of both, for one call of the engine: some parameter may be in both, and its hooks fire once."""
+    roots, grads = weight_gradients(graphs)
+    for group, rows, row_grads in batches:
+        roots += group.parameters
+        grads += group.gradients(rows, row_grads)
+    trained = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root.requires_grad]
+    return tuple([root for root, _ in trained]), tuple([grad for _, grad in trained])
 
 
 def _differentiate(

@@ -42,21 +42,46 @@ class CompiledAhead(Exception):
     """A graph has been compiled, and is not to be run."""
 
 
-class _Ahead(threading.local):
-    only_compiles = False
+class _Local(threading.local):
+    on_call: Callable[[], object] | None = None  # what else a call of a graph does
 
 
-_here = _Ahead()
+_here = _Local()
 
 
 @contextmanager
 def only_compiling() -> Iterator[None]:
     """While this is open, a graph that is called in this thread is compiled if need be, and raises instead of running."""
-    _here.only_compiles = True
+
+    def stop() -> None:
+        raise CompiledAhead
+
+    with _on_call(stop):
+        yield
+
+
+@contextmanager
+def counting_calls() -> Iterator[list[None]]:
+    """While this is open, the list grows with every graph that is called in this thread."""
+    calls: list[None] = []
+    before = _here.on_call
+
+    def count() -> None:
+        calls.append(None)
+        if before is not None:
+            before()
+
+    with _on_call(count):
+        yield calls
+
+
+@contextmanager
+def _on_call(also: Callable[[], object]) -> Iterator[None]:
+    before, _here.on_call = _here.on_call, also
     try:
         yield
     finally:
-        _here.only_compiles = False
+        _here.on_call = before
 
 
 class StageBackend:
@@ -96,7 +121,7 @@ class StageBackend:
             raise
         except Exception as error:  # noqa: BLE001  whatever a backend cannot do, the stage can still run
             self.tell(error)
-            return _or_compiled(graph.forward)
+            return _noticed(graph.forward)
 
     def tell(self, error: BaseException) -> None:
         """Say, once, why something runs eagerly."""
@@ -114,8 +139,8 @@ class StageBackend:
         """The graph as a function, differentiable where it must be."""
         inner = self._inner()
         if self.memory_budget is not None and not _is_inductor(self.inner):
-            return _or_compiled(_with_aot(graph, examples, inner, TracedGraph(), memory_budget=self.memory_budget))
-        return _or_compiled(inner(graph, list(examples)))
+            return _noticed(_with_aot(graph, examples, inner, TracedGraph(), memory_budget=self.memory_budget))
+        return _noticed(inner(graph, list(examples)))
 
     def _inner(self) -> Any:
         from torch._dynamo.backends.registry import lookup_backend
@@ -145,15 +170,15 @@ class SplitBackend(StageBackend):
         if joint is None:
             return _with_aliases(made, sorted(weights))
         self.joints.append(joint)
-        return _or_compiled(joint)
+        return _noticed(joint)
 
 
-def _or_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which raises instead while somebody is only compiling."""
+def _noticed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of whose calls somebody may want to know; while somebody is only compiling, it raises instead."""
 
     def call(*args: Any) -> Any:
-        if _here.only_compiles:
-            raise CompiledAhead
+        if _here.on_call is not None:
+            _here.on_call()
         return run(*args)
 
     return call
@@ -221,11 +246,9 @@ def _with_inductor(
 def _with_aliases(compiled: Callable[..., Any], weights: list[int]) -> Callable[..., Any]:
     """Call a compiled graph with aliases of its parameters, and note on its node in autograd's graph which they are."""
     if not weights:
-        return _or_compiled(compiled)
+        return _noticed(compiled)
 
     def call(*args: Any) -> Any:
-        if _here.only_compiles:
-            raise CompiledAhead
         if not torch.is_grad_enabled() or not _needs_input_gradients(args, weights):
             return compiled(*args)
         given = list(args)
@@ -237,7 +260,7 @@ def _with_aliases(compiled: Callable[..., Any], weights: list[int]) -> Callable[
             node.metadata[NOTE] = tuple([args[place] for place in weights])
         return outputs
 
-    return call
+    return _noticed(call)
 
 
 def _needs_input_gradients(args: tuple[Any, ...], weights: list[int]) -> bool:

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from penstock.stage.engine import run_engine
-from penstock.stage.equal_products import batch_equal_products
-from penstock.stage.listeners import Listeners, accumulate_quietly
+from penstock.stage.equal_products import Packing, batch_equal_products, pack_outputs
+from penstock.stage.listeners import Listeners
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes a list of its inputs, which it empties, and returns its outputs."""
@@ -36,6 +36,15 @@ class GraphWork(NamedTuple):
     run: Compiled
     kept: list[Any]
     parameters: Sequence[Tensor]
+    packing: Packing | None = None  # how gradients lie in what it returns; None: one after another
+
+    def by_parameter(self, values: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """What `run` returned: parameters that are trained, and a gradient for each of them."""
+        grads = list(values) if self.packing is None else self.packing.unpack(values)
+        if all(map(_IS_TRAINED, self.parameters)) and not any(map(_IS_NONE, grads)):
+            return list(self.parameters), grads
+        pairs = [(p, g) for p, g in zip(self.parameters, grads, strict=True) if g is not None and p.requires_grad]
+        return [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
 
     @property
     def nbytes(self) -> int:
@@ -51,19 +60,23 @@ class _Collecting(threading.local):
 _here = _Collecting()
 NOTE = "penstock.stage.compiled"  # under this key autograd's node of a call knows its parameters
 _C: Any = torch._C
+_IS_TRAINED, _IS_NONE = operator.attrgetter("requires_grad"), partial(operator.is_, None)
 
 
-@contextmanager
-def collecting() -> Iterator[list[GraphWork]]:
+class collecting:
     """While this is open, backwards that run in this thread, or in engine threads on its behalf, leave their weight part."""
-    work: list[GraphWork] = []
-    previous, _here.work = _here.work, work
-    _C._stash_obj_in_tls(NOTE, work)
-    try:
-        yield work
-    finally:
-        _here.work = previous
-        _C._stash_obj_in_tls(NOTE, previous)
+
+    __slots__ = ("previous",)
+
+    def __enter__(self) -> list[GraphWork]:
+        work: list[GraphWork] = []
+        self.previous, _here.work = _here.work, work
+        _C._stash_obj_in_tls(NOTE, work)
+        return work
+
+    def __exit__(self, *_: object) -> None:
+        _here.work = self.previous
+        _C._stash_obj_in_tls(NOTE, self.previous)
 
 
 def _collected() -> list[GraphWork] | None:
@@ -83,18 +96,30 @@ def accumulate_graphs(work: list[GraphWork], listeners: Listeners | None = None)
 
     Where `listeners` knows that there are none, the gradients are just added.
     """
+    with torch.no_grad():
+        if len(work) == 1 and listeners is not None and work[0].packing is not None:
+            one = work.pop()
+            values = one.run(one.kept)
+            if listeners.add_packed(one.parameters, values, one.packing):  # type: ignore[arg-type]
+                return
+            roots, grads = one.by_parameter(values)
+        else:
+            roots, grads = weight_gradients(work)
+        if not roots or (listeners is not None and listeners.add(roots, grads)):
+            return
+    run_engine(tuple(roots), tuple(grads))
+
+
+def weight_gradients(work: list[GraphWork]) -> tuple[list[Tensor], list[Tensor]]:
+    """Run the weight parts: parameters, and a gradient for each of them."""
     roots: list[Tensor] = []
     grads: list[Tensor] = []
     with torch.no_grad():
         while work:
-            run, kept, parameters = work.pop()
-            for parameter, grad in zip(parameters, run(kept), strict=True):
-                if grad is not None and parameter.requires_grad:
-                    roots.append(parameter)
-                    grads.append(grad)
-        if not roots or (listeners is not None and listeners.none(roots) and accumulate_quietly(roots, grads)):
-            return
-    run_engine(tuple(roots), tuple(grads))
+            one = work.pop()
+            for all_of_them, found in zip((roots, grads), one.by_parameter(one.run(one.kept)), strict=True):
+                all_of_them += found
+    return roots, grads
 
 
 def split_backward(
@@ -134,10 +159,11 @@ def split_backward(
     values = dict(zip(given, inputs, strict=True))
     if made or any(grad is not None for grad in early):
         part = _extracted(graph, first, reads, [*early, *made])
-        parts.first = compiler(part, [values[node] for node in reads])
+        parts.first = called_shortly(compiler(part, [values[node] for node in reads]))
     part = _extracted(graph, second, kept, [grads[place] for place in waiting])
     batch_equal_products(part)
-    parts.second = compiler(part, [values.get(node, node.meta["val"]) for node in kept])
+    parts.packing = pack_outputs(part)
+    parts.second = called_shortly(compiler(part, [values.get(node, node.meta["val"]) for node in kept]))
     return parts
 
 
@@ -154,6 +180,7 @@ class BackwardParts:
         self.passes = passes  # which inputs are kept for the second
         self.first: Compiled | None = None
         self.second: Compiled = _nothing
+        self.packing: Packing | None = None  # of what the second returns
 
     def inputs(self, given: list[Any]) -> tuple[list[Any], list[Any]]:
         """The first part: the gradients, without those of parameters, and what is kept for the second. Empties `given`."""
@@ -176,10 +203,11 @@ class BackwardParts:
         node = _C._current_autograd_node()
         parameters = None if node is None else node.metadata.get(NOTE)
         if parameters is None:  # it was called with the parameters themselves
-            for place, value in zip(self.waiting, self.second(kept), strict=True):
+            values = self.second(kept)
+            for place, value in zip(self.waiting, self.packing.unpack(values) if self.packing else values, strict=True):
                 found[place] = value
         else:
-            hand_over(GraphWork(self.second, kept, parameters))
+            hand_over(GraphWork(self.second, kept, parameters, self.packing))
         return found
 
     def boxed(self) -> Compiled:
@@ -190,6 +218,23 @@ class BackwardParts:
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
+
+
+def called_shortly(compiled: Compiled) -> Compiled:
+    """A graph of inductor's, called without its bookkeeping, which costs as much as a small kernel: that is for its first call,
+    and for the profiler."""
+    graph: Any = compiled
+    profiler: Any = torch.autograd.profiler
+    called = False
+
+    def run(given: list[Any]) -> Sequence[Any]:
+        nonlocal called
+        if called and not profiler._is_profiler_enabled:
+            return graph.current_callable(given)  # type: ignore[no-any-return]
+        called = True
+        return graph(given)  # type: ignore[no-any-return]
+
+    return run if hasattr(graph, "current_callable") else compiled
 
 
 def _nothing(given: list[Any]) -> Sequence[Any]:

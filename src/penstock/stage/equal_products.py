@@ -1,6 +1,7 @@
 """Weight gradients of equal small layers in a graph, done by one batched product, as the eager weight pass does them.
 
     batch_equal_products(part)     # in place: mm(t(g1), x1), mm(t(g2), x2), ... become one bmm, sum(g1), sum(g2), ... one sum
+    packing = pack_outputs(part)   # and the graph returns these as they are; packing.unpack() takes them apart
 
 A small product costs less than calling it, and a graph whose products are calls of a library gains nothing from a compiler.
 Only products that depend on no other such product are taken, so that they cannot depend on one another. As in
@@ -9,7 +10,7 @@ Only products that depend on no other such product are taken, so that they canno
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from torch.fx.passes.tools_common import legalize_graph
 from penstock.stage.batched import MOST_BYTES, MOST_PRODUCTS, same_bits
 
 _aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_BATCH = "penstock.stage.equal_products"  # marks a part of a batch
 
 
 class _Product(NamedTuple):
@@ -28,6 +31,33 @@ class _Product(NamedTuple):
     grad: fx.Node
     rows: fx.Node
     total: fx.Node | None
+
+
+class Batch(NamedTuple):
+    """Gradients that lie one behind another in one tensor."""
+
+    places: tuple[int, ...]  # among all gradients
+    shape: tuple[int, ...]  # of each of them
+
+    def unpack(self, value: Tensor) -> tuple[Tensor, ...]:
+        return value.reshape(len(self.places), *self.shape).unbind(0)
+
+
+class Packing(NamedTuple):
+    """What a graph returns: gradients that come alone, and then batches."""
+
+    alone: tuple[int, ...]  # their places among all gradients
+    batches: tuple[Batch, ...]
+
+    def unpack(self, values: Sequence[Any]) -> list[Any]:
+        """All gradients, in their order."""
+        found: list[Any] = [None] * (len(self.alone) + sum(len(batch.places) for batch in self.batches))
+        for place, value in zip(self.alone, values, strict=False):
+            found[place] = value
+        for batch, value in zip(self.batches, values[len(self.alone) :], strict=True):
+            for place, grad in zip(batch.places, batch.unpack(value), strict=True):
+                found[place] = grad
+        return found
 
 
 _Size = tuple[int, int, int, torch.dtype, torch.device, bool]
@@ -54,6 +84,44 @@ def batch_equal_products(part: fx.GraphModule) -> None:
     legalize_graph(part)  # a batch stands where its first product was, before what the others are made of
     part.graph.eliminate_dead_code()
     part.recompile()
+
+
+def pack_outputs(part: fx.GraphModule) -> Packing | None:
+    """Let the graph return batches as they are, where all of a batch is returned, each once; None if there is none."""
+    (output,) = part.graph.find_nodes(op="output")
+    grads: list[fx.Node | None] = list(output.args[0])
+    found: dict[fx.Node, dict[int, int]] = {}  # by batch: the place of each of its gradients
+    for place, grad in enumerate(grads):
+        if grad is not None and grads.count(grad) == 1 and (taken := _taken_from(grad)) is not None:
+            found.setdefault(taken[0], {})[taken[1]] = place
+    whole = {node: places for node, places in found.items() if len(places) == node.meta["val"].shape[0]}
+    if not whole:
+        return None
+    batches = []
+    for places in whole.values():
+        shapes = {tuple(grads[place].meta["val"].shape) for place in places.values()}  # type: ignore[union-attr]
+        if len(shapes) > 1:
+            return None
+        batches.append(Batch(tuple(places[number] for number in sorted(places)), shapes.pop()))
+    batched = {place for batch in batches for place in batch.places}
+    alone = tuple(place for place in range(len(grads)) if place not in batched)
+    output.args = ([*(grads[place] for place in alone), *whole],)
+    part.graph.eliminate_dead_code()
+    part.recompile()
+    return Packing(alone, tuple(batches))
+
+
+def _taken_from(grad: fx.Node) -> tuple[fx.Node, int] | None:
+    """The batch of which a gradient is a part, and which one."""
+    node: Any = grad
+    turned = False  # by an odd number of transposes
+    while True:
+        if _turns(node):
+            turned = not turned
+        elif turned or node.target not in _VIEWS:
+            break
+        node = node.args[0]
+    return None if turned or _BATCH not in node.meta else (node.args[0], node.args[2])
 
 
 def _product(node: fx.Node) -> _Product | None:
@@ -112,9 +180,15 @@ def _batch(graph: fx.Graph, group: list[_Product]) -> None:
         products = _made(graph, _aten.bmm.default, turned, rows)
         totals = None if group[0].total is None else _made(graph, _aten.sum.dim_IntList, grads, [1], True)
         for place, product in enumerate(group):
-            product.node.replace_all_uses_with(_made(graph, _aten.select.int, products, 0, place))
+            product.node.replace_all_uses_with(_taken(graph, products, place))
             if totals is not None and product.total is not None:
-                product.total.replace_all_uses_with(_made(graph, _aten.select.int, totals, 0, place))
+                product.total.replace_all_uses_with(_taken(graph, totals, place))
+
+
+def _taken(graph: fx.Graph, batch: fx.Node, place: int) -> fx.Node:
+    node = _made(graph, _aten.select.int, batch, 0, place)
+    node.meta[_BATCH] = True
+    return node
 
 
 def _stacked(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:

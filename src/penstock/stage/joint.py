@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from penstock.errors import StageError
-from penstock.stage.cut_graph import BackwardParts, Compiled, GraphWork, hand_over
+from penstock.stage.cut_graph import BackwardParts, Compiled, GraphWork, called_shortly, hand_over
 
 _C: Any = torch._C
 _ANCHOR = torch.zeros((), requires_grad=True)  # where no input needs a gradient, the outputs still do
@@ -44,8 +44,9 @@ class TracedGraph:
         context = torch._guards.TracingContext.try_get()
         self.metadata = None if context is None else context.fw_metadata  # a backend may trace the part once more
         self.num_inputs = len(part.graph.find_nodes(op="placeholder"))
-        self.forward = compiler()
-        return self.forward
+        compiled = compiler()
+        self.forward = called_shortly(compiled)
+        return compiled
 
     def take_backward(self, parts: BackwardParts | Compiled, inputs: Sequence[Any]) -> Any:
         if isinstance(parts, BackwardParts):
@@ -138,7 +139,7 @@ class _JointFunction(torch.autograd.Function):
         run = joint.backward.second
         if joint.amp:
             run = _WithoutAutocast(run)
-        hand_over(GraphWork(run, kept, ctx.parameters))
+        hand_over(GraphWork(run, kept, ctx.parameters, joint.backward.packing))
         return (None, None, *([found[place] for place in joint.places] or (None,)))
 
 

@@ -1,8 +1,7 @@
 """Whether anybody waits to hear of gradients: hooks of parameters, and hooks of autograd's nodes that accumulate them.
 
     listeners = Listeners()                        # one for each step of a stage
-    if listeners.none(parameters):
-        accumulate_quietly(parameters, grads)      # `.grad` grows, and autograd's engine is not asked
+    listeners.add(parameters, grads)               # True: `.grad` has grown, and autograd's engine was not asked
 
 The engine takes longer for a small parameter than the addition itself. DDP and others hang hooks on the node that accumulates
 a parameter, which cannot be seen. But the node of a parameter is made anew whenever it is asked for, unless somebody keeps
@@ -12,30 +11,105 @@ it, as everybody must who hangs something on it: a mark that is still there a mo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.stage.engine import run_engine
+from penstock.stage.equal_products import Packing
+
 _MARK = "penstock.stage.listeners"
+_HOOKS, _LATE_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_GRAD, _IS_TRAINED, _IS_NONE = attrgetter("grad"), attrgetter("requires_grad"), partial(is_, None)
 
 
 class Listeners:
     """Who listens to the parameters of a stage in one step. Hooks of nodes are looked for once, those of parameters always."""
 
     def __init__(self) -> None:
-        self.unheard: dict[int, Tensor] = {}  # by `id`, the parameters whose nodes nobody keeps
+        self.known: Sequence[Tensor] = ()  # the parameters whose nodes were looked at
+        self.heard = False  # whether more is to be done for them than adding
+        self.grads: Sequence[Tensor] = ()  # theirs, to which one can just add
+        self.packing: Packing | None = None
+        self.places: list[Tensor] = []  # where they lie, as `packing` has them
 
-    def none(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether nobody listens to any of these."""
-        if _have_hooks(parameters):
+    def add(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+        """Add the gradients to those that are there, as the engine would. False, and nothing done, if somebody listens, or if
+        that is more than adding."""
+        if self.any_to(parameters):
             return False
-        if self.unheard.keys() >= set(map(id, parameters)):
-            return True
-        if any_node_kept(parameters):
-            return False
-        self.unheard.update((id(parameter), parameter) for parameter in parameters)
+        found = list(map(_GRAD, parameters))
+        if not _same(found, self.grads):
+            if not all(map(_can_be_added, found, grads)):
+                return False
+            self.grads, self.packing = found, None
+        torch._foreach_add_(found, list(grads))
         return True
+
+    def add_packed(self, parameters: Sequence[Tensor], values: Sequence[Tensor], packing: Packing) -> bool:
+        """The same for gradients in batches, which are added as such if the old ones lie like that in memory.
+
+        Those that are the first of their parameters do, from here on.
+        """
+        if self.any_to(parameters) or not all(map(_IS_TRAINED, parameters)) or any(map(_IS_NONE, values)):
+            return False
+        found = list(map(_GRAD, parameters))
+        if self.packing is not packing or not _same(found, self.grads):
+            if all(map(_IS_NONE, found)) and all(parameter.is_contiguous() for parameter in parameters):
+                _set_first(parameters, values, packing)
+                return True
+            places = _places(found, values, packing)
+            if places is None:
+                return False
+            self.grads, self.packing, self.places = found, packing, places
+        torch._foreach_add_(self.places, list(values))
+        return True
+
+    def any_to(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether somebody listens to these, or one is there twice, so that the engine has to add up what is of it first."""
+        if not _same(parameters, self.known):
+            twice = len(set(map(id, parameters))) < len(parameters)
+            self.known, self.heard = parameters, twice or any_node_kept(parameters)
+        return self.heard or any(map(_HOOKS, parameters)) or any(map(_LATE_HOOKS, parameters))
+
+
+def _set_first(parameters: Sequence[Tensor], values: Sequence[Tensor], packing: Packing) -> None:
+    """Copies as gradients of parameters that have none; those of a batch stay together."""
+    for batch, value in zip(packing.batches, values[len(packing.alone) :], strict=True):
+        for place, grad in zip(batch.places, batch.unpack(value.clone()), strict=True):
+            parameters[place].grad = grad.data  # no view, in the eyes of autograd
+    if packing.alone:
+        run_engine(tuple([parameters[place] for place in packing.alone]), tuple(values[: len(packing.alone)]))
+
+
+def _places(grads: Sequence[Any], values: Sequence[Tensor], packing: Packing) -> list[Tensor] | None:
+    """Where gradients lie that are to be added to; None if they do not lie as `packing` says."""
+    found: list[Tensor] = [grads[place] for place in packing.alone]
+    if not all(map(_can_be_added, found, values)):
+        return None
+    for batch, value in zip(packing.batches, values[len(packing.alone) :], strict=True):
+        first, *others = [grads[place] for place in batch.places]
+        if not value.is_contiguous() or not _can_be_added(first, value):
+            return None
+        for number, grad in enumerate((first, *others)):
+            here = _can_be_added(grad, value) and grad.shape == batch.shape and grad.is_contiguous()
+            if not here or grad.data_ptr() != first.data_ptr() + number * first.nbytes:
+                return None
+            if grad.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+                return None
+        found.append(first.as_strided(value.shape, value.stride()).data)
+    return found
+
+
+def _same(these: Sequence[Tensor | None], those: Sequence[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
+def _can_be_added(old: Tensor | None, grad: Tensor) -> bool:
+    return type(old) is Tensor and old.dtype is grad.dtype and old.layout is torch.strided
 
 
 def any_node_kept(parameters: Sequence[Tensor]) -> bool:
@@ -45,24 +119,6 @@ def any_node_kept(parameters: Sequence[Tensor]) -> bool:
         return False
     _mark(wanted)
     return any(_MARK in node.metadata for node, _ in _nodes(wanted))
-
-
-def _have_hooks(parameters: Sequence[Tensor]) -> bool:
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
-
-
-def accumulate_quietly(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Add the gradients to those that are there, as the engine would; False, and nothing done, if that is more than adding."""
-    if len(set(map(id, parameters))) < len(parameters):
-        return False  # the engine adds up what is of one parameter first
-    found: list[Tensor] = []
-    for parameter, grad in zip(parameters, grads, strict=True):
-        old = parameter.grad
-        if old is None or type(old) is not Tensor or old.dtype is not grad.dtype or old.layout is not torch.strided:
-            return False
-        found.append(old)
-    torch._foreach_add_(found, list(grads))
-    return True
 
 
 class _Probe(torch.autograd.Function):

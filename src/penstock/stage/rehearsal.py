@@ -4,7 +4,8 @@
     rehearsal.output                    # fake tensors: shapes, types and nothing else
     compile_calls(rehearsal.calls)      # each part is compiled for what it would be called with; its graphs are not run
 
-Forward hooks are left out of it. Gradients, buffers and random numbers stay as they are; the Python code of `forward` runs.
+Forward hooks are left out of it. Gradients, buffers, random numbers and plain attributes of modules (a counter) are as they were
+afterwards; the Python code of `forward` runs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def rehearse(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found = Rehearsal()
-    rewind = remember(module, ())
+    rewind = _remember_all(module)
     try:
         args, kwargs = map_tensors(mode.from_tensor, (args, kwargs))
         with ExitStack() as stack:
@@ -122,19 +123,36 @@ def compile_calls(calls: list[PartCall]) -> list[tuple[int, Exception]]:
     failed: list[tuple[int, Exception]] = []
     for call in calls:
         args, kwargs = map_tensors(_blank, (call.args, call.kwargs))
-        rewind = remember(call.part.module, ())
+        rewind = _remember_all(call.part.module)
         try:
             with only_compiling():
-                call.part.twin(*args, **kwargs)
+                call.part.told_if_untraced(args, kwargs)
         except CompiledAhead:
-            continue
+            pass
         except Exception as error:  # noqa: BLE001  the code of the user: it may run with data
-            rewind()
             failed.append((call.stage, error))
-        else:
+        finally:
             rewind()
-            call.part.tell_untraced()
     return failed
+
+
+def _remember_all(module: nn.Module) -> Callable[[], None]:
+    """The random state, the buffers, and the numbers and texts that the modules keep, as a function that brings them back."""
+    rewind = remember(module, ())
+    plain = [
+        (part, {name: value for name, value in part.__dict__.items() if isinstance(value, _PLAIN)})
+        for part in module.modules()
+    ]
+
+    def rewind_all() -> None:
+        rewind()
+        for part, values in plain:
+            part.__dict__.update(values)
+
+    return rewind_all
+
+
+_PLAIN = (type(None), bool, int, float, str, tuple)
 
 
 def _blank(fake: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError, UnknownNameError
-from penstock.stage.compiled import SplitBackend, StageBackend
+from penstock.stage.compiled import SplitBackend, StageBackend, counting_calls
 from penstock.stage.listeners import Listeners
 
 CompileOptions = bool | Mapping[str, Any]
@@ -103,18 +103,38 @@ class CompiledPart:
         self.module = module.get_submodule("_orig_mod") if place == "forward" else module  # an OptimizedModule, or not
         self.attributes = module.__dict__
         self.place = place  # the name of the attribute that is called
-        self.eager = _call_of(self.module, alone=alone)
         make = SplitBackend if split else StageBackend
         self.backend = make(_inner_backend(context))
-        options = {"backend": self.backend, "fullgraph": bool(context.fullgraph), "dynamic": context._dynamic}
-        self.twin: Callable[..., Any] = torch.compile(self.eager, **options)
+        self.options = {"backend": self.backend, "fullgraph": bool(context.fullgraph), "dynamic": context._dynamic}
+        self.called = False  # in a step
+        self.compile(alone=alone)
 
-    def tell_untraced(self) -> None:
-        """Say that torch.compile found nothing in it that it can compile, and why."""
-        if next(self.module.parameters(), None) is None:
-            return  # perhaps there is nothing to compute
+    def compile(self, *, alone: bool) -> None:
+        self.eager = _call_of(self.module, alone=alone)
+        self.twin: Callable[..., Any] = torch.compile(self.eager, **self.options)
+
+    def first_call(self, *args: Any, **kwargs: Any) -> Any:
+        """The twin's first call in a step, which shows whether there is a graph in it."""
+        try:
+            output = self.told_if_untraced(args, kwargs)
+        except Exception:
+            self.compile(alone=True)  # torch.compile may have given up on code that was called with something wrong
+            raise
+        self.called = True
+        if self.attributes[self.place] == self.first_call:
+            self.put(self.twin)
+        return output
+
+    def told_if_untraced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the twin; if torch.compile finds nothing in it that it can compile, say so, and why."""
         breaks = torch._dynamo.utils.counters["graph_break"]
-        self.backend.tell(StageError(next(reversed(breaks), "torch.compile found no graph in it")))
+        before = dict(breaks)
+        with counting_calls() as calls:
+            output = self.twin(*args, **kwargs)
+        if not calls and next(self.module.parameters(), None) is not None:  # else there may be nothing to compute
+            news = [reason for reason, count in breaks.items() if count > before.get(reason, 0)]
+            self.backend.tell(StageError(news[-1] if news else "torch.compile found no graph in it"))
+        return output
 
     def put(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Let this be called instead; what was called before comes back."""
@@ -128,7 +148,7 @@ class CompiledParts:
 
     With `split`, the backward of each comes in two parts. That of a module which is compiled as a whole always does, so that
     all plans share what is compiled. (Parts beside eager ones may share parameters with those, whose hooks would
-    fire once for each.)
+    fire once for each in a backward in one piece.)
     """
 
     def __init__(self, module: nn.Module, *, split: bool) -> None:
@@ -144,6 +164,9 @@ class CompiledParts:
                 place, context = found
                 self.parts.append(CompiledPart(part, place=place, context=context, split=split, alone=whole))
                 inside.update(part.modules())
+        within = {id(parameter) for part in inside for parameter in part._parameters.values() if parameter is not None}
+        beside = {id(p) for part in module.modules() if part not in inside for p in part._parameters.values()}
+        self.shared = not within.isdisjoint(beside)  # whether some parameter is used by an eager part as well
 
     def __bool__(self) -> bool:
         return bool(self.parts)
@@ -163,7 +186,7 @@ class CompiledParts:
     def install(self) -> None:
         """From now on calls of the parts go to their twins."""
         if self.before is None:
-            self.before = [part.put(part.twin) for part in self.parts]
+            self.before = [part.put(part.twin if part.called else part.first_call) for part in self.parts]
             self.listeners = Listeners()
 
     def remove(self) -> None:
