@@ -11,6 +11,7 @@ import penstock
 from penstock.schedules import get_schedule
 from tests.parity.cases import CASES
 from tests.parity.harness import Case, MakeCase, Sizes, compare
+from tests.parity.test_holding_less import WAYS
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,6 +61,19 @@ def compiled(make: MakeCase, backend: str = "aot_eager") -> MakeCase:
 def test_what_stages_do(name: str) -> None:
     """Every schedule runs in test_hooks.py; here is one whose backward comes in two parts, with all that stages may do."""
     compare(get_schedule("zbv"), Sizes(2, 2, 3), compiled(CASES[name]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["frozen_middle", "dropout_by_microbatch"])
+def test_holding_less(name: str, way: str) -> None:
+    """A forward that is run again, or whose saved tensors are moved away, is compiled like any other."""
+
+    def made(sizes: Sizes) -> Case:
+        case = compiled(CASES[name])(sizes)
+        case.options |= WAYS[way]()
+        return case
+
+    compare(get_schedule("zbv"), Sizes(2, 2, 3), made)
 
 
 def test_a_stage_that_cannot_be_traced_says_why_and_runs_eagerly() -> None:
