@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from penstock.stage.engine import run_engine
 from penstock.stage.equal_products import Packing
@@ -58,7 +59,7 @@ class Listeners:
             return False
         found = list(map(_GRAD, parameters))
         if self.packing is not packing or not _same(found, self.grads):
-            if all(map(_IS_NONE, found)) and all(parameter.is_contiguous() for parameter in parameters):
+            if all(map(_IS_NONE, found)) and all(map(_is_plain, parameters)):
                 _set_first(parameters, values, packing)
                 return True
             places = _places(found, values, packing)
@@ -106,6 +107,10 @@ def _places(grads: Sequence[Any], values: Sequence[Tensor], packing: Packing) ->
 
 def _same(these: Sequence[Tensor | None], those: Sequence[Tensor]) -> bool:
     return len(these) == len(those) and all(map(is_, these, those))
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) is Parameter and parameter.is_contiguous()
 
 
 def _can_be_added(old: Tensor | None, grad: Tensor) -> bool:
