@@ -19,7 +19,7 @@ def train_ways(device: torch.device) -> dict[str, pipes.Trained]:
     """One rank: GPipe holds all microbatches, so all are moved. Buffers change, so a rerun has to put them back."""
     from penstock.run import Schedule
     from penstock.schedules import get_schedule
-    from penstock.stage.offload import HostMemory
+    from penstock.stage.elsewhere import HostMemory
     from penstock.stage.pipeline_stage import PipelineStage
 
     ways: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ def test_a_stage_without_parameters_gets_the_random_numbers_of_its_device_again(
 
 def copy_speed(device: torch.device) -> tuple[float, bool]:
     from penstock.front.copy_speed import copy_bandwidth
-    from penstock.stage.offload import HostMemory
+    from penstock.stage.elsewhere import HostMemory
 
     elsewhere = HostMemory()
     speed = copy_bandwidth(device, elsewhere)
@@ -102,7 +102,7 @@ def test_copies_are_timed_by_events_of_the_device(sim: SimPool) -> None:
 
 def too_early(device: torch.device) -> list[str]:
     """A place that does not make the computing wait for its copies: the detector sees what is read before it is there."""
-    from penstock.stage.offload import Away, HostMemory
+    from penstock.stage.elsewhere import Away, HostMemory
 
     class Careless(HostMemory):
         def put(self, flat: torch.Tensor) -> Away:
@@ -127,7 +127,8 @@ def test_the_detector_sees_a_use_before_the_copy_is_done(sim: SimPool) -> None:
 
 def beside(device: torch.device) -> dict[str, Any]:
     """When, in milliseconds from the start: a load ends that has nothing to wait for but itself, and what is around it."""
-    from penstock.stage.offload import HostMemory, Moves
+    from penstock.stage.elsewhere import HostMemory
+    from penstock.stage.offload import Moves
 
     sim, elsewhere = pipes.simulation(device), HostMemory(threshold=0)
     weight = torch.randn(64, 64, device=device, requires_grad=True)

@@ -16,7 +16,7 @@ from penstock.errors import PenstockError, StageError
 from penstock.plan import Op
 from penstock.run import Schedule
 from penstock.schedules import get_schedule
-from penstock.stage.offload import HostMemory
+from penstock.stage.elsewhere import HostMemory
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.parity.cases import CASES
 from tests.parity.harness import Case, Sizes, compare

@@ -18,7 +18,7 @@ from penstock.lower import divide, recompute
 from penstock.nest import tensors_in
 from penstock.run import Schedule
 from penstock.schedules import get_schedule
-from penstock.stage.offload import HostMemory
+from penstock.stage.elsewhere import HostMemory
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.parity import captured
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from penstock.capture.stage_module import StageModule
 from penstock.nest import tensors_in
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
+from penstock.stage.elsewhere import THRESHOLD
 from penstock.stage.engine import run_engine
 from penstock.stage.held import Held
-from penstock.stage.offload import THRESHOLD
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from penstock.front.request import Built, Request
 from penstock.front.stage_costs import Machine
 from penstock.plan import Plan
 from penstock.schedules import Recipe, get_schedule
-from penstock.stage.offload import elsewhere
+from penstock.stage.elsewhere import elsewhere
 
 
 def build(request: Request, ends: Ends) -> Built:

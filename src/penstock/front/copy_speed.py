@@ -10,7 +10,7 @@ import time
 import torch
 
 from penstock.comm.device_wait import wait_for_device
-from penstock.stage.offload import Elsewhere
+from penstock.stage.elsewhere import Elsewhere
 
 _SIZE = 8 << 20  # bytes of a copy
 _ROUNDS = 3
@@ -20,7 +20,7 @@ _BOUND = 60.0  # seconds that one of them may take on a device
 def copy_bandwidth(device: torch.device, elsewhere: Elsewhere) -> float:
     """Bytes a second of a copy, the mean of the way there and the way back; the best of some rounds.
 
-    >>> from penstock.stage.offload import HostMemory
+    >>> from penstock.stage.elsewhere import HostMemory
     >>> copy_bandwidth(torch.device("cpu"), HostMemory()) > 0
     True
     """

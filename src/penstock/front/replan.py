@@ -20,7 +20,8 @@ from penstock.lower import recompute
 from penstock.plan import Plan
 from penstock.plan.actions import OP, stage_of
 from penstock.plan.ops import Op
-from penstock.stage.recompute import Modes, RandomState, accelerators, modes_of
+from penstock.stage.buffers import Before, Buffers, modes_of
+from penstock.stage.recompute import RandomState, accelerators
 
 _OTHERWISE = -1  # in place of the rank that ran out of memory: a step failed for another reason
 
@@ -91,14 +92,10 @@ class Undo:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.modules = modules
         self.parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
-        buffers = {id(b): b for module in modules for b in module.buffers() if not b.is_inference()}
-        self.all_buffers = list(buffers.values())
-        self.devices = accelerators(device, (*self.parameters, *self.all_buffers))
-        self.changing: set[int] = set()
-        self.modes: list[Modes] | None = None
-        self.compares = True  # whether this step shows which buffers change
+        self.buffers = Buffers(modules, _aside)
+        self.devices = accelerators(device, (*self.parameters, *(b for module in modules for b in module.buffers())))
         self.grads: list[tuple[Tensor, Tensor | None]] = []
-        self.buffers: list[tuple[Tensor, int, Tensor | None]] = []
+        self.before: Before | None = None
         self.random: RandomState | None = None
 
     def run(self, attempt: Callable[[], Any]) -> Any:
@@ -114,19 +111,13 @@ class Undo:
 
     def take(self) -> None:
         """Before a step."""
-        modes = [modes_of(module) for module in self.modules]
-        self.compares, self.modes = modes != self.modes, modes
         self.grads = [(p, None if p.grad is None else _aside(p.grad)) for p in self.parameters]
-        self.buffers = [
-            (buffer, buffer._version, _aside(buffer) if self.compares or id(buffer) in self.changing else None)
-            for buffer in self.all_buffers
-        ]
+        self.before = self.buffers.look(tuple(mode for module in self.modules for mode in modes_of(module)))
         self.random = RandomState(self.devices)
 
     @torch.no_grad()
     def put_back(self) -> None:
         """After a step that failed."""
-        self.modes = None  # what it would have shown is not known
         for parameter, grad in self.grads:
             if grad is None:
                 parameter.grad = None
@@ -134,24 +125,17 @@ class Undo:
                 parameter.grad = grad.to(parameter.device)
             else:
                 parameter.grad.copy_(grad)
-        for buffer, _, value in self.buffers:
-            if value is not None:
-                buffer.copy_(value)
+        if self.before is not None:
+            self.before.put_back()
         if self.random is not None:
             self.random.set()
-        self.forget()
+        self.grads, self.before, self.random = [], None, None
 
     def forget(self) -> None:
         """After a step, so that copies are held no longer than that."""
-        for buffer, version, value in self.buffers:  # a batch norm changes its statistics past autograd's count
-            if buffer._version != version or (self.compares and value is not None and not _same(buffer, value)):
-                self.changing.add(id(buffer))
-        self.grads, self.buffers, self.random = [], [], None
-
-
-def _same(buffer: Tensor, value: Tensor) -> bool:
-    local = getattr(buffer, "_local_tensor", buffer)
-    return torch.equal(local, getattr(value, "_local_tensor", value).to(local.device))
+        if self.before is not None:
+            self.buffers.learn(self.before)
+        self.grads, self.before, self.random = [], None, None
 
 
 def _aside(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from penstock.run.handlers import HANDLERS, receive_in_turn
 from penstock.run.program import Program
 from penstock.run.rng import MicrobatchRng
 from penstock.run.setting import ActionKind, Handler, Handlers, Setting
-from penstock.stage.offload import Elsewhere
+from penstock.stage.elsewhere import Elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 BLOCKING_FORWARDS_DEADLOCK = frozenset({"loopedbfs"})  # forward only, with receives two ahead

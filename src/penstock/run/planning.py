@@ -11,7 +11,7 @@ from penstock.lower import recompute as recompute_pass
 from penstock.lower.chosen import Stages
 from penstock.plan import Plan, StageGraph
 from penstock.schedules import get_schedule
-from penstock.stage.offload import Elsewhere
+from penstock.stage.elsewhere import Elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 Sparing = Stages | bool | str

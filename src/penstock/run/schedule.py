@@ -30,8 +30,8 @@ from penstock.run.runner import Outcome, Prepared, Runner
 from penstock.run.setting import ActionKind
 from penstock.run.ties import Holders, Tied, Ties, holders_of
 from penstock.simulate import Costs
+from penstock.stage.elsewhere import elsewhere
 from penstock.stage.loss import OwnLoss
-from penstock.stage.offload import elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from penstock.parallel import DataParallel
 from penstock.plan import Op, Overlap, Plan
 from penstock.run.rng import MicrobatchRng
-from penstock.stage.offload import Elsewhere
+from penstock.stage.elsewhere import Elsewhere
 
 Call: TypeAlias = Callable[[], object]
 """Does an action."""

@@ -28,9 +28,10 @@ from penstock.stage.backward import (
     run_deferred,
 )
 from penstock.stage.cut_graph import accumulate_graphs, collecting
+from penstock.stage.elsewhere import HostMemory
 from penstock.stage.engine import run_engine
 from penstock.stage.forward import remember
-from penstock.stage.offload import HostMemory, Moves, Saved
+from penstock.stage.offload import Moves, Saved
 from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.recompute import Repeats
 from penstock.stage.twins import CompiledParts
@@ -155,6 +156,8 @@ class StageRun:
     def call_first(self, call: ModuleCall, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first of two runs: its graph, and whatever waits for its backward, is dropped at once."""
         output = self.repeats.first(microbatch, partial(call, microbatch), args, kwargs)  # type: ignore[union-attr]
+        if self.repeats.keeps(microbatch):  # type: ignore[union-attr]
+            return output
         self.pending[microbatch] = None
         if self.last is not None:
             self.last.losses[microbatch] = None

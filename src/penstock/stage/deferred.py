@@ -102,8 +102,10 @@ def _in_eight_bits(module: nn.Module) -> str:
     ''
     """
     for layer in module.modules():
-        weight = getattr(layer, "weight", None)
-        kinds = (type(layer), type(weight))
+        kinds = (
+            type(layer),
+            type(layer._parameters.get("weight")),
+        )  # a parametrised weight is computed when it is asked for
         if any("float8" in f"{kind.__module__}.{kind.__name__}".lower() for kind in kinds):
             return type(layer).__name__
     return ""

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.stage.buffers import Buffers
 from penstock.stage.deferred import Deferral, Pending
 from penstock.stage.intercept import NestedDifferentiation, begin, deferring, end
+from penstock.stage.recompute import RandomState, accelerators
 
 
 def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Pending]:
@@ -62,18 +64,13 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 def remember(module: Any, args: Sequence[Any]) -> Callable[[], None]:
     """The random state and the buffers as they are now, as a function that brings them back."""
-    buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
-    values = [buffer.detach().clone() for buffer in buffers]
-    state = torch.get_rng_state()
-    devices = {tensor.device for tensor in (*buffers, *args) if isinstance(tensor, Tensor) and tensor.is_cuda}
-    states = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    modules = [module] if isinstance(module, torch.nn.Module) else []
+    before = Buffers(modules).look(())
+    tensors = [*(b for one in modules for b in one.buffers()), *(arg for arg in args if isinstance(arg, Tensor))]
+    random = RandomState(accelerators(torch.device("cpu"), tensors))
 
     def rewind() -> None:
-        torch.set_rng_state(state)
-        for device, device_state in states:
-            torch.cuda.set_rng_state(device_state, device)
-        with torch.no_grad():
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
+        random.set()
+        before.put_back()
 
     return rewind

@@ -9,158 +9,21 @@
     output.sum().backward()     # as if nothing had happened
 
 Autograd hands every tensor that it saves to a pair of hooks. They keep its storage, once however many tensors share it, and
-a recipe for the tensor. Parameters and their views stay where they are, and so do small tensors and whatever somebody
-else holds anyway: the inputs and the outputs of the stage.
+a recipe for the tensor. What is held anyway stays where it is: parameters and their views, casts of parameters that autocast
+keeps for all microbatches, the inputs and the outputs of the stage; and so do small tensors.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
-
-THRESHOLD = 1 << 14
-"""Bytes below which a storage is not worth a copy."""
-
-
-class Away(Protocol):
-    """The bytes of one storage, somewhere else."""
-
-    def back(self) -> Tensor:
-        """The bytes on the device again. Called once."""
-        ...
-
-
-class Elsewhere(Protocol):
-    """Where saved tensors go."""
-
-    threshold: int  # bytes below which a storage is left alone
-
-    def put(self, flat: Tensor) -> Away:
-        """Take the bytes of a storage, seen as a flat tensor of bytes."""
-        ...
-
-
-class Coming(NamedTuple):
-    """Bytes on their way back, by a stream beside the computing."""
-
-    flat: Tensor
-    there: torch.Event  # they are all there
-
-    def wait(self) -> Tensor:
-        """The bytes, for what the current stream computes from here on. The host does not wait."""
-        computing = torch.accelerator.current_stream(self.flat.device)
-        computing.wait_event(self.there)
-        self.flat.record_stream(computing)  # the memory is that of another stream
-        return self.flat
-
-
-@runtime_checkable
-class AwayAsync(Away, Protocol):
-    """One whose bytes come back while the device computes: L only starts them, and their first use waits."""
-
-    def start(self) -> Coming:
-        """Begin to bring the bytes back. Called once, and then `back` is not."""
-        ...
-
-
-class HostMemory:
-    """Memory of the host; on an accelerator pinned, by two streams beside the computing: one there and one back."""
-
-    def __init__(self, *, threshold: int = THRESHOLD) -> None:
-        self.threshold = threshold
-        self.streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
-
-    def put(self, flat: Tensor) -> Away:
-        if flat.is_cpu:
-            return _Copied(flat.clone())
-        if flat.device not in self.streams:
-            self.streams[flat.device] = torch.Stream(flat.device), torch.Stream(flat.device)
-        leaving, coming = self.streams[flat.device]
-        leaving.wait_stream(torch.accelerator.current_stream(flat.device))  # what it copies is computed there
-        with leaving:
-            there = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            there.copy_(flat, non_blocking=True)
-        flat.record_stream(leaving)  # its memory is reused only when the copy is done
-        return _OnHost(there, flat.device, leaving.record_event(), coming)
-
-
-class _Copied:
-    """Beside what was computed, on a device that is the host."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-
-    def back(self) -> Tensor:
-        return self.flat
-
-
-class _OnHost:
-    def __init__(self, flat: Tensor, device: torch.device, there: torch.Event, stream: torch.Stream) -> None:
-        self.flat, self.device, self.there, self.stream = flat, device, there, stream
-
-    def start(self) -> Coming:
-        """The copy waits for the one there and for nothing that is computed, so its memory is that of its own stream."""
-        self.stream.wait_event(self.there)
-        with self.stream:
-            here = torch.empty(self.flat.shape, dtype=self.flat.dtype, device=self.device)
-            here.copy_(self.flat, non_blocking=True)
-        return Coming(here, self.stream.record_event())
-
-    def back(self) -> Tensor:
-        return self.start().wait()
-
-
-class Folder:
-    """Files without a name in a folder: they vanish with the process that made them, however it ends."""
-
-    def __init__(self, folder: str | os.PathLike[str], *, threshold: int = THRESHOLD) -> None:
-        self.folder = Path(folder)
-        self.threshold = threshold
-        if not self.folder.is_dir():
-            raise StageError(f"offload to {str(self.folder)!r}: there is no such folder; make it, or name another")
-
-    def put(self, flat: Tensor) -> Away:
-        file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  it lives until it is read back or dropped
-        try:
-            file.write(flat.cpu().numpy().data)
-            file.flush()
-        except OSError as error:
-            file.close()
-            raise StageError(
-                f"offload to {str(self.folder)!r}: {flat.numel()} bytes could not be written ({error}); free space there, "
-                "name another folder, or offload fewer stages"
-            ) from error
-        return _InFile(file, flat.numel(), flat.device)
-
-
-def elsewhere(given: str | os.PathLike[str] | Elsewhere | None) -> Elsewhere:
-    """What the option `offload_to` names: a folder, a place of the user's own, or the memory of the host."""
-    if isinstance(given, (str, os.PathLike)):
-        return Folder(given)
-    return HostMemory() if given is None else given
-
-
-class _InFile:
-    def __init__(self, file: BinaryIO, size: int, device: torch.device) -> None:
-        self.file, self.size, self.device = file, size, device
-
-    def back(self) -> Tensor:
-        flat = torch.empty(self.size, dtype=torch.uint8)
-        with self.file as file:
-            file.seek(0)
-            count = file.readinto(flat.numpy())  # type: ignore[attr-defined]
-        if count != self.size:
-            raise StageError(f"offload: a file of {self.size} bytes gave back {count}; somebody has changed it")
-        return flat.to(self.device)
+from penstock.stage.elsewhere import THRESHOLD, Away, AwayAsync, Coming, Elsewhere
 
 
 class _Block:
@@ -175,49 +38,91 @@ class _Block:
         self.stays = False
 
 
-class _Recipe(NamedTuple):
-    """How to make a saved tensor of its storage."""
+class _Recipe:
+    """A saved tensor: itself as long as it is here, then how to make it of its storage.
 
-    block: _Block
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    Autograd asks of a saved tensor whether it was changed in place since, but not of one that goes through hooks.
+    """
 
+    __slots__ = ("bits", "block", "dtype", "here", "offset", "shape", "spoiled", "stride", "version")
 
-class Saved:
-    """What the forward of one microbatch saved."""
+    def __init__(self, tensor: Tensor, block: _Block | None) -> None:
+        self.here: Tensor | None = tensor.detach()  # counts changes as the tensor does
+        self.version = tensor._version
+        self.block = block  # None: it stays
+        self.spoiled = False
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset = int(tensor.storage_offset())
+        self.bits = tensor.is_conj(), tensor.is_neg()
 
-    def __init__(self, staying: frozenset[int], threshold: int) -> None:
-        self.staying = staying  # storages that are left alone
-        self.threshold = threshold
-        self.blocks: dict[int, _Block] = {}
+    def forget(self) -> None:
+        """The tensor is moved away: what counts is what it holds now."""
+        self.spoiled = self.here is not None and self.here._version != self.version
+        self.here = None
 
-    def pack(self, tensor: Tensor) -> Any:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return tensor
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in self.staying or storage.nbytes() < self.threshold:
-            return tensor
-        block = self.blocks.get(storage.data_ptr())
-        if block is None:
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            block = self.blocks[storage.data_ptr()] = _Block(flat)
-        return _Recipe(block, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    @staticmethod
-    def unpack(saved: Any) -> Tensor:
-        if not isinstance(saved, _Recipe):
-            return saved  # type: ignore[no-any-return]
-        flat, coming = saved.block.flat, saved.block.coming
+    def tensor(self) -> Tensor:
+        if self.spoiled or (self.here is not None and self.here._version != self.version):
+            raise StageError(
+                f"a tensor of shape {list(self.shape)} that a forward saved for its backward was changed in place since; "
+                "expected it to be left alone: change a copy of it"
+            )
+        if self.here is not None:
+            return self.here
+        assert self.block is not None, "what stays is here"
+        flat, coming = self.block.flat, self.block.coming
         if coming is not None:
             coming.wait()  # at every use: each may be on another stream
         if flat is None:
             raise StageError(
                 "a tensor that was moved away is needed for a backward and was not brought back; the plan has no L before it"
             )
-        made = torch.empty(0, dtype=saved.dtype, device=flat.device)
-        return made.set_(flat.untyped_storage(), saved.offset, saved.shape, saved.stride)
+        made = torch.empty(0, dtype=self.dtype, device=flat.device)
+        made.set_(flat.untyped_storage(), self.offset, self.shape, self.stride)
+        conjugated, negated = self.bits
+        made = made.conj() if conjugated else made
+        return torch._neg_view(made) if negated else made
+
+
+class Saved:
+    """What the forward of one microbatch saved."""
+
+    def __init__(self, staying: frozenset[int], threshold: int, *, casts_stay: bool = False) -> None:
+        self.staying = staying  # storages that are left alone
+        self.threshold = threshold
+        self.casts_stay = casts_stay  # autocast keeps casts of parameters
+        self.blocks: dict[int, _Block] = {}
+        self.recipes: list[_Recipe] = []  # of what may be moved, as long as it is here
+
+    def pack(self, tensor: Tensor) -> Any:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self.staying or storage.nbytes() < self.threshold or self._held_anyway(tensor):
+            return _Recipe(tensor, None)
+        block = self.blocks.get(address)
+        if block is None:
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            block = self.blocks[address] = _Block(flat)
+        self.recipes.append(_Recipe(tensor, block))
+        return self.recipes[-1]
+
+    def _held_anyway(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter that was not there before the forward (FSDP gathers and frees them on the way), or a cast
+        of one that autocast keeps, or a view of either."""
+        owner = tensor if tensor._base is None else tensor._base
+        if isinstance(owner, nn.Parameter):
+            return True
+        made_by = owner.grad_fn if self.casts_stay else None
+        return (
+            made_by is not None
+            and made_by.name() == "ToCopyBackward0"
+            and hasattr(made_by.next_functions[0][0], "variable")
+        )
+
+    @staticmethod
+    def unpack(saved: Any) -> Tensor:
+        return saved.tensor() if isinstance(saved, _Recipe) else saved  # type: ignore[no-any-return]
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """After the forward: its outputs are held by others until the backward, so their storages stay."""
@@ -233,6 +138,10 @@ class Saved:
 
     def offload(self, elsewhere: Elsewhere) -> None:
         """O."""
+        for recipe in self.recipes:
+            if recipe.block is not None and not recipe.block.stays:
+                recipe.forget()
+        self.recipes.clear()
         for block in self.blocks.values():
             if block.flat is not None and not block.stays:
                 flat = block.flat if block.coming is None else block.coming.wait()
@@ -255,12 +164,14 @@ class Moves:
     def __init__(self, module: nn.Module, *, threshold: int = THRESHOLD) -> None:
         self.module = module
         self.threshold = threshold
+        self.devices = {parameter.device.type for parameter in module.parameters()}
 
     @contextmanager
     def saving(self, inputs: Iterable[Tensor]) -> Iterator[Saved]:
         """Inside, what autograd saves is kept in the value of the `with` statement."""
         held = [*self.module.parameters(), *self.module.buffers(), *inputs]
-        saved = Saved(frozenset(_address(tensor) for tensor in held), self.threshold)
+        casts_stay = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, self.devices))
+        saved = Saved(frozenset(map(_address, held)), self.threshold, casts_stay=casts_stay)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             yield saved
 

@@ -7,7 +7,10 @@
 
 The second run gets the random numbers and the buffers of the first, and leaves both as it found them, so the training is
 the same to the bit and a batch norm counts each microbatch once. Forward hooks that only look on are not called a second
-time; one that returned something the first time is, since what it returned is part of the computation.
+time (`stage/repeated_hooks.py`).
+
+A forward may change what those before it left alone: its input in every tenth call, or a buffer too large to be copied for
+that. There is nothing to run it again from. So of such a microbatch the first run is kept, and R has nothing to do.
 """
 
 from __future__ import annotations
@@ -22,17 +25,8 @@ from torch import Tensor, nn
 
 from penstock.errors import StageError
 from penstock.nest import map_tensors, tensors_in
-
-Modes = tuple[bool, ...]
-
-
-def modes_of(module: nn.Module) -> Modes:
-    """Whether each part trains: what a forward does to its buffers goes by that, and a part may differ from the whole.
-
-    >>> modes_of(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1).eval()))
-    (True, True, False)
-    """
-    return tuple(part.training for part in module.modules())
+from penstock.stage.buffers import Before, Buffers, modes_of
+from penstock.stage.repeated_hooks import noting, only
 
 
 @dataclass(frozen=True)
@@ -40,9 +34,10 @@ class _First:
     """What the first run of a microbatch leaves for the second."""
 
     random: RandomState | None
-    buffers: list[tuple[Tensor, Tensor]]  # those that it changed, and what they held before
-    acting: frozenset[int]  # forward hooks that returned something
+    buffers: Before
+    acting: frozenset[int]  # forward hooks that take part
     gave: list[str]  # its output's tensors, as they are named in an error
+    output: Any = None  # with its graph, if it cannot be run again
 
 
 class Repeats:
@@ -52,7 +47,7 @@ class Repeats:
         self.module = module
         self.keyed = keyed  # random numbers are set from outside, for each microbatch
         self.kept: list[_First | None] = [None] * num_microbatches
-        self.changing: dict[Modes, list[Tensor]] = {}  # by the modes of a forward that has run: the buffers it changes
+        self.buffers = Buffers([module])
         self.spoils: bool | None = None  # whether a forward changes its input in place, once one has run
         self.devices = accelerators(device, (*module.parameters(), *module.buffers()))
 
@@ -62,36 +57,47 @@ class Repeats:
         A forward that changes its input in place is given a copy, since the second run starts from the same input. (An input
         that requires a gradient cannot be changed in place.)
         """
-        if self.spoils is not False:
+        copied = self.spoils is not False
+        if copied:
             args, kwargs = map_tensors(
                 lambda tensor: tensor if tensor.requires_grad else tensor.clone(), (args, kwargs)
             )
         given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
         random = None if self.keyed else RandomState(self.devices)
         modes = modes_of(self.module)  # a batch norm changes its statistics in one of its modes only
-        known = self.changing.get(modes)
-        watched = self.module.buffers() if known is None else known
-        before = [(buffer, buffer.detach().clone()) for buffer in watched]
-        with _noting_hooks(self.module) as acting:
+        before = self.buffers.look(modes)
+        with noting(self.module) as acting:
             output = run(args, kwargs)
-        self.spoils = any(tensor._version != version and not tensor.requires_grad for tensor, version in given)
-        if known is None:  # asked once: on a device the host waits for the answer
-            before = [(buffer, old) for buffer, old in before if not torch.equal(buffer, old)]
-            self.changing[modes] = [buffer for buffer, _ in before]
+        spoiled = any(tensor._version != version and not tensor.requires_grad for tensor, version in given)
+        self.spoils = bool(self.spoils) or spoiled
+        keep = (spoiled and not copied) or bool(before.lost())
+        self.buffers.learn(before)
         gave = [_name(tensor) for tensor in tensors_in(output)]
-        self.kept[microbatch] = _First(random, before, frozenset(acting), gave)
+        self.kept[microbatch] = _First(random, before, frozenset(acting), gave, output if keep else None)
         return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output)
+
+    def keeps(self, microbatch: int) -> bool:
+        """Whether the first run is all there is: its graph is there already, and so is whatever waits for its backward."""
+        first = self.kept[microbatch]
+        return first is not None and first.output is not None
 
     def again(self, microbatch: int, run: Callable[[], Any]) -> Any:
         """R: the output with its graph."""
         first, self.kept[microbatch] = self.kept[microbatch], None
         if first is None:
             raise StageError(f"microbatch {microbatch} is to be recomputed, but no forward of it has run")
+        if first.output is not None:
+            return first.output
+        if lost := first.buffers.lost():
+            raise StageError(
+                f"microbatch {microbatch} is to be recomputed, but {', '.join(lost)} has changed since, which forwards had left "
+                "alone until then: a buffer that is large and changes now and then. Leave the stage out of recompute"
+            )
         with ExitStack() as stack:
             if first.random is not None:
                 stack.enter_context(first.random.once_more())
-            stack.enter_context(_as_before(first.buffers))
-            stack.enter_context(_acting_hooks(self.module, first.acting))
+            stack.enter_context(first.buffers.once_more())
+            stack.enter_context(only(self.module, first.acting))
             output = run()
         gives = [_name(tensor) for tensor in tensors_in(output)]
         if gives != first.gave:
@@ -143,79 +149,3 @@ class RandomState:
             yield
         finally:
             now.set()
-
-
-@contextmanager
-def _as_before(buffers: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, the buffers hold what they held; outside, what they hold now.
-
-    They are written past autograd's count of changes: graphs of other microbatches may refer to them, and what those read
-    is not what changes here (a batch norm's running statistics).
-    """
-    now = [buffer.detach().clone() for buffer, _ in buffers]
-    for buffer, old in buffers:
-        buffer.data.copy_(old)
-    try:
-        yield
-    finally:
-        for (buffer, _), new in zip(buffers, now, strict=True):
-            buffer.data.copy_(new)
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-
-
-def _hooks_of(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """The tables of forward hooks that are not empty. Those inside a compiled part belong to its graph, and stay out."""
-    found: list[dict[int, Callable[..., Any]]] = []
-    parts = [module]
-    while parts:
-        part = parts.pop()
-        found += [table for name in _HOOKS if (table := getattr(part, name))]
-        if not hasattr(part, "_orig_mod") and part._compiled_call_impl is None:
-            parts += part.children()
-    return found
-
-
-@contextmanager
-def _noting_hooks(module: nn.Module) -> Iterator[set[int]]:
-    """Inside, hooks run as ever, and those that return something are noted by the number of their handle."""
-    acting: set[int] = set()
-
-    def noting(number: int, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*args: Any, **kwargs: Any) -> Any:
-            result = hook(*args, **kwargs)
-            if result is not None:
-                acting.add(number)
-            return result
-
-        return note
-
-    tables = [
-        (table, dict(table), {key: noting(key, hook) for key, hook in table.items()}) for table in _hooks_of(module)
-    ]
-    for table, _, notes in tables:
-        table.update(notes)
-    try:
-        yield acting
-    finally:
-        for table, hooks, notes in tables:
-            for key, note in notes.items():
-                if table.get(key) is note:  # else it has removed itself
-                    table[key] = hooks[key]
-
-
-@contextmanager
-def _acting_hooks(module: nn.Module, acting: frozenset[int]) -> Iterator[None]:
-    """Inside, only these hooks are there."""
-    tables = [(table, dict(table)) for table in _hooks_of(module)]
-    for table, hooks in tables:
-        for key in hooks:
-            if key not in acting:
-                del table[key]
-    try:
-        yield
-    finally:
-        for table, hooks in tables:
-            table.clear()
-            table.update(hooks)

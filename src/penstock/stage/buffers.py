@@ -1,0 +1,157 @@
+"""Buffers before and after a run: which of them it changes, in place or by putting others in their places, and how to go back.
+
+    watch = Buffers([module])
+    before = watch.look(modes_of(module))
+    module(x)
+    watch.learn(before)             # which buffers a run in these modes changes
+    with before.once_more():        # inside, the buffers are as they were
+        module(x)
+    before.put_back()               # as if it had not run
+
+A buffer that a run is known to change is copied at every look. Of the others, which a run may change now and then, there is one
+copy for as long as they hold the same; those that are large are not copied, and if one changes after all it is `lost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_SMALL = 1 << 20
+"""Bytes up to which a buffer is copied though it is not known to change."""
+
+Modes = tuple[bool, ...]
+Table = dict[str, Any]
+Copy = Callable[[Tensor], Tensor]
+
+
+def modes_of(module: nn.Module) -> Modes:
+    """Whether each part trains: what a forward does to its buffers goes by that, and a part may differ from the whole.
+
+    >>> modes_of(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1).eval()))
+    (True, True, False)
+    """
+    return tuple(part.training for part in module.modules())
+
+
+class _Seen(NamedTuple):
+    """A buffer at the time of a look."""
+
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor | None  # a copy
+    changes: bool  # it is known to change, perhaps past autograd's count, or nothing is known yet
+
+    @property
+    def moved(self) -> bool:
+        return self.buffer._version != self.version
+
+
+class Before:
+    """The buffers as they were at the time of a look."""
+
+    def __init__(self, modes: Modes, tables: list[tuple[Table, Table]], seen: list[_Seen]) -> None:
+        self.modes = modes
+        self.tables = tables  # each table, and what was in it
+        self.seen = seen
+
+    def lost(self) -> list[str]:
+        """Buffers that were changed in place since and of which there is no copy."""
+        return [one.name for one in self.seen if one.value is None and one.moved]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The buffers that were there hang in their places again, and hold what they held.
+
+        Values are written past autograd's count of changes: graphs of other microbatches may refer to a buffer, and what
+        those read is not what changes here (a batch norm's running statistics).
+        """
+        for table, old in self.tables:
+            if not _same_tensors(table, old):
+                table.clear()
+                table.update(old)
+        for one in self.seen:
+            if one.value is not None and (one.changes or one.moved):
+                one.buffer.data.copy_(one.value)
+
+    @contextmanager
+    def once_more(self) -> Iterator[None]:
+        """Inside, the buffers are as they were; outside, as they are now."""
+        tables = [(table, dict(table)) for table, _ in self.tables]
+        away = [one for one in self.seen if one.value is not None and (one.changes or one.moved)]
+        now = Before(self.modes, tables, [one._replace(value=_copy(one.buffer), changes=True) for one in away])
+        self.put_back()
+        try:
+            yield
+        finally:
+            now.put_back()
+
+
+class Buffers:
+    """The buffers of some modules."""
+
+    def __init__(self, modules: Iterable[nn.Module], copy: Copy | None = None) -> None:
+        parts = {part: name for module in modules for name, part in module.named_modules()}
+        self.tables: list[tuple[str, Table]] = [(name, part._buffers) for part, name in parts.items()]
+        self.copy = copy or _copy
+        self.changing: dict[Modes, set[str]] = {}  # by the modes of a run that has been learnt from
+        self.copies: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}  # of those that are not known to change
+
+    def look(self, modes: Modes) -> Before:
+        """Before a run. All are copied, as long as no run in these modes has been learnt from."""
+        known = self.changing.get(modes)
+        tables = [(table, dict(table)) for _, table in self.tables if table]
+        seen: dict[int, _Seen] = {}
+        for number, (part, table) in enumerate(self.tables):
+            for name, buffer in table.items():
+                if buffer is not None and id(buffer) not in seen and not buffer.is_inference():
+                    full = f"{part}.{name}" if part else name
+                    changes = known is None or full in known
+                    value = self.copy(buffer) if changes else self._copied((number, full), buffer)
+                    seen[id(buffer)] = _Seen(full, buffer, buffer._version, value, changes)
+        return Before(modes, tables, list(seen.values()))
+
+    def _copied(self, place: tuple[int, str], buffer: Tensor) -> Tensor | None:
+        """The copy of one that is not known to change, made anew if it has changed."""
+        if buffer.numel() * buffer.element_size() > _SMALL:
+            return None
+        found = self.copies.get(place)
+        if found is None or found[0] is not buffer or found[1] != buffer._version:
+            found = self.copies[place] = buffer, buffer._version, self.copy(buffer)
+        return found[2]
+
+    def learn(self, before: Before) -> None:
+        """After a run that went well. Values are compared once for each modes: on a device the host waits for the answer."""
+        known = self.changing.get(before.modes)
+        if known is not None:
+            known.update(before.lost())
+            return
+        before.seen = [one._replace(changes=_changed(one)) for one in before.seen]
+        before.seen = [
+            one if one.changes or one.buffer.numel() * one.buffer.element_size() <= _SMALL else one._replace(value=None)
+            for one in before.seen
+        ]
+        self.changing[before.modes] = {one.name for one in before.seen if one.changes}
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone()
+
+
+def _same_tensors(table: Table, old: Table) -> bool:
+    return table.keys() == old.keys() and all(table[name] is old[name] for name in old)
+
+
+def _changed(one: _Seen) -> bool:
+    """Whether it was changed in place. A batch norm changes its statistics past autograd's count, so values are compared."""
+    if one.moved or one.value is None:
+        return one.moved
+    local, value = (getattr(tensor, "_local_tensor", tensor) for tensor in (one.buffer, one.value))
+    if local.layout is not torch.strided:  # those cannot be compared; nothing but torch's own operators changes them
+        return False
+    return not torch.equal(local, value.to(local.device))

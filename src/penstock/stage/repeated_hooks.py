@@ -1,0 +1,110 @@
+"""Forward hooks of a module that is run twice: those that only look on see one forward, those that take part see both.
+
+    with noting(module) as acting:
+        output = module(x)                  # all hooks are called
+    with only(module, acting):
+        output = module(x)                  # only those that took part the first time
+
+A hook takes part if it returns something, or if it leaves a trace in what is computed: it changes a tensor that it was given
+in place, registers a hook on it or asks it to keep its gradient, draws random numbers, sets or changes a buffer or a
+parameter of its module, or, before the forward, sets a tensor of its module (as weight normalisation and pruning do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
+
+from penstock.nest import tensors_in
+
+_BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
+Hook = Callable[..., Any]
+Table = dict[int, Hook]
+
+
+def _tables(module: nn.Module) -> list[tuple[Table, bool]]:
+    """The tables of forward hooks that are not empty, and whether they are called before the forward.
+
+    Those of all modules count too. Those inside a compiled part belong to its graph, and stay out.
+    """
+    every = (of_all_modules._global_forward_pre_hooks, True), (of_all_modules._global_forward_hooks, False)
+    found: list[tuple[Table, bool]] = [(table, before) for table, before in every if table]  # type: ignore[misc]
+    parts = [module]
+    while parts:
+        part = parts.pop()
+        found += [(table, name == _BEFORE) for name in (_BEFORE, _AFTER) if (table := getattr(part, name))]
+        if not hasattr(part, "_orig_mod") and part._compiled_call_impl is None:
+            parts += part.children()
+    return found
+
+
+@contextmanager
+def noting(module: nn.Module) -> Iterator[set[int]]:
+    """Inside, hooks run as ever, and those that take part are noted by the number of their handle."""
+    acting: set[int] = set()
+
+    def note(number: int, hook: Hook, *, before: bool) -> Hook:
+        def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            given = list(tensors_in((args, kwargs)))
+            was = _trace(part, given, before=before)
+            result = hook(part, *args, **kwargs)
+            if result is not None or _trace(part, given, before=before) != was:
+                acting.add(number)
+            return result
+
+        return noted
+
+    tables = [
+        (table, dict(table), {key: note(key, hook, before=before) for key, hook in table.items()})
+        for table, before in _tables(module)
+    ]
+    for table, _, notes in tables:
+        table.update(notes)
+    try:
+        yield acting
+    finally:
+        for table, hooks, notes in tables:
+            for key, noted in notes.items():
+                if table.get(key) is noted:  # else it has removed itself
+                    table[key] = hooks[key]
+
+
+@contextmanager
+def only(module: nn.Module, acting: frozenset[int]) -> Iterator[None]:
+    """Inside, only these hooks are there."""
+    tables = [(table, dict(table)) for table, _ in _tables(module)]
+    for table, hooks in tables:
+        for key in hooks:
+            if key not in acting:
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in tables:
+            table.clear()
+            table.update(hooks)
+
+
+def _trace(part: nn.Module, given: list[Tensor], *, before: bool) -> list[Any]:
+    """What differs after a hook that takes part."""
+    own = [*part._buffers.values(), *part._parameters.values()]
+    found: list[Any] = [
+        (id(tensor), tensor._version) for tensor in own if tensor is not None and not tensor.is_inference()
+    ]
+    found += [
+        (tensor._version, len(tensor._backward_hooks or ()), tensor.retains_grad)
+        for tensor in given
+        if not tensor.is_inference()
+    ]
+    if before:
+        ids = {id(tensor) for tensor in given}  # one that remembers what it was given looks on
+        found += [id(value) for value in vars(part).values() if isinstance(value, Tensor) and id(value) not in ids]
+    found += [torch.get_rng_state().numpy().tobytes()]
+    devices = {tensor.device for tensor in given if tensor.device.type not in ("cpu", "meta")}
+    found += [bytes(torch.get_device_module(one).get_rng_state(one).cpu().tolist()) for one in devices]
+    return found
