@@ -19,6 +19,7 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.front import choose
 from penstock.front.build import cut
 from penstock.front.candidates import Wishes
+from penstock.front.choice import Choice
 from penstock.front.pipeline_options import CutOptions, ModelOptions
 from penstock.front.request import Request
 from penstock.plan import Op, unpack
@@ -76,6 +77,10 @@ def watched(schedule: str, options: dict[str, Any], *, return_outputs: bool = Fa
     """Of each rank: what a warm step held after each action, counted and planned."""
     choice = choose(profile(), Wishes(RANKS, MICROBATCHES, schedule))
     pipe = stages(choice.boundaries, schedule, choice.num_stages // RANKS)
+    return run_choice(choice, pipe, options, return_outputs=return_outputs)
+
+
+def run_choice(choice: Choice, pipe: Pipe, options: dict[str, Any], *, return_outputs: bool) -> list[dict[str, Any]]:
     x, y = data()
 
     def rank(transport: LocalTransport) -> dict[str, Any]:
@@ -117,6 +122,22 @@ def test_what_is_counted_is_what_was_planned(schedule: str, way: str, tmp_path: 
         # What operators need for a moment is reckoned layer by layer.
         assert found["peak"] <= 1.1 * found["peak of the plan"]
         assert found["peak"] >= 0.85 * found["peak of the plan"] or shares
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_pieces_that_are_recomputed_hold_what_was_planned(schedule: str) -> None:
+    """Nobody but the next piece holds the output of one that is run again: it goes with the backward of that piece."""
+    free = Wishes(RANKS, MICROBATCHES, schedule, optimizer_bytes=0.0, memory_limit=1 << 30)
+    with pytest.raises(penstock.BalanceError) as caught:
+        choose(profile(), replace(free, memory_limit=1))
+    smallest = int(str(caught.value).split("would do is ")[1].split()[0])
+    choice = choose(profile(), replace(free, memory_limit=smallest))
+    assert "pieces" in choice.plan.name
+    request = Request(model(), (data()[0],), None, schedule, MICROBATCHES, ModelOptions(), CutOptions())
+    for rank, found in enumerate(run_choice(choice, cut(request, choice), {}, return_outputs=False)):
+        planned = [sum(level.values()) for level in found["planned"]]
+        for code, counted, expected in zip(found["plan"].codes[rank], found["counted"], planned, strict=True):
+            assert counted == pytest.approx(expected, abs=LOSSES), f"rank {rank}, after {unpack(code)}"
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])

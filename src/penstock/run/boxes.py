@@ -8,7 +8,7 @@ this one), with its graph, until its gradient comes back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,6 +24,13 @@ MeshOf = Callable[[DTensorLayout], Any]
 """What an arriving DTensor is put on."""
 
 
+class GradientAlone(NamedTuple):
+    """What stays of a leaf whose value is no longer needed."""
+
+    grad: Tensor | None
+    is_leaf: bool = True
+
+
 class Inbox(MessageBox):
     """What the stage `producer` gave to this rank, by microbatch: `arrived` are leaves."""
 
@@ -35,6 +42,7 @@ class Inbox(MessageBox):
         self.places: tuple[int, ...] = ()  # which outputs of the producer these are, for a captured stage
         self.values: list[Any] = [None] * num_microbatches
         self.reads = [0] * num_microbatches
+        self.repeated: frozenset[int] = frozenset()  # microbatches whose value nobody else on this rank holds
 
     # -- forward
 
@@ -72,6 +80,14 @@ class Inbox(MessageBox):
             self.arrived[microbatch] = self.values[microbatch] = None
 
     # -- backward
+
+    def differentiated(self, microbatch: int) -> None:
+        """After the backward of a stage of this rank that used it: the last of them needs its gradients alone."""
+        self.reads[microbatch] += 1
+        if self.reads[microbatch] == self.readers:
+            self.reads[microbatch] = 0
+            self.arrived[microbatch] = [GradientAlone(leaf.grad) for leaf in self.arrived[microbatch] or ()]
+            self.values[microbatch] = None
 
     def grads(self, microbatch: int) -> list[Tensor | None]:
         """The gradients of the leaves, which are let go."""

@@ -62,6 +62,7 @@ class StageRun:
         self.rng = rng
         self.split = split  # the microbatches whose backward comes in two parts
         self.inputs = StepInputs()
+        self.alone: list[Inbox] = []
         self.manual = stage.dw_builder if grad else None
         self.deferral = Deferral(self.module) if split and self.manual is None else None
         # What torch.compile has compiled; its backward comes in two parts if that of any microbatch does.
@@ -78,6 +79,8 @@ class StageRun:
         self.saved: list[Saved | None] = [None] * num_microbatches
         for outbox in outboxes:
             outbox.repeated = repeated
+            if outbox.inbox is not None:
+                outbox.inbox.repeated = repeated
         self.last = LastStage(num_microbatches, grad=grad) if stage.is_last else None
         self.given = CallArguments(stage, inboxes, num_microbatches)
         self.arguments = self.given.of
@@ -203,6 +206,8 @@ class StageRun:
             weight = ManualWeight(self.manual)
             weight.build()
             weight.run()
+        if self.alone:
+            self.let_go(microbatch)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
@@ -211,6 +216,9 @@ class StageRun:
         pending = self.pending[microbatch]
         assert pending is not None, "the check has found its F"
         backward_input(roots, grads, pending, inputs=leaves)
+        if self.alone:
+            del leaves
+            self.let_go(microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
@@ -219,6 +227,12 @@ class StageRun:
         backward_weight(pending)
 
     # -- their parts
+
+    def let_go(self, microbatch: int) -> None:
+        """After the backward: what a stage of this rank gave that is run again itself, and so does not hold its output."""
+        for inbox in self.alone:
+            if microbatch in inbox.repeated:
+                inbox.differentiated(microbatch)
 
     def seeds(self, microbatch: int) -> tuple[list[Tensor], list[Tensor]]:
         """What the backward starts from: outputs that have a gradient, and it; on the last stage the loss."""
@@ -241,6 +255,7 @@ class StageRun:
     def begin(self, inputs: StepInputs) -> None:
         self.inputs = inputs
         self.given.begin(inputs)
+        self.alone = [inbox for inbox in self.inboxes if inbox.repeated]  # whose values nobody but this stage may hold
         if self.compiled is not None:
             self.compiled.install()
 

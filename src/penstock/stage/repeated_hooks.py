@@ -52,9 +52,15 @@ def noting(module: nn.Module) -> Iterator[set[int]]:
         def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
             given = list(tensors_in((args, kwargs)))
             was = _trace(part, given, before=before)
+            alive = [
+                *vars(part).values(),
+                *part._buffers.values(),
+                *part._parameters.values(),
+            ]  # so that no address is used again
             result = hook(part, *args, **kwargs)
             if result is not None or _trace(part, given, before=before) != was:
                 acting.add(number)
+            alive.clear()
             return result
 
         return noted
