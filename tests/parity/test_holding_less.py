@@ -64,7 +64,7 @@ def train(
         plan = get_schedule(schedule)(2, 4, stages_per_rank=len(modules) // 2)
         own = plan.placement.stages_of(transport.rank)
         stages = [PipelineStage(modules[i], i, len(modules), "cpu", group=transport) for i in own]
-        runner = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss, **options)
+        runner = Schedule.from_plan(plan, stages, **{"loss_fn": nn.functional.mse_loss, **options})
         found: list[Tensor] = []
         for _ in range(steps):
             losses: list[Tensor] = []

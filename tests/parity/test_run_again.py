@@ -136,6 +136,27 @@ def test_hooks_of_all_modules_see_one_forward() -> None:
     assert seen.count("Plain") == 2 * 4
 
 
+def test_a_loss_that_is_a_module_counts_once() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.scale.mul_(0.9).add_(0.1 * output.detach().abs().mean())
+            return nn.functional.mse_loss(output, target) / self.scale.clone()
+
+    def run(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        modules: list[nn.Module] = [Plain(), Plain()]
+        loss, seen = Loss(), list[Any]()
+        loss.register_forward_hook(lambda *_: seen.append(None))
+        losses = train(modules, torch.randn(8, WIDTH), schedule="gpipe", loss_fn=loss, **options)
+        return [*losses, *state([*modules, loss]), torch.tensor(len(seen))]
+
+    torch.testing.assert_close(run(recompute=True), run(), rtol=0, atol=0)
+
+
 def test_rewinding_brings_replaced_buffers_back() -> None:
     module = Replaces()
     before = dict(module.named_buffers())

@@ -256,6 +256,8 @@ class StageRun:
         self.inputs = inputs
         self.given.begin(inputs)
         self.alone = [inbox for inbox in self.inboxes if inbox.repeated]  # whose values nobody but this stage may hold
+        if self.repeats is not None and self.last is not None and inputs.loss_fn is not None:
+            self.repeats.take_in(inputs.loss_fn)
         if self.compiled is not None:
             self.compiled.install()
 

@@ -47,9 +47,16 @@ class Repeats:
         self.module = module
         self.keyed = keyed  # random numbers are set from outside, for each microbatch
         self.kept: list[_First | None] = [None] * num_microbatches
-        self.buffers = Buffers([module])
+        self.modules: tuple[nn.Module, ...] = (module,)
+        self.buffers = Buffers(self.modules)
         self.spoils: bool | None = None  # whether a forward changes its input in place, once one has run
         self.devices = accelerators(device, (*module.parameters(), *module.buffers()))
+
+    def take_in(self, loss: object) -> None:
+        """The loss is run again with the last stage. If it is a module, its buffers and hooks are treated like the stage's."""
+        modules = (self.module, loss) if isinstance(loss, nn.Module) else (self.module,)
+        if modules != self.modules:
+            self.modules, self.buffers = modules, Buffers(modules)
 
     def first(self, microbatch: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """F: the output, as tensors without a graph that require a gradient where those of the module do.
@@ -64,9 +71,11 @@ class Repeats:
             )
         given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
         random = None if self.keyed else RandomState(self.devices)
-        modes = modes_of(self.module)  # a batch norm changes its statistics in one of its modes only
+        modes = tuple(
+            mode for module in self.modules for mode in modes_of(module)
+        )  # a batch norm changes its statistics in one of its modes only
         before = self.buffers.look(modes)
-        with noting(self.module) as acting:
+        with noting(self.modules) as acting:
             output = run(args, kwargs)
         spoiled = any(tensor._version != version and not tensor.requires_grad for tensor, version in given)
         self.spoils = bool(self.spoils) or spoiled
@@ -97,7 +106,7 @@ class Repeats:
             if first.random is not None:
                 stack.enter_context(first.random.once_more())
             stack.enter_context(first.buffers.once_more())
-            stack.enter_context(only(self.module, first.acting))
+            stack.enter_context(only(self.modules, first.acting))
             output = run()
         gives = [_name(tensor) for tensor in tensors_in(output)]
         if gives != first.gave:

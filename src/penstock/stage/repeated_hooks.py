@@ -1,8 +1,8 @@
-"""Forward hooks of a module that is run twice: those that only look on see one forward, those that take part see both.
+"""Forward hooks of modules that are run twice: those that only look on see one forward, those that take part see both.
 
-    with noting(module) as acting:
+    with noting([module]) as acting:
         output = module(x)                  # all hooks are called
-    with only(module, acting):
+    with only([module], acting):
         output = module(x)                  # only those that took part the first time
 
 A hook takes part if it returns something, or if it leaves a trace in what is computed: it changes a tensor that it was given
@@ -12,7 +12,7 @@ parameter of its module, or, before the forward, sets a tensor of its module (as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,14 +27,14 @@ Hook = Callable[..., Any]
 Table = dict[int, Hook]
 
 
-def _tables(module: nn.Module) -> list[tuple[Table, bool]]:
+def _tables(modules: Iterable[nn.Module]) -> list[tuple[Table, bool]]:
     """The tables of forward hooks that are not empty, and whether they are called before the forward.
 
     Those of all modules count too. Those inside a compiled part belong to its graph, and stay out.
     """
     every = (of_all_modules._global_forward_pre_hooks, True), (of_all_modules._global_forward_hooks, False)
     found: list[tuple[Table, bool]] = [(table, before) for table, before in every if table]  # type: ignore[misc]
-    parts = [module]
+    parts = [*modules]
     while parts:
         part = parts.pop()
         found += [(table, name == _BEFORE) for name in (_BEFORE, _AFTER) if (table := getattr(part, name))]
@@ -44,7 +44,7 @@ def _tables(module: nn.Module) -> list[tuple[Table, bool]]:
 
 
 @contextmanager
-def noting(module: nn.Module) -> Iterator[set[int]]:
+def noting(modules: Iterable[nn.Module]) -> Iterator[set[int]]:
     """Inside, hooks run as ever, and those that take part are noted by the number of their handle."""
     acting: set[int] = set()
 
@@ -67,7 +67,7 @@ def noting(module: nn.Module) -> Iterator[set[int]]:
 
     tables = [
         (table, dict(table), {key: note(key, hook, before=before) for key, hook in table.items()})
-        for table, before in _tables(module)
+        for table, before in _tables(modules)
     ]
     for table, _, notes in tables:
         table.update(notes)
@@ -81,9 +81,9 @@ def noting(module: nn.Module) -> Iterator[set[int]]:
 
 
 @contextmanager
-def only(module: nn.Module, acting: frozenset[int]) -> Iterator[None]:
+def only(modules: Iterable[nn.Module], acting: frozenset[int]) -> Iterator[None]:
     """Inside, only these hooks are there."""
-    tables = [(table, dict(table)) for table, _ in _tables(module)]
+    tables = [(table, dict(table)) for table, _ in _tables(modules)]
     for table, hooks in tables:
         for key in hooks:
             if key not in acting:
