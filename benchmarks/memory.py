@@ -187,7 +187,14 @@ def on_processes(schedules: list[str], targets: Targets) -> None:
     workers = [context.Process(target=measured, args=(rank, port, schedules, found)) for rank in range(2)]
     for worker in workers:
         worker.start()
-    results = [found.get() for _ in range(2 * len(schedules))]
+    results: list[Any] = []
+    while len(results) < 2 * len(schedules):
+        if not found.empty():
+            results.append(found.get())
+        elif any(worker.exitcode for worker in workers):
+            sys.exit("a rank failed; what it raised stands above")
+        else:
+            time.sleep(0.1)
     for worker in workers:
         worker.join(60)
     for schedule in schedules:
