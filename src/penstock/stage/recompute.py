@@ -71,10 +71,8 @@ class Repeats:
             )
         given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
         random = None if self.keyed else RandomState(self.devices)
-        modes = tuple(
-            mode for module in self.modules for mode in modes_of(module)
-        )  # a batch norm changes its statistics in one of its modes only
-        before = self.buffers.look(modes)
+        # A batch norm changes its statistics in one of its modes only.
+        before = self.buffers.look(tuple(mode for module in self.modules for mode in modes_of(module)))
         with noting(self.modules) as acting:
             output = run(args, kwargs)
         spoiled = any(tensor._version != version and not tensor.requires_grad for tensor, version in given)
