@@ -136,6 +136,18 @@ def test_hooks_of_all_modules_see_one_forward() -> None:
     assert seen.count("Plain") == 2 * 4
 
 
+def test_a_hook_that_remembers_what_it_was_given_looks_on() -> None:
+    module, seen = Plain(), list[Any]()
+
+    def remember_input(part: nn.Module, args: Any) -> None:
+        part.last_input = args[0]
+        seen.append(None)
+
+    module.first.register_forward_pre_hook(remember_input)
+    train([module, Plain()], torch.randn(8, WIDTH), schedule="gpipe", recompute=True)
+    assert len(seen) == 2 * 4
+
+
 def test_a_loss_that_is_a_module_counts_once() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:

@@ -138,7 +138,7 @@ class Folder:
             self.end = max(self.end, begin + size)
         try:
             file = self._open()
-            left = memoryview(values)
+            left = values.data
             while left:
                 left = left[os.pwrite(file, left, begin + size - len(left)) :]
         except OSError as error:
@@ -178,7 +178,7 @@ class _InFile:
 
     def back(self) -> Tensor:
         flat = torch.empty(self.size, dtype=torch.uint8)
-        left = memoryview(flat.numpy())
+        left = flat.numpy().data
         while left:
             count = os.preadv(self.file, [left], self.begin + self.size - len(left))
             if count == 0:

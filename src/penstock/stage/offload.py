@@ -122,7 +122,7 @@ class Saved:
 
     @staticmethod
     def unpack(saved: Any) -> Tensor:
-        return saved.tensor() if isinstance(saved, _Recipe) else saved  # type: ignore[no-any-return]
+        return saved.tensor() if isinstance(saved, _Recipe) else saved
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """After the forward: its outputs are held by others until the backward, so their storages stay."""

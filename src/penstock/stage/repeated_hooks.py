@@ -33,7 +33,7 @@ def _tables(modules: Iterable[nn.Module]) -> list[tuple[Table, bool]]:
     Those of all modules count too. Those inside a compiled part belong to its graph, and stay out.
     """
     every = (of_all_modules._global_forward_pre_hooks, True), (of_all_modules._global_forward_hooks, False)
-    found: list[tuple[Table, bool]] = [(table, before) for table, before in every if table]  # type: ignore[misc]
+    found: list[tuple[Table, bool]] = [(table, before) for table, before in every if table]
     parts = [*modules]
     while parts:
         part = parts.pop()
@@ -51,16 +51,11 @@ def noting(modules: Iterable[nn.Module]) -> Iterator[set[int]]:
     def note(number: int, hook: Hook, *, before: bool) -> Hook:
         def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
             given = list(tensors_in((args, kwargs)))
-            was = _trace(part, given, before=before)
-            alive = [
-                *vars(part).values(),
-                *part._buffers.values(),
-                *part._parameters.values(),
-            ]  # so that no address is used again
+            held = {**vars(part), **part._buffers, **part._parameters}  # so that no address is used again meanwhile
+            was = _trace(part, given)
             result = hook(part, *args, **kwargs)
-            if result is not None or _trace(part, given, before=before) != was:
+            if result is not None or _trace(part, given) != was or (before and _sets_tensors(part, held, given)):
                 acting.add(number)
-            alive.clear()
             return result
 
         return noted
@@ -96,7 +91,7 @@ def only(modules: Iterable[nn.Module], acting: frozenset[int]) -> Iterator[None]
             table.update(hooks)
 
 
-def _trace(part: nn.Module, given: list[Tensor], *, before: bool) -> list[Any]:
+def _trace(part: nn.Module, given: list[Tensor]) -> list[Any]:
     """What differs after a hook that takes part."""
     own = [*part._buffers.values(), *part._parameters.values()]
     found: list[Any] = [
@@ -107,10 +102,15 @@ def _trace(part: nn.Module, given: list[Tensor], *, before: bool) -> list[Any]:
         for tensor in given
         if not tensor.is_inference()
     ]
-    if before:
-        ids = {id(tensor) for tensor in given}  # one that remembers what it was given looks on
-        found += [id(value) for value in vars(part).values() if isinstance(value, Tensor) and id(value) not in ids]
     found += [torch.get_rng_state().numpy().tobytes()]
     devices = {tensor.device for tensor in given if tensor.device.type not in ("cpu", "meta")}
-    found += [bytes(torch.get_device_module(one).get_rng_state(one).cpu().tolist()) for one in devices]
+    found += [torch.get_device_module(one).get_rng_state(one).cpu().numpy().tobytes() for one in devices]
     return found
+
+
+def _sets_tensors(part: nn.Module, held: dict[str, Any], given: list[Tensor]) -> bool:
+    """Whether the module has got a tensor. One that it was given counts not: whoever keeps that looks on."""
+    return any(
+        isinstance(value, Tensor) and held.get(name) is not value and not any(value is tensor for tensor in given)
+        for name, value in vars(part).items()
+    )
