@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from penstock.checkpoint.manifest import Damaged, Manifest
+from penstock.checkpoint.manifest import Damaged, Entry, Manifest, Part, check_entry
 from penstock.checkpoint.plain import decode, encode
 from penstock.checkpoint.torch_list import read_list
 from penstock.checkpoint.weight_files import open_weights
@@ -278,6 +278,82 @@ def test_lists_with_flipped_bytes_are_read_or_refused(of_torch: Path, tmp_path: 
         tracemalloc.stop()
     assert right > 20
     assert refused > 100
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()
+
+
+def record(name: str, *fields: bytes) -> bytes:
+    """An object of torch's lists with these fields: a name, a value, a name, a value."""
+    return b"ctorch.distributed.checkpoint.metadata\n" + name.encode() + b"\n)R}(" + b"".join(fields) + b"ub"
+
+
+def sizes(number: int) -> bytes:
+    return b"ctorch\nSize\nJ" + number.to_bytes(4, "little") + b"\x85\x85R"
+
+
+def doubled(times: int) -> bytes:
+    """A list that holds a list twice, which holds a list twice, and so on."""
+    return b"](" * times + b"]q\x00" + b"".join(b"h%ceq%c" % (n, n + 1) for n in range(times))
+
+
+def whole_list(contents: bytes, places: bytes) -> bytes:
+    return b"\x80\x02" + record("Metadata", text("state_dict_metadata"), contents, text("storage_data"), places) + b"."
+
+
+def one_tensor(size: bytes, properties: bytes) -> bytes:
+    tensor = record("TensorStorageMetadata", text("chunks"), b"]", text("size"), size, text("properties"), properties)
+    return whole_list(b"}(" + text("a") + tensor + b"u", b"}")
+
+
+def chunks_that_all_tensors_share(count: int = 300) -> bytes:
+    chunk = [record("ChunkStorageMetadata", text("offsets"), sizes(n), text("sizes"), sizes(1)) for n in range(count)]
+    shared = [b"](" + b"".join(chunk) + b"er\xff\x00\x00\x00", *[b"j\xff\x00\x00\x00"] * 3000]
+    tensors = (text(f"k{n}") + record("TensorStorageMetadata", text("chunks"), one) for n, one in enumerate(shared))
+    return whole_list(b"}(" + b"".join(tensors) + b"u", b"}")
+
+
+_INDEX = record("MetadataIndex", text("fqn"), doubled(60), text("offset"), b"N")
+_TYPE = b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n)R" + doubled(60) + b"\x85b"
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        (b"\x80\x02" + doubled(60) + b")R.", "is called that is no class"),
+        (whole_list(b"}", b"}(" + _INDEX + b"Nu"), "none of its contents"),
+        (one_tensor(b"ctorch\nSize\n" + doubled(60) + b"\x85R", b"N"), "is no size"),
+        (one_tensor(sizes(0), _TYPE), "no type of numbers"),
+        (
+            b"\x80\x04\x8c\x01a\x94" + b"".join(b"h%ch%c\x93\x94" % (n, n) for n in range(60)) + b".",
+            "a name is made of",
+        ),
+        (chunks_that_all_tensors_share(), "more blocks than it has room for"),
+    ],
+)
+def test_lists_that_would_fill_the_memory_are_refused(tmp_path: Path, listed: bytes, said: str) -> None:
+    """A list may name the same list twice, and a name may be made of two names: 200 bytes became more than any memory holds,
+    as soon as somebody wrote them out, if only in an error."""
+    (tmp_path / ".metadata").write_bytes(listed)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Damaged, match=said):
+            read_list(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_parts_that_would_take_forever_to_compare_are_refused() -> None:
+    """A staircase: whichever way one looks, all parts that began earlier are still there. 4,000 of them, in a manifest of 1 MB,
+    took 10 seconds, and 40,000 would have taken 1,000."""
+    count, parts = 1000, []
+    for n in range(count):
+        for start, rows in ((0, n), (n, count - n)):
+            parts.append(Part("f", n * count + start, rows, 0, "", (start, n), (rows, 1)))
+    with pytest.raises(ValueError, match="lie side by side"):
+        check_entry("a", Entry((count, count), "uint8", tuple(parts)))
 
 
 # -- files of torch's

@@ -26,6 +26,7 @@ from penstock.errors import RunError, StageError
 FILE = "penstock.json"
 FORMAT = 2
 LIMIT = 1 << 30  # bytes of a manifest; a part of a tensor takes about 250
+_MOST_ABREAST = 128  # parts of a tensor that lie side by side, whichever way one looks; that takes 128 x 128 ranks
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in the checkpoint's own folder
 
 
@@ -159,8 +160,8 @@ def _known(value: object, kinds: Mapping[str, type], what: str, *, all_needed: b
     for name, one in value.items():
         if not isinstance(one, kinds[name]) or (isinstance(one, bool) and kinds[name] is int):
             raise ValueError(f"{what} has {name}: {_short(one)}; expected {kinds[name].__name__}")
-        if isinstance(one, int) and one < 0:
-            raise ValueError(f"{what} has {name}: {one}; expected 0 or more")
+        if isinstance(one, int) and not 0 <= one < 1 << 62:
+            raise ValueError(f"{what} has {name}: {_short(one)}; expected a number from 0")
     return value
 
 
@@ -230,6 +231,8 @@ def _check_blocks(name: str, entry: Entry) -> None:
     open_ones: list[Part] = []  # those that reach to where the next one begins
     for part in parts:
         open_ones = [other for other in open_ones if other.start[along] + other.shape[along] > part.start[along]]
+        if len(open_ones) > _MOST_ABREAST:  # each would be held against each
+            raise ValueError(f"more than {_MOST_ABREAST} parts of {name} lie side by side")
         for other in open_ones:
             pairs = zip(part.start, part.shape, other.start, other.shape, strict=True)
             if all(a < b + m and b < a + n for a, n, b, m in pairs):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from penstock.dtypes import dtype_name, dtype_named
-from penstock.errors import RunError, StageError
+from penstock.errors import RunError
 
 _KIND, _VALUE = "~", "is"  # of a value that JSON does not know: {"~": "tuple", "is": [1, 2]}
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
@@ -82,7 +82,7 @@ def decode(value: Any) -> Any:
             return base64.b64decode(content, validate=True)
         if kind in ("tensor", "numpy", "numpy scalar"):
             return _array(kind, *content)
-    except (TypeError, ValueError, AttributeError, StageError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
         raise RunError(f"a saved {kind} cannot be read: {error}") from error
     raise RunError(f"a saved value is of the kind {kind!r}, which this penstock does not know")
 

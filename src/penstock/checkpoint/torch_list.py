@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import reprlib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -72,7 +73,8 @@ def read_list(folder: Path) -> dict[str, Entry]:
     """The tensors of a checkpoint, as its list of contents says."""
     file = folder / LIST
     try:
-        return _entries(_records(read_small(file, LIMIT)))
+        data = read_small(file, LIMIT)
+        return _entries(_records(data), most=len(data) // 16)  # a block takes some sixty bytes
     except (
         ValueError,
         TypeError,
@@ -153,7 +155,7 @@ class _Machine:
             "BINGET": lambda number: self.stack.append(self.memo[number]),
             "LONG_BINGET": lambda number: self.stack.append(self.memo[number]),
             "GLOBAL": lambda pair: self.stack.append(_Global(str(pair).replace(" ", "."))),
-            "STACK_GLOBAL": lambda _: self.stack.append(_Global(".".join(reversed([self.pop(), self.pop()])))),
+            "STACK_GLOBAL": lambda _: self.name(self.pop(), self.pop()),
             "APPEND": lambda _: self.extend([self.pop()]),
             "APPENDS": lambda _: self.extend(self.to_mark()),
             "SETITEM": lambda _: self.update(list(reversed([self.pop(), self.pop()]))),
@@ -199,10 +201,15 @@ class _Machine:
                 raise ValueError(f"a {type(key).__name__} is a key; expected a name")
             target[key] = value
 
+    def name(self, name: Any, module: Any) -> None:
+        if type(name) is not str or type(module) is not str:  # a name of names would double with every instruction
+            raise ValueError(f"a name is made of {_short(module)} and {_short(name)}")
+        self.stack.append(_Global(f"{module}.{name}"))
+
     def make(self) -> None:
         args, name = self.pop(), self.pop()
         if not isinstance(name, _Global) or not isinstance(args, tuple):
-            raise ValueError(f"something is called that is no class of a list: {name!r:.80}")
+            raise ValueError(f"something is called that is no class of a list: {_short(name)}")
         if not (name in _ALLOWED or name.startswith(_OF_LISTS) or name.partition(".")[0] == "pathlib"):
             raise ValueError(f"it names {name}, which no checkpoint of tensors needs; it is not run")
         self.stack.append(_Record(str(name), args))
@@ -222,7 +229,8 @@ _ALLOWED = frozenset(
 # -- what the records mean
 
 
-def _entries(whole: Any) -> dict[str, Entry]:
+def _entries(whole: Any, *, most: int) -> dict[str, Entry]:
+    """`most`: so many blocks there may be. Tensors may share a list of blocks, so a small file could ask for any number."""
     if not isinstance(whole, _Record) or whole.name != f"{_OF_LISTS}Metadata":
         raise ValueError(f"it holds a {getattr(whole, 'name', type(whole).__name__)}")
     parts: dict[str, list[Part]] = {}
@@ -231,12 +239,15 @@ def _entries(whole: Any) -> dict[str, Entry]:
     for key, entry in everything.items():
         if entry.name == f"{_OF_LISTS}TensorStorageMetadata":
             listed[str(key)] = entry
+            most -= len(entry["chunks"])
+            if most < 0:
+                raise ValueError("it names more blocks than it has room for")
             for chunk in entry["chunks"]:
                 shapes[str(key), _size(chunk["offsets"])] = _size(chunk["sizes"])
     for index, info in whole["storage_data"].items():
-        key = str(index["fqn"])
-        if key not in everything:
-            raise ValueError(f"it says where {key!r:.80} lies, which is none of its contents")
+        key = index["fqn"]
+        if not isinstance(key, str) or key not in everything:
+            raise ValueError(f"it says where {_short(key)} lies, which is none of its contents")
         if key not in listed:
             continue  # no tensor
         start = (0,) * len(_size(listed[key]["size"])) if index["offset"] is None else _size(index["offset"])
@@ -268,10 +279,12 @@ def _check_bytes(entries: dict[str, Entry]) -> None:
 
 def _part(info: _Record, start: tuple[int, ...], shape: tuple[int, ...]) -> Part:
     if info["relative_path"] != Path(info["relative_path"]).name or dict(info.state).get("transform_descriptors"):
-        raise ValueError(f"a part is in {info['relative_path']!r}; expected a file in the folder, as it was written")
+        raise ValueError(
+            f"a part is in {_short(info['relative_path'])}; expected a file in the folder, as it was written"
+        )
     offset, length = info["offset"], info["length"]
     if not (isinstance(offset, int) and isinstance(length, int) and offset >= 0 and length >= 0):
-        raise ValueError(f"a part has {length!r} bytes at {offset!r}")
+        raise ValueError(f"a part has {_short(length)} bytes at {_short(offset)}")
     return Part(info["relative_path"], offset, length, UNKNOWN, "", start, shape)
 
 
@@ -282,10 +295,17 @@ def _size(value: Any) -> tuple[int, ...]:
         or not all(type(one) is int and 0 <= one < 1 << 62 for one in sizes)
         or len(sizes) > 64
     ):
-        raise ValueError(f"{sizes!r:.80} is no size")
+        raise ValueError(f"{_short(sizes)} is no size")
     return sizes
+
+
+def _short(value: Any) -> str:
+    """For an error. A list may hold another one twice, and so on: all of it may be longer than any memory."""
+    return reprlib.repr(value)
 
 
 def _dtype(properties: _Record) -> str:
     name = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
+    if not isinstance(name, str):
+        raise ValueError(f"{_short(name)} is no type of numbers")
     return dtype_name(dtype_named(str(name).removeprefix("torch.")))
