@@ -13,7 +13,14 @@ from typing import Any
 
 import penstock
 
-INSIDE = {"__main__", "cli", "compat", "dtypes", "nest"}  # a command, torch's own names, and what packages share
+INSIDE = {
+    "__main__",
+    "misfits",
+    "cli",
+    "compat",
+    "dtypes",
+    "nest",
+}  # a command, torch's own names, and what packages share
 
 
 def public_names() -> Iterator[tuple[str, Any]]:

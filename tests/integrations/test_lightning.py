@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from penstock.errors import RunError
 from penstock.integrations.lightning import PipelineStrategy
+from tests.checkpoint import attack
+from tests.checkpoint.pipes import make
 from tests.gloo_pool import GlooPool
 from tests.integrations.hf import as_torchrun
 
@@ -125,6 +128,30 @@ def test_an_ordinary_module_trains_logs_and_resumes(gloo_pool: GlooPool, tmp_pat
     assert (tmp_path / "a/log/0/metrics.csv").read_text().splitlines()[0] == (
         tmp_path / "plain/log/0/metrics.csv"
     ).read_text().splitlines()[0]
+
+
+@pytest.mark.filterwarnings(*IN_LIGHTNING)
+def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
+    """Lightning's part was unpickled as it was unless one asked for weights_only, from any file that the manifest named, and
+    after the pipeline had taken its own part."""
+    made, mark, name = strategy(), tmp_path / "was here", f"meta-{'0' * 32}.pt"
+    pipe, _ = make()
+    made._steps = SimpleNamespace(pipe=pipe)
+    (tmp_path / "checkpoint").mkdir()
+    for folder in (tmp_path, tmp_path / "checkpoint"):
+        (folder / name).write_bytes(attack.evil_part(mark))
+    before = {key: value.clone() for key, value in pipe.state_dict().items()}
+    for rest in (name, f"../{name}", str(tmp_path / name), 3, None):
+        pipe.save(tmp_path / "checkpoint" / "pipeline", extra={"rest": rest})
+        for value in pipe.state_dict().values():
+            value += 1.0
+        for only in (None, True):
+            with pytest.raises(RunError, match=r"cannot be read|as Lightning's part"):
+                made.load_checkpoint(tmp_path / "checkpoint", weights_only=only)
+        assert not mark.exists()
+        for key, value in pipe.state_dict().items():
+            value -= 1.0
+            torch.testing.assert_close(value, before[key])
 
 
 def test_what_cannot_be_is_said() -> None:

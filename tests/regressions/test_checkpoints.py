@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -515,3 +516,62 @@ def test_a_save_beside_the_steps_has_the_values_of_its_beginning(tmp_path: Path)
     assert penstock.load(place).step == 4
     assert not [path for path in tmp_path.iterdir() if "saving" in path.name or "deleting" in path.name]
     assert {path.name for path in place.iterdir()} == {*Manifest.read(place).sizes(), manifest.FILE}
+
+
+def _forged(place: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Another manifest, with the digest that it would have."""
+    facts = json.loads((place / manifest.FILE).read_bytes())["checkpoint"]
+    change(facts)
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    (place / manifest.FILE).write_text(json.dumps({"format": 2, "digest": digest, "checkpoint": facts}))
+
+
+def _forged_random(facts: dict[str, Any], place: Path, state: Any) -> None:
+    for name in [name for name in facts["files"] if name.startswith("rank-")]:
+        data = json.dumps({"random": state}).encode()
+        (place / name).write_bytes(data)
+        facts["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("params", []),  # the optimizer would have lost its parameters
+        ("lr", "fast"),
+        ("betas", 3),
+        ("random", {}),
+        ("random", {"torch": 3}),
+        ("random", {"torch": {"~": "tensor", "is": ["uint8", [5], "AAAA"]}}),
+    ],
+)
+def test_13_2_what_cannot_be_taken_is_found_before_anything_is_changed(tmp_path: Path, what: str, value: Any) -> None:
+    """The options of the optimizer and the random state were set last. What torch refused was raw, and the tensors were
+    those of the checkpoint by then."""
+    place = tmp_path / "checkpoint"
+    saved(place, ranks=1)
+
+    def change(facts: dict[str, Any]) -> None:
+        if what == "random":
+            _forged_random(facts, place, value)
+        else:
+            facts["optimizer"]["groups"][0]["options"][what] = value
+
+    _forged(place, change)
+    pipe, optimizer = make()
+    train(pipe, optimizer, range(3))
+    before, drawn = everything(pipe, optimizer), torch.get_rng_state()
+    with pytest.raises(PenstockError):
+        pipe.load(place, optimizer=optimizer)
+    assert same(before, everything(pipe, optimizer))
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert optimizer.param_groups[0]["params"]
+
+
+def test_13_2_more_groups_than_were_saved_are_refused(tmp_path: Path) -> None:
+    """The second group kept the rate that it was made with, silently."""
+    place = tmp_path / "checkpoint"
+    saved(place, ranks=1)
+    pipe, _ = make()
+    own = list(pipe.parameters())
+    with pytest.raises(StageError, match="has 1 groups of parameters and the optimizer 2"):
+        pipe.load(place, optimizer=torch.optim.AdamW([{"params": own[:1]}, {"params": own[1:], "lr": 3.0}]))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from penstock.errors import BalanceError
+from penstock.misfits import takes
 from penstock.plan import Action, Op, Plan
 from penstock.plan.actions import parts, unpack
 
 _ROUNDING = 1e-9  # of sums of sizes
 
 
+@takes(BalanceError)
 def in_flight(plan: Plan, microbatches: Sequence[float] | None = None) -> list[tuple[int, int]]:
     """For each stage the most microbatches between F and I (or B), and the most between I and W.
 

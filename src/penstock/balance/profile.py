@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import BalanceError
+from penstock.misfits import takes
 from penstock.plan.reading import read_text
 
 _FORMAT = "penstock-profile"
@@ -88,6 +89,7 @@ class LayerCost:
         return self.forward + self.backward_input + self.backward_weight
 
 
+@takes(BalanceError)
 @dataclass(frozen=True)
 class Profile:
     """The layers of a model in the order in which they run, with what they cost.
@@ -146,6 +148,7 @@ class Profile:
         return "\n".join(["{", *lines, ' "layers": [', rows, " ]", "}", ""])
 
     @classmethod
+    @takes(BalanceError)
     def loads(cls, text: str) -> Profile:
         """Read what `dumps` wrote."""
         try:
@@ -172,11 +175,13 @@ class Profile:
         except (TypeError, ValueError, AttributeError) as error:
             raise BalanceError(f"the profile has an entry of another kind than expected: {error}") from error
 
+    @takes(BalanceError)
     def save(self, path: str | Path) -> None:
         """Write the profile to a JSON file."""
         Path(path).write_text(self.dumps(), encoding="utf-8")
 
     @classmethod
+    @takes(BalanceError)
     def load(cls, path: str | Path) -> Profile:
         """Read a profile from a JSON file."""
         return cls.loads(

@@ -12,7 +12,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import SplitError
+from penstock.errors import BalanceError, SplitError
+from penstock.misfits import takes
 
 _ROUNDING = 1e-12
 _TRIES = 20_000  # rows put somewhere, while a way to keep to a limit is looked for: a fraction of a second
@@ -50,6 +51,7 @@ def attention(width: float) -> Callable[[int], float]:
     return lambda length: length * (1.0 + length / (6.0 * width))
 
 
+@takes(BalanceError)
 def group_rows(
     lengths: Sequence[int],
     num_microbatches: int,

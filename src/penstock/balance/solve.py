@@ -14,12 +14,14 @@ from penstock.balance.problem import Problem
 from penstock.balance.profile import Profile
 from penstock.balance.shares import by_shares
 from penstock.errors import BalanceError
+from penstock.misfits import takes
 from penstock.plan import Placement
 from penstock.simulate import Link
 
 InFlight = int | tuple[int, int]
 
 
+@takes(BalanceError)
 def balance(
     profile: Profile,
     num_stages: int,
@@ -110,6 +112,7 @@ def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 
     return best
 
 
+@takes(BalanceError)
 def placement_ranks(
     placement: Literal["loop", "v"] | Placement | Sequence[int], num_stages: int, *, num_ranks: int | None = None
 ) -> tuple[int, ...]:

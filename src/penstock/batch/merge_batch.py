@@ -12,9 +12,11 @@ from penstock.batch.masks import is_block_mask
 from penstock.batch.specs import OUTPUT, CustomReducer, Path, TensorChunkSpec, child_specs, is_leaf_spec, open_value
 from penstock.batch.tensors import merge_tensors
 from penstock.errors import MergeError
+from penstock.misfits import takes
 from penstock.nest import Node, open_object
 
 
+@takes(MergeError)
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     """One value of the same structure from a value of each microbatch: the inverse of splitting, by the same specs.
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard, overload
 
 from penstock.batch.masks import is_block_mask
 from penstock.errors import SplitError
+from penstock.misfits import takes
 from penstock.nest import By, Node, open_node
 
 
@@ -84,6 +85,7 @@ class CustomReducer:
 sum_reducer = CustomReducer(0, operator.add)
 
 
+@takes(SplitError)
 class Microbatches(Sequence[Any]):
     """A batch that is already cut: given where a batch is expected, it is used as it is.
 

@@ -40,6 +40,7 @@ from penstock.batch.specs import (
 )
 from penstock.batch.tensors import split_sizes
 from penstock.errors import SplitError
+from penstock.misfits import takes
 from penstock.nest import Kind, Node
 
 Split: TypeAlias = tuple[list[tuple[Any, ...]], list[dict[str, Any]]]
@@ -74,6 +75,7 @@ def split_batch(
     return _split_calls(args, kwargs or {}, num_microbatches, _Rule(args_spec, kwargs_spec, batch_size))
 
 
+@takes(SplitError)
 def split_args_kwargs_into_chunks(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,

@@ -19,6 +19,7 @@ from torch import nn
 from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.marks import pipe_split, submodule
 from penstock.errors import CaptureError
+from penstock.misfits import takes
 from penstock.stage.digest import model_digest
 
 Call = Callable[..., Any]  # (submodule, *what the one before returned) -> what the next one gets
@@ -78,6 +79,7 @@ class ListStage(nn.Module):
         return given
 
 
+@takes(CaptureError)
 def split_modules(
     model: nn.Module, names: Sequence[str], num_stages: int, *, calls: Mapping[str, Call] | None = None
 ) -> list[ListStage]:
@@ -144,6 +146,7 @@ class Tie:
         return self.holders[0]
 
 
+@takes(CaptureError)
 def tie(holders: Iterable[tuple[int, str]]) -> Tie:
     """Say that parameters of several stages are one: ``tie([(0, "embed.weight"), (3, "head.weight")])``."""
     found = tuple(sorted((int(stage), str(name)) for stage, name in holders))

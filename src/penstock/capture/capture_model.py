@@ -24,12 +24,14 @@ from penstock.capture.skeleton import Skeleton
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames, assign, find_shared, give
 from penstock.errors import CaptureError
+from penstock.misfits import takes
 from penstock.nest import leaf_names
 from penstock.stage.digest import model_digest
 
 SplitPolicy = Callable[[fx.GraphModule], Any]
 
 
+@takes(CaptureError)
 def pipeline(
     module: nn.Module,
     mb_args: tuple[Any, ...] = (),

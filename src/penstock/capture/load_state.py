@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from penstock.capture.stage_module import StageModule
 from penstock.checkpoint.weight_files import Source, open_weights
 from penstock.errors import CaptureError
+from penstock.misfits import takes
 
 Fill = Callable[[str, torch.Tensor], None]
 
@@ -43,6 +44,7 @@ class LoadReport:
         return "\n".join(lines)
 
 
+@takes(CaptureError)
 def materialise(
     stages: nn.Module | Iterable[nn.Module],
     source: Source | None = None,
@@ -94,6 +96,7 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
+@takes(CaptureError)
 def load(stages: nn.Module | Iterable[nn.Module], source: Source) -> LoadReport:
     """Copy values by name from a state dict, a file of safetensors or torch, several, a folder of them, or a checkpoint.
 

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import checkpoint as checkpoints
 
 from penstock.errors import CaptureError
+from penstock.misfits import takes
 
 _library = torch.library.Library("penstock", "FRAGMENT")
 _library.define("mark(str what) -> ()")
@@ -71,6 +72,7 @@ def pipe_split() -> None:
         mark("pipe_split()")
 
 
+@takes(CaptureError)
 def annotate_split_points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
     """Remember cuts for a later ``pipeline(module, ...)``. The module itself stays as it is.
 

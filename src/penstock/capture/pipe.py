@@ -18,6 +18,7 @@ from torch import nn
 from penstock.capture.pipe_info import PipeInfo, StageRoutes
 from penstock.capture.stage_module import StageModule
 from penstock.errors import CaptureError
+from penstock.misfits import takes
 from penstock.stage.pipeline_stage import PipelineStage
 
 
@@ -42,6 +43,7 @@ class CapturedStage(PipelineStage):
         self.pipe_info = pipe_info
 
 
+@takes(CaptureError)
 def build_stage(
     stage_module: StageModule, stage_index: int, pipe_info: PipeInfo, device: torch.device | str, group: Any = None
 ) -> CapturedStage:
@@ -62,6 +64,7 @@ class MultiUseParameterConfig(Enum):
     REPLICATE = 2  # every stage that uses it holds it; their gradients are summed
 
 
+@takes(CaptureError)
 class Pipe(nn.Module):
     """The stages of a captured model, together.
 

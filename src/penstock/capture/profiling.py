@@ -27,8 +27,10 @@ from penstock.capture.layer_costs import kept_random_state, measure
 from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import Pipe
 from penstock.errors import CaptureError
+from penstock.misfits import takes
 
 
+@takes(CaptureError)
 def profile(
     model: torch.nn.Module,
     example: tuple[Any, ...] = (),

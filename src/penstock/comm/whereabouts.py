@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, fields
 
 from penstock.errors import PenstockError
 
+_MOST_RANKS = 1 << 16  # the table has a row for each
+
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
@@ -44,6 +46,8 @@ class Whereabouts:
             for name, value in found.items():
                 wanted = kinds.get(name, str if name in ("action", "doing", "place") else int)
                 if isinstance(value, bool) or not isinstance(value, wanted):  # type: ignore[arg-type]
+                    raise ValueError(f"{name}: {value!r:.60}")
+                if isinstance(value, int) and not 0 <= value < (_MOST_RANKS if name == "rank" else 1 << 62):
                     raise ValueError(f"{name}: {value!r:.60}")
             return cls(**found)
         except (ValueError, RecursionError) as error:

@@ -89,6 +89,19 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def check_random_state(found: Any, device: torch.device, source: str) -> None:
+    """Whether `set_random_state` would take it: generators of nobody's are given it first."""
+    try:
+        torch.Generator().set_state(found["torch"])
+        random.Random().setstate(found["python"])
+        if "numpy" in found and "numpy" in sys.modules:
+            sys.modules["numpy"].random.RandomState().set_state(found["numpy"])
+        if device.type != "cpu" and device.type in found:
+            torch.Generator(device).set_state(found[device.type])
+    except Exception as error:  # whatever the value leads them to
+        raise Damaged(f"{source} has a random state that cannot be taken: {type(error).__name__}: {error}") from error
+
+
 def set_random_state(found: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from penstock.capture import StageModule
 from penstock.errors import StageError
+from penstock.misfits import takes
 from penstock.stage.pipeline_stage import PipelineStage
 
 Parallelize = Callable[[nn.Module, Any], nn.Module | None]
 
 
+@takes(StageError)
 def shard_parameters(module: nn.Module, mesh: Any, dims: Mapping[str, int]) -> None:
     """Spread parameters over a dimension of the mesh: `dims` says, by a pattern of their names, along which of their own.
 

@@ -102,8 +102,7 @@ class Ends:
 
     def decide(self, what: str, make: Callable[[], str]) -> str:
         """The text that the first rank makes, on every rank. If it raises, every rank raises."""
-        raised, post = _attempt(make) if self.is_first else (None, {})
-        data = json.dumps(post).encode() if self.is_first else b""
+        raised, data = _attempt(make) if self.is_first else (None, b"")
         with self.among_replicas():
             if self.num_replicas > 1 and self.rank == 0:
                 data = host_group(self.mesh.get_group()).gather(data)[0]
@@ -116,7 +115,7 @@ class Ends:
         """What each rank of each replica makes, on all of them, by `number`. If it raises on one, all raise."""
         raised, post = _attempt(make)
         with self.among_replicas():
-            posts = self.gather(what, post)
+            posts = self._gather(what, post)
             if self.num_replicas > 1:
                 everyone = host_group(self.mesh.get_group()).gather(json.dumps(posts).encode())
                 posts = [one for replica in everyone for one in json.loads(replica)]
@@ -124,8 +123,11 @@ class Ends:
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """A small value of each rank of this pipeline, on each of them."""
+        return self._gather(what, json.dumps(value).encode())
+
+    def _gather(self, what: str, post: bytes) -> list[Any]:
         with self.transport.alone(what), self.among_replicas():
-            posts = self.transport.gather(what, json.dumps(value).encode())
+            posts = self.transport.gather(what, post)
         with reading(f"what a rank posted for {what}"):
             return [json.loads(post) for post in posts]
 
@@ -171,12 +173,12 @@ class Ends:
             replicas.end()
 
 
-def _attempt(make: Callable[[], Any]) -> tuple[Exception | None, dict[str, Any]]:
-    """The value, or the error and what the others are told of it."""
+def _attempt(make: Callable[[], Any]) -> tuple[Exception | None, bytes]:
+    """What the others are told: the value, or the error. A value that cannot be told is an error like any other."""
     try:
-        return None, {"value": make()}
+        return None, json.dumps({"value": make()}).encode()
     except Exception as error:  # noqa: BLE001  the others must hear of it, whatever it is
-        return error, {"error": str(error), "kind": type(error).__name__}
+        return error, json.dumps({"error": str(error), "kind": type(error).__name__}).encode()
 
 
 def _value(what: str, raised: Exception | None, posts: list[dict[str, Any]]) -> list[Any]:

@@ -20,11 +20,12 @@ from penstock.checkpoint import kept
 from penstock.checkpoint.manifest import Damaged, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.torch_list import LIST
-from penstock.errors import RanksDisagree, StageError
+from penstock.errors import RanksDisagree, RunError, StageError
 from penstock.front import moments
-from penstock.front.companions import Companions, read_states, set_random_state
+from penstock.front.companions import Companions, check_random_state, read_states, set_random_state
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors, unknown
+from penstock.misfits import takes
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Checkpoint:
     step: int = 0  # training steps that were done
 
 
+@takes(RunError)
 def load(folder: str | Path) -> Checkpoint:
     """All of a checkpoint as plain tensors, in one process.
 
@@ -159,7 +161,11 @@ def _states(place: Path, manifest: Manifest, ends: Ends, companions: Companions)
     for wanted, _ in companions.parts():
         if wanted not in found and wanted != "scaler":  # a new one begins anew
             raise StageError(f"{place} was saved without {wanted}=; load it without, and set the {wanted} by hand")
-    return found if same else {key: value for key, value in found.items() if key != "random"}
+    if not same:
+        return {key: value for key, value in found.items() if key != "random"}
+    if "random" in found:
+        check_random_state(found["random"], ends.device, str(place / name))
+    return found
 
 
 def _change(staged: Staged, tensors: StageTensors, ends: Ends, companions: Companions) -> None:

@@ -15,6 +15,7 @@ from penstock.dtypes import dtype_named
 from penstock.errors import StageError
 from penstock.front.names import StageTensors
 
+_NOT_OPTIONS = ("params", "param_names")  # of a group
 Pending = tuple[str, str, Tensor]  # the parameter, the entry of its state, the value
 
 
@@ -45,9 +46,7 @@ def parts(
                 values.setdefault(name, {})[key] = value
     groups = []
     for group in optimizer.param_groups:
-        plain = {
-            k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names")
-        }
+        plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k not in _NOT_OPTIONS}
         groups.append({"options": plain, "names": [names[id(p)] for p in group["params"] if id(p) in names]})
     return state, values, groups
 
@@ -63,6 +62,7 @@ def staged(optimizer: Any, tensors: StageTensors, manifest: Manifest, place: Pat
             f"{place} {f'has the state of {saved}' if saved else 'was saved without an optimizer'}, and optimizer is "
             f"{kind}; give one of that kind, or load without optimizer="
         )
+    _check_groups(optimizer, manifest.optimizer["groups"], place)
     of_parameter: dict[str, list[tuple[str, Entry]]] = {}
     for key, entry in manifest.tensors.items():
         name, _, part = key.removeprefix("optimizer.state.").rpartition(".")
@@ -75,6 +75,27 @@ def staged(optimizer: Any, tensors: StageTensors, manifest: Manifest, place: Pat
             for part, entry in of_parameter.get(spelling, ()):
                 found.append((name, part, _value(parameter, entry, place, options.get(id(parameter), {}))))
     return found
+
+
+def _check_groups(optimizer: Any, saved: list[dict[str, Any]], place: Path) -> None:
+    """Whether `fill` can set the options of every group: a later error would leave half of a checkpoint."""
+    own = optimizer.param_groups
+    if len(own) > len(saved):
+        raise StageError(
+            f"{place} has {len(saved)} groups of parameters and the optimizer {len(own)}; make as many, or load without it"
+        )
+    for number, (group, one) in enumerate(zip(own, saved, strict=False)):
+        for key, value in one["options"].items():
+            kept = group.get(key)
+            fits = (
+                isinstance(value, int | float)
+                if isinstance(kept, int | float | Tensor)
+                else isinstance(value, list) or not isinstance(kept, tuple)
+            )
+            if key in _NOT_OPTIONS or not (fits or (value is None and not isinstance(kept, Tensor))):
+                raise StageError(
+                    f"{place} has {key}={value!r:.80} for group {number} of the optimizer, which has {kept!r:.80}"
+                )
 
 
 def _value(parameter: Tensor, entry: Entry, place: Path, options: Mapping[str, Any]) -> Tensor:
@@ -107,4 +128,4 @@ def fill(optimizer: Any, tensors: StageTensors, saved: Mapping[str, Any], pendin
             if isinstance(kept, Tensor):
                 kept.fill_(value)
             else:
-                group[key] = tuple(value) if isinstance(kept, tuple) else value
+                group[key] = tuple(value) if isinstance(kept, tuple) and value is not None else value

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.comm.transport import Transport
+from penstock.errors import RunError
 from penstock.front.choice import Choice
 from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
@@ -19,6 +20,7 @@ from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, stage_tensors
 from penstock.front.publish import Origin, save_pretrained
 from penstock.front.request import Built
+from penstock.misfits import takes
 from penstock.run.ties import Holders, Tied, declared, holders_of
 from penstock.simulate import Timeline
 from penstock.stage.pipeline_stage import PipelineStage
@@ -83,6 +85,7 @@ class OwnStages:
         """The parameters of this rank, for an optimizer."""
         yield from (parameter for _, parameter in self.tensors.all_parameters())
 
+    @takes(RunError)
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the stages of this rank, as on the model."""
         for stage in self._built.stages:
@@ -112,10 +115,12 @@ class OwnStages:
         """The tensors of this rank's stages, by their names in the user's model; what names share, once."""
         return {name: value.detach() for name, value in self.tensors.state.items()}
 
+    @takes(RunError)
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take this rank's tensors out of a state dict, of the whole model or of these stages."""
         copy_state(self.tensors, state, strict=strict)
 
+    @takes(RunError)
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Write the weights as sharded safetensors, each rank its own; for a transformers model with its config.
 
@@ -138,23 +143,32 @@ class OwnStages:
         """Messages between the ranks of this pipeline."""
         return self._ends.transport
 
+    @takes(RunError)
     def decide(self, what: str, make: Callable[[], str]) -> str:
         """The text that `make` gives on rank 0, on every rank; all ranks call it, and all raise if it raises."""
         return self._ends.decide(what, make)
 
+    @takes(RunError)
+    def agree(self, what: str, make: Callable[[], Any]) -> list[Any]:
+        """What `make` gives on each rank of each replica, on all of them; all ranks call it, and all raise if one does."""
+        return self._ends.agree(what, make)
+
+    @takes(RunError)
     def meet(self, what: str) -> None:
         """Wait for all ranks; `what` says in an error what for."""
         self._ends.decide(what, str)
 
+    @takes(RunError)
     def gather(self, what: str, value: Any) -> list[Any]:
         """A small value that JSON can hold, of each rank of each replica, on all of them."""
-        return self._ends.agree(what, lambda: value)
+        return self.agree(what, lambda: value)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that writes files and speaks for all."""
         return self._ends.is_first
 
+    @takes(RunError)
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         return self._ends.any(flag)

@@ -44,6 +44,7 @@ from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, agree_on_rows, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
 from penstock.lower import InTurn
+from penstock.misfits import takes
 from penstock.parallel import wrap
 from penstock.plan import Plan
 from penstock.run.compiled_costs import compiled_costs
@@ -166,7 +167,7 @@ class Pipeline(OwnStages):
 
         `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
         """
-        self._check_call("step", target, outputs)
+        self._check_call("step", target, outputs, loss_kwargs)
         keep = outputs is not None
         batch = StepBatch(args, kwargs, target).grouped(
             self._of_steps.group_rows,
@@ -190,7 +191,7 @@ class Pipeline(OwnStages):
 
         loss = pipe.evaluate(tokens, target=labels).loss
         """
-        self._check_call("evaluate", target, outputs)
+        self._check_call("evaluate", target, outputs, loss_kwargs)
         schedule, losses = self._for_batch(args, kwargs), list[Tensor]()
         with self._evaluating():
             value = schedule.eval(
@@ -220,6 +221,7 @@ class Pipeline(OwnStages):
         with self._schedule.record() as recording:
             yield recording
 
+    @takes(RunError)
     def calibrate(self, *args: Any, target: Any = None, rounds: int = 12, **kwargs: Any) -> Choice:
         """Measure what the stages cost while all ranks are at work, with a few steps over a batch; all ranks call it.
 
@@ -240,6 +242,7 @@ class Pipeline(OwnStages):
         self._built = replace(self._built, choice=choice)
         return choice
 
+    @takes(RunError)
     def recut(self, timelines: Sequence[Timeline], *, gain: float = 0.05) -> Profile | None:
         """What to cut the model by from now on, if a rank has become slower than the others: all ranks call it.
 
@@ -287,6 +290,7 @@ class Pipeline(OwnStages):
             choice = choice if costs == choice.costs else replace(choice, calibrated=costs)
         return self._memory.value(self._schedule.lowered_plan(), choice)
 
+    @takes(RunError)
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; the norm before comes back.
 
@@ -305,6 +309,7 @@ class Pipeline(OwnStages):
 
     # -- checkpoints
 
+    @takes(RunError)
     def save(
         self,
         folder: str | Path,
@@ -335,6 +340,7 @@ class Pipeline(OwnStages):
             save(order, self._ends)
         return self._saving
 
+    @takes(RunError)
     def load(
         self,
         folder: str | Path,
@@ -351,25 +357,29 @@ class Pipeline(OwnStages):
         All ranks check what they need, agree on what it is, and only then change anything: if one cannot, all raise.
         With or_older=True the newest whole one of those that `keep` has left is taken, and a warning says so.
         """
+        if self._saving is not None and not self._saving.told:
+            self._saving.wait()  # it renames what is read here
         companions = Companions(optimizer, scheduler, data, self._of_steps.loss_scale)
         loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
         self._schedule.steps = loaded.step
         return dict(loaded.extra)
 
+    @takes(RunError)
     def whole(self, model: nn.Module) -> Pipe:
         """A model of the same kind cut at the same places, all stages in this process: to compare with."""
         if self._request is None or self._built.choice is None:
             raise StageError("stages made by hand: penstock does not know the whole model")
         return cut(replace(self._request, model=model), self._built.choice)
 
+    @takes(RunError)
     def run_plan(self, plan: Plan) -> None:
         """Go on under another plan for the same stages; all ranks call it, between two steps.
 
         pipe.run_plan(penstock.recompute(pipe.plan))
         """
-        self._built = self._built.with_plan(plan, calibrated=None)
-        self._schedule.run_plan(plan)
-        self._smaller = {}
+        built = self._built.with_plan(plan, calibrated=None)
+        self._schedule.run_plan(plan)  # if it does not fit the stages, all is as it was
+        self._built, self._smaller = built, {}
 
     # -- inside
 
@@ -412,9 +422,13 @@ class Pipeline(OwnStages):
         if self._garbage is not None:
             self._garbage.after(self._schedule.steps)
 
-    def _check_call(self, name: str, target: Any, outputs: Where) -> None:
+    def _check_call(self, name: str, target: Any, outputs: Where, loss_kwargs: Any) -> None:
         """Say what cannot be before anything runs."""
         check_where(outputs, self.num_ranks)
+        if loss_kwargs is not None and not isinstance(loss_kwargs, Mapping):
+            raise RunError(
+                f"loss_kwargs is a {type(loss_kwargs).__name__}; expected a dictionary of arguments of the loss"
+            )
         if not self._schedule.has_loss and (target is not None or name == "step"):
             raise RunError(
                 f"{name}() {'with a target ' if target is not None else ''}without a loss: nothing could be differentiated or "

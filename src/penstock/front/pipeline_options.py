@@ -20,6 +20,7 @@ from penstock.errors import PlanError, StageError, UnknownNameError
 from penstock.front.byte_sizes import byte_limits
 from penstock.front.grouping import GroupRows
 from penstock.lower import ReceivePolicy
+from penstock.misfits import takes
 from penstock.plan import Placement, Plan
 from penstock.run.planning import Place, Sparing, check_sparing
 from penstock.run.ties import Holders, Tied
@@ -42,6 +43,7 @@ class ModelOptions:
         _is_callable(self, "init", "init(name, tensor)")
 
 
+@takes(StageError)
 @dataclass(frozen=True)
 class CutOptions:
     """Into which stages, on which ranks, by what costs."""
@@ -102,6 +104,7 @@ class CutOptions:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
+@takes(StageError)
 @dataclass(frozen=True)
 class RankOptions:
     """Who takes part, and where."""
@@ -117,6 +120,10 @@ class RankOptions:
     def __post_init__(self) -> None:
         if self.data_parallel not in ("ddp", "fsdp"):
             raise StageError(f'data_parallel={self.data_parallel!r}; expected "ddp" or "fsdp"')
+        if self.group is not None and not hasattr(self.group, "rank"):
+            raise StageError(
+                f"group is a {type(self.group).__name__}; expected a process group, or a transport of LocalWorld"
+            )
         _is_callable(self, "parallelize", "parallelize(module, mesh)")
         if self.mesh is not None and not hasattr(self.mesh, "mesh_dim_names"):
             raise StageError(
@@ -125,7 +132,7 @@ class RankOptions:
         if self.device is not None:
             try:
                 torch.device(self.device)
-            except (RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError, ValueError) as error:
                 raise StageError(f"device={self.device!r}: {error}") from error
 
 
@@ -133,6 +140,7 @@ class RankOptions:
 _OWN = ("collect_every", "loss_scale", "on_oom", "run_folder", "share_loss", "group_rows", "replan")
 
 
+@takes(StageError)
 @dataclass(frozen=True)
 class StepOptions:
     """How a step goes. All but the first seven are those of a `Schedule`."""

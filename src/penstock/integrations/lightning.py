@@ -9,6 +9,7 @@ docs/integrations/lightning.md has the whole story. pip install "penstock[lightn
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
+from penstock.checkpoint import kept
+from penstock.checkpoint.manifest import Manifest
 from penstock.errors import RunError
 from penstock.front import Pipeline
 from penstock.integrations.lightning_steps import LoggedSteps, Stand
@@ -196,15 +199,30 @@ class PipelineStrategy(DDPStrategy):
             raise RunError(
                 f"{folder} is no checkpoint of a PipelineStrategy; expected a folder with {_REST.format('...')} and {_PARTS}/"
             )
-        extra = self.pipe.load(folder / _PARTS, optimizer=self.optimizers[0] if self.optimizers else None)
-        found: dict[str, Any] = torch.load(folder / extra["rest"], map_location="cpu", weights_only=bool(weights_only))
-        return found
+        found: list[dict[str, Any]] = []
+        self.pipe.agree(f"reading {folder}", lambda: found.append(_rest_of(folder, safely=weights_only is not False)))
+        self.pipe.load(folder / _PARTS, optimizer=self.optimizers[0] if self.optimizers else None)
+        return found[0]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Done by `load_checkpoint`."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Done by `load_checkpoint`."""
+
+
+def _rest_of(folder: Path, *, safely: bool) -> dict[str, Any]:
+    """What Lightning knows. The file is named in the manifest, which may be anybody's; so it may be none of another folder, and
+    it runs nothing unless the caller of the Trainer said weights_only=False."""
+    name = Manifest.read(kept.candidates(folder / _PARTS)[0]).extra.get("rest")
+    if not isinstance(name, str) or not re.fullmatch(_REST.format("[0-9a-f]{32}").replace(".", r"\."), name):
+        raise RunError(f"{folder} names {name!r:.80} as Lightning's part; expected {_REST.format('...')}")
+    try:
+        found: dict[str, Any] = torch.load(folder / name, map_location="cpu", weights_only=safely)
+    except Exception as error:  # torch's reader raises whatever the bytes lead it to
+        hint = "; if you trust who wrote it: trainer.fit(..., weights_only=False)" if safely else ""
+        raise RunError(f"{folder / name} cannot be read: {type(error).__name__}: {error}{hint}") from error
+    return found
 
 
 def _method(trainer: Any) -> str:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Op, Placement, Plan, StageGraph
 from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, AnyAction, Overlap, parts, stage_of, text, unpack
 from penstock.plan.ops import COMPUTES
 
 
+@takes(PlanError)
 def divide(plan: Plan, pieces: int) -> Plan:
     """The plan for stages that are cut into so many pieces each: forwards in order, backwards from the last piece.
 

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from penstock.errors import PlanError
 from penstock.lower.merge import free_stages, merge, merge_backward
 from penstock.lower.message_pass import Early, InTurn, MessageLowering, ReceivePolicy, add_messages
 from penstock.lower.one_order import add_messages_in_one_order
 from penstock.lower.reduce import add_reduce_grad, reduce_grad
 from penstock.lower.shards import add_unshard_reshard, unshard_reshard
+from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.queues import QueueLayout
 
 
+@takes(PlanError)
 def lower(
     plan: Plan,
     *,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.actions import OP, key_of, stage_of, with_op
 from penstock.plan.ops import Op
 
 
+@takes(PlanError)
 def merge_backward(plan: Plan, *, everywhere: bool = True) -> Plan:
     """Neighbouring I and W of the same stage and microbatch become B.
 

@@ -28,6 +28,7 @@ from itertools import accumulate, chain
 from typing import Literal
 
 from penstock.errors import IncompleteError, PlanError
+from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.actions import KEY, OP, key_of, partner_of, peer_of, stage_of, text
 from penstock.plan.ops import RECEIVES, Op
@@ -42,6 +43,7 @@ class Early:
     """
 
 
+@takes(PlanError)
 @dataclass(frozen=True)
 class Ahead:
     """Post each receive `count` messages ahead of its use.
@@ -84,6 +86,7 @@ class InTurn:
 ReceivePolicy = Early | Ahead | JustInTime | InTurn
 
 
+@takes(PlanError)
 def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:  # noqa: B008  a frozen value
     """The plan with its sends and receives.
 

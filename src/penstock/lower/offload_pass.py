@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from penstock.errors import PlanError
 from penstock.lower.chosen import Life, Stages, Wanted, lives, wanted
+from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, stage_of, with_op
 from penstock.plan.ops import BESIDE, COMPUTES
@@ -17,6 +19,7 @@ _LEADS = (1.0, 1.5, 2.0, 3.0, 4.0)  # how early a load is posted, in times that 
 _ROUNDING = 1e-9
 
 
+@takes(PlanError)
 def offload(plan: Plan, stages: Stages = None, *, costs: Costs | None = None) -> Plan:
     """The plan with an O after the forward and an L before the backward of every microbatch, of some stages, or of some
     microbatches of a stage.

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.errors import IncompleteError, PlanError
+from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.actions import KEY, OP, partner_of, parts, stage_of, text, with_op
 from penstock.plan.ops import COMPUTES, INPUT_GRADIENTS, ROWS, Op
 
 
+@takes(PlanError)
 def add_messages_in_one_order(plan: Plan) -> Plan:
     """The plan with its sends and receives, right for queues of every layout.
 

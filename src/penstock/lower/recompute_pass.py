@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from penstock.errors import PlanError
 from penstock.lower.chosen import Stages, Wanted, lives, wanted
+from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of, with_op
 from penstock.plan.ops import BESIDE
@@ -16,6 +17,7 @@ _SWEEPS = 8
 _ROUNDING = 1e-9
 
 
+@takes(PlanError)
 def recompute(
     plan: Plan,
     stages: Stages = None,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.plan.actions import OP, key_of, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS, Op
 
 
+@takes(PlanError)
 def add_reduce_grad(plan: Plan) -> Plan:
     """REDUCE_GRAD after the last W or B of each stage.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.plan.actions import OP, key_of, parts, stage_of
 from penstock.plan.ops import COMPUTES, Op
 
 
+@takes(PlanError)
 def add_unshard_reshard(plan: Plan, max_unsharded: int = 3) -> Plan:
     """UNSHARD before use, RESHARD after it, with at most `max_unsharded` stages of a rank unsharded at a time.
 

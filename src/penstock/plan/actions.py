@@ -236,6 +236,8 @@ def parse(string: str) -> AnyAction:
     >>> parse("(0F1;3B0)OVERLAP_F_B").second
     Action(op=<Op.B: 3>, stage=3, microbatch=0, peer=None)
     """
+    if not isinstance(string, str):
+        raise ParseError(f"parse({string!r}); expected the text of an action, such as '0F1'")
     stripped = string.strip()
     if pair := _PAIR.fullmatch(stripped):
         first, second = _parse_single(pair[1].strip()), _parse_single(pair[2].strip())

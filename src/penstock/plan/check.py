@@ -16,12 +16,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan.execution import Execution
 from penstock.plan.ledger import Ledger
 from penstock.plan.plan import Plan
 from penstock.plan.queues import QueueLayout, QueueRun
 
 
+@takes(PlanError)
 def check(
     plan: Plan,
     *,

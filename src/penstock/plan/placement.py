@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import PlanError
+from penstock.misfits import takes
 
 
+@takes(PlanError)
 @dataclass(frozen=True)
 class Placement:
     """Which rank holds which stage.
@@ -32,12 +34,14 @@ class Placement:
             )
 
     @classmethod
+    @takes(PlanError)
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
         """Stages go round the ranks: 0, 1, .., p-1, 0, 1, .."""
         _positive(num_ranks, stages_per_rank)
         return cls(tuple(range(num_ranks)) * stages_per_rank)
 
     @classmethod
+    @takes(PlanError)
     def v(cls, num_ranks: int, stages_per_rank: int = 2) -> Placement:
         """Stages go there and back: 0, 1, .., p-1, p-1, .., 1, 0, .."""
         _positive(num_ranks, stages_per_rank)
@@ -48,6 +52,7 @@ class Placement:
         return cls(ranks)
 
     @classmethod
+    @takes(PlanError)
     def of(cls, ranks: Sequence[int]) -> Placement:
         """Any placement: the rank of each stage, in the order of stages."""
         return cls(tuple(ranks))

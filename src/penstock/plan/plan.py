@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan.actions import KEY, OP, AnyAction, parts, text, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.lists import Lists
@@ -25,6 +26,7 @@ class Family:
     is_lowered: bool = False
 
 
+@takes(PlanError)
 @dataclass(frozen=True)
 class Plan:
     """What every rank does, in which order.
@@ -57,6 +59,7 @@ class Plan:
             )
 
     @classmethod
+    @takes(PlanError)
     def of(
         cls,
         actions: Mapping[int, Iterable[AnyAction | str | int | None]]

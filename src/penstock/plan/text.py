@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.errors import ParseError, PlanError
+from penstock.misfits import takes
 from penstock.plan.actions import (
     KEY,
     MICROBATCH,
@@ -41,6 +42,7 @@ LIMIT = 16_000_000  # bytes of a plan file: about two million actions
 _Cell = AnyAction | str | int | None
 
 
+@takes(PlanError)
 def dumps(plan: Plan) -> str:
     """The plan as CSV text.
 
@@ -66,6 +68,7 @@ class _Heads(dict[int, str]):
         return head
 
 
+@takes(PlanError)
 def dump(plan: Plan, path: str | PathLike[str]) -> None:
     """Write the plan as a CSV file.
 
@@ -74,6 +77,7 @@ def dump(plan: Plan, path: str | PathLike[str]) -> None:
     Path(path).write_text(dumps(plan), encoding="utf-8")
 
 
+@takes(PlanError)
 def load(path: str | PathLike[str], *, limit: int = LIMIT, **known: object) -> Plan:
     """Read a CSV file, torch's or penstock's own.
 
@@ -89,6 +93,7 @@ def load(path: str | PathLike[str], *, limit: int = LIMIT, **known: object) -> P
     return loads(string, source=str(path), **known)
 
 
+@takes(PlanError)
 def loads(string: str, *, source: str = "the text", **known: object) -> Plan:
     """Read CSV text. `source` is named in errors.
 

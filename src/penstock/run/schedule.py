@@ -15,6 +15,7 @@ from penstock.batch import merge_chunks, split_batch, split_target
 from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RanksDisagree, RunError, SplitError, StageError
 from penstock.lower import InTurn, ReceivePolicy
+from penstock.misfits import takes
 from penstock.plan import Placement, Plan, load
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
@@ -35,6 +36,7 @@ from penstock.stage.loss import OwnLoss
 from penstock.stage.pipeline_stage import PipelineStage
 
 
+@takes(StageError)
 class Schedule:
     """Stages and a plan, ready to train.
 
@@ -142,6 +144,7 @@ class Schedule:
         """The very plan that is run, messages and all."""
         return self._programs[FORWARD if forward_only else TRAIN].plan
 
+    @takes(RunError)
     def replan(
         self, costs: Costs, *, gain: float = 0.05, search: Callable[[Plan], Iterable[Plan]] | None = None
     ) -> bool:

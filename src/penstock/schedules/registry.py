@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from penstock.errors import PlanError, UnknownNameError
+from penstock.misfits import takes
 from penstock.plan import Placement, Plan, StageGraph
 from penstock.plan.lists import Lists
 from penstock.plan.plan import Family
@@ -112,6 +113,7 @@ def _fold(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum()).removeprefix("schedule")
 
 
+@takes(PlanError)
 def register(recipe: Recipe) -> Recipe:
     """Make a schedule known to `get_schedule`, the command line and the gallery. The same name again replaces it.
 

@@ -32,12 +32,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.search.job import SearchJob
 from penstock.search.whole_numbers import within
 
 _Item = tuple[float, float]  # the time that it takes, the memory that it needs
 
 
+@takes(PlanError)
 def floor(job: SearchJob) -> float:
     """No schedule ends before, with these costs, this placement, and this memory on each rank.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Placement, Plan
 from penstock.schedules import all_schedules
 from penstock.search.search import placements_of, search
@@ -44,6 +46,7 @@ class Front(NamedTuple):
     known: tuple[Point, ...]
 
 
+@takes(PlanError)
 def front(
     num_ranks: int,
     num_microbatches: int,

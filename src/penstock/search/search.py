@@ -9,12 +9,14 @@ from math import inf
 from typing import Literal
 
 from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Placement, StageGraph, check
 from penstock.search.job import SearchJob
 from penstock.search.lane import Lane, Searched
 from penstock.simulate import Costs
 
 
+@takes(PlanError)
 def search(
     num_ranks: int,
     num_microbatches: int,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.show.colours import paint
 from penstock.show.data import timeline_data
@@ -44,6 +45,7 @@ class Section:
     script: str
 
 
+@takes(PlanError)
 def timeline_section(timelines: Sequence[tuple[str, Timeline]]) -> Section:
     """One or more named timelines on one shared time axis, each from its own first start.
 
@@ -65,6 +67,7 @@ def timeline_section(timelines: Sequence[tuple[str, Timeline]]) -> Section:
     return Section(html, style(), script())
 
 
+@takes(PlanError)
 def to_html(shown: Timeline | Plan | Sequence[tuple[str, Timeline]], *, title: str | None = None) -> str:
     """One page with one timeline (a plan is timed with unit costs), or with several on one time axis.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.simulate import Timeline
 
 CAUSES: Final = ("filling", "draining", "communication", "imbalance")
@@ -12,6 +14,7 @@ _BYTES: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SURELY_BYTES: Final = 10_000  # activations are counted in ones, bytes in thousands
 
 
+@takes(PlanError)
 def summary(timeline: Timeline) -> dict[str, Any]:
     """The figures of a timeline, ready for JSON.
 
@@ -36,6 +39,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     }
 
 
+@takes(PlanError)
 def summary_text(timeline: Timeline) -> str:
     """The figures of `summary` for people: one line for the whole, one line a rank.
 

@@ -9,6 +9,8 @@ from html import escape
 from math import floor, log10
 from typing import Final
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import OP, parts
 from penstock.plan.ops import BESIDE, COPIES, MESSAGES
@@ -30,6 +32,7 @@ _COPIES: Final = 11  # the height of the row of a copy engine
 _DIGIT: Final = 0.62  # the width of a digit, in sizes of its font
 
 
+@takes(PlanError)
 def to_svg(shown: Timeline | Plan, *, width: int = 900, row: int = 26, title: str | None = None) -> str:
     """The drawing as the text of an SVG file; a plan is timed with unit costs.
 

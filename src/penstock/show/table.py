@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of, text
 from penstock.plan.ops import OVERLAP
@@ -41,6 +43,7 @@ _FINE = _Marks("·", "─", "│")
 _ASCII = _Marks(".", "-", "|")
 
 
+@takes(PlanError)
 def to_table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = False) -> str:
     """The table as plain text; a plan is timed with unit costs.
 
@@ -55,6 +58,7 @@ def to_table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = Fal
     return "".join("".join(piece.text for piece in line).rstrip() + "\n" for line in lines)
 
 
+@takes(PlanError)
 def coloured_table(shown: Timeline | Plan, *, width: int = 100) -> Text:
     """The table as a rich text: a colour for each kind of action, a shade for each stage, the microbatch's number.
 
@@ -63,6 +67,7 @@ def coloured_table(shown: Timeline | Plan, *, width: int = 100) -> Text:
     return _rich(_Layout(_timed(shown), coloured=True, marks=_FINE).lines(width))
 
 
+@takes(PlanError)
 def listing(plan: Plan, *, width: int = 100) -> str:
     """Every action of every rank in its order, messages included, as plain text.
 
@@ -78,6 +83,7 @@ def coloured_listing(plan: Plan, *, width: int = 100) -> Text:
     return _rich(_listed(plan, width))
 
 
+@takes(PlanError)
 def show_table(shown: Timeline | Plan, console: Console | None = None, *, actions: bool = False) -> None:
     """Write the table (or, with `actions`, the list of actions) to a console, in colour if that can show colour.
 

@@ -14,6 +14,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
 from penstock.plan.ops import COMPUTES, COPIES, MESSAGES, RECEIVES, doing
@@ -28,6 +30,7 @@ _SHORTEST: Final = 1e-3  # a nanosecond: arrows need something to be bound to
 Event = dict[str, Any]
 
 
+@takes(PlanError)
 def to_trace(shown: Timeline | Plan) -> dict[str, Any]:
     """The trace as one JSON-ready object; a plan is timed with unit costs.
 
@@ -44,6 +47,7 @@ def to_trace(shown: Timeline | Plan) -> dict[str, Any]:
     }
 
 
+@takes(PlanError)
 def dump_trace(shown: Timeline | Plan, path: str | PathLike[str]) -> None:
     """Write the trace as a JSON file.
 

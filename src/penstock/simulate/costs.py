@@ -9,7 +9,9 @@ from math import inf
 from typing import Final, NamedTuple
 
 from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Op, Plan
+from penstock.plan.actions import MAX_STAGE
 from penstock.plan.ops import NOTHING, OpKind
 
 
@@ -25,6 +27,7 @@ class Link(NamedTuple):
 _NOT_PER_STAGE: Final = ("links", "microbatches", "ranks")
 
 
+@takes(PlanError)
 @dataclass(frozen=True)
 class Costs:
     """Times in any one unit, sizes in bytes (or any one unit). Per stage unless it says otherwise.
@@ -138,6 +141,7 @@ class Costs:
         return (0.0,) * self.num_stages if sizes is None else sizes
 
     @classmethod
+    @takes(PlanError)
     def per_rank(
         cls,
         *,
@@ -158,6 +162,12 @@ class Costs:
         `held_to_weight` is as much as `held_to_input` unless given; `overlap` and `overhead` are per stage, as they are.
         """
 
+        if not (0 < num_stages <= MAX_STAGE + 1 and stages_per_rank > 0):
+            raise PlanError(
+                f"num_stages={num_stages}, stages_per_rank={stages_per_rank}; expected numbers from 1, and at most "
+                f"{MAX_STAGE + 1:,} stages"
+            )
+
         def each(total: float) -> tuple[float, ...]:
             return (total / stages_per_rank,) * num_stages
 
@@ -174,12 +184,14 @@ class Costs:
         )
 
     @classmethod
+    @takes(PlanError)
     def unit(cls, plan: Plan) -> Costs:
         """F = I = W = 1 per rank and microbatch, free messages: what to draw a plan with when nothing is measured."""
         per_rank = -(-plan.num_stages // plan.num_ranks)
         return cls.per_rank(num_stages=plan.num_stages, stages_per_rank=per_rank)
 
     @classmethod
+    @takes(PlanError)
     def per_stage(
         cls, forward: Iterable[float], backward_input: Iterable[float], backward_weight: Iterable[float]
     ) -> Costs:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import ParseError
+from penstock.misfits import takes
 from penstock.plan.reading import read_text
 from penstock.simulate.costs import Costs, Link
 
@@ -32,6 +33,7 @@ _LISTS: Final = frozenset(name for name, field in _NAMES.items() if "tuple[float
 _NEEDED: Final = ("forward", "backward_input", "backward_weight")
 
 
+@takes(ParseError)
 def load_costs(path: Path | str) -> Costs:
     """Read a file of costs; see the top of this file for its format.
 
@@ -44,6 +46,7 @@ def load_costs(path: Path | str) -> Costs:
         raise ParseError(f"{path}: {error}") from None
 
 
+@takes(ParseError)
 def dump_costs(costs: Costs, path: Path | str) -> None:
     """Write a file that `load_costs` and `penstock ... --costs` read.
 
@@ -52,6 +55,7 @@ def dump_costs(costs: Costs, path: Path | str) -> None:
     Path(path).write_text(dumps_costs(costs), encoding="utf-8")
 
 
+@takes(ParseError)
 def dumps_costs(costs: Costs) -> str:
     """The text of such a file; what is as it would be anyway is left out.
 
@@ -66,6 +70,7 @@ def dumps_costs(costs: Costs) -> str:
     return json.dumps(data) + "\n"
 
 
+@takes(ParseError)
 def loads_costs(text: str) -> Costs:
     """Read costs from the text of a file. Raises ParseError with what is wrong and what was expected.
 

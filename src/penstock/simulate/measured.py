@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, microbatch_of, partner_of, parts, stage_of
 from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, SENDS, Op
@@ -116,6 +117,7 @@ def undisturbed(timelines: Sequence[Timeline]) -> list[Timeline]:
     return sorted(timelines, key=lambda timeline: timeline.makespan)[dropped : len(timelines) - dropped]
 
 
+@takes(PlanError)
 def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatch: bool = False) -> Costs:
     """What a plan's actions and messages cost in measured steps; `known` says what no clock tells, such as bytes.
 

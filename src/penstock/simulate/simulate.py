@@ -6,7 +6,8 @@ from collections import defaultdict
 from itertools import chain
 from typing import NamedTuple
 
-from penstock.errors import DeadlockError
+from penstock.errors import DeadlockError, PlanError
+from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.plan.actions import (
     KEY,
@@ -33,6 +34,7 @@ _HOW = tuple(  # by the number of an op: how it is timed, and for a computation 
 _Need = tuple[list[float], int, list[float]]  # when it is done, its key, how long it takes to here; by microbatch
 
 
+@takes(PlanError)
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """When would each action of this plan start and end?
 

@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import StageError
+from penstock.errors import RunError, StageError
+from penstock.misfits import takes
 from penstock.stage.held import momentary
 from penstock.stage.intercept import undeferred
 
 ROWS = 1024
 
 
+@takes(RunError)
 def chunked_loss(
     hidden: Tensor,
     target: Tensor,

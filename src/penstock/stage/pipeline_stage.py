@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import PlaceError, StageError
+from penstock.misfits import takes
 from penstock.stage.routes import Routes
 from penstock.stage.twins import CompileOptions, compile_in_place
 
 
+@takes(StageError)
 class PipelineStage:
     """One stage of a pipeline.
 
@@ -77,6 +79,8 @@ def place_in(group: Any) -> tuple[int, int]:
     """This rank and the number of ranks: of a process group, of a transport, of the default group, or one rank alone."""
     if group is not None and hasattr(group, "num_ranks"):
         return group.rank, group.num_ranks
+    if group is not None and not hasattr(group, "rank"):
+        raise StageError(f"group is a {type(group).__name__}; expected a process group, or a transport of LocalWorld")
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)

@@ -1,0 +1,144 @@
+"""Nonsense as arguments of everything that is public: an error of penstock's that says which, and never one of Python's."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.comm import LocalTransport, LocalWorld
+from penstock.errors import PenstockError, PlanError, RunError
+from penstock.misfits import fits, takes
+from penstock.run.lookout import FOLDER, read_folder
+from tests.checkpoint.pipes import make
+
+NONSENSE: list[Any] = [
+    *(None, 0, -1, 3, 1.5, float("nan"), float("inf"), True, "", "x", "1f1b", b"x", 2j, type, object(), {1}, print),
+    *([], [1], ["x"], {}, {"a": 1}, (), (1, 2), torch.ones(2), torch.ones(0, 4), nn.Linear(2, 2)),
+    *(Path("/nonexistent/x"), Path("/")),
+]
+ROOMS = ("plan", "schedules", "simulate", "lower", "show", "balance", "search")
+LEFT = {
+    "LocalWorld",  # as many threads as it is told
+    "pack",  # the packed form of actions is for speed; plans check theirs as a whole
+    "unpack",
+}
+
+
+def callables() -> list[tuple[str, Any]]:
+    found: dict[str, Any] = {}
+    for room in ("penstock", *(f"penstock.{one}" for one in ROOMS)):
+        module = importlib.import_module(room)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if isinstance(value, type) and issubclass(value, BaseException | enum.Enum):
+                continue
+            if callable(value) and name not in LEFT:
+                found[f"{room}.{name}"] = value
+    for owner in (penstock.Plan, penstock.Placement, penstock.StageGraph, penstock.Costs, penstock.Profile):
+        found |= {f"{owner.__name__}.{n}": v for n, v in vars(owner).items() if isinstance(v, classmethod)}
+        found |= {name: v.__get__(None, owner) for name, v in found.items() if isinstance(v, classmethod)}
+    return list(found.items())
+
+
+def drawn(function: Callable[..., Any], chance: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of the number that the function takes, and nothing more that fits."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in plain)
+    args = [chance.choice(NONSENSE) for _ in range(chance.randint(needed, len(plain)))]
+    named = [p for p in parameters if p.kind is p.KEYWORD_ONLY and (p.default is p.empty or chance.random() < 0.3)]
+    return args, {p.name: chance.choice(NONSENSE) for p in named}
+
+
+def raw_errors(name: str, function: Callable[..., Any], *, tries: int) -> list[str]:
+    chance, found = random.Random(name), []
+    for _ in range(tries):
+        args, kwargs = drawn(function, chance)
+        try:
+            function(*args, **kwargs)
+        except PenstockError as error:
+            found += [] if str(error).strip() else [f"{name}: an error without a word"]
+        except Exception as error:  # noqa: BLE001  that is what is looked for
+            found.append(f"{name}(*{args!r:.80}, **{kwargs!r:.80}): {type(error).__name__}: {error!s:.80}")
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_13_11_nonsense_is_named_by_every_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """43 of the public names let AttributeError, TypeError, KeyError or OverflowError out: "'str' object has no attribute
+    'stage_index'" for a schedule without a stage."""
+    monkeypatch.chdir(tmp_path)
+    found = [line for name, function in callables() for line in raw_errors(name, function, tries=12)]
+    assert found == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_13_11_nonsense_is_named_by_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that the user's module does not take is the module's error, and comes as it is."""
+    monkeypatch.chdir(tmp_path)
+    pipe, _ = make()
+    of_pipe = (
+        "any calibrate clip_grad_norm_ gather load load_state_dict recut run_plan save save_pretrained train whole"
+    )
+    assert [line for name in of_pipe.split() for line in raw_errors(name, getattr(pipe, name), tries=20)] == []
+    x, y = torch.ones(2, 4, 4)
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(RunError, match="loss_kwargs is a Tensor"):
+            call(x, target=y, loss_kwargs=torch.ones(2))
+    assert pipe.evaluate(x[:1], target=y[:1]).loss is not None, "a plan that was refused is not half taken"
+
+
+def test_13_11_a_value_that_cannot_be_told_fails_on_every_rank() -> None:
+    """It was a TypeError of json's on its rank, and the others waited for that rank."""
+
+    def rank(transport: LocalTransport) -> None:
+        pipe, _ = make(transport)
+        with pytest.raises(RunError, match="not JSON serializable"):
+            pipe.gather("something", object() if transport.rank == 1 else 3)
+        assert pipe.gather("something", transport.rank) == [0, 1]
+
+    LocalWorld(2).run(rank)
+
+
+def test_13_11_numbers_without_end(tmp_path: Path) -> None:
+    """`penstock search -v 99999999999999999999` was an OverflowError, and `penstock top` made a row for each of the ranks up to
+    the one that a file named."""
+    with pytest.raises(PlanError, match="at most 1,048,576 stages"):
+        penstock.Costs.per_rank(num_stages=10**20)
+    with pytest.raises(PlanError, match="stages_per_rank=0"):
+        penstock.Costs.per_rank(num_stages=2, stages_per_rank=0)
+    (tmp_path / FOLDER).mkdir()
+    for numbers in ({"rank": 10**12}, {"rank": -1}, {"rank": 0, "seconds": 10**400}, {"rank": 0, "at": -1}):
+        (tmp_path / FOLDER / "rank-0.json").write_text(json.dumps(numbers))
+        with pytest.raises(PenstockError, match="does not say where a rank is"):
+            read_folder(tmp_path)
+
+
+def test_only_what_does_not_fit_is_blamed() -> None:
+    @takes(PlanError)
+    def halve(number: int, *, names: list[str] | None = None) -> float:
+        raise ZeroDivisionError("inside")
+
+    with pytest.raises(PlanError, match=r"halve\(number='x'\); expected int"):
+        halve("x")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"halve\(names=\[1\]\); expected list\[str\] \| None"):
+        halve(3, names=[1])  # type: ignore[list-item]
+    with pytest.raises(ZeroDivisionError):
+        halve(3, names=["a"])
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        halve()  # type: ignore[call-arg]
+    assert fits((1, "a"), tuple[int, str])
+    assert not fits((1, 2), tuple[int, str])
+    assert not fits("ab", list[str])
+    assert fits({"a": 1.0}, dict[str, float])
