@@ -31,7 +31,7 @@ from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import PenstockError
 from penstock.front.companions import read_states
 from tests.checkpoint import attack
-from tests.checkpoint.pipes import saved
+from tests.checkpoint.pipes import make, saved
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -395,3 +395,22 @@ def test_torch_files_with_flipped_bytes_are_read_or_refused(tmp_path: Path) -> N
             refused += 1
     assert right > 50
     assert refused > 50
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage.*", "ignore:.*quantiz.*")
+@pytest.mark.parametrize("kind", ["number", "sparse", "meta", "nested", "quantized"])
+def test_weights_without_plain_values_change_nothing(kind: str) -> None:
+    """Torch raised in the middle of copying, when the parameters before were those of the file."""
+    values: dict[str, Any] = {
+        "number": 5,
+        "sparse": torch.ones(4).to_sparse(),
+        "meta": torch.empty(4, device="meta"),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "quantized": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    }
+    pipe, _ = make()
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    first, *others = reversed(before)
+    with pytest.raises(PenstockError, match=first.replace(".", r"\.")):
+        pipe.load_state_dict({**{name: before[name] + 1.0 for name in others}, first: values[kind]})
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.capture.stage_module import StageModule
-from penstock.checkpoint.weight_files import Source, open_weights
+from penstock.checkpoint.weight_files import Source, check_values, open_weights
 from penstock.errors import CaptureError
 from penstock.misfits import takes
 
@@ -162,6 +162,7 @@ def _empty(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def _copy(name: str, value: torch.Tensor, new: torch.Tensor) -> None:
+    check_values(name, new)
     if value.shape != new.shape:
         raise CaptureError(f"{name} is {tuple(value.shape)} in the model and {tuple(new.shape)} in the source")
     with torch.no_grad():

@@ -24,6 +24,7 @@ from penstock.checkpoint.parts import read_entry
 from penstock.checkpoint.torch_list import LIST, read_list
 from penstock.dtypes import dtype_named
 from penstock.errors import StageError
+from penstock.misfits import takes
 
 Source = Mapping[str, Tensor] | str | Path | Sequence[str | Path]
 INDEX_LIMIT = 1 << 28  # bytes of an index file
@@ -169,6 +170,20 @@ class _Together(WeightFile):
         return self._opened[file][name]
 
 
+def check_values(name: str, given: Any) -> None:
+    """Whether a parameter can take these values: torch itself finds out in the middle of copying."""
+    if not isinstance(given, Tensor):
+        what = f"a {type(given).__name__}"
+    elif given.is_nested or given.layout is not torch.strided or given.is_quantized:
+        what = "a nested, sparse or quantized tensor"
+    elif given.is_meta:
+        what = "a tensor without values, on the meta device"
+    else:
+        return
+    raise StageError(f"the weights have {what} for {name}; expected a plain tensor")
+
+
+@takes(StageError)
 def open_weights(source: Source) -> Mapping[str, Tensor]:
     """Weights by name out of a dictionary, a file, several, a folder, or a checkpoint."""
     if isinstance(source, Mapping):

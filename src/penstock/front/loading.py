@@ -20,6 +20,7 @@ from penstock.checkpoint import kept
 from penstock.checkpoint.manifest import Damaged, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.torch_list import LIST
+from penstock.checkpoint.weight_files import check_values
 from penstock.errors import RanksDisagree, RunError, StageError
 from penstock.front import moments
 from penstock.front.companions import Companions, check_random_state, read_states, set_random_state
@@ -190,6 +191,7 @@ def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bo
             missing.append(name)
             continue
         given = state[key]
+        check_values(key, given)
         if given.shape != value.shape:
             raise StageError(f"{key} is {list(given.shape)} in the state dict and {list(value.shape)} in the model")
         found.append((value, given))
