@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from penstock.comm import DistributedTransport, LocalWorld, beat
 from penstock.comm.pulse import Pulse, heartbeat
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, TransportError
 from penstock.run import ScheduleGPipe
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.faults.fragile import loss_fn, make_batch, make_modules
@@ -295,3 +296,45 @@ def test_the_death_of_the_store_does_not_flood_the_terminal(gloo_pool: GlooPool)
     _, second = gloo_pool.outcomes(2, left_alone, store="tcp")
     assert second.ok, second.details
     assert second.value.count("frame #") == 0, second.value
+
+
+def killed_under_a_call() -> str:
+    """Rank 0 is stopped with the store in it, and killed when rank 1 waits for an answer; what torch prints of it."""
+    store = DistributedTransport.of().store
+    if dist.get_rank() == 0:
+        store.set("process", str(os.getpid()).encode())
+        time.sleep(60.0)
+    process, said = int(store.get("process", 30.0)), list[str]()
+
+    def call() -> None:
+        try:
+            store.check("anything")
+        except TransportError as error:
+            said.append(str(error))
+
+    with tempfile.TemporaryFile("w+") as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            os.kill(process, signal.SIGSTOP)
+            caller = threading.Thread(target=call)
+            caller.start()
+            time.sleep(0.3)
+            os.kill(process, signal.SIGKILL)
+            caller.join(30.0)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        printed = file.read()
+    assert said, "the call came back"
+    assert "does not answer" in said[0], said
+    return printed
+
+
+def test_a_call_that_is_under_way_when_the_store_dies_prints_nothing(gloo_pool: GlooPool) -> None:
+    """Nobody called a store that was gone, but on a busy machine a call was often under way when it went: a page for each
+    connection of each rank."""
+    _, second = gloo_pool.outcomes(2, killed_under_a_call, store="tcp")
+    assert second.ok, second.details
+    assert second.value == ""

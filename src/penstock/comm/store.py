@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.comm.decoding import loads, reading, texts, whole
+from penstock.comm.hushed import hushed
 from penstock.comm.transport import FailureRecord
 from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import PeerFailed, StepTimeout, TransportError
@@ -66,12 +67,13 @@ class DistributedStore:
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
-        """Around each call: once the store is gone nobody asks it again, since torch prints a page for each call."""
+        """Around each call. Once the store is gone nobody asks it again: torch would print a page for each call."""
         if not self._gone and self._guard is not None and self._guard.closed():
             self._gone.append("its process has ended")
         if not self._gone:
             try:
-                yield
+                with hushed():
+                    yield
             except dist.DistError as error:
                 self._gone.append(str(error).partition("\n")[0])
                 raise self._lost() from error
@@ -105,19 +107,22 @@ class DistributedStore:
     def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
         keys = [f"{folder}/{rank}" for rank in range(self._num_ranks)]
         end, look, nap = time.monotonic() + timeout, time.monotonic() + _BETWEEN_LOOKS, _FIRST_NAP
+        while not self._there(keys):
+            now = time.monotonic()
+            if now > min(look, end):
+                self._look_for_absent(folder, "" if now <= end else f"waited {timeout:g} s for {posts}")
+                look = now + _BETWEEN_LOOKS
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
         with self._reachable():
-            while not self._store.check(keys):
-                now = time.monotonic()
-                if now > min(look, end):
-                    self._look_for_absent(folder, "" if now <= end else f"waited {timeout:g} s for {posts}")
-                    look = now + _BETWEEN_LOOKS
-                time.sleep(nap)
-                nap = min(2 * nap, _LONGEST_NAP)
             return [bytes(value) for value in self._store.multi_get(keys)]
 
     def check(self, key: str) -> bool:
+        return self._there([key])
+
+    def _there(self, keys: list[str]) -> bool:
         with self._reachable():
-            return bool(self._store.check([key]))
+            return bool(self._store.check(keys))
 
     def add(self, key: str, number: int) -> int:
         with self._reachable():
