@@ -338,3 +338,24 @@ def test_a_call_that_is_under_way_when_the_store_dies_prints_nothing(gloo_pool: 
     _, second = gloo_pool.outcomes(2, killed_under_a_call, store="tcp")
     assert second.ok, second.details
     assert second.value == ""
+
+
+def dies_before_its_first_step() -> str:
+    transport = DistributedTransport.of()
+    if transport.rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        transport.gather("what a checkpoint holds", b"")
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_is_killed_before_the_first_step_is_named(gloo_pool: GlooPool) -> None:
+    """While a model was captured, measured or loaded nobody knew which processes the others were: whoever waited for one that was
+    killed there, for lack of memory say, waited for the timeout of the group."""
+    first, _, third = gloo_pool.outcomes(3, dies_before_its_first_step, store="tcp")
+    for outcome in (first, third):
+        assert outcome.ok, outcome.details
+        assert outcome.value == "PeerFailed: rank 1 failed: its process has ended"

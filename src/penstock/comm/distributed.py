@@ -60,7 +60,8 @@ class DistributedTransport(Transport):
         self._host_backend, self._gloo = self._in_host_memory(group)
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
-        self.store.silent, self.store.ended = partial(_look, self.kinds, self.pulse), self.pulse.ended
+        self.store.silent = partial(_look, self.kinds, self.pulse)
+        self.store.ended, self.store.notice = self.pulse.all_ended, self.pulse.notice
         self.store.everybody = weakref.WeakMethod(self.everybody)
         self.store_holder = (
             NOBODY  # the rank whose process holds the store, if it is one of these; known from `connect` on

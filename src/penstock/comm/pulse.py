@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class Pulse:
         self._store, self._address = store, address
         self._near: dict[int, tuple[int, str]] = {}  # peers on this host: process, and when it was started
         self._far: dict[int, tuple[str, int, str]] = {}  # peers elsewhere: address, port and key
+        self._elsewhere: set[int] = set()  # peers that were noticed, and are not on this host
         self._heard: dict[int, tuple[float, int]] = {}  # by peer elsewhere: when, and the number of its last datagram
         self._stopped: dict[int, float] = {}  # by peer: since when it has been found stopped
         self._looked = time.monotonic()
@@ -76,16 +77,8 @@ class Pulse:
 
     def watch(self, peers: Iterable[int]) -> None:
         """Look after these peers from now on, as they do after this rank."""
-        far = []
-        for peer in {*peers} - {*self._near} - {*self._far} if self.patience else ():
-            with reading(f"the process of rank {peer}"):
-                space, process, started = loads(self._store.get(f"process/{peer}", _PATIENCE), list)
-                whole(process)
-                texts(space, started)
-            if space and space == _processes():
-                self._near[peer] = process, started
-            else:
-                far.append(peer)
+        wanted = {*peers} - {*self._near} - {*self._far} if self.patience else ()
+        far = [peer for peer in wanted if not self._is_near(peer)]
         if not far:
             return
         if self._socket is None:
@@ -104,6 +97,23 @@ class Pulse:
         self.close()
         heart = _start_heart(self.rank, self.patience / _BEATS, [place for place in self._far.values() if place[0]])
         self._closing = weakref.finalize(self, _end_heart, heart)
+
+    def notice(self, peers: Iterable[int]) -> None:
+        """Look after those of these peers that are on this host, as far as they have said by now which process they are."""
+        for peer in {*peers} - {*self._near} - self._elsewhere - {self.rank} if self.patience else ():
+            if self._store.check(f"process/{peer}") and not self._is_near(peer):
+                self._elsewhere.add(peer)
+
+    def _is_near(self, peer: int) -> bool:
+        """Whether the process of a peer is in the table of this host; then it is looked after from now on."""
+        with reading(f"the process of rank {peer}"):
+            space, process, started = loads(self._store.get(f"process/{peer}", _PATIENCE), list)
+            whole(process)
+            texts(space, started)
+        near = bool(space) and space == _processes()
+        if near:
+            self._near = {**self._near, peer: (process, started)}  # another thread may be reading it
+        return near
 
     def look(self) -> FailureRecord | None:
         """Who has been stopped or silent for longer than a heartbeat."""
@@ -128,11 +138,13 @@ class Pulse:
 
     def ended(self) -> FailureRecord | None:
         """A peer on this host whose process is no longer there."""
+        return next(self.all_ended(), None)
+
+    def all_ended(self) -> Iterator[FailureRecord]:
         for peer, (process, started) in self._near.items():
             state, since = beat.state_of(process)
             if since != started or state == "Z":
-                return FailureRecord(peer, cause="its process has ended")
-        return None
+                yield FailureRecord(peer, cause="its process has ended")
 
     def close(self) -> None:
         if self._closing is not None:

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,8 @@ class DistributedStore:
 
     ``bound``   seconds that a single call may take; 0: as many as it takes. The connection is then one of our own.
     ``silent``  asked during long waits: who has been found to be stopped or out of reach.
-    ``ended``   asked too: whose process is no longer there; that counts only for one that has not posted.
+    ``ended``   asked too: whose processes are no longer there; that counts only for one that has not posted.
+    ``notice``  told then who has not posted, so that their processes are looked after; before the first step nobody's is.
     ``everybody``  asked when a wait has run out: a table of where all ranks are. Held weakly, it is the owner's.
     """
 
@@ -51,7 +52,8 @@ class DistributedStore:
         self._guard = StoreGuard(store, bound) if bound else None
         self._gone: list[str] = []  # why no call is made any more; all clones share it
         self.silent: Callable[[], FailureRecord | None] = _nobody
-        self.ended: Callable[[], FailureRecord | None] = _nobody
+        self.ended: Callable[[], Iterable[FailureRecord]] = tuple
+        self.notice: Callable[[Sequence[int]], None] = _nobody
         self.everybody: weakref.WeakMethod[Callable[[], str]] | None = None
 
     def clone(self) -> DistributedStore:
@@ -188,13 +190,15 @@ class DistributedStore:
         silent = self.silent()
         if silent is not None:
             raise silent.error()
-        ended = self.ended()
+        ended = list(self.ended())
         absent = [rank for rank in range(self._num_ranks) if not self.check(f"{folder}/{rank}")]
         for departure in departures:
             if departure.rank in absent:
                 raise PeerFailed(departure.rank, None, None, None, departure.cause)
-        if ended is not None and ended.rank in absent:
-            raise ended.error()
+        for record in ended:
+            if record.rank in absent:
+                raise record.error()
+        self.notice(absent)  # at the next look it is known how they are
         if self.check(f"{folder}/declined"):
             raise FailureRecord.decode(self.get(f"{folder}/declined", 1.0)).error()
         if waited and absent:
@@ -241,5 +245,5 @@ class StoreGuard:
             return True
 
 
-def _nobody() -> None:
+def _nobody(*_: object) -> None:
     """The answer of a transport without a heartbeat."""
