@@ -29,11 +29,9 @@ def takes(error: type[PenstockError]) -> Callable[[_Taken], _Taken]:
 
     def decorate(taken: _Taken) -> _Taken:
         if isinstance(taken, type):
-            initialise: Any = taken.__init__
-            taken.__init__ = _watched(initialise, error)
+            setattr(taken, "__init__", _watched(getattr(taken, "__init__"), error))  # noqa: B009, B010  of that class itself
             return taken
-        watched: Any = _watched(taken, error)
-        return cast("_Taken", watched)
+        return cast("_Taken", _watched(taken, error))
 
     return decorate
 
@@ -96,7 +94,7 @@ def fits(value: Any, hint: Any) -> bool:
         return any(value is one or value == one for one in inner if type(one) is type(value))
     if hint is float:
         return isinstance(value, int | float)
-    plain = type(None) if hint is None else kind or hint
+    plain: Any = type(None) if hint is None else kind or hint
     if not isinstance(plain, type) or plain is Any:
         return True
     try:
@@ -106,8 +104,8 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if isinstance(value, Mapping) and len(inner) == 2:
         return all(fits(key, inner[0]) and fits(one, inner[1]) for key, one in value.items())
-    if kind is tuple and Ellipsis not in inner:
-        return len(value) == len(inner) and all(map(fits, value, inner))
+    if isinstance(value, tuple) and kind is tuple and Ellipsis not in inner:
+        return len(value) == len(inner) and all(fits(one, own) for one, own in zip(value, inner, strict=True))
     if isinstance(value, Collection) and inner and kind is not type:
         return all(fits(one, inner[0]) for one in value)
     return True
