@@ -89,6 +89,7 @@ def balance(
     return _result(problem, found[0], objective=objective, exact=found[1])
 
 
+@takes(BalanceError)
 def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 2.0) -> tuple[int, ...]:
     """Where the stages begin in the cut whose fullest rank holds least, to a hundredth, with one microbatch on each stage.
 

@@ -62,6 +62,7 @@ class Care:
         return reduce_grad(codes, num_microbatches) if self.reduce else codes
 
 
+@takes(PlanError)
 def lower_shares(
     plan: Plan,
     *,
