@@ -102,7 +102,7 @@ def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 
     factor = _positive("optimizer_bytes", optimizer_bytes, zero=True) + 2
     problem = Problem(profile, ranks, None, _in_flight(None, len(ranks)), factor, _bandwidths(ranks, None, ()))
     low, high, best = 0, _heaviest(problem), None
-    while best is None or high - low > high // 100:
+    while best is None or high - low > max(1, high // 100):
         limit = high if best is None else (low + high) // 2
         found = _solve(replace(problem, limits=(max(limit, 1),) * problem.num_ranks), "stage")
         if found is None:
