@@ -42,11 +42,11 @@ class CompiledAhead(Exception):
     """A graph has been compiled, and is not to be run."""
 
 
-class _Local(threading.local):
+class _GraphCalls(threading.local):
     on_call: Callable[[], object] | None = None  # what else a call of a graph does
 
 
-_here = _Local()
+_here = _GraphCalls()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class _Product(NamedTuple):
     total: fx.Node | None
 
 
-class Batch(NamedTuple):
+class GradientBatch(NamedTuple):
     """Gradients that lie one behind another in one tensor."""
 
     places: tuple[int, ...]  # among all gradients
@@ -47,7 +47,7 @@ class Packing(NamedTuple):
     """What a graph returns: gradients that come alone, and then batches."""
 
     alone: tuple[int, ...]  # their places among all gradients
-    batches: tuple[Batch, ...]
+    batches: tuple[GradientBatch, ...]
 
     def unpack(self, values: Sequence[Any]) -> list[Any]:
         """All gradients, in their order."""
@@ -102,7 +102,7 @@ def pack_outputs(part: fx.GraphModule) -> Packing | None:
         shapes = {tuple(grads[place].meta["val"].shape) for place in places.values()}  # type: ignore[union-attr]
         if len(shapes) > 1:
             return None
-        batches.append(Batch(tuple(places[number] for number in sorted(places)), shapes.pop()))
+        batches.append(GradientBatch(tuple(places[number] for number in sorted(places)), shapes.pop()))
     batched = {place for batch in batches for place in batch.places}
     alone = tuple(place for place in range(len(grads)) if place not in batched)
     output.args = ([*(grads[place] for place in alone), *whole],)
