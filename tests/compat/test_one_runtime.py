@@ -5,6 +5,7 @@ Ranks are threads, but for the failing rank, which is a process among processes.
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -391,3 +392,61 @@ def test_what_is_set_after_the_first_step_is_called(ranks: tuple[int, ...], func
         assert "a training step with handlers of its own" in first
         assert "a training step with handlers of its own" in second
         assert not called
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "forward_one_chunk",
+        "backward_maybe_with_nosync",
+        "clear_runtime_states",
+        "_retrieve_recv_grads",
+        "_get_recv_ops",
+    ],
+)
+@pytest.mark.parametrize("where", ["class", "object"])
+def test_every_method_is_called_wherever_it_is_set(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on the class that programs import, under a decorator that gives it the name and the module of the original."""
+    modules = layers(2)
+    x, y = batch()
+    called: list[int] = []
+    original = getattr(PipelineStage, name)
+
+    @functools.wraps(original)
+    def own(self: PipelineStage, *args: Any, **options: Any) -> Any:
+        called.append(self.stage_index)
+        return original(self, *args, **options)
+
+    if where == "class":
+        monkeypatch.setattr(PipelineStage, name, own)
+
+    def rank(transport: Transport) -> None:
+        stage = PipelineStage(modules[transport.rank], transport.rank, 2, "cpu", group=transport)
+        if where == "object":
+            setattr(stage, name, types.MethodType(own, stage))
+        Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.MSELoss()).step(x, target=y)
+
+    LocalWorld(2).run(rank)
+    assert called
+    found = [gradients(module) for module in modules]
+    for module in modules:
+        module.zero_grad()
+    nn.functional.mse_loss(nn.Sequential(*modules)(x), y).backward()
+    for grads, module in zip(found, modules, strict=True):
+        for grad, parameter in zip(grads, module.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad)
+
+
+def test_what_a_schedule_does_with_losses_may_be_overridden() -> None:
+    class Doubled(Schedule1F1B):
+        def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
+            loss = super()._maybe_get_loss(stage, mb_index)
+            return None if loss is None else 2 * loss
+
+    (module,), (x, y) = layers(1), batch()
+    nn.functional.mse_loss(module(x), y).backward()
+    expected = gradients(module)
+    module.zero_grad()
+    Doubled(PipelineStage(module, 0, 1, "cpu"), MICROBATCHES, loss_fn=nn.MSELoss()).step(x, target=y)
+    for grad, wanted in zip(gradients(module), expected, strict=True):
+        torch.testing.assert_close(grad, 2 * wanted)  # type: ignore[operator]

@@ -67,7 +67,7 @@ class Orders(Schedule):
 
     def _has_own_plan(self) -> bool:
         own = self.recipe is not None or self._given_plan is not None
-        return own or is_overridden(self, Orders, "_get_pipeline_order", "_calculate_single_rank_operations")
+        return own or is_overridden(self, "_get_pipeline_order", "_calculate_single_rank_operations")
 
     def _get_pipeline_order(self) -> OrderDict | None:
         """A subclass may give its order here."""
@@ -82,9 +82,9 @@ class Orders(Schedule):
     def _order_plan(self) -> Plan | None:
         """The plan that a program has set; None: the schedule makes its own."""
         order: Order | None = self._order_with_comms or self._order
-        if not order and is_overridden(self, Orders, "_get_pipeline_order"):
+        if not order and is_overridden(self, "_get_pipeline_order"):
             order = self._get_pipeline_order()
-        if not order and is_overridden(self, Orders, "_calculate_single_rank_operations"):
+        if not order and is_overridden(self, "_calculate_single_rank_operations"):
             order = {rank: self._calculate_single_rank_operations(rank) for rank in range(self.pp_group_size)}
         if not order:
             return None

@@ -40,16 +40,22 @@ HOOKS = (
     *("forward_maybe_with_nosync", "backward_maybe_with_nosync", "scale_grads", "perform_reduce_grad"),
     *("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
     *("set_local_fwd_input", "set_local_bwd_input", "get_local_bwd_output"),
-    *("_prepare_forward_infra", "_prepare_backward_infra"),
+    *("_prepare_forward_infra", "_prepare_backward_infra", "clear_runtime_states"),
+    *("_get_recv_ops", "_retrieve_recv_activations", "_retrieve_recv_grads"),
+    *("_create_act_recv_info", "_create_act_send_info", "_create_grad_recv_info", "_create_grad_send_info"),
 )
 """Methods that programs override, in a subclass or on an object, to take part in a step."""
+LOSSES = ("_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
+"""Likewise, of a schedule. Its other parts are called in every step."""
 
 
 def is_driven_by_hand(stage: Any) -> bool:
     """Whether a step has to go through the stage's own methods: some of them are the user's, or checks are wanted."""
     if not isinstance(stage, _PipelineStageBase):
         return False
-    return stage._runtime_validate or is_overridden(stage, PipelineStage, *HOOKS)
+    if stage._runtime_validate or not isinstance(stage, PipelineStage):
+        return True
+    return is_overridden(stage, *HOOKS)
 
 
 def _spec(field: str) -> Any:
@@ -144,10 +150,11 @@ class _PipelineSchedule(Orders, Parts):
     # -- whether a step goes through the stages' own methods
 
     def _steps_itself(self) -> bool:
-        return is_overridden(self, Parts, "_step_microbatches")
+        return is_overridden(self, "_step_microbatches")
 
     def _needs_hands(self) -> bool:
-        return bool(self._hand_functions) or self._steps_itself() or any(map(is_driven_by_hand, self.stages))
+        mine = self._hand_functions or is_overridden(self, "_step_microbatches", *LOSSES)
+        return bool(mine) or any(map(is_driven_by_hand, self.stages))
 
     def _mode(self, *, train: bool) -> int:
         by_hand = self._by_hand or self._needs_hands()
@@ -207,7 +214,7 @@ class _PipelineSchedule(Orders, Parts):
         inputs = super()._cut(given, train=train)
         if inputs.targets is None and given.target is not None:
             inputs.targets = split_target(given.target, self.num_microbatches, target_spec=self._specs.target)
-        if inputs.loss_fn is not None and is_overridden(self, Parts, "_compute_loss"):
+        if inputs.loss_fn is not None and is_overridden(self, "_compute_loss"):
             inputs.loss_fn = lambda output, target, **options: self._compute_loss(output, target, options)
         return inputs
 

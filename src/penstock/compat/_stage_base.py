@@ -115,7 +115,7 @@ class _PipelineStageBase(Exchange):
 
     def _owns_backward(self) -> bool:
         """Whether no program has a backward of its own here, from which weight work must not be hidden."""
-        return not is_overridden(self, _PipelineStageBase, *_BACKWARDS)
+        return not is_overridden(self, *_BACKWARDS)
 
     # -- backward
 
@@ -220,7 +220,7 @@ class _PipelineStageBase(Exchange):
 
     def _give_undivided(self, grad_scale_factor: int, method: str) -> None:
         """A method of a program's own that is to divide gradients finds those of the step undivided, as torch leaves them."""
-        if not self._in_step or self._undivided or not is_overridden(self, _PipelineStageBase, method):
+        if not self._in_step or self._undivided or not is_overridden(self, method):
             return
         before = {id(grad): version for grad, version in self._gradients_before}
         self._undivided = [grad for grad in self._gradients() if before.get(id(grad)) != grad._version]
@@ -231,7 +231,7 @@ class _PipelineStageBase(Exchange):
         """A schedule drives this stage from here on, until `_end_step`."""
         self.clear_runtime_states()
         self._in_step, self._adapter, self._undivided = True, adapter, []
-        dividing = is_overridden(self, _PipelineStageBase, "scale_grads", "perform_reduce_grad")
+        dividing = is_overridden(self, "scale_grads", "perform_reduce_grad")
         self._gradients_before = [(grad, grad._version) for grad in self._gradients()] if dividing else []
 
     def _end_step(self) -> None:
