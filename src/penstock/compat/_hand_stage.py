@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.comm.messages import Work
 from penstock.compat._p2p import batch_p2p
 from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._state import is_overridden
 from penstock.compat._vocabulary import NamedAction
 from penstock.errors import RunError
 from penstock.plan import Op
@@ -189,8 +190,9 @@ class HandRun:
 
     def reduce_grad(self) -> None:
         stage, factor = self.stage, self.program.schedule._grad_scale_factor
-        if stage._adapter is None or not stage._adapter.sharded:  # what is sharded has gradients when it is reduced
-            stage._give_undivided(factor, "perform_reduce_grad")
+        reduces = stage._adapter is not None and stage._adapter.reduces  # which leaves the gradients in other tensors
+        if not reduces and is_overridden(stage, "perform_reduce_grad"):
+            stage._give_undivided(factor)
         stage.perform_reduce_grad(factor)
         self.program.schedule.unsharded_stages.discard(self.stage.stage_index)
 

@@ -215,12 +215,19 @@ class _PipelineStageBase(Exchange):
         """Reduce the gradients over the data-parallel replicas, once all backwards are done."""
         if self._adapter is not None and self._adapter.reduces:
             self._adapter.reduce_grad()
-        self._give_undivided(grad_scale_factor, "scale_grads")
+        if grad_scale_factor == 1:
+            return
+        if self._in_step and is_overridden(self, "scale_grads"):
+            # It is to find the parameters that have the gradients, and not the gathered ones.
+            for reshard in (getattr(module, "reshard", None) for module in self.submod.modules()):
+                if callable(reshard):
+                    reshard()
+            self._give_undivided(grad_scale_factor)
         self.scale_grads(grad_scale_factor)
 
-    def _give_undivided(self, grad_scale_factor: int, method: str) -> None:
+    def _give_undivided(self, grad_scale_factor: int) -> None:
         """A method of a program's own that is to divide gradients finds those of the step undivided, as torch leaves them."""
-        if not self._in_step or self._undivided or not is_overridden(self, method):
+        if self._undivided:
             return
         before = {id(grad): version for grad, version in self._gradients_before}
         self._undivided = [grad for grad in self._gradients() if before.get(id(grad)) != grad._version]
