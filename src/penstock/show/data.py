@@ -50,7 +50,7 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, Any]:
         "curves": [rank_colour(rank, plan.num_ranks) for rank in range(plan.num_ranks)],
         "rows": rows,
         "messages": messages,
-        "memory": [[number for time, held in curve for number in (at(time), held)] for curve in timeline.memory],
+        "memory": [_curve((at(time), held) for time, held in curve) for curve in timeline.memory],
         "keys": keys.listed(),
         "needs": keys.needs(),
     }
@@ -119,6 +119,21 @@ def _row(bars: Iterable[Bar], keys: _Keys, at: Callable[[float], float]) -> dict
         "e": [end for _, end, _, _ in row],
         "pair": pairs,
     }
+
+
+def _curve(levels: Iterable[tuple[float, float]]) -> list[float]:
+    """What is held, without dips of no length: an action that frees where the next one takes at the same time.
+
+    >>> _curve([(0, 0), (0, 2), (5, 1), (5, 2), (6, 1)])
+    [0, 0, 0, 2, 6, 1]
+    """
+    kept: list[tuple[float, float]] = []
+    for time, held in levels:
+        if len(kept) > 1 and kept[-1][0] == time and kept[-1][1] <= held:
+            kept.pop()
+        if not kept or kept[-1][1] != held:
+            kept.append((time, held))
+    return [number for level in kept for number in level]
 
 
 def _messages(timeline: Timeline, keys: _Keys, at: Callable[[float], float]) -> dict[str, list[Any]]:
