@@ -66,7 +66,6 @@ dist: $(READY) ## a wheel and a source distribution, in dist/
 docs: $(READY) pyodide ## the site, in build/site/index.html; it opens without network. The gallery in docs/ is drawn anew
 	$(BIN)/python docs/make_gallery.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@[ ! -d $(PYODIDE) ] || $(BIN)/penstock studio --build build/site/studio --pyodide $(PYODIDE)
 	@echo "open build/site/index.html"
 
 clean: ## remove what was made, except .venv

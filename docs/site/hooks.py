@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[2]
+PYODIDE = Path(sys.prefix) / "pyodide" / "node_modules" / "pyodide"  # where `make docs` puts it, if npm is there
 sys.path.insert(0, str(ROOT / "src"))  # the code beside these pages, wherever another penstock is installed
 
 GROUPS = {"start": "Start", "guides": "Guides", "concepts": "Concepts", "integrations": "Integrations"}
@@ -67,6 +68,10 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     """Marks of the tests leave the code blocks; links to files of the repository lead to their pages here."""
     source = source_of(page.file.src_uri)
     parts, end = [], 0
+    if page.file.src_uri == "guides/studio.md" and PYODIDE.is_dir():
+        href = get_relative_url("studio/index.html", page.url)
+        button = f'<a class="md-button md-button--primary" href="{href}">Open the planner</a>'
+        markdown = markdown.replace("\n\n", f"\n\n{button}\n\n", 1)
     for fence in FENCED.finditer(markdown):
         parts += [linked(markdown[end : fence.start()], source, page.file.src_uri), fenced(fence)]
         end = fence.end()
@@ -76,6 +81,14 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
 def on_post_page(output: str, *, page: Any, config: Any) -> str:
     """Search without a server: the theme would fetch a stand-in for workers, which pages from a folder may not start."""
     return WORKER.sub(f'src="{get_relative_url("assets/worker.js", page.url)}"', output)
+
+
+def on_post_build(config: Any) -> None:
+    """The planner, with Python inside it, beside the pages."""
+    from penstock.studio.static import build
+
+    if PYODIDE.is_dir():
+        build(Path(config.site_dir) / "studio", PYODIDE)
 
 
 # -- pages

@@ -42,6 +42,15 @@ def test_links_and_slow_ranks_take_their_time() -> None:
     assert makespan(latency=0.5) > 33.0
     assert makespan(transfer=0.5) > 33.0
     assert makespan(speeds=(1.0, 1.0, 2.0, 1.0)) > 50.0
+    assert 33.0 < makespan(links=("2>3=4",)) < makespan(links=("2-3=4",)) < makespan(latency=4)
+    assert makespan(links=("2-3=4",), transfer=0.5) > max(makespan(links=("2-3=4",)), makespan(transfer=0.5))
+
+
+def test_a_link_that_is_written_wrong_is_said_and_one_that_is_right_is_in_the_command() -> None:
+    assert answer(Question("1f1b", ranks=4, links=("2-3=4",)), "show")["command"].endswith("--link 2-3=4")
+    for wrong, said in (("2-3", "expected A-B=T"), ("2-9=1", "expected ranks from 0 to 3"), ("2-2=1", "two ranks")):
+        with pytest.raises(PlanError, match=said):
+            answer(Question("1f1b", ranks=4, links=(wrong,)), "show")
 
 
 def test_memory_between_the_two_halves_of_a_backward_counts() -> None:

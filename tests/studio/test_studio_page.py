@@ -80,7 +80,7 @@ def shown(page: Any, **expected: Any) -> dict[str, Any]:
     """Wait until the picture is that of the question; its question and figures."""
     page.wait_for_function(
         "(wanted) => { const now = JSON.parse(document.body.dataset.shown); "
-        "return Object.entries(wanted).every(([name, value]) => now[name] === value); }",
+        "return Object.entries(wanted).every(([name, value]) => JSON.stringify(now[name]) === JSON.stringify(value)); }",
         arg=expected,
     )
     found: dict[str, Any] = json.loads(page.evaluate("document.body.dataset.shown"))
@@ -98,6 +98,10 @@ def test_every_control_changes_the_picture(page: Any) -> None:
     page.fill("[name=latency]", "0.5")
     assert float(shown(page, latency=0.5)["makespan"]) > float(larger["makespan"])
     page.fill("[name=latency]", "0")
+    page.fill("[name=links]", "3-4=9")
+    assert float(shown(page, latency=0, links=["3-4=9"])["makespan"]) > float(larger["makespan"])
+    assert "links=3-4%3D9" in page.url
+    page.fill("[name=links]", "")
     page.fill("[name=transfer]", "0.5")
     assert float(shown(page, transfer=0.5)["makespan"]) > float(larger["makespan"])
     page.select_option("[name=schedule]", "1f1b")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -15,10 +14,9 @@ from penstock.plan.text import LIMIT
 
 if TYPE_CHECKING:
     from penstock.plan import Plan
-    from penstock.simulate import Costs, Link, Timeline
+    from penstock.simulate import Costs, Timeline
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_LINK: Final = re.compile(r"(\d{1,6})([->])(\d{1,6})=(\d{0,15}\.?\d{1,15}(?:e-?\d{1,2})?)", re.IGNORECASE)
 _TIME: Final = click.FloatRange(min=0)
 _MOST_SHOWN: Final = 20_000  # actions that somebody may still want to scroll through
 _OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
@@ -121,7 +119,7 @@ def read_costs(num_stages: int, stages_per_rank: int, given: dict[str, Any]) -> 
     """What `costs` was given, for so many stages; a file of costs must have as many."""
     from dataclasses import replace
 
-    from penstock.simulate import Costs, load_costs
+    from penstock.simulate import Costs, Link, load_costs
 
     names = ("forward", "backward_input", "backward_weight", "latency")
     if given["costs_file"] is not None:
@@ -142,7 +140,8 @@ def read_costs(num_stages: int, stages_per_rank: int, given: dict[str, Any]) -> 
         costs = Costs.per_rank(
             num_stages=num_stages, stages_per_rank=stages_per_rank, **{name: given[name] for name in names}
         )
-    return replace(costs, links=(*costs.links, *_links(given["links"]))) if given["links"] else costs
+    links = [link for text in given["links"] for link in Link.read(text)]
+    return replace(costs, links=(*costs.links, *links)) if links else costs
 
 
 def stages_in_file(given: dict[str, Any], ranks: int) -> int | None:
@@ -150,21 +149,6 @@ def stages_in_file(given: dict[str, Any], ranks: int) -> int | None:
     from penstock.simulate import load_costs
 
     return None if given["costs_file"] is None else max(1, load_costs(given["costs_file"]).num_stages // ranks)
-
-
-def _links(texts: tuple[str, ...]) -> list[Link]:
-    from penstock.simulate import Link
-
-    found = []
-    for text in texts:
-        match = _LINK.fullmatch(text)
-        if match is None:
-            raise click.BadParameter(f"{text!r}; expected A-B=T or A>B=T, such as 6-7=30", param_hint="--link")
-        one, other, latency = int(match[1]), int(match[3]), float(match[4])
-        found.append(Link(one, other, latency))
-        if match[2] == "-":
-            found.append(Link(other, one, latency))
-    return found
 
 
 def holding_less(plan: Plan, costs: Costs, given: dict[str, Any]) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -14,6 +15,8 @@ from penstock.plan import Op, Plan
 from penstock.plan.actions import MAX_STAGE
 from penstock.plan.ops import NOTHING, OpKind
 
+_LINK: Final = re.compile(r"(\d{1,6})([->])(\d{1,6})=(\d{0,15}\.?\d{1,15}(?:e-?\d{1,2})?)", re.IGNORECASE)
+
 
 class Link(NamedTuple):
     """The way from one rank to another, where it differs from the others: `Link(6, 7, latency=30.0)`."""
@@ -22,6 +25,19 @@ class Link(NamedTuple):
     receiver: int
     latency: float
     bandwidth: float | None = None  # bytes a unit of time; None: no limit
+
+    @classmethod
+    def read(cls, text: str) -> list[Link]:
+        """Links as people write them: both ways, or one.
+
+        >>> Link.read("6-7=30"), Link.read("6>7=0.5")
+        ([Link(sender=6, receiver=7, latency=30.0, ...), Link(sender=7, receiver=6, ...)], [Link(sender=6, ...)])
+        """
+        found = _LINK.fullmatch(text.strip())
+        if found is None:
+            raise PlanError(f"the link {text!r}; expected A-B=T or A>B=T, such as 6-7=30")
+        one, other, latency = int(found[1]), int(found[3]), float(found[4])
+        return [cls(one, other, latency), *([cls(other, one, latency)] if found[2] == "-" else [])]
 
 
 _NOT_PER_STAGE: Final = ("links", "microbatches", "ranks")

@@ -15,7 +15,7 @@ from penstock.schedules import all_schedules, get_schedule
 from penstock.show.html import timeline_section
 from penstock.show.numbers import memory_text, percent, time_text
 from penstock.show.svg import to_svg
-from penstock.simulate import Costs, Timeline, simulate
+from penstock.simulate import Costs, Link, Timeline, simulate
 
 Kind = Literal["show", "compare", "svg", "csv"]
 MOST_ACTIONS: Final = 40_000  # what a browser draws at once; a forward and a backward of each stage and microbatch
@@ -41,6 +41,7 @@ class Question:
     kept_for_weights: float = 1.0  # the share of the activations that a microbatch holds between I and W
     memory: float | None = None  # a rank's room, in activations of one rank for one microbatch
     speeds: tuple[float, ...] = ()  # how long each rank takes, relative to the others; empty: all the same
+    links: tuple[str, ...] = ()  # latencies of single links, such as "6-7=30": both ways; "6>7=30": one way
     messages: bool = False  # draw sends and receives as well
 
     @classmethod
@@ -66,6 +67,7 @@ class Question:
                 if given.get(name) is not None:
                     given[name] = float(given[name])
             given["speeds"] = tuple(float(value) for value in given.get("speeds") or ())
+            given["links"] = tuple(str(value) for value in given.get("links") or ())
         except (TypeError, ValueError, OverflowError) as error:
             raise PlanError(f"a question with {given!r}: {error}") from None
         return cls(**given)
@@ -165,8 +167,9 @@ def _costs(plan: Plan, question: Question) -> Costs:
         latency=question.latency,
     )
     if question.transfer > 0:
-        return replace(costs, bandwidth=1.0 / question.transfer, output_bytes=(1.0,) * plan.num_stages)
-    return costs
+        costs = replace(costs, bandwidth=1.0 / question.transfer, output_bytes=(1.0,) * plan.num_stages)
+    links = [link._replace(bandwidth=costs.bandwidth) for text in question.links for link in Link.read(text)]
+    return replace(costs, links=tuple(links))
 
 
 def _comparison(question: Question) -> list[dict[str, Any]]:
@@ -203,4 +206,6 @@ def _command(question: Question) -> str | None:
         value = getattr(question, name)
         if name in ("ranks", "microbatches") or value != getattr(usual, name):
             words += [f"--{name.replace('_', '-')}", f"{value:g}"]
+    for link in question.links:
+        words += ["--link", link]
     return shlex.join([*words, "--lowered"] if question.messages else words)

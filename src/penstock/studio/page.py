@@ -68,6 +68,10 @@ def _form() -> str:
     counts = "".join(_slider(name, label, bounds, hint) for name, label, bounds, hint in _NUMBERS)
     times = "".join(_number(name, label, hint) for name, label, hint in _TIMES)
     links = "".join(_number(name, label, hint) for name, label, hint in _LINKS)
+    links += (
+        '<label class="st-wide" title="latencies of single links: 2-3=4 both ways, 2&gt;3=4 one way">single links'
+        '<input name="links" type="text" placeholder="all the same; 2-3=4"></label>'
+    )
     return (
         '<form id="question" class="ps-card st-form" autocomplete="off">'
         f'<label class="st-wide">schedule<select name="schedule">{schedules}</select></label>{counts}'

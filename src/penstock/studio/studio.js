@@ -6,6 +6,12 @@
   const usual = { schedule: "zbv", ranks: 4, microbatches: 8, forward: 1, backward_input: 1, backward_weight: 1, latency: 0, transfer: 0, kept_for_weights: 1 };
   const numbers = ["ranks", "microbatches", "stages_per_rank", "forward", "backward_input", "backward_weight", "latency", "transfer", "kept_for_weights", "memory"];
 
+  const complain = (text) => {
+    const box = document.getElementById("problem");
+    box.textContent = text || "";
+    box.hidden = !text;
+  };
+
   // -- who answers: the server that handed out the token, or Python in a worker of this page
 
   const server = (token) => async (asked) => {
@@ -15,6 +21,10 @@
   };
 
   const inPage = () => {
+    if (location.protocol === "file:") {
+      complain("Browsers start Python only in pages that come from a web server. In this folder: python -m http.server --bind 127.0.0.1, then open http://127.0.0.1:8000");
+      return () => new Promise(() => {});
+    }
     const worker = new Worker("worker.mjs", { type: "module" });
     const waiting = new Map();
     let count = 0;
@@ -44,12 +54,14 @@
     }
     const speeds = form.elements.speeds.value.split(/[\s,;]+/).filter(Boolean).map(Number);
     if (speeds.length) question.speeds = speeds;
+    const links = form.elements.links.value.split(/[\s,;]+/).filter(Boolean);
+    if (links.length) question.links = links;
     return question;
   };
 
   const fill = (question) => {
     for (const name of ["schedule", ...numbers]) form.elements[name].value = question[name] ?? "";
-    form.elements.speeds.value = (question.speeds || []).join(", ");
+    for (const name of ["speeds", "links"]) form.elements[name].value = (question[name] || []).join(", ");
     form.elements.messages.checked = Boolean(question.messages);
     follow();
   };
@@ -62,6 +74,7 @@
     const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
     for (const name of numbers) if (name in given) given[name] = Number(given[name]);
     if (given.speeds) given.speeds = given.speeds.split(",").map(Number);
+    if (given.links) given.links = given.links.split(",");
     given.messages = given.messages === "true";
     return { ...usual, ...given };
   };
@@ -95,12 +108,6 @@
       }
     }
     running = false;
-  };
-
-  const complain = (text) => {
-    const box = document.getElementById("problem");
-    box.textContent = text || "";
-    box.hidden = !text;
   };
 
   const show = async (question) => {
