@@ -15,8 +15,9 @@ from torch import nn
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.train import Job
 from penstock.train.train_options import TrainOptions
-from penstock.train.update import check_names
+from penstock.train.update import check_names, rate_of
 
 JOB = """
 import torch
@@ -38,10 +39,12 @@ STEPS, MICROBATCHES = 6, 4
 COMMON = ["--ranks", "2", "--schedule", "1f1b", "--microbatches", str(MICROBATCHES), "--no-measure", "--batch", "8"]
 
 
-def train(folder: Path, options: str, *, apart: str = "0.0\n", job: str = JOB) -> list[dict[str, Any]]:
+def train(
+    folder: Path, options: str, *, apart: str = "0.0\n", job: str = JOB, build: str = "job:build"
+) -> list[dict[str, Any]]:
     """Run the command, which compares itself with the unpipelined model first; its events."""
     (folder / "job.py").write_text(job, encoding="utf-8")
-    command = [sys.executable, "-m", "penstock", "train", "job:build", *COMMON, "--steps", str(STEPS), *options.split()]
+    command = [sys.executable, "-m", "penstock", "train", build, *COMMON, "--steps", str(STEPS), *options.split()]
     command += ["--log", "jsonl", "-o", str(folder / "run")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -117,10 +120,14 @@ def test_replicas_share_the_rows_of_a_batch_also_in_bfloat16(tmp_path: Path) -> 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_half_precision_with_a_scaled_loss_is_that_of_a_plain_loop_and_a_run_may_end_early(tmp_path: Path) -> None:
-    """What is validated wants the opposite, so that each validation is worse than the one before it."""
+    """What is validated wants the opposite, so that each validation is worse than the one before it. The job brings options of its
+    own; what the command line says goes before them."""
     opposite = JOB.replace("[batch(1000)]", "[(batch(1000)[0], -batch(1000)[1])]")
-    options = "--precision fp16 --clip 0.5 --rate-schedule constant --validate-every 1 --patience 3 --keep-best"
-    steps = [event["loss"] for event in train(tmp_path, options, job=opposite) if event["kind"] == "step"]
+    asked = "Job(*build(), options={'precision': 'fp16', 'patience': 3, 'clip': 9.0})"
+    job = opposite + f"\nfrom penstock.train import Job\n\ndef whole():\n    return {asked}\n"
+    options = "--clip 0.5 --rate-schedule constant --validate-every 1 --keep-best"
+    events = train(tmp_path, options, job=job, build="job:whole")
+    steps = [event["loss"] for event in events if event["kind"] == "step"]
     losses, _ = plain(clip=0.5, accumulate=1, rate=lambda step: 1.0, dtype=torch.float16)
     torch.testing.assert_close(steps, losses[: len(steps)], rtol=1e-3, atol=1e-4)
     assert len(steps) == 4  # the first validation was the best, and three more were allowed
@@ -154,6 +161,26 @@ def test_a_wrong_name_is_said_before_anything_starts(options: TrainOptions, said
 
     with pytest.raises(PenstockError, match=said):
         check()
+
+
+def test_a_warm_up_needs_a_rate_and_a_job_options_that_exist() -> None:
+    options = TrainOptions(warmup=3)
+    with pytest.raises(PenstockError, match="--warmup 3 without --rate-schedule"):
+        rate_of(options, Job(nn.Linear(1, 1), [], None, torch.optim.SGD))
+    with pytest.raises(PenstockError, match="a job with the option 'ranks'; expected some of accumulate, "):
+        options.with_those_of({"ranks": 3}, ["ranks"])
+
+
+def test_a_run_that_goes_on_has_the_options_that_it_had(tmp_path: Path) -> None:
+    """Also those that its job brought, and those that its first command line said in spite of the job."""
+    first = TrainOptions(output=str(tmp_path), clip=0.5)
+    assert "clip" not in first.open_to_a_job(["clip"])
+    made = first.with_those_of({"clip": 9.0, "precision": "bf16"}, first.open_to_a_job(["clip"]))
+    assert (made.clip, made.precision) == (0.5, "bf16")
+    (tmp_path / "options.json").write_text(made.dumps(), encoding="utf-8")
+    again = TrainOptions(output=str(tmp_path), resume=True).resumed([])
+    assert again.open_to_a_job([]) == frozenset()
+    assert (again.clip, again.precision) == (0.5, "bf16")
 
 
 def test_patience_needs_validation() -> None:

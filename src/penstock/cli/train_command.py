@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from penstock.train.train_options import TrainOptions
 
 _AT_LEAST_ONE = click.IntRange(min=1)
@@ -78,8 +80,9 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     """Train over pipelined processes: a small GPT on real text, or what MODULE:FUNCTION returns.
 
     The function returns (model, data, loss, optimizer): data is a function of the step or a list of (inputs, target),
-    optimizer a class or a function of the parameters. Ranks are started with torch's elastic launcher, and started again
-    from the last checkpoint if one is killed; under torchrun this command is one rank. Ctrl-C stops with a checkpoint.
+    optimizer a class or a function of the parameters; or a penstock.train.Job, which may bring options too. Ranks are
+    started with torch's elastic launcher, and started again from the last checkpoint if one is killed; under torchrun this
+    command is one rank. Ctrl-C stops with a checkpoint.
 
     \b
     Examples:
@@ -101,7 +104,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     options = TrainOptions(**given).resumed(said)
     by_srun = enter_slurm(os.environ)
     if is_rank():
-        finished = _be_rank(options)
+        finished = _be_rank(options, options.open_to_a_job(said))
         if by_srun and not finished:
             ctx.exit(STOPPED)
         return
@@ -115,8 +118,8 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         ctx.exit(130)
 
 
-def _be_rank(options: TrainOptions) -> bool:
-    """One rank; whether the run went to its end.
+def _be_rank(options: TrainOptions, undecided: Collection[str]) -> bool:
+    """One rank; whether the run went to its end. Its job may decide what is undecided.
 
     If it ends only because another one is gone, that one may end first, and say why.
     """
@@ -126,7 +129,7 @@ def _be_rank(options: TrainOptions) -> bool:
     from penstock.train.recovery import note_loss
 
     try:
-        return run_rank(options)
+        return run_rank(options, undecided)
     except (PeerFailed, StepTimeout, TransportError) as error:
         note_loss(options)
         click.echo(f"Error: {error}", err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,14 +21,17 @@ from penstock.train.recovery import fitted
 from penstock.train.screen import Screen
 from penstock.train.train_job import make_job
 from penstock.train.train_options import TrainOptions
+from penstock.train.update import check_names
 from penstock.train.where import backend_of, where_of
 
 
-def run_rank(options: TrainOptions) -> bool:
-    """Train as one rank; whether it went to its end."""
+def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
+    """Train as one rank; whether it went to its end. The job may decide what is `undecided`."""
     with _connected(options), _stop_requests() as stop:
         sys.excepthook = partial(_show_from_here, sys.excepthook)
         job = make_job(options)
+        options = options.with_those_of(job.options, undecided)
+        check_names(options)
         options = fitted(options, int(os.environ.get("WORLD_SIZE", "1")))
         screen = Screen(enabled=int(os.environ.get("RANK", "0")) == 0)
         return Run(

@@ -32,10 +32,10 @@ def enter_slurm(environment: MutableMapping[str, str]) -> bool:
 
 def first_host(listed: str) -> str:
     """
-    >>> first_host("node7"), first_host("gpu[003-017,20],login"), first_host("rack[2,4]-a")
-    ('node7', 'gpu003', 'rack2-a')
+    >>> first_host("node7"), first_host("gpu[003-017,20],login"), first_host("rack[2,4]-a"), first_host("r[1-2]n[07-09]")
+    ('node7', 'gpu003', 'rack2-a', 'r1n07')
     """
-    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", listed)
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", listed)
     if found is None:
         raise ValueError(f"{listed!r} names no host; expected what Slurm puts into SLURM_STEP_NODELIST")
-    return "".join(part or "" for part in found.groups())
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -33,14 +33,21 @@ Batch = tuple[tuple[Any, ...], Any]  # the model's arguments, and the target
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to train. `batch(step)` gives the arguments of the model and the target, the same on every rank."""
+    """One thing to train, with all that goes with it.
+
+        return penstock.train.Job(model, loader, loss_fn, torch.optim.AdamW, options={"clip": 0.5, "precision": "bf16"})
+
+    `batch` is a function of the step that gives the arguments of the model and the target, the same on every rank, or anything
+    that can be run through again and again.
+    """
 
     model: nn.Module
-    batch: Callable[[int], Batch]
+    batch: Any  # once `make_job` has it: a function of the step
     loss_fn: Callable[..., Tensor] | None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     validation: Sequence[Batch] = ()
     rate: Callable[[int], float] | None = None  # the factor of the learning rate, by step
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the command, unless it is called with others
     position: Any = None  # what knows how far the data is: it has state_dict() and load_state_dict(), for checkpoints
     tokens: int = 0  # of a batch, for the speed; 0: rows are counted
     title: str = ""
@@ -96,28 +103,30 @@ def _users(options: TrainOptions) -> Job:
         raise PenstockError(f"{options.build!r} cannot be found: {error}") from error
     wanted = inspect.signature(build).parameters
     made = build(**({"options": options} if "options" in wanted else {}))
-    if isinstance(made, Job):
-        return made
-    if not isinstance(made, tuple) or not 4 <= len(made) <= 5:
+    if isinstance(made, tuple) and 4 <= len(made) <= 5:
+        made = Job(*made)
+    if not isinstance(made, Job):
         raise PenstockError(
             f"{options.build} returned {type(made).__name__}; expected (model, data, loss, optimizer), or with "
             "validation batches as a fifth, or a penstock.train.Job"
         )
-    model, data, loss, optimizer, *rest = made
-    batch, position = batches_of(data)
-    return Job(
-        model,
-        batch,
-        loss,
-        optimizer if callable(optimizer) else _of_optimizer(optimizer, model),
-        validation=[normal_batch(one) for one in (rest[0] if rest else ())],
-        position=position,
-        title=f"{type(model).__name__} of {sum(p.numel() for p in model.parameters()):,} parameters ({options.build})",
+    batch, position = batches_of(made.batch)
+    count = sum(p.numel() for p in made.model.parameters())
+    return replace(
+        made,
+        batch=batch,
+        optimizer=_maker(made.optimizer),
+        validation=[normal_batch(one) for one in made.validation],
+        position=made.position or position,
+        title=made.title or f"{type(made.model).__name__} of {count:,} parameters ({options.build})",
     )
 
 
-def _of_optimizer(optimizer: Any, model: nn.Module) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """An optimizer over the whole model becomes one of its kind over the parameters of a rank."""
+def _maker(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """A function of a rank's parameters; an optimizer over the whole model becomes one of its kind."""
+    if callable(optimizer):
+        made: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = optimizer
+        return made
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PenstockError(
             f"the optimizer is a {type(optimizer).__name__}; return a class or a function: lambda parameters: AdamW(parameters)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from penstock.plan.reading import read_text
 from penstock.schedules import get_schedule
 
 OPTIONS = "options.json"  # in the output folder
+# what a job may bring
+OF_A_JOB = ("accumulate", "checkpoint_every", "clip", "keep", "keep_best", "log", "microbatches", "patience")
+OF_A_JOB += ("precision", "rate_schedule", "schedule", "stages", "steps", "trace", "validate_every", "warmup")
 _LARGEST = 1 << 28  # bytes of a file that a run writes: a report has the times of every action
 
 
@@ -143,6 +146,21 @@ class TrainOptions:
             return self
         before = self.of_file(file)
         return replace(before, **{name: getattr(self, name) for name in {"resume", "output", *given}})
+
+    def open_to_a_job(self, given: Collection[str]) -> frozenset[str]:
+        """What a job may decide: what neither the command line nor the run that goes on has decided."""
+        goes_on = self.resume and (self.folder / OPTIONS).is_file()
+        return frozenset() if goes_on else frozenset(OF_A_JOB) - set(given)
+
+    def with_those_of(self, job: Mapping[str, Any], undecided: Collection[str]) -> TrainOptions:
+        """With what a job brings, as far as that is undecided.
+
+        >>> TrainOptions(clip=2.0).with_those_of({"clip": 0.5, "precision": "bf16"}, ["precision"])
+        TrainOptions(..., clip=2.0, ..., precision='bf16', ...)
+        """
+        if unknown := sorted(set(job) - set(OF_A_JOB)):
+            raise PenstockError(f"a job with the option {unknown[0]!r}; expected some of {', '.join(OF_A_JOB)}")
+        return replace(self, **{name: value for name, value in job.items() if name in undecided})
 
 
 def read_json(file: Path) -> dict[str, Any]:

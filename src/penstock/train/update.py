@@ -137,6 +137,8 @@ def rate_of(options: TrainOptions, job: Job) -> Callable[[int], float] | None:
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     if options.rate_schedule is None:
+        if options.warmup:
+            raise PenstockError(f"--warmup {options.warmup} without --rate-schedule; give constant, linear or cosine")
         return job.rate
     shape = RATES[options.rate_schedule]
     warm, left = options.warmup, max(options.steps - options.warmup, 1)
