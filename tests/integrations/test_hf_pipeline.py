@@ -204,6 +204,9 @@ def test_an_argument_that_the_example_lacks_is_named() -> None:
 
     with pytest.raises(SplitError, match="make the pipeline with an example that has attention_mask too"):
         completed(padded(4, 8), {"input_ids": (4, 8), "labels": (4, 8)})
+    with pytest.raises(SplitError, match="the batch has output_attentions"):
+        completed({"input_ids": torch.ones(4, 8), "output_attentions": True}, {"input_ids": (4, 8)})
+    assert list(completed({"input_ids": torch.ones(4, 8), "use_cache": False}, {"input_ids": (4, 8)})) == ["input_ids"]
 
 
 def test_a_parameter_that_the_files_lack_is_not_made_up(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def fit(folder: str, *, strategy: Any, epochs: int = 2, resume: str | None = Non
         accumulate_grad_batches=2,
         gradient_clip_val=0.05,
         log_every_n_steps=1,
+        precision="64-true",
         logger=CSVLogger(folder, name="log", version="0"),
         callbacks=[bar, kept],
         enable_model_summary=False,
@@ -189,7 +190,10 @@ def test_what_steps_log() -> None:
     from penstock.integrations.lightning_steps import LoggedSteps, Stand
 
     module = Module()
-    steps = LoggedSteps(module, Stand())
+    with pytest.raises(RunError, match=r"Module trains net\.0\.0\.weight, .* beside the model"):
+        LoggedSteps(module, Stand())
+    module.net = Stand()
+    steps = LoggedSteps(module, module.net)
     logged: Any = []
     with steps._collecting(logged):
         module.log("accuracy", Accuracy(), True)

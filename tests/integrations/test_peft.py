@@ -10,6 +10,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from penstock.integrations.adapters import adapter_weights
 from penstock.integrations.transformers import PipelineTrainer, TransformersPipeline, pipeline
 from tests.gloo_pool import GlooPool
 from tests.integrations.hf import as_torchrun, llama, padded
@@ -19,16 +20,15 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mar
 STEPS = 3
 
 
-def adapted(*, meta: bool = False, norms: bool = False) -> Any:
+def adapted(*, meta: bool = False, norms: bool = False, **more: Any) -> Any:
     """With `norms` peft also trains whole modules, of which each rank has some."""
     base = llama()
     if meta:
         base = base.to("meta")
     torch.manual_seed(1)
     whole = ["norm"] if norms else None
-    targets = ["q_proj", "v_proj"]
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=targets, modules_to_save=whole, task_type="CAUSAL_LM")
-    return get_peft_model(base, config)
+    given = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": whole, **more}
+    return get_peft_model(base, LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", **given))
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -107,3 +107,18 @@ def test_a_base_that_no_rank_holds(tmp_path: Path) -> None:
         loss = base(**batch(0)).loss.item()
     assert pipe.step(**batch(0)).loss == pytest.approx(loss, abs=1e-5)
     assert all(p.grad is None for p in pipe.parameters() if not p.requires_grad)
+
+
+def test_every_kind_of_adapter_is_found_again(tmp_path: Path) -> None:
+    """peft shortens the names of some when it saves them: magnitudes of DoRA, adapters of embeddings."""
+    model = adapted(norms=True, use_dora=True, target_modules=["q_proj", "embed_tokens"])
+    pipe = pipeline(model, batch(0), microbatches=2)
+    pipe.save_pretrained(tmp_path)
+    trained = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
+    assert {part for name in trained for part in name.split(".") if part.startswith("lora_")} == {
+        *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+    }
+    found = adapter_weights(tmp_path, pipe)
+    assert found.keys() == trained.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, trained[name].detach())

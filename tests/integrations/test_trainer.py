@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
+from penstock.errors import RunError
 from penstock.integrations.transformers import PipelineTrainer
 from penstock.plan.ops import Op
 from tests.gloo_pool import GlooPool
@@ -83,13 +84,14 @@ def run(kind: Any, folder: str, *, model: Any, resume: str | None = None, **chan
         callbacks=[heard],
         **({} if options is None else {"pipeline_options": options}),
     )
+    before = trainer.evaluate()["eval_loss"]
     done = trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/best")
     logs = [
         {k: v for k, v in log.items() if not k.endswith(("_runtime", "_per_second"))}
         for log in trainer.state.log_history[:-1]
     ]
-    found = {"logs": logs, "loss": done.training_loss, "heard": heard.heard}
+    found = {"logs": logs, "loss": done.training_loss, "heard": heard.heard, "before": before}
     return {**found, "pipe": trainer.pipe} if kind is PipelineTrainer else found
 
 
@@ -108,7 +110,8 @@ def test_a_trainer_trains_logs_evaluates_saves_and_resumes(gloo_pool: GlooPool, 
     found = gloo_pool.run(2, pipelined, str(tmp_path), timeout=240.0)
     expected = run(transformers.Trainer, str(tmp_path / "plain"), model=llama())
     for first, again, actions in found:
-        assert first["heard"] == expected["heard"] == {"steps": 4, "saves": 2, "evaluations": 2}
+        assert first["heard"] == expected["heard"] == {"steps": 4, "saves": 2, "evaluations": 3}
+        assert first["before"] == pytest.approx(expected["before"], abs=1e-5)
         assert_logs(first["logs"], expected["logs"])
         assert_logs(again["logs"], expected["logs"])  # the first half comes out of the checkpoint
         assert first["loss"] == pytest.approx(expected["loss"], abs=1e-5)
@@ -148,6 +151,35 @@ def test_other_losses_in_one_process(kind: str, tmp_path: Path) -> None:
         found.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history[:-1]])
     for one, other in zip(*found, strict=True):
         assert one == pytest.approx(other, rel=2e-2 if kind == "bf16" else 1e-4)
+
+
+class OwnLoss(PipelineTrainer):
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        raise AssertionError("a pipeline has no place for it")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        (PipelineTrainer, {"neftune_noise_alpha": 5.0, "bf16_full_eval": True}, "bf16_full_eval, neftune_noise_alpha"),
+        (OwnLoss, {}, "an overridden compute_loss.*compute_loss_func="),
+        (PipelineTrainer, {"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+    ],
+)
+def test_what_would_not_be_heeded_is_refused(kind: Any, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=said):
+        kind(model=llama(), args=arguments(str(tmp_path), **changes), train_dataset=rows(8, 1), eval_dataset=rows(8, 2))
+
+
+def test_the_checkpoint_of_another_trainer_is_not_half_resumed(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "load_best_model_at_end": False}
+    for kind, resume in ((transformers.Trainer, None), (PipelineTrainer, True)):
+        trainer = kind(model=llama(), args=arguments(str(tmp_path), **changes), train_dataset=rows(8, 1))
+        if resume is None:
+            trainer.train()
+            continue
+        with pytest.raises(RunError, match="the optimizer of a Trainer without a pipeline"):
+            trainer.train(resume_from_checkpoint=resume)
 
 
 class Lines(torch.utils.data.IterableDataset):

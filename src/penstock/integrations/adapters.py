@@ -13,11 +13,14 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.weight_files import open_weights
+from penstock.errors import RunError
 from penstock.front.spread import receive_from, send_to
 from penstock.integrations.needs import needed
+from penstock.stage.dtensors import whole_tensor
 
 if TYPE_CHECKING:
     from penstock.integrations.transformers import TransformersPipeline
@@ -35,7 +38,7 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
 
     place, shell = Path(folder), cast(Any, pipe.shell)
     (name,) = shell.active_adapters
-    mine = {key: value.detach() for key, value in _state(pipe).items()}
+    mine = {key: whole_tensor(value.detach()) for key, value in _state(pipe).items()}
     trained: dict[str, Tensor] = {}
     for rank in range(pipe.num_ranks):  # one after another, each to rank 0
         if pipe.rank == rank and rank:
@@ -59,14 +62,16 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
 
 def adapter_weights(folder: str | Path, pipe: TransformersPipeline) -> dict[str, Tensor]:
     """What a folder of peft has for this rank, under the names of the pipeline's model."""
+    peft, shell = needed("peft", "hf"), cast(Any, pipe.shell)
     given = open_weights(Path(folder) / "adapter_model.safetensors")
-    (adapter,) = cast(Any, pipe.shell).active_adapters
-    found = {}
-    for name in pipe.tensors.state:
-        saved = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
-        if saved in given:
-            found[name] = given[saved]
-    return found
+    (adapter,) = shell.active_adapters
+    named = {name: torch.empty(0) for name in shell.state_dict()}  # peft says under which name it saves each of them
+    saved = peft.get_peft_model_state_dict(shell, named, adapter, save_embedding_layers=False)
+    names = {id(value): name for name, value in named.items()}
+    held = {names[id(value)]: key for key, value in saved.items() if names.get(id(value)) in pipe.tensors.state}
+    if missing := [key for key in held.values() if key not in given]:
+        raise RunError(f"{folder} has no value for {missing[0]}; expected what this adapter was saved as")
+    return {name: given[key] for name, key in held.items()}
 
 
 def _state(pipe: TransformersPipeline) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from penstock.run.inputs import StepInputs
 
 IGNORED = -100  # the label of a place that does not count
 ITEMS = "num_items_in_batch"
+_ANYWHERE = (ITEMS, "return_dict", "use_cache")  # what a model may be called with whatever the example had
 
 
 class TokenSchedule(WeightedSchedule):
@@ -60,7 +61,7 @@ def completed(batch: Mapping[str, Any], example: Mapping[str, Sequence[int] | No
 
     `example` has the shape of each tensor, and None for what is no tensor.
     """
-    extra = [name for name, value in batch.items() if isinstance(value, Tensor) and name not in example]
+    extra = [name for name, value in batch.items() if value is not None and name not in {*example, *_ANYWHERE}]
     if extra:
         raise SplitError(
             f"the batch has {', '.join(extra)}, and the example of the pipeline had {', '.join(example)}; make the pipeline "

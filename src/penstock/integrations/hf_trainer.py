@@ -32,6 +32,7 @@ from penstock.lower import recompute
 from penstock.plan.ops import Op
 
 _Trainer: Any = needed("transformers", "hf").Trainer
+_NOT_HERE = "bf16_full_eval debug deepspeed fp16_full_eval fsdp neftune_noise_alpha parallelism_config use_liger_kernel"
 _STATE = "pipeline"  # the folder in a checkpoint that has weights, optimizer and scheduler for any number of stages
 
 
@@ -59,13 +60,13 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         made = model if isinstance(model, TransformersPipeline) else None
         whole = model.shell if isinstance(model, TransformersPipeline) else model
         super().__init__(model=whole, args=args, **options)
-        if self.args.train_sampling_strategy == "batch_rebalance":
-            raise RunError(
-                'train_sampling_strategy="batch_rebalance" gives every process rows of its own; leave it out'
-            )
+        self._check_arguments()
         given = {"device": self.args.device, **(pipeline_options or {})}
         if self.args.gradient_checkpointing:
             given.setdefault("recompute", True)
+        if self.args.torch_compile:
+            mode = {"mode": self.args.torch_compile_mode} if self.args.torch_compile_mode else {}
+            given.setdefault("compile", {"backend": self.args.torch_compile_backend, **mode})
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:
             given.setdefault("loss_scale", scaler)
@@ -88,6 +89,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         self._decaying = set(super().get_decay_parameter_names(whole))
         self.model = self.model_wrapped = self.callback_handler.model = made.shell
         self.is_distributed_loading_by_transformers = True  # nobody wraps the model in DDP
+        self.accelerator.prepare_model = self._left_alone
         self.accelerator.gather = made.gather_rows  # what a rank has, all of its replica have
         self.accelerator.prepare_data_loader = self._whole_batches
 
@@ -110,6 +112,20 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         batch = dict(collate(list(islice(iter(rows), max(2, self.args.train_batch_size)))))
         return dict(self._prepare_inputs(batch))
 
+    def _check_arguments(self) -> None:
+        """What a Trainer does to a whole model, or to a rank's own rows, would here be done to nothing."""
+        asked = [name for name in _NOT_HERE.split() if getattr(self.args, name, None)]
+        asked += ['train_sampling_strategy="batch_rebalance"'] * (
+            self.args.train_sampling_strategy == "batch_rebalance"
+        )
+        asked += ["model_init"] * (self.model_init is not None)
+        asked += ["an overridden compute_loss"] * (type(self).compute_loss is not _Trainer.compute_loss)
+        if asked:
+            raise RunError(
+                f"PipelineTrainer with {', '.join(asked)}: it would not heed them. Leave them out; compute_loss_func= takes the "
+                'place of compute_loss, and pipeline_options={"mesh": ..., "data_parallel": "fsdp"} that of fsdp and deepspeed'
+            )
+
     def _check_made(self, options: Mapping[str, Any] | None, scaler: Any) -> None:
         """A pipeline that is there already has a loss and options of its own."""
         wanted = {
@@ -117,6 +133,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
             "compute_loss_func": self.compute_loss_func,
             "label_smoothing_factor": self.label_smoother,
             "fp16": scaler,
+            "torch_compile": self.args.torch_compile,
         }
         lost = [name for name, value in wanted.items() if value]
         if lost:
@@ -156,6 +173,11 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         )
         own._dataloaders.append(made)
         return made
+
+    def _left_alone(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        """accelerate would move and wrap the model, most of which has no memory here; it only hears of it."""
+        self.accelerator._models.append(model)
+        return model
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.pipe.num_replicas)
@@ -247,6 +269,11 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and (Path(checkpoint) / _STATE).is_dir():
             self.pipe.load(Path(checkpoint) / _STATE, optimizer=self._inner_optimizer, scheduler=self.lr_scheduler)
+        elif checkpoint is not None and (Path(checkpoint) / "optimizer.pt").is_file():
+            raise RunError(
+                f"{checkpoint} has the optimizer of a Trainer without a pipeline, which no rank could take its part of; give its "
+                "weights as the model, pipeline(checkpoint, batch), and begin anew"
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_adapted(self.pipe.shell):

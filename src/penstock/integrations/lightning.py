@@ -71,8 +71,9 @@ class PipelineStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self._trainer = trainer
         trainer._accelerator_connector.use_distributed_sampler = False  # it would give each process other rows
-        if self._steps is None or not isinstance(getattr(self.lightning_module, self._name), Stand):
+        if self._steps is None or not isinstance(getattr(self.lightning_module, self._name, None), Stand):
             self._steps = self._made(trainer)
+        self.model_to_device()  # what is beside the stages
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if not trainer.lightning_module.automatic_optimization:
@@ -96,8 +97,10 @@ class PipelineStrategy(DDPStrategy):
                 f"{type(module).__name__}.{self._name} is {type(model).__name__}; expected the nn.Module that is cut into "
                 f'stages. Say which attribute it is: PipelineStrategy(model="...")'
             )
+        self.precision_plugin.convert_module(module)
         with _same_random_numbers():
-            batch = self.batch_to_device(self._example(trainer), self.root_device)
+            example = self.precision_plugin.convert_input(self._example(trainer))
+        batch = self.batch_to_device(example, self.root_device)
         if self._pipeline_options.get("mesh") is not None:
             raise RunError(
                 "PipelineStrategy(mesh=...): every process gets the rows of the loader, so replicas would do the same work. "

@@ -61,6 +61,12 @@ class LoggedSteps:
     pipe: Pipeline
 
     def __init__(self, module: Any, stand: Stand) -> None:
+        apart = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if apart:
+            raise RunError(
+                f"{type(module).__name__} trains {', '.join(apart)} beside the model that is cut into stages, and only the last "
+                "stage would see them; put them into that model, or freeze them"
+            )
         self.module = module
         self.stand = stand
         self._rest: tuple[str, tuple[Any, ...]] = (

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from penstock.batch import Replicate
 from penstock.errors import CaptureError, RunError
 from penstock.front import Pipeline, Result
+from penstock.front.publish import Origin
 from penstock.integrations.adapters import is_adapted, save_adapter
 from penstock.integrations.hf_batches import ITEMS, TokenSchedule, completed, count_labels, open_sizes
 from penstock.integrations.hf_cuts import cuts_of_plan
@@ -216,6 +218,7 @@ class TransformersPipeline(Pipeline):
                 setattr(self.shell.get_submodule(owner), leaf, mine[name])
             else:
                 parameter.requires_grad_(False)
+        self._origin = replace(self._origin, configs=Origin.of(self.shell).configs)  # what is changed there is saved
 
 
 def without_loss(outputs: Any) -> Any:
