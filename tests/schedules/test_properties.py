@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
+from penstock.lower import lower
 from penstock.plan import Action, Op, Placement, Plan, StageGraph, check, dumps, loads
 from penstock.plan.actions import parts, unpack
 from penstock.schedules import Recipe, all_schedules
@@ -94,6 +95,16 @@ def test_evaluation_is_the_same_plan_without_backwards(case: tuple[Recipe, Plan]
     evaluation = plan.forward_only()
     check(evaluation)
     assert evaluation.num_actions == plan.num_stages * plan.num_microbatches
+
+
+@given(plans(max_ranks=6, max_microbatches=12), st.data())
+def test_a_smaller_batch_is_the_same_plan_without_the_last_microbatches(
+    case: tuple[Recipe, Plan], data: st.DataObject
+) -> None:
+    _, plan = case
+    fewer = plan.of_first(data.draw(st.integers(1, plan.num_microbatches)))
+    check(fewer)
+    check(lower(fewer))
 
 
 @pytest.mark.parametrize("name", RECIPES)

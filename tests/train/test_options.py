@@ -120,8 +120,8 @@ def test_replicas_share_the_rows_of_a_batch_also_in_bfloat16(tmp_path: Path) -> 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_half_precision_with_a_scaled_loss_is_that_of_a_plain_loop_and_a_run_may_end_early(tmp_path: Path) -> None:
-    """What is validated wants the opposite, so that each validation is worse than the one before it. The job brings options of its
-    own; what the command line says goes before them."""
+    """What is validated wants the opposite, so that each validation is worse than the one before it. The job brings
+    options of its own; what the command line says goes before them."""
     opposite = JOB.replace("[batch(1000)]", "[(batch(1000)[0], -batch(1000)[1])]")
     asked = "Job(*build(), options={'precision': 'fp16', 'patience': 3, 'clip': 9.0})"
     job = opposite + f"\nfrom penstock.train import Job\n\ndef whole():\n    return {asked}\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -143,6 +143,7 @@ class Pipeline(OwnStages):
         if made and of_model.weights is not None:
             copy_state(self.tensors, open_weights(of_model.weights), strict=True)
         self._smaller: dict[int, WeightedSchedule] = {}  # for evaluations of fewer rows than there are microbatches
+        self._fewer: dict[int, tuple[Plan, WeightedSchedule]] = {}  # for such steps; with the plan that it was made of
 
     @property
     def schedule(self) -> WeightedSchedule:
@@ -176,8 +177,9 @@ class Pipeline(OwnStages):
         )
         losses: list[Tensor] = []
         value = self._run(batch, losses, return_outputs=keep, loss_kwargs=loss_kwargs)
+        ran = self._of_step(batch.args, batch.kwargs)
         self._tidy_up()
-        return self._result(self._schedule, losses, batch.in_order(value), outputs, self._overflow())
+        return self._result(ran, losses, batch.in_order(value), outputs, self._overflow())
 
     def evaluate(
         self,
@@ -402,12 +404,16 @@ class Pipeline(OwnStages):
         """A step of the schedule, measured and counted where that is wanted; what to do if a rank runs out of memory."""
 
         def attempt() -> Any:
-            schedule = self._schedule
+            schedule = self._of_step(batch.args, batch.kwargs)
             schedule.problem = batch.problem
             schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
-            measured = nullcontext() if self._replanner is None else self._replanner.around(schedule)
-            with measured, self._memory.around(schedule, shapes_in((batch.args, batch.kwargs))):
-                return schedule.step(*batch.args, target=batch.target, losses=losses, **options, **batch.kwargs)
+            usual = schedule is self._schedule  # another one says nothing of the plan
+            measured = self._replanner.around(schedule) if usual and self._replanner is not None else nullcontext()
+            counted = self._memory.around(schedule, shapes_in((batch.args, batch.kwargs))) if usual else nullcontext()
+            with measured, counted:
+                value = schedule.step(*batch.args, target=batch.target, losses=losses, **options, **batch.kwargs)
+            self._schedule.steps = schedule.steps
+            return value
 
         if self._of_steps.on_oom == "raise":
             return self._undo.run(attempt)
@@ -434,6 +440,21 @@ class Pipeline(OwnStages):
                 f"{name}() {'with a target ' if target is not None else ''}without a loss: nothing could be differentiated or "
                 "reported. Give Pipeline(..., loss_fn=function), or call predict() for the outputs alone"
             )
+
+    def _of_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightedSchedule:
+        """The schedule of a step: with `few_rows` one that cuts no more microbatches than there are rows."""
+        usual, rows = self._schedule, None
+        if self._of_steps.few_rows and (args or kwargs):
+            with suppress(SplitError):  # which the step itself raises, on all ranks
+                rows = batch_size_of(args, kwargs)
+        if not rows or rows >= usual.num_microbatches:
+            return usual
+        plan, found = self._fewer.get(rows, (None, usual))
+        if plan is not usual.plan:
+            found = self._scheduled(usual.plan.of_first(rows))
+            self._fewer[rows] = usual.plan, found
+        found.steps, found._watches = usual.steps, usual._watches
+        return found
 
     def _for_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightedSchedule:
         """A schedule that cuts no more microbatches than there are rows; the same on every rank."""

@@ -137,19 +137,22 @@ class RankOptions:
 
 
 # What a Schedule does not have.
-_OWN = ("collect_every", "loss_scale", "on_oom", "run_folder", "share_loss", "group_rows", "replan")
+_OWN = ("collect_every", "few_rows", "loss_scale", "on_oom", "run_folder", "share_loss", "group_rows", "replan")
 
 
 @takes(StageError)
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step goes. All but the first seven are those of a `Schedule`."""
+    """How a step goes. All but the first eight are those of a `Schedule`."""
 
     loss_scale: Any = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
     run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
     on_oom: str = "raise"  # or "replan": do the batch again under a plan that holds less
     collect_every: int | None = None  # Python's garbage is collected after so many steps, on all ranks at once
     share_loss: bool = True  # False: no broadcast at the end of a step; the loss is on the last stage's rank alone
+    few_rows: bool = (
+        False  # a batch of fewer rows than microbatches is cut into fewer; then every rank has to give the batch
+    )
     group_rows: Any = None  # GroupRows, or the function of a step's arguments that gives the lengths of its rows
     replan: float | None = None  # take another plan when measured steps say that it saves this share of a step
     scale_grads: bool = True

@@ -113,7 +113,12 @@ class PipelineStrategy(DDPStrategy):
         scaler = getattr(
             self.precision_plugin, "scaler", None
         )  # of 16-mixed, which Lightning unscales and steps by itself
-        options = {"device": self.root_device, "loss_scale": scaler, **self._pipeline_options}
+        options = {
+            "device": self.root_device,
+            "loss_scale": scaler,
+            "few_rows": True,
+            **self._pipeline_options,
+        }
         steps.pipe = Pipeline(model, args, example_kwargs=kwargs, loss_fn=steps.loss, **options)
         stand.hold(steps.pipe)
         return steps

@@ -92,6 +92,7 @@ class TransformersPipeline(Pipeline):
     ) -> None:
         needed("transformers", "hf")
         self.own_loss = loss_fn is None
+        self._part = 1.0
         self.shell = on_meta(model)
         self._shifts = _shifts_labels(model)
         batch = {name: value for name, value in example.items() if self.own_loss or name != "labels"}
@@ -130,7 +131,7 @@ class TransformersPipeline(Pipeline):
 
         `part` says how much the mean of this batch counts, if several are accumulated. The loss that is reported is the mean.
         """
-        self._tokens.part = part
+        self._part = part
         return super().step(*args, **self._call(batch))
 
     def evaluate(self, *args: Any, **batch: Any) -> Result:
@@ -192,10 +193,11 @@ class TransformersPipeline(Pipeline):
             call[ITEMS] = torch.tensor(int(count), device=self._ends.device)
         return {**{name: call[name] for name in self._shapes if name in call}, **options}  # in the order of the example
 
-    @property
-    def _tokens(self) -> TokenSchedule:
-        assert isinstance(self._schedule, TokenSchedule)
-        return self._schedule
+    def _of_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TokenSchedule:
+        schedule = super()._of_step(args, kwargs)
+        assert isinstance(schedule, TokenSchedule)
+        schedule.part = self._part
+        return schedule
 
     def _make_schedule(self, plan: Plan) -> TokenSchedule:
         given = dict(self._options)
@@ -230,7 +232,7 @@ def without_loss(outputs: Any) -> Any:
 
 def _with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Where to cut, and where values come from, unless that was said."""
-    given = dict(options)
+    given = {"few_rows": True, **options}  # a loader's last batch may be a short one, and every rank has it
     count = given.get("num_stages") or given.get("stages") or _stages_of(schedule, given)
     if isinstance(count, int) and given.get("split_spec") is None and given.get("split_policy") is None:
         cuts = cuts_of_plan(model, count)

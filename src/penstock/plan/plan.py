@@ -8,7 +8,7 @@ from functools import cached_property
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
-from penstock.plan.actions import KEY, OP, AnyAction, parts, text, unpack
+from penstock.plan.actions import KEY, OP, AnyAction, microbatch_of, parts, text, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.lists import Lists
 from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, OVERLAP, TRAINING, Op
@@ -156,6 +156,21 @@ class Plan:
     def with_graph(self, graph: StageGraph) -> Plan:
         """The same actions for a model with other connections between its stages."""
         return replace(self, graph=graph, family=self.family if graph == self.graph else None)
+
+    def of_first(self, num_microbatches: int) -> Plan:
+        """The plan of a smaller batch: the first microbatches alone, in the same order.
+
+        >>> print(*Plan.of([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]).of_first(1).lines(), sep="\\n")
+        rank 0: 0F0 0B0
+        rank 1: 1F0 1B0
+        """
+
+        def left(code: int) -> Sequence[int]:
+            kept = [part for part in parts(code) if microbatch_of(part) < num_microbatches]
+            return kept if len(kept) < 2 else (code,)  # of an overlapped pair one, or the pair
+
+        rows = [[one for code in codes for one in left(code)] for codes in self.codes]
+        return replace(self, codes=tuple(map(tuple, rows)), num_microbatches=num_microbatches, family=None)
 
     def forward_only(self) -> Plan:
         """The plan of an evaluation: every forward in its place, and nothing of the backward."""

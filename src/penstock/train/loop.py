@@ -90,6 +90,7 @@ class Run:
             run_folder=options.folder,
             device=where_of(options),
             collect_every=COLLECT_EVERY,
+            few_rows=True,
             compile={"backend": options.compile_backend} if options.compile else False,
         )
         self.screen.say(pipe.explain(print_output=False))

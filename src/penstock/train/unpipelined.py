@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.batch import sizes_of, split_batch, split_target, weights
+from penstock.batch import batch_size_of, sizes_of, split_batch, split_target, weights
 from penstock.capture import Pipe
 from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
@@ -73,12 +73,12 @@ class Unpipelined:
     def add_up(self, number: int, batch: Batch) -> float:
         """The loss of a whole batch; its gradients are added to those that are there."""
         args, target = map_tensors(lambda tensor: tensor.to(self.device), batch)
-        size = len(self.order)
+        size = min(len(self.order), batch_size_of(args) or len(self.order))  # as a Pipeline with few_rows=True
         pieces, _ = split_batch(args, {}, size)
         targets = split_target(target, size)
         shares = [float(share) for share in weights(sizes_of(targets) or [1] * size)]
         losses = [0.0] * size
-        for microbatch in self.order:
+        for microbatch in (number for number in self.order if number < size):
             loss = self.loss(self.output(pieces[microbatch], number, microbatch), targets[microbatch])
             torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch] * self.scale))
             losses[microbatch] = loss.item()
