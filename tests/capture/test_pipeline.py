@@ -357,3 +357,31 @@ def test_a_buffer_written_by_two_stages_is_refused() -> None:
     for _ in range(3):  # one writer: later stages get its value as a wire
         assert torch.equal(pipe(x), reference(x))
     assert model.count == 3
+
+
+class MoreInTraining(nn.Module):
+    """Cuts off some columns by itself, in training also before its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            x = x[:, :4] * 1.0
+        return self.last(self.first(x)[:, 1:])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_cut_is_found_in_another_mode_that_has_more_or_fewer_of_its_operators(training: bool) -> None:
+    def before_the_last_slice(flat: Any, _: int) -> list[int]:
+        return [max(place for place, node in enumerate(flat.nodes) if "slice" in str(node.target))]
+
+    model = MoreInTraining().train(training)
+    x = torch.randn(3, 4)
+    pipe = pipeline(model, (x,), num_stages=2, choose_cuts=before_the_last_slice)
+    stages = [pipe.get_stage_module(k) for k in range(2)]
+    for mode in (training, not training):
+        for stage in stages:
+            stage.train(mode)
+        torch.testing.assert_close(stages[1](*stages[0](x)), model.train(mode)(x))

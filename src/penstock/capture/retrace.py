@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -27,19 +27,43 @@ from penstock.errors import CaptureError
 
 ChooseCuts = Callable[[Flat, int], Sequence[int]]
 Judge = Callable[[Flat, Sequence[Mark]], None]
+_FOLLOWING = 4  # operators, of which one will be there in every trace
 
 
-Landmark = tuple[str, str, int]  # the module, the operator, and which of that module's operators of that kind it is
+class Landmark(NamedTuple):
+    """What tells an operator from the others in every trace of the model, though a mode or a size may have more or fewer."""
+
+    module: str
+    operator: str
+    number: int  # which of that module's operators of that kind it is
+    after: str  # the module that did something just before this one
+    number_after: int  # the same, counted after that module alone
 
 
 def landmarks(flat: Flat) -> list[Landmark]:
-    """For each node what tells it from the others, the same in every trace of the model."""
-    seen: Counter[tuple[str, str]] = Counter()
+    """That of each node."""
+    seen: Counter[tuple[str, ...]] = Counter()
     found = []
+    module = after = ""
     for node in flat.nodes:
-        kind = (module_path(node), str(node.target))
-        found.append((*kind, seen[kind]))
-        seen[kind] += 1
+        path, operator = module_path(node), str(node.target)
+        if path != module:
+            module, after = path, module
+        found.append(Landmark(path, operator, seen[path, operator], after, seen[path, operator, after]))
+        seen[path, operator] += 1
+        seen[path, operator, after] += 1
+    return found
+
+
+def found_again(marks: Sequence[Sequence[Landmark]], here: Sequence[Landmark]) -> list[int | None]:
+    """Where in another trace each of them is, None for one that is not there. What was before an operator tells it best; one that
+    has no work in that mode or size is not there, but the next one is."""
+    near = {(m.module, m.operator, m.after, m.number_after): at for at, m in enumerate(here)}
+    far = {m[:3]: at for at, m in enumerate(here)}
+    found = []
+    for chain in marks:
+        close = (near.get((m.module, m.operator, m.after, m.number_after)) for m in chain)
+        found.append(next((at for at in close if at is not None), far.get(chain[0][:3])))
     return found
 
 
@@ -62,7 +86,7 @@ class Retracer:
     why_static: str = ""
     gave_up: bool = False  # on dynamic sizes
     shapes: tuple[tuple[int | str, ...], ...] = ()
-    chosen: tuple[Landmark, ...] = ()  # the operators before which to cut, once they are chosen
+    chosen: tuple[tuple[Landmark, ...], ...] = ()  # the operators before which to cut, each with some that follow it
     cuts: dict[Key, Cut] = field(default_factory=dict)
 
     def first(self, choose_cuts: ChooseCuts, judge: Judge) -> Cut:
@@ -118,15 +142,17 @@ class Retracer:
             return flat.marks
         here = landmarks(flat)
         if choose_cuts is not None:
-            self.chosen = tuple(here[place] for place in choose_cuts(flat, self.num_stages))
-        index = {mark: place for place, mark in enumerate(here)}
-        lost = [mark for mark in self.chosen if mark not in index]
-        if lost:
-            raise CaptureError(
-                f"in another mode or size the model has no {lost[0][1]} in {lost[0][0] or 'its own forward'}, before which "
-                "it was to be cut; name the cuts with split_spec="
-            )
-        return [Mark(index[mark], f"operator {index[mark]} ({mark[1]} in {mark[0]})") for mark in self.chosen]
+            places = choose_cuts(flat, self.num_stages)
+            self.chosen = tuple(tuple(here[place : place + _FOLLOWING]) for place in places)
+        marks = []
+        for (mark, *_), at in zip(self.chosen, found_again(self.chosen, here), strict=True):
+            if at is None:
+                raise CaptureError(
+                    f"in another mode or size the model has no {mark.operator} in {mark.module or 'its own forward'}, before "
+                    "which it was to be cut; name the cuts with split_spec="
+                )
+            marks.append(Mark(at, f"operator {at} ({mark.operator} in {mark.module})"))
+        return marks
 
     def partners(self) -> dict[str, frozenset[str]]:
         """For each size that may change, the sizes of other arguments that are its equal in the example, as the batch's are."""

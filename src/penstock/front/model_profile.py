@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.capture import LayerSetting, Pipe, capture_layers, layer_names, pipeline, profile_layers
+from penstock.errors import CaptureError
 from penstock.front.ends import Ends
 from penstock.front.machine import without_calls
 from penstock.front.request import Request
@@ -36,7 +38,12 @@ def measured_profile(request: Request, ends: Ends, barrier: Callable[[], None]) 
     layers, where = _layers(request, ends)
     barrier()
     setting = LayerSetting(args, kwargs, ends.device, request.loss_fn, _target_of(request))
-    return without_calls(profile_layers(layers, where, setting), ends.device)
+    try:
+        measured = profile_layers(layers, where, setting)
+    except CaptureError:  # traced anew for a microbatch of one row, some of so many layers may have nothing to do
+        whole = replace(setting, args=request.args, kwargs=request.kwargs, target=request.of_model.example_target)
+        measured = profile_layers(layers, where, whole)
+    return without_calls(measured, ends.device)
 
 
 def microbatch_of(request: Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
