@@ -88,7 +88,7 @@ def run(kind: Any, folder: str, *, model: Any, resume: str | None = None, **chan
     done = trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/best")
     logs = [
-        {k: v for k, v in log.items() if not k.endswith(("_runtime", "_per_second"))}
+        {k: v for k, v in log.items() if not k.endswith(("_runtime", "_per_second", "_time"))}
         for log in trainer.state.log_history[:-1]
     ]
     found = {"logs": logs, "loss": done.training_loss, "heard": heard.heard, "before": before}
@@ -213,7 +213,9 @@ def with_lines(kind: Any, folder: str, *, batch: int, resume: str | None = None,
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/last")
     logs = trainer.state.log_history[:-1]
-    return trainer, [{k: v for k, v in log.items() if not k.endswith(("_runtime", "_per_second"))} for log in logs]
+    return trainer, [
+        {k: v for k, v in log.items() if not k.endswith(("_runtime", "_per_second", "_time"))} for log in logs
+    ]
 
 
 def replicated(folder: str) -> Any:
