@@ -13,9 +13,10 @@ from penstock.plan.reading import read_text
 from penstock.schedules import get_schedule
 
 OPTIONS = "options.json"  # in the output folder
-# what a job may bring
-OF_A_JOB = ("accumulate", "checkpoint_every", "clip", "keep", "keep_best", "log", "microbatches", "patience")
-OF_A_JOB += ("precision", "rate_schedule", "schedule", "stages", "steps", "trace", "validate_every", "warmup")
+OF_A_JOB: tuple[str, ...] = (  # what a job may bring
+    *("accumulate", "checkpoint_every", "clip", "keep", "keep_best", "log", "microbatches", "patience", "precision"),
+    *("rate_schedule", "schedule", "stages", "steps", "trace", "validate_every", "warmup"),
+)
 _LARGEST = 1 << 28  # bytes of a file that a run writes: a report has the times of every action
 
 
