@@ -110,14 +110,13 @@ def test_a_base_that_no_rank_holds(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_adapter_is_found_again(tmp_path: Path) -> None:
-    """peft shortens the names of some when it saves them: magnitudes of DoRA, adapters of embeddings."""
-    model = adapted(norms=True, use_dora=True, target_modules=["q_proj", "embed_tokens"])
+    """peft shortens the names of some when it saves them: the magnitudes of DoRA."""
+    model = adapted(norms=True, use_dora=True)
     pipe = pipeline(model, batch(0), microbatches=2)
     pipe.save_pretrained(tmp_path)
     trained = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
-    assert {part for name in trained for part in name.split(".") if part.startswith("lora_")} == {
-        *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-    }
+    kinds = {part for name in trained for part in name.split(".") if part.startswith("lora_")}
+    assert kinds == {"lora_A", "lora_B", "lora_magnitude_vector"}
     found = adapter_weights(tmp_path, pipe)
     assert found.keys() == trained.keys()
     for name, value in found.items():
