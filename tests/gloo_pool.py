@@ -18,12 +18,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -69,8 +70,14 @@ class RemoteError(Exception):
 class GlooPool:
     """Worker processes that wait for functions to run as ranks of a gloo process group."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(self, *, preload: Sequence[str] = ()) -> None:
+        """``preload``: modules that a process has imported from which the workers are then forked, so that they start at once.
+
+        Without it each worker is a process of its own from the beginning, with its own order of sets.
+        """
+        self._context: Any = multiprocessing.get_context("forkserver" if preload else "spawn")
+        if preload:
+            self._context.set_forkserver_preload(list(preload))
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-pool-")
         self._calls = 0
@@ -168,6 +175,7 @@ def _free_port() -> int:
 def _serve(connection: Connection) -> None:
     """A worker's life: one job after another, until the pool closes the line."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a run in the background has not
     import torch
 
     import penstock.comm  # noqa: F401 - imported here, so that the first job does not pay for it

@@ -120,14 +120,20 @@ def device_module(extension: Any) -> ModuleType:
 
 
 def register_backend(extension: Any) -> None:
-    """The backend "strict" for the device; `init_process_group("cpu:gloo,sim:strict")` or "strict" alone."""
+    """The backend "strict" for the device; `init_process_group("cpu:gloo,sim:strict")` or "strict" alone.
+
+    Its class stands where torch has those of its own backends, so that penstock makes communicators of it by the lines by
+    which it makes those of NCCL.
+    """
     import torch.distributed as dist
 
-    def create(options: Any, _: Any) -> Any:
-        bound = options.timeout.total_seconds()
-        return extension.StrictGroup(options.store, options.group_rank, options.group_size, bound)
+    def create(asked: Any, given: Any) -> Any:
+        options = given or extension.StrictGroup.Options()
+        options._timeout = asked.timeout
+        return extension.StrictGroup(asked.store, asked.group_rank, asked.group_size, options)
 
     dist.Backend.register_backend("strict", create, extended_api=True, devices=["sim"])
+    dist.ProcessGroupSTRICT = extension.StrictGroup  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -22,12 +22,25 @@ BOUND = 40.0  # seconds; a wait of the device or of the group counts as stuck af
 PATIENCE = 150.0  # seconds after which a test counts as stuck; the first of a process also imports torch and the device
 
 
+PRELOADED = (
+    "torch",
+    "torch._meta_registrations",
+    "torch.distributed.tensor",
+    "penstock",
+    "penstock.comm",
+    "penstock.run",
+    "penstock.front",
+)
+
+
 class SimPool:
     """`run` gives the results of all ranks, `outcomes` what became of each."""
 
     def __init__(self, device: str = "sim") -> None:
         self.device = device
-        self._pool = GlooPool()
+        self._pool = GlooPool(
+            preload=PRELOADED if device == "sim" else ()
+        )  # a real one may not be opened before a fork
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-sim-")
         self._numbers = itertools.count()
 

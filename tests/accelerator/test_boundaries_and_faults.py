@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from statistics import median
 from typing import Any
 
 import pytest
@@ -71,17 +72,17 @@ def odd_types(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bool])
-def test_types_that_communicators_lack_travel_as_bytes(sim: SimPool, dtype: torch.dtype) -> None:
-    assert sim.run(2, "eager", odd_types, dtype) == [["", "", ""]] * 2
+def test_types_that_communicators_lack_travel_as_bytes(accelerator: SimPool, dtype: torch.dtype) -> None:
+    assert accelerator.run(2, "eager", odd_types, dtype) == [["", "", ""]] * 2
 
 
 def complex_ones(device: torch.device, view: str) -> dict[str, Tensor]:
     return conjugates.trained(dist.get_rank(), None, device, view)
 
 
-def test_complex_tensors_travel_as_bytes(sim: SimPool) -> None:
+def test_complex_tensors_travel_as_bytes(accelerator: SimPool) -> None:
     """Plain ones: the simulated device has no kernels for conjugated views."""
-    conjugates.compare(sim.run(2, "lazy", complex_ones, "plain"), "plain")
+    conjugates.compare(accelerator.run(2, "lazy", complex_ones, "plain"), "plain")
 
 
 class LeavesTheDevice(nn.Module):
@@ -105,8 +106,8 @@ def wrong_device(device: torch.device) -> list[str]:
 
 
 @BOTH
-def test_a_tensor_in_host_memory_is_refused_before_anything_is_sent(sim: SimPool, mode: Mode) -> None:
-    first, second = sim.run(2, mode, wrong_device)
+def test_a_tensor_in_host_memory_is_refused_before_anything_is_sent(accelerator: SimPool, mode: Mode) -> None:
+    first, second = accelerator.run(2, mode, wrong_device)
     assert first[0].startswith(
         "ShapeError: the output of stage 0 for microbatch 0 is (float64[2, 8] with gradient in host"
     )
@@ -196,13 +197,15 @@ LAYOUTS = pytest.mark.parametrize(
 
 
 @LAYOUTS
-def test_an_exception_is_named_everywhere_and_the_next_step_works(sim: SimPool, mode: Mode, queues: str) -> None:
-    _check_exception(sim.run(3, mode, in_trouble, 1, fail, queues), victim=1)
+def test_an_exception_is_named_everywhere_and_the_next_step_works(
+    accelerator: SimPool, mode: Mode, queues: str
+) -> None:
+    _check_exception(accelerator.run(3, mode, in_trouble, 1, fail, queues), victim=1)
 
 
 @pytest.mark.parametrize(("where", "victim"), [("backward", 1), ("hook", 1), ("loss", 2)])
-def test_so_is_one_in_a_backward_a_hook_or_the_loss(sim: SimPool, where: str, victim: int) -> None:
-    _check_exception(sim.run(3, "eager", in_trouble, victim, fail, "direction", where), victim=victim)
+def test_so_is_one_in_a_backward_a_hook_or_the_loss(accelerator: SimPool, where: str, victim: int) -> None:
+    _check_exception(accelerator.run(3, "eager", in_trouble, victim, fail, "direction", where), victim=victim)
 
 
 def _check_exception(told: list[tuple[list[str], float]], *, victim: int) -> None:
@@ -221,9 +224,9 @@ def _check_exception(told: list[tuple[list[str], float]], *, victim: int) -> Non
     [("lazy", "direction", die), ("eager", "direction", stop), ("lazy", "pair", stop), ("eager", "one", die)],
 )
 def test_a_rank_that_dies_or_stops_is_named_and_no_stream_stays_stuck(
-    sim: SimPool, mode: Mode, queues: str, do: Any
+    accelerator: SimPool, mode: Mode, queues: str, do: Any
 ) -> None:
-    outcomes = sim.outcomes(3, mode, in_trouble, 1, do, queues)
+    outcomes = accelerator.outcomes(3, mode, in_trouble, 1, do, queues)
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].details
         found, seconds = outcomes[rank].value
@@ -252,8 +255,8 @@ def leaves(device: torch.device, queues: str, *, lost: bool = False) -> list[str
 
 
 @LAYOUTS
-def test_a_rank_that_leaves_between_steps_is_named(sim: SimPool, mode: Mode, queues: str) -> None:
-    told = sim.run(3, mode, leaves, queues)
+def test_a_rank_that_leaves_between_steps_is_named(accelerator: SimPool, mode: Mode, queues: str) -> None:
+    told = accelerator.run(3, mode, leaves, queues)
     assert [found[0] for found in told] == [""] * 3
     for rank in (0, 2):
         assert told[rank][1].startswith("PeerFailed: rank 1 failed: it left after step 1"), told[rank]
@@ -292,8 +295,10 @@ def wakes_up(device: torch.device, queues: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("mode", "queues"), [("lazy", "direction"), ("eager", "one")])
-def test_when_all_processes_live_the_next_step_makes_new_communicators(sim: SimPool, mode: Mode, queues: str) -> None:
-    told = sim.run(3, mode, wakes_up, queues)
+def test_when_all_processes_live_the_next_step_makes_new_communicators(
+    accelerator: SimPool, mode: Mode, queues: str
+) -> None:
+    told = accelerator.run(3, mode, wakes_up, queues)
     grads = {key: grad for each in told for key, grad in each["grads"].items()}
     wanted = plain_gradients(3, MICROBATCHES)
     assert grads.keys() == wanted.keys()
@@ -395,11 +400,10 @@ def measured(device: torch.device) -> tuple[float, dict[str, list[tuple[float, f
 
 
 def test_a_measured_timeline_is_that_of_the_kernels(sim: SimPool) -> None:
+    """No action is seen as shorter than its kernel, and the usual one as hardly longer; the first waits for its host."""
     for makespan, found in sim.run(2, "eager", measured):
         for kind, length in (("F", FORWARD), ("B", BACKWARD)):
             assert len(found[kind]) == MICROBATCHES
-            for number, (seen, own) in enumerate(found[kind]):
-                assert length <= own <= seen
-                # To the first forward of a step the host is not ahead: until it has told the device what to do, that waits.
-                assert seen <= 1.1 * own + SLACK or (kind == "F" and number == 0), found
+            assert all(length <= own <= seen for seen, own in found[kind]), found
+            assert median(seen - own for seen, own in found[kind]) <= 0.1 * length + SLACK, found
         assert makespan > sum(seen for pairs in found.values() for seen, _ in pairs)

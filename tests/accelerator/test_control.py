@@ -21,9 +21,9 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_torchs_schedules_train(sim: SimPool, ranks: int, mode: Mode) -> None:
+def test_torchs_schedules_train(accelerator: SimPool, ranks: int, mode: Mode) -> None:
     microbatches = 2 * ranks
-    told = sim.run(ranks, mode, all_schedules, microbatches)
+    told = accelerator.run(ranks, mode, all_schedules, microbatches)
     for name, per_rank in SCHEDULES.items():
         everyone = [by_name[name] for by_name in told]
         expected = pipes.expected(ranks * per_rank, microbatches)

@@ -74,8 +74,8 @@ def interrupted(device: torch.device) -> tuple[list[str], float]:
     return stepped(device, {1: interrupt})
 
 
-def test_ctrl_c_on_one_rank_ends_the_step_everywhere_and_the_next_one_works(sim: SimPool) -> None:
-    (first, seconds), (second, _) = sim.run(2, "lazy", interrupted)
+def test_ctrl_c_on_one_rank_ends_the_step_everywhere_and_the_next_one_works(accelerator: SimPool) -> None:
+    (first, seconds), (second, _) = accelerator.run(2, "lazy", interrupted)
     assert first[0].startswith("PeerFailed: rank 1 failed"), first
     assert "KeyboardInterrupt" in first[0]
     assert second[0].startswith("KeyboardInterrupt"), second
@@ -98,8 +98,8 @@ def disagreeing(device: torch.device) -> tuple[str, str]:
     return said[0], said[1]
 
 
-def test_ranks_that_disagree_are_told_the_difference(sim: SimPool) -> None:
-    for first, second in sim.run(2, "lazy", disagreeing):
+def test_ranks_that_disagree_are_told_the_difference(accelerator: SimPool) -> None:
+    for first, second in accelerator.run(2, "lazy", disagreeing):
         assert first.startswith("RanksDisagree"), first
         assert "microbatches" in first
         assert second == ""
@@ -143,8 +143,8 @@ def computing(device: torch.device) -> tuple[list[str], float]:
         del os.environ["PENSTOCK_HEARTBEAT"]
 
 
-def test_a_rank_that_computes_for_several_heartbeats_is_left_alone(sim: SimPool) -> None:
-    assert [found for found, _ in sim.run(2, "lazy", computing)] == [[""], [""]]
+def test_a_rank_that_computes_for_several_heartbeats_is_left_alone(accelerator: SimPool) -> None:
+    assert [found for found, _ in accelerator.run(2, "lazy", computing)] == [[""], [""]]
 
 
 def late(device: torch.device) -> tuple[list[str], float]:
@@ -157,11 +157,11 @@ def late(device: torch.device) -> tuple[list[str], float]:
 
         assert patient > 1.0
         return stepped(device, {0: hurry}, steps=1)
-    return stepped(device, {1: lambda: time.sleep(5.0)}, steps=1)
+    return stepped(device, {1: lambda: time.sleep(3.0)}, steps=1)
 
 
-def test_a_wait_that_runs_out_says_where_everybody_was(sim: SimPool) -> None:
-    (first, seconds), (second, _) = sim.run(2, "lazy", late)
+def test_a_wait_that_runs_out_says_where_everybody_was(accelerator: SimPool) -> None:
+    (first, seconds), (second, _) = accelerator.run(2, "lazy", late)
     assert first[0].startswith("StepTimeout: "), first
     assert second[0].startswith("PeerFailed: rank 0 failed: StepTimeout"), second
     assert seconds < WITHIN
@@ -189,6 +189,25 @@ def test_a_device_that_does_not_finish_is_an_error_with_the_table(sim: SimPool) 
     assert "\n1 " in told
 
 
+def breaks_its_device(device: torch.device) -> tuple[list[str], str]:
+    """A kernel of rank 1 fails in a step; both ranks read something afterwards."""
+    table, wrong = nn.Embedding(4, 2).to(device), torch.full((1,), 9, device=device)
+    found, _ = stepped(device, {1: lambda: table(wrong)}, steps=1)
+    try:
+        DistributedTransport.of(device=device).read(torch.ones(1, device=device))
+    except RuntimeError as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_an_error_of_the_device_surfaces_at_the_next_read_on_its_rank(sim: SimPool) -> None:
+    """That a step has succeeded means that every host has issued it."""
+    (first, fine), (second, told) = sim.run(2, "lazy", breaks_its_device)
+    assert first == second == [""]
+    assert fine == ""
+    assert "index out of range" in told
+
+
 def two_threads(device: torch.device) -> tuple[list[str], str]:
     """While one thread of rank 0 is in a step another one tries to be in one."""
     module = Acts()
@@ -214,8 +233,8 @@ def two_threads(device: torch.device) -> tuple[list[str], str]:
     return said, "fine"
 
 
-def test_a_second_thread_is_refused(sim: SimPool) -> None:
-    (said, fine), (_, also) = sim.run(2, "lazy", two_threads)
+def test_a_second_thread_is_refused(accelerator: SimPool) -> None:
+    (said, fine), (_, also) = accelerator.run(2, "lazy", two_threads)
     assert len(said) == 1
     assert "while another thread of this process" in said[0]
     assert fine == also == "fine"

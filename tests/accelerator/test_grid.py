@@ -30,13 +30,20 @@ def combinations() -> list[tuple[str, int]]:
     ]
 
 
+HALF = "every schedule runs in one of the two modes, and with another number of ranks in the other"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("part", ["half", pytest.param("all", marks=pytest.mark.long(HALF))])
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_schedule_trains(accelerator: SimPool, ranks: int, mode: Mode) -> None:
+def test_every_schedule_trains(accelerator: SimPool, ranks: int, mode: Mode, part: str) -> None:
+    """The mode is that of the user's group. penstock's own communicators are the same in both, so half of it shows most of it."""
     microbatches = ranks + 1
-    told: list[Grid] = accelerator.run(ranks, mode, train_all, microbatches, timeout=500)
-    for name, per_rank in combinations():
+    first = (ranks + (mode == "eager")) % 2
+    chosen = combinations()[first::2] if part == "half" else combinations()
+    told: list[Grid] = accelerator.run(ranks, mode, train_all, microbatches, chosen, timeout=500)
+    for name, per_rank in chosen:
         where = f"{name} with {per_rank} stages a rank"
         everyone = [grid[name, per_rank] for grid in told]
         expected = pipes.expected(ranks * per_rank, microbatches)
@@ -51,11 +58,8 @@ def test_every_schedule_trains(accelerator: SimPool, ranks: int, mode: Mode) -> 
         assert len(made) <= 2 * (ranks - 1) + (mode == "eager"), made
 
 
-def train_all(device: torch.device, microbatches: int) -> Grid:
-    return {
-        (name, per_rank): pipes.train(device, name, per_rank, microbatches, steps=2)
-        for name, per_rank in combinations()
-    }
+def train_all(device: torch.device, microbatches: int, chosen: list[tuple[str, int]]) -> Grid:
+    return {(name, per_rank): pipes.train(device, name, per_rank, microbatches, steps=2) for name, per_rank in chosen}
 
 
 @pytest.mark.parametrize(("mode", "own"), [("lazy", 0), ("eager", 1)])

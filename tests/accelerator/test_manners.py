@@ -75,14 +75,14 @@ def casts(device: torch.device) -> bool:
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_warm_steps_are_alike_and_could_be_captured(sim: SimPool, mode: Mode) -> None:
-    """What capturing a step as a graph needs: no wait of the host, the same kernels, and the same memory asked for."""
+    """What capturing a step as a graph needs: no wait of the host, the same kernels in the same order, and the same memory."""
     for steps in sim.run(2, mode, alike):
         assert all(waits == 0 for waits, *_ in steps), steps
         assert len({tuple(rest) for _, *rest in steps}) == 1, steps
 
 
-def alike(device: torch.device) -> list[tuple[int, int, int, int]]:
-    """Of some warm steps: waits, kernels, allocations, and the bytes of all of them."""
+def alike(device: torch.device) -> list[tuple[int, ...]]:
+    """Of some warm steps: waits, kernels, their names and order on all streams, allocations, and the bytes of all of them."""
     from penstock.run import Schedule
     from penstock.schedules import get_schedule
     from penstock.stage.pipeline_stage import PipelineStage
@@ -92,11 +92,11 @@ def alike(device: torch.device) -> list[tuple[int, int, int, int]]:
     stages = [PipelineStage(pipes.block(i).to(device), i, 4, device) for i in plan.placement.stages_of(rank)]
     schedule = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss)
     x, y = (part.to(device) for part in pipes.batch(4))
-    found = []
+    found: list[tuple[int, ...]] = []
     for _ in range(5):
         torch.accelerator.synchronize()
         sim.reset()
         schedule.step(*((x,) if rank == 0 else ()), target=y if rank == 1 else None, return_outputs=False)
         _, allocations, asked = sim.memory()
-        found.append((len(sim.waits()), sim.kernels(), allocations, asked))
+        found.append((len(sim.waits()), sim.kernels(), sim.order(), allocations, asked))
     return found[2:]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
+from penstock.lower import InTurn
 from tests.accelerator import pipes
 from tests.accelerator.pool import Mode, SimPool
 
@@ -24,17 +25,17 @@ def whole_model() -> nn.Sequential:
     return nn.Sequential(*(pipes.block(stage) for stage in range(4)))
 
 
-def piped(device: torch.device, model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
-    example = torch.zeros(MICROBATCHES * pipes.ROWS, pipes.WIDTH, dtype=torch.float64, device=device)
+def piped(place: torch.device, model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
+    example = torch.zeros(MICROBATCHES * pipes.ROWS, pipes.WIDTH, dtype=torch.float64, device=place)
     options = {"schedule": "1f1b", "profile": False, "loss_fn": nn.functional.mse_loss, **options}
     return penstock.Pipeline(
-        whole_model().to(device) if model is None else model, (example,), microbatches=MICROBATCHES, **options
+        whole_model().to(place) if model is None else model, (example,), microbatches=MICROBATCHES, **options
     )
 
 
-def plain(steps: int) -> list[float]:
+def plain(steps: int, model: nn.Module | None = None) -> list[float]:
     """The losses of training the model in one piece."""
-    model = whole_model()
+    model = whole_model() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = pipes.batch(MICROBATCHES)
     losses = []
@@ -210,6 +211,70 @@ def test_a_model_and_a_batch_in_host_memory_go_to_the_device_without_a_wait_or_a
         assert found["places"] == {"sim"}
         assert found["losses"] == pytest.approx(expected[:STEPS])
         assert found["evaluated"] == pytest.approx(expected[STEPS])
+        assert found["waits"] == []
+        assert found["violations"] == []
+
+
+def elsewhere(device: torch.device) -> dict[str, Any]:
+    """On the second device of the process, which nobody made the current one."""
+    there = torch.device(device.type, 1)
+    x, y = (part.to(there) for part in pipes.batch(MICROBATCHES))
+    pipe = piped(there, rng="per-microbatch")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    results = []
+    for _ in range(STEPS - 1):
+        results.append(pipe.step(x, target=y))
+        optimizer.step()
+        optimizer.zero_grad()
+    with pipe.record() as recording:
+        results.append(pipe.step(x, target=y))
+    found = {
+        "losses": [r.loss for r in results],
+        "norm": pipe.clip_grad_norm_(1.0),
+        "took": recording.timeline.makespan,
+    }
+    return found | {"violations": pipes.simulation(device).violations()}
+
+
+def test_the_device_of_the_stages_need_not_be_the_current_one(sim: SimPool) -> None:
+    expected = plain(STEPS)
+    for found in sim.run(2, "lazy", elsewhere):
+        assert found["losses"] == pytest.approx(expected)
+        assert found["norm"] > 0
+        assert found["took"] > 0
+        assert found["violations"] == []
+
+
+def tied_model() -> nn.Module:
+    """The first and the last stage share a weight."""
+    model = whole_model()
+    blocks: Any = model
+    blocks[3][3].weight = blocks[0][0].weight
+    return model
+
+
+def trains_tied(device: torch.device, receives: InTurn | None) -> dict[str, Any]:
+    pipe = piped(device, tied_model(), device=device, receives=receives)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    x, y = (part.to(device) for part in pipes.batch(MICROBATCHES))
+    noticed = Noticed(device)
+    results, waits = [], []
+    for _ in range(STEPS):
+        noticed.again()
+        results.append(pipe.step(x, target=y))
+        waits = noticed.sim.waits()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": [r.loss for r in results], "waits": waits, "violations": noticed.sim.violations()}
+
+
+@pytest.mark.parametrize(("mode", "receives"), [("lazy", None), ("eager", InTurn("one"))])
+def test_a_weight_of_two_ranks_that_are_no_neighbours_stays_one(
+    sim: SimPool, mode: Mode, receives: InTurn | None
+) -> None:
+    expected = plain(STEPS, tied_model())
+    for found in sim.run(3, mode, trains_tied, receives):
+        assert found["losses"] == pytest.approx(expected)
         assert found["waits"] == []
         assert found["violations"] == []
 

@@ -14,6 +14,7 @@ for host memory. The user's own process group is only asked for its backend, tim
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -24,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import Backend, PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
+from penstock.comm.communicators import Maker, abort_all, shut_down_all
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.messages import Messages, Receive, Send, Work
@@ -46,9 +47,11 @@ class AcceleratorTransport(DistributedTransport):
     """A process group whose tensors are on accelerators. `DistributedTransport.of(group, device="cuda")` makes it."""
 
     _fine = True  # whether the last step went well
+    _aborted = False  # whether the communicators were
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str) -> None:
-        super().__init__(group, device=device)
+        super().__init__(group, device=_current(torch.device(device)))
+        self._maker = Maker(self.backend_name, self.backend, self.bound)
         self._ways: dict[int, Way] = {}
         self._connected: set[int] = set()
         self._control = Control(self)
@@ -82,11 +85,20 @@ class AcceleratorTransport(DistributedTransport):
 
     def _open(self, peers: Collection[int]) -> None:
         if self.queues == "one" and self.whole is None:
-            self.whole = _communicator(self, f"{self.generation}/whole", self.rank, self.num_ranks)
+            self.whole = self.communicator("whole", self.rank, self.num_ranks)
             self.whole.eager_connect_single_device(self.device)  # else it would make one for each pair
         # Two ranks that meet in this order meet without a cycle: everybody takes the pairs in the order of the lower rank.
         for peer in sorted(peers, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
             self._way(peer).open()
+
+    def communicator(self, name: str, rank: int, size: int) -> Any:
+        store = PrefixStore(f"communicators/{self.generation}/{name}", self.place)
+        return self._maker.make(store, rank=rank, size=size)
+
+    def _communicators(self) -> list[Any]:
+        """All that are there, each once."""
+        found = [self.whole, *(each for way in self._ways.values() for each in way.communicators)]
+        return list({id(each): each for each in found if each is not None}.values())
 
     def sender(self, peer: int) -> Send:
         return self._way(peer).send
@@ -150,13 +162,14 @@ class AcceleratorTransport(DistributedTransport):
         """After connections were broken: if all processes live, all of them make new ones, and their steps go on."""
         posts = self._meet(f"renewal/{self.generation}")
         self._meet(f"renewal/{self.generation}/sure")  # those who gave up waiting have declined this one
+        self._abort()
         for way in self._ways.values():
             way.forget()
         with suppress(RuntimeError):  # what was on communicators that were aborted is lost, and the device says so here
             wait_for_device(self.device, self.timeout)
             torch.accelerator.synchronize(self.device)
         self.generation += 1
-        self.whole = None
+        self.whole, self._aborted = None, False
         self.epoch = max(map(int, posts))
         self._torn, self._broken, self.failed = None, False, None
         if self._switchboard is not None:
@@ -185,16 +198,24 @@ class AcceleratorTransport(DistributedTransport):
         super().break_connections(record)
         with suppress(TransportError):
             self.store.set(self._torn_key, b"1")
-        for way in self._ways.values():
-            way.abort()
+        self._abort()
+
+    def _abort(self) -> None:
+        if not self._aborted:
+            self._aborted = True
+            abort_all(self._communicators(), bound=_FAREWELL)
 
     def close(self) -> None:
+        ended = self._closed or self._aborted or os.getpid() != self._owner  # a forked child has no device
+        communicators = [] if ended else self._communicators()
         try:
-            if not self._closed and not self._broken and self._ways:
-                with suppress(StepTimeout):  # what was issued may still be on its way to others
-                    wait_for_device(self.device, _FAREWELL)
+            if communicators:  # what was issued may still be on its way to others
+                wait_for_device(self.device, _FAREWELL)
+        except StepTimeout:
+            communicators.clear()  # they would not end either
         finally:  # a device that fails says so, and the others hear all the same that this rank has left
             super().close()
+        shut_down_all(communicators, bound=_FAREWELL)
 
 
 class Control(Messages):
@@ -257,6 +278,10 @@ class Way:
         self._out: Any = None
         self._back: Any = None
 
+    @property
+    def communicators(self) -> tuple[Any, Any]:
+        return self._out, self._back
+
     def open(self) -> None:
         """Make both communicators, if they are not there, and use them: the host waits for the peer, here and never again."""
         if self._out is not None:
@@ -264,12 +289,12 @@ class Way:
         transport, lower = self._transport, self._transport.rank < self._peer
         if transport.queues == "one":
             self._out = self._back = transport.whole
-            return
-        pair = f"{transport.generation}/{min(transport.rank, self._peer)}-{max(transport.rank, self._peer)}"
-        names = ("both",) if transport.queues == "pair" else ("up", "down")
-        up, *rest = (_communicator(transport, f"{pair}/{name}", int(not lower), 2) for name in names)
-        down = rest[0] if rest else up
-        self._out, self._back = (up, down) if lower else (down, up)
+        else:
+            pair = f"{min(transport.rank, self._peer)}-{max(transport.rank, self._peer)}"
+            names = ("both",) if transport.queues == "pair" else ("up", "down")
+            up, *rest = (transport.communicator(f"{pair}/{name}", int(not lower), 2) for name in names)
+            down = rest[0] if rest else up
+            self._out, self._back = (up, down) if lower else (down, up)
         for use in (self._out.send, self._back.recv) if lower else (self._back.recv, self._out.send):
             use([torch.zeros(1, dtype=torch.uint8, device=transport.device)], self._there, _TAG).wait()
 
@@ -293,15 +318,8 @@ class Way:
         while self._sent:
             self._sent.popleft()[0].wait()
 
-    def abort(self) -> None:
-        """End what is on its way; what is posted after this raises."""
-        for backend in (self._out, self._back) if self._out is not None else ():
-            with suppress(RuntimeError):
-                backend.abort()
-
     def forget(self) -> None:
         """Before the next message new communicators are made."""
-        self.abort()
         self._out = self._back = None
         self._sent.clear()
 
@@ -310,31 +328,9 @@ def _as_carried(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
-def _communicator(transport: AcceleratorTransport, name: str, rank: int, size: int) -> Any:
-    """A communicator of so many ranks, of the backend and with the timeout and options of the user's group.
-
-    It is made by itself and not as a group of torch's list of groups, since making one of those is a matter of all
-    processes of the world (for NCCL with `device_id` even of those that it does not concern).
-    """
-    kind, given, timeout = transport.backend_name, transport.backend, transport.bound
-    store = PrefixStore(f"communicators/{name}", transport.place)
-    plugin = Backend._plugins.get(kind.upper())
-    if plugin is not None and not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    if plugin is not None:
-        options: Any = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-        options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, timeout
-        options.group_id = f"penstock {name}"
-        return plugin.creator_fn(options, getattr(given, "options", None))
-    maker = getattr(dist, f"ProcessGroup{kind.upper()}", None)
-    if maker is None or not hasattr(maker, "Options"):
-        raise TransportError(
-            f"penstock does not know how to make communicators of the backend {kind!r} of {transport.device}; it knows nccl, "
-            "xccl and those that are registered with torch.distributed.Backend.register_backend"
-        )
-    made = maker.Options()
-    for field in ("is_high_priority_stream", "config"):
-        if hasattr(given.options, field):
-            setattr(made, field, getattr(given.options, field))
-    made._timeout = timeout
-    return maker(store, rank, size, made)
+def _current(device: torch.device) -> torch.device:
+    """The device with its number, by which communicators know it, and made the current one: events and statistics go by that."""
+    if device.index is None:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    torch.accelerator.set_device_index(device.index)
+    return device

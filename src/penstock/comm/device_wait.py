@@ -28,7 +28,7 @@ def wait_for_device(
     ``everybody``  asked when the wait has run out: a table of where all ranks are.
     """
     done = torch.Event(device=device)
-    done.record()
+    done.record(torch.accelerator.current_stream(device))  # that of this device, which need not be the current one
     start, nap, looked = time.monotonic(), 1e-5, 0.0
     while not done.query():
         passed = time.monotonic() - start

@@ -354,5 +354,6 @@ def _ran_out(text: str) -> bool:
 
 
 def connection_lost(text: str) -> bool:
-    signs = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "ocket closed", "pair.cc")
-    return any(sign in text for sign in signs)
+    of_gloo = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "ocket closed", "pair.cc")
+    of_nccl = ("ncclRemoteError", "NCCL communicator was aborted")
+    return any(sign in text for sign in of_gloo + of_nccl)

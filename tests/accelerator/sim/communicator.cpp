@@ -48,7 +48,7 @@ void forget_communicators() {
 }
 
 Communicator::Communicator(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int size, double bound)
-    : name(name), rank(rank), size(size), stream(new_stream(current_device())), to(size, -1), from(size, -1) {
+    : name(name), rank(rank), size(size), stream(new_stream(current_device())), store(store), bound(bound), to(size, -1), from(size, -1) {
   auto key = [&](int who) { return name + "/" + std::to_string(who); };
   auto mine = fresh_name();
   int door = socket(AF_UNIX, SOCK_STREAM, 0);
@@ -82,7 +82,23 @@ Communicator::Communicator(const c10::intrusive_ptr<c10d::Store>& store, const s
   made().push_back(name);
 }
 
-void Communicator::abort() { aborted = true; }
+std::string Communicator::first(int who, int peer, bool sends) const {
+  return name + "/first/" + std::to_string(sends ? who : peer) + ">" + std::to_string(sends ? peer : who) + "/" + std::to_string(who);
+}
+
+void Communicator::arrive(int peer, bool sends) {
+  if (!connected.count({peer, sends})) store->set(first(rank, peer, sends), std::vector<uint8_t>{1});
+}
+
+void Communicator::meet(int peer, bool sends) {
+  if (!connected.insert({peer, sends}).second) return;
+  count_wait("the first message " + std::string(sends ? "to" : "from") + " a rank");
+  for (double end = now() + bound; !store->check({first(peer, rank, !sends)});) {
+    TORCH_CHECK(!aborted, "communicator ", name, " was aborted");
+    TORCH_CHECK(now() < end, "communicator ", name, ": rank ", peer, " has not posted the other side of the first message in ", bound, " s");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 // A peer that is gone looks like one that is slow: only an abort ends the wait.
 void Communicator::write_all(int fd, const char* data, size_t bytes) {

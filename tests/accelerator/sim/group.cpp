@@ -20,6 +20,11 @@ void check(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.scalar_type() != at::kShort && !tensor.is_complex(), "strict: there is no message of type ", tensor.scalar_type());
 }
 
+int handling() {
+  auto* given = std::getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING");
+  return given ? std::atoi(given) : 3;
+}
+
 char* data_of(const at::Tensor& tensor) {
   auto block = block_of(tensor);
   return block ? block->data + tensor.storage_offset() * tensor.element_size() : nullptr;
@@ -52,14 +57,11 @@ c10::intrusive_ptr<c10::ivalue::Future> StrictWork::getFuture() {
   return future;
 }
 
-StrictGroup::StrictGroup(c10::intrusive_ptr<c10d::Store> store, int rank, int size, double bound)
-    : Backend(rank, size), store(std::move(store)), bound(bound) {}
-
-c10::intrusive_ptr<c10d::Backend::Options> StrictGroup::getBackendOptions() {
-  return c10::make_intrusive<Options>("strict", std::chrono::milliseconds(static_cast<int64_t>(bound * 1e3)));
-}
+StrictGroup::StrictGroup(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::intrusive_ptr<Options> options)
+    : Backend(rank, size), error_handling(handling()), store(std::move(store)), options(options), bound(static_cast<double>(options->timeout.count()) / 1e3) {}
 
 void StrictGroup::eagerConnectSingleDevice(at::Device device) {
+  TORCH_CHECK(device.has_index(), "strict: a communicator needs the number of its device, got ", device);
   c10::DeviceGuard guard(device);
   eager = true;
   whole();
@@ -110,6 +112,8 @@ c10::intrusive_ptr<c10d::Work> StrictGroup::point_to_point(std::vector<at::Tenso
   }
   auto on = with(peer);
   int place = on->size == size_ ? peer : 1 - on->rank;
+  on->arrive(place, sends);
+  on->meet(place, sends);
   auto name = (sends ? "send to rank " : "receive from rank ") + std::to_string(peer);
   auto block = block_of(tensor);
   auto kernel = [on, place, sends, block, data = data_of(tensor), bytes = bytes_of(tensor)] {
@@ -140,6 +144,8 @@ c10::intrusive_ptr<c10d::Work> StrictGroup::endCoalescing() {
     blocks.push_back(block_of(message.tensor));
     lanes[{message.peer, message.sends}].emplace_back(data_of(message.tensor), bytes_of(message.tensor));
   }
+  for (const auto& lane : lanes) on->arrive(lane.first.first, lane.first.second);
+  for (const auto& lane : lanes) on->meet(lane.first.first, lane.first.second);
   auto kernel = [on, lanes, blocks] {
     std::vector<std::thread> threads;
     std::mutex mutex;
@@ -248,8 +254,22 @@ c10::intrusive_ptr<c10d::Work> StrictGroup::barrier(const c10d::BarrierOptions&)
 void StrictGroup::abort() {
   gone = true;
   for (auto& [name, communicator] : communicators) {
-    if (communicator) communicator->abort();
+    if (communicator) communicator->aborted = true;
   }
+  TORCH_CHECK(drained(), "strict: an abort waited for the device, which does not end");
+}
+
+void StrictGroup::shutdown() {
+  bool ended = gone || drained();
+  gone = true;
+  TORCH_CHECK(ended, "strict: what was issued does not end");
+}
+
+bool StrictGroup::drained() {
+  for (auto& [name, communicator] : communicators) {
+    if (communicator) return drain(device_of(communicator->stream), bound);
+  }
+  return true;
 }
 
 }  // namespace sim

@@ -4,9 +4,14 @@
 // - Without a bound device ("lazy"), the first unbatched send or receive between two ranks makes a communicator of the
 //   two, and the host waits until the other joins. Collectives and batches make one of the whole group, likewise.
 // - With a bound device ("eager"), there is one communicator for the group, made at once, for everything.
+// - The first message from one rank to another on a communicator connects them: the host waits until the other has posted
+//   its side. In a batch all new connections are made at once.
 // - A send is done when its receive runs. A batch runs as one, without order inside.
 // - wait() makes the current stream wait, not the host, unless it is given a bound.
 // - A peer that is gone is not noticed: whoever waits for it waits until the communicator is aborted.
+// - What happens when a communicator fails is read from the environment when it is made, as NCCL's watchdog does: to end
+//   the process (3), or to abort the communicator (2). The simulated ones only remember it.
+// - To abort frees memory of the device, which waits for all that runs there, also on communicators that were not aborted.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -27,13 +32,18 @@ class Communicator {
   void send(int peer, const char* data, size_t bytes);  // these three are called by kernels
   void receive(int peer, char* data, size_t bytes);
   std::vector<std::vector<char>> exchange(const char* data, size_t bytes);  // what each rank gave
-  void abort();
+  void arrive(int peer, bool sends);  // the host posts its first message to, or from, this peer
+  void meet(int peer, bool sends);    // and waits for the other side of it
 
   const std::string name;
   const int rank, size, stream;
   std::atomic<bool> aborted{false};
 
  private:
+  std::string first(int who, int peer, bool sends) const;
+  const c10::intrusive_ptr<c10d::Store> store;
+  const double bound;
+  std::set<std::pair<int, bool>> connected;
   void write_all(int fd, const char* data, size_t bytes);
   void read_all(int fd, char* data, size_t bytes);
   std::vector<int> to, from;  // by rank: two sockets to each peer, one for each direction
@@ -59,11 +69,20 @@ class StrictWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future;
 };
 
+struct Config {
+  int min_ctas = 0;
+};
+
 class StrictGroup : public c10d::Backend {
  public:
-  StrictGroup(c10::intrusive_ptr<c10d::Store> store, int rank, int size, double bound);
+  struct Options : c10d::Backend::Options {
+    Options() : c10d::Backend::Options("strict") {}
+    bool is_high_priority_stream = false;
+    Config config;
+  };
+  StrictGroup(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::intrusive_ptr<Options> options);
   const std::string getBackendName() const override { return "strict"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options; }
   bool supportsSplitting() const override { return true; }
   bool supportsCoalescing() const override { return true; }
   void eagerConnectSingleDevice(at::Device device) override;
@@ -81,7 +100,8 @@ class StrictGroup : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
   void abort() override;
-  void shutdown() override { abort(); }
+  const int error_handling;
+  void shutdown() override;  // when what was issued has run
 
  private:
   struct Message {
@@ -91,12 +111,14 @@ class StrictGroup : public c10d::Backend {
   };
   CommunicatorPtr communicator(const std::string& name, int rank, int size);
   CommunicatorPtr whole();
+  bool drained();  // whether all that runs on the device has ended within the bound
   CommunicatorPtr with(int peer);
   c10::intrusive_ptr<c10d::Work> point_to_point(std::vector<at::Tensor>& tensors, int peer, bool sends);
   c10::intrusive_ptr<c10d::Work> issue(const CommunicatorPtr& on, c10d::OpType type, const std::string& name, std::function<void()> kernel,
                                        const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes);
   c10::intrusive_ptr<c10d::Work> reduce(const at::Tensor& input, const at::Tensor& output, c10d::ReduceOp op, c10d::OpType type, bool scatter);
   c10::intrusive_ptr<c10d::Store> store;
+  c10::intrusive_ptr<Options> options;
   double bound;
   bool eager = false, gone = false;
   std::map<std::string, CommunicatorPtr> communicators;

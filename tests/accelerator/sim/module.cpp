@@ -24,6 +24,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("waits", [] { return sim::report().waits; });
   m.def("violations", [] { return sim::report().violations; });
   m.def("kernels", [] { return sim::report().kernels; });
+  m.def("order", [] { return sim::report().order; }, "A number that another order of kernels on streams would not give.");
   m.def("memory", [] {
     auto memory = sim::report().memory;
     return std::make_tuple(memory.allocated, memory.allocations, memory.asked);
@@ -32,8 +33,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("communicators", &sim::communicators_made);
   m.def("forget_communicators", &sim::forget_communicators);
 
-  pybind11::class_<sim::StrictGroup, c10::intrusive_ptr<sim::StrictGroup>, c10d::Backend>(m, "StrictGroup")
-      .def(pybind11::init<c10::intrusive_ptr<c10d::Store>, int, int, double>())
-      .def("meet", &sim::StrictGroup::meet, release())
-      .def("abort", &sim::StrictGroup::abort, release());
+  using Group = sim::StrictGroup;
+  pybind11::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend> group(m, "StrictGroup");
+  pybind11::class_<sim::Config>(group, "Config").def_readwrite("min_ctas", &sim::Config::min_ctas);
+  pybind11::class_<Group::Options, c10::intrusive_ptr<Group::Options>, c10d::Backend::Options>(group, "Options")
+      .def(pybind11::init<>())
+      .def_readwrite("is_high_priority_stream", &Group::Options::is_high_priority_stream)
+      .def_readwrite("config", &Group::Options::config);
+  group.def(pybind11::init<c10::intrusive_ptr<c10d::Store>, int, int, c10::intrusive_ptr<Group::Options>>())
+      .def_readonly("error_handling", &Group::error_handling)
+      .def_property_readonly("options", [](Group& self) { return c10::dynamic_intrusive_pointer_cast<Group::Options>(self.getBackendOptions()); })
+      .def("meet", &Group::meet, release())
+      .def("abort", &Group::abort, release());
 }

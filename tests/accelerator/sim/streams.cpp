@@ -44,6 +44,7 @@ struct World {
   std::vector<std::string> waits, violations;
   std::string error;
   std::atomic<uint64_t> kernels{0};
+  uint64_t order = 0;  // of what was issued: a number that another order would not give
   std::atomic<uint64_t> allocated{0}, allocations{0}, asked{0};
   std::atomic<double> kernel_time{0}, jitter{0}, hang_after{30};
 };
@@ -183,6 +184,7 @@ void enqueue(int stream, const std::string& name, std::function<void()> kernel, 
   there->clock[stream] = number;
   for (const auto& use : uses) order(*use.block, use, name, stream, number, there->clock);
   all.kernels++;
+  all.order = all.order * 1099511628211u + std::hash<std::string>{}(name) + static_cast<uint64_t>(stream);
   push(there, {name, std::move(kernel), true});
 }
 
@@ -259,13 +261,27 @@ void wait_host(const HappeningPtr& event, const std::string& reason, double boun
 
 void wait_stream(int stream, const std::string& reason) { wait_host(record(stream), reason); }
 
-void wait_device(int device, const std::string& reason) {
+std::vector<HappeningPtr> record_all(int device) {
   std::vector<HappeningPtr> events;
   size_t size = [] { std::lock_guard<std::mutex> lock(world().mutex); return world().streams.size(); }();
   for (size_t n = 0; n < size; ++n) {
     if (device_of(static_cast<int>(n)) == device) events.push_back(record(static_cast<int>(n)));
   }
-  for (const auto& event : events) wait_host(event, reason);
+  return events;
+}
+
+void wait_device(int device, const std::string& reason) {
+  for (const auto& event : record_all(device)) wait_host(event, reason);
+}
+
+bool drain(int device, double bound) {
+  double end = now() + std::min(bound, world().hang_after.load());
+  for (const auto& event : record_all(device)) {
+    std::unique_lock<std::mutex> lock(event->mutex);
+    auto left = std::chrono::duration<double>(std::max(0.0, end - now()));
+    if (!event->changed.wait_for(lock, left, [&] { return event->done; })) return false;
+  }
+  return true;
 }
 
 void set_device_error(const std::string& text) {
@@ -327,7 +343,7 @@ void release(const BlockPtr& block) {
 Report report() {
   World& all = world();
   std::lock_guard<std::mutex> lock(all.notes_mutex);
-  return {all.waits, all.violations, all.kernels, {all.allocated, all.allocations, all.asked}};
+  return {all.waits, all.violations, all.kernels, all.order, {all.allocated, all.allocations, all.asked}};
 }
 
 void reset_report() {
@@ -336,6 +352,7 @@ void reset_report() {
   all.waits.clear();
   all.violations.clear();
   all.kernels = 0;
+  all.order = 0;
   all.allocations = 0;
   all.asked = 0;
 }

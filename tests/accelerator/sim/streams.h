@@ -81,6 +81,7 @@ void count_wait(const std::string& reason);
 void wait_host(const HappeningPtr& event, const std::string& reason, double bound = 0);
 void wait_stream(int stream, const std::string& reason);
 void wait_device(int device, const std::string& reason);
+bool drain(int device, double bound);  // whether all that was issued has run by then; this is not counted
 void raise_device_error();
 void set_device_error(const std::string& text);
 
@@ -94,7 +95,7 @@ struct Memory {
 };
 struct Report {  // what a test asks for
   std::vector<std::string> waits, violations;
-  uint64_t kernels;
+  uint64_t kernels, order;  // how many were issued, and a number for their names, streams and order
   Memory memory;
 };
 Report report();

@@ -1,0 +1,112 @@
+"""Communicators of penstock's own: made with what the user's group has, and ended together.
+
+    maker = Maker("nccl", backend, timedelta(minutes=10))      # of the user's group
+    communicator = maker.make(store, rank=0, size=2)
+    abort_all([communicator, other], bound=10.0)
+
+A communicator is made by itself and not as a group of torch's list of groups, since making one of those is a matter of all
+processes of the world (for NCCL with `device_id` even of those that it does not concern).
+
+Note "all at once". To abort a communicator frees memory of the device, which waits for everything that runs there, also for
+messages of other communicators that will never come. So whoever aborts several tells all of them before it waits for any. A
+collective of the user's own may still hold them up; they are then left to end behind the caller's back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Backend
+
+from penstock.errors import TransportError
+
+_SETTINGS = {
+    (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_ASYNC_ERROR_HANDLING",
+    ): "2",  # abort the communicator, let the process live
+    ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",  # and do so at once
+    ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",): "0",  # where messages queue, their order was proved
+}
+"""What torch reads from the environment when a communicator is made: above all, how its watchdog treats an error.
+
+By itself it ends the process: then nobody would raise PeerFailed, and no checkpoint would be written."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What makes communicators like the user's group."""
+
+    kind: str  # "nccl"
+    like: Any  # the backend of the user's group
+    timeout: timedelta
+
+    def make(self, store: Any, *, rank: int, size: int) -> Any:
+        """One of ``size`` ranks; all of them make it under the same keys of the store."""
+        options: Any
+        maker = getattr(dist, f"ProcessGroup{self.kind.upper()}", None)
+        if maker is not None and hasattr(maker, "Options"):
+            options, given = maker.Options(), getattr(self.like, "options", None)
+            for field in ("is_high_priority_stream", "config"):
+                if hasattr(given, field):
+                    setattr(options, field, getattr(given, field))
+            options._timeout = self.timeout
+            options.group_name = "penstock"  # in torch's logs
+            with _survivable():
+                return maker(store, rank, size, options)
+        plugin = Backend._plugins.get(self.kind.upper())
+        if plugin is None:
+            raise TransportError(
+                f"penstock does not know how to make communicators of the backend {self.kind!r}; it knows nccl, xccl and those "
+                "that are registered with torch.distributed.Backend.register_backend"
+            )
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, size, self.timeout)
+        options = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+        options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, self.timeout
+        options.group_id = "penstock"
+        return plugin.creator_fn(options, getattr(self.like, "options", None))
+
+
+@contextmanager
+def _survivable() -> Iterator[None]:
+    """What is made here does not end the process when it fails, unless the user has said how errors are to be treated."""
+    ours = {names[0]: value for names, value in _SETTINGS.items() if not any(name in os.environ for name in names)}
+    os.environ |= ours
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+def abort_all(communicators: Collection[Any], *, bound: float) -> None:
+    """End what is on its way; what is posted after this raises. See the note "all at once"."""
+    _all_at_once([each.abort for each in communicators], bound)
+
+
+def shut_down_all(communicators: Collection[Any], *, bound: float) -> None:
+    """Give them up when what was sent has arrived, which may take the other rank as well."""
+    _all_at_once([each.shutdown for each in communicators], bound)
+
+
+def _all_at_once(acts: list[Callable[[], object]], bound: float) -> None:
+    def quietly(act: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # it was ended before, or cannot be
+            act()
+
+    threads = [threading.Thread(target=quietly, args=(act,), name="penstock end", daemon=True) for act in acts]
+    end = time.monotonic() + bound
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
