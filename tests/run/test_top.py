@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.cli.main import main
 from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import PenstockError, StepTimeout
 from penstock.run.lookout import read_folder
+from penstock.run.position import Position
 from tests.gloo_pool import GlooPool
 
 
@@ -136,6 +138,36 @@ def test_a_timeout_says_where_everybody_was(gloo_pool: GlooPool) -> None:
     assert "waits for rank 1" in first
     assert "1F1" in first
     assert second.startswith("PeerFailed: rank 0 failed: StepTimeout: rank 0 waited 1 s"), second
+
+
+def test_a_look_keeps_nothing_alive() -> None:
+    """It asked the frames of the other thread for their names: what these referred to lived on, and once a frame was freed."""
+
+    class Thing:
+        pass
+
+    entered, go, gone = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        thing = Thing()
+        still = weakref.ref(thing)
+        entered.set()
+        go.wait(20.0)
+        del thing
+        gone.append(still() is None)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait(20.0)
+    position = Position(0)
+    position.thread = thread.ident or 0
+    try:
+        found = position.look(3)
+    finally:
+        go.set()
+        thread.join(20.0)
+    assert (found.peer, found.place.partition(":")[0]) == (3, "test_top.py")
+    assert gone == [True]
 
 
 def test_threads_that_wait_for_one_another_are_shown() -> None:

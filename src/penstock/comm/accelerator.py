@@ -226,6 +226,14 @@ class Control(Messages):
         self.device = torch.device("cpu")
         self._transport = transport
 
+    @property
+    def awaited(self) -> int | None:  # type: ignore[override]
+        return self._transport.awaited
+
+    @awaited.setter
+    def awaited(self, peer: int | None) -> None:
+        self._transport.awaited = peer
+
     def sender(self, peer: int) -> Send:
         return DistributedTransport.sender(self._transport, peer)
 

@@ -54,6 +54,7 @@ class Messages(ABC):
     num_ranks: int
     device: torch.device
     timeout: float
+    awaited: int | None = None  # whose message was waited for last in this step; whoever waits notes it
 
     @abstractmethod
     def sender(self, peer: int) -> Send:
@@ -109,6 +110,7 @@ class _CheckedWork:
     def wait(self, timeout: timedelta | None = None, /) -> None:
         if self._work is None:
             return
+        self._messages.awaited = self._peer
         try:
             self._messages.waiter()(self._work) if timeout is None else self._work.wait(timeout)
         except RuntimeError as error:

@@ -107,7 +107,7 @@ class FailureRecord:
 class Looked(Protocol):
     """What knows where this rank is; see `penstock.run.position`."""
 
-    def look(self) -> Whereabouts: ...
+    def look(self, awaited: int | None) -> Whereabouts: ...
 
 
 class Transport(Messages):
@@ -215,7 +215,7 @@ class Transport(Messages):
         """Where this rank is now; may be asked in any thread."""
         if self.position is None:
             return Whereabouts(self.rank, self.epoch, doing="has made no step yet")
-        return self.position.look()
+        return self.position.look(self.awaited)
 
     def everybody(self) -> str:
         """A table of where all ranks are, as far as they answer soon; for errors."""
@@ -230,6 +230,7 @@ class Transport(Messages):
     def gather(self, name: str, payload: bytes, *, timeout: float | None = None) -> list[bytes]:
         """Every rank's payload, on every rank. Small things: a timeline, a list of losses."""
         self.meetings += 1
+        self.awaited = None  # everybody is
         folder, before = meeting_folder(self.meetings), meeting_folder(self.meetings - 1)
         self.store.set(f"{folder}/{self.rank}", payload)
         self.store.first(f"{folder}/called", json.dumps([self.rank, self.epoch, name]).encode())

@@ -76,6 +76,7 @@ class HandBox:
     send = send_described = queue = post  # cold or warm
 
     def wait(self, works: list[Any]) -> None:
+        self._channel.transport.awaited = self._channel.peer
         try:
             for work in works:
                 self._channel.wait(work)

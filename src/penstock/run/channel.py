@@ -59,6 +59,7 @@ class Channel:
         sent = self.sent
         try:
             if self.reap_after is not None and len(sent) >= self.reap_after:
+                self.transport.awaited = self.peer
                 self.wait(sent.popleft())
             work = self.send([tensor])
         except RuntimeError as error:
@@ -91,6 +92,7 @@ class Channel:
 
     def wait_for_sent(self, count: int) -> None:
         """Wait for the oldest sends that are on their way."""
+        self.transport.awaited = self.peer
         try:
             for _ in range(count):
                 self.wait(self.sent.popleft())
@@ -114,6 +116,7 @@ class Channel:
     def pull(self) -> None:
         """Do the queued receive whose turn it is, or the rest of it."""
         receiving = self.incoming[0]
+        self.transport.awaited = self.peer
         try:
             for work in receiving:
                 self.wait(work)

@@ -31,7 +31,7 @@ def drain(program: Program, at: int, *, cold: bool) -> None:
             _try(each, each.pull)
     for each in program.channels.values():  # only now: the other end may take them when it has pulled from a third
         while each.sent and not each.lost:
-            _try(each, partial(each.wait, each.sent.popleft()))
+            _try(each, partial(each.wait_for_sent, 1))
     for box in program.boxes():
         for work in box.pending():
             if box.channel is not None and not box.channel.lost:

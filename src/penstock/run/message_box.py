@@ -54,6 +54,7 @@ class MessageBox:
         works = self.works[microbatch]
         if works is not None:
             wait = self.channel.wait
+            self.channel.transport.awaited = self.channel.peer
             try:
                 while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
                     wait(works.pop())

@@ -1,16 +1,22 @@
 """Position: where this rank is in its step, found by looking from another thread, so that the steps need not tell.
 
-The runner keeps the number of its action, as it must anyway. Whether that action computes or waits is read off the stack of the
-thread that runs it: a rank waits when the innermost function is one of penstock's own messages. A look costs the steps nothing.
+The runner keeps the number of its action, as it must anyway, and whoever waits for a message notes whose. Whether that action
+computes or waits is read off the stack of the thread that runs it: a rank waits when the innermost function is one of
+penstock's own messages. A look costs the steps nothing.
+
+Note "Stacks". Frame objects of a running thread may be freed while another thread walks them, and to ask one for its names keeps
+alive what they refer to. So the stack is taken from faulthandler, which only writes down where each thread is.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import re
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from penstock.comm.whereabouts import Whereabouts
@@ -20,7 +26,8 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parent.parent
 _MESSAGES = (str(_HERE / "comm"), str(_HERE / "run"), threading.__file__)
-_DEPTH = 16  # frames that are looked at for the name of a peer
+_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 class Position:
@@ -35,14 +42,14 @@ class Position:
         self._seen: tuple[Any, ...] = ()
         self._since = time.monotonic()
 
-    def look(self) -> Whereabouts:
-        """Now; `seconds` counts from the first look that found the same."""
+    def look(self, awaited: int | None) -> Whereabouts:
+        """Now; `seconds` counts from the first look that found the same. `awaited`: whose message was waited for last."""
         program, at, step = self.program, self.at, self.step
-        frame = sys._current_frames().get(self.thread)
-        waits, peer, place = _reading(frame)
+        waits, place = _reading(_stack(self.thread))
+        peer = awaited if waits else None
         action, total, doing = "", 0, "waits" if waits else "computes"
         if program is None:
-            doing, peer = "is between steps", peer if waits else None
+            doing = "is between steps"
         elif 0 <= at < len(program.actions):
             action, total = str(program.actions[at]), len(program.actions)
         else:
@@ -55,35 +62,29 @@ class Position:
         )
 
 
-def _reading(frame: FrameType | None) -> tuple[bool, int | None, str]:
-    """Whether a thread waits for a message, for whose, and the place in the user's program where it is."""
-    if frame is None:
-        return False, None, ""
-    waits = frame.f_code.co_filename.startswith(_MESSAGES)
-    peer, place, depth = None, "", 0
-    walked: FrameType | None = frame
-    while walked is not None and not place:
-        file = walked.f_code.co_filename
-        if waits and peer is None and depth < _DEPTH:
-            peer = _peer_in(walked)
+def _stack(thread: int) -> list[tuple[str, str, str]]:
+    """File, line and function of each call that the thread is in, the innermost first; see the note "Stacks"."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+    except OSError:  # no room for a file: then it is not known
+        return []
+    found: list[tuple[str, str, str]] = []
+    ours = False
+    for line in text.splitlines():
+        if header := _THREAD.match(line):
+            ours = int(header[1], 16) == thread
+        elif ours and (call := _CALL.match(line)):
+            found.append((call[1], call[2], call[3]))
+    return found
+
+
+def _reading(stack: list[tuple[str, str, str]]) -> tuple[bool, str]:
+    """Whether a thread waits for a message, and the place in the user's program where it is."""
+    waits = bool(stack) and stack[0][0].startswith(_MESSAGES)
+    for file, line, function in stack:
         if not file.startswith((str(_HERE), sys.prefix, threading.__file__, "<")):
-            place = f"{Path(file).name}:{walked.f_lineno} in {walked.f_code.co_name}"
-        walked, depth = walked.f_back, depth + 1
-    return waits, peer, place
-
-
-def _peer_in(frame: FrameType) -> int | None:
-    """The rank that a function of penstock's waits for, if it says so."""
-    names = frame.f_locals
-    owner = names.get("self")
-    for found in (
-        names.get("peer"),
-        names.get("child"),
-        getattr(owner, "peer", None),
-        getattr(owner, "_peer", None),
-        getattr(getattr(owner, "channel", None), "peer", None),
-        getattr(owner, "parent", None),
-    ):
-        if isinstance(found, int):
-            return found
-    return None
+            return waits, f"{Path(file).name}:{line} in {function}"
+    return waits, ""

@@ -93,6 +93,7 @@ class Preambles:
         assert self.receive is not None, "the first rank has nobody to hear from"
         numbers = torch.empty(len(fields(Preamble)), dtype=torch.int64)
         interrupt = None
+        self.transport.awaited = self.parent
         try:
             self.wait(self.receive([numbers]))
         except KeyboardInterrupt as error:  # see the note "Ctrl-C"
@@ -108,6 +109,7 @@ class Preambles:
                 try:
                     work = send([numbers])
                     if work is not None:
+                        self.transport.awaited = child
                         self.wait(work)
                 except RuntimeError as error:
                     failed = self.transport.explain(error, peer=child, what="the preamble of the step")

@@ -99,7 +99,7 @@ class Runner:
                     drain(program, 0, cold=bool(preamble.cold))
             return self.conclude(program, error, preamble, certain=certain)
         finally:
-            position.program = None
+            position.program = self.transport.awaited = None
             self.transport.end_step(fine=self._fine)
             if self.transport.unusable is not None:  # until the job is started again: replicas need not wait for it
                 for adapter in programs[mode].setting.adapters.values():
