@@ -227,7 +227,7 @@ class Control(Messages):
         self._transport = transport
 
     @property
-    def awaited(self) -> int | None:  # type: ignore[override]
+    def awaited(self) -> int | None:
         return self._transport.awaited
 
     @awaited.setter
