@@ -192,6 +192,20 @@ def test_cuts_are_those_of_the_config() -> None:
     assert cuts_of_plan(model, 7) is None
 
 
+@pytest.mark.filterwarnings("ignore:.*loss_type.*")
+def test_a_model_that_names_no_loss_has_that_of_a_language_model() -> None:
+    """GPT-2 is one: the first label of a row is no target, and does not count."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
+    batch = padded(4, 8, seed=4)
+    with torch.no_grad():
+        expected = model(**batch).loss.item()
+    pipe = TransformersPipeline(model, batch, microbatches=2, profile=False)
+    assert pipe.step(**batch).loss == pytest.approx(expected, abs=1e-5)
+
+
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"without config="):
         pipeline(transformers.LlamaForCausalLM, padded(4, 8))

@@ -39,7 +39,7 @@ def count_labels(batch: Mapping[str, Any], *, shifted: bool) -> int | None:
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, Tensor):
         return None
-    if shifted and "shift_labels" not in batch:
+    if shifted and "shift_labels" not in batch and labels.dim() > 1:
         labels = labels[..., 1:]
     return int((labels != IGNORED).sum())
 

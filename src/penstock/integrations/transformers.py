@@ -274,7 +274,7 @@ def _shifts_labels(model: Any) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     inner = model.get_base_model() if is_adapted(model) else model
-    kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "")
+    kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "", ForCausalLMLoss)  # as transformers takes it
     return kind is ForCausalLMLoss and not getattr(inner.config, "is_encoder_decoder", False)
 
 
