@@ -194,6 +194,9 @@ def test_what_cannot_be_asked_for(make) -> None:
         make(plan, [2])
     with pytest.raises(PlanError, match="microbatch 4 of stage 1; expected 0 to 3"):
         make(plan, {1: [4]})
+    for odd in ({1: True}, "all", 1, [[0]]):
+        with pytest.raises(PlanError, match="expected numbers of stages"):
+            make(plan, odd)
     with pytest.raises(PlanError, match="no backward"):
         make(plan.forward_only())
     with pytest.raises(PlanError, match=r"has 0[RL]0 already"):

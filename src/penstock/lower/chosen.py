@@ -38,11 +38,14 @@ def wanted(plan: Plan, stages: Stages) -> Wanted:
             "the plan has no backward, so nothing that a forward saved is held for one; expected a training plan"
         )
     every = range(plan.num_microbatches)
-    if isinstance(stages, str):
-        raise PlanError(f"stages {stages!r}; expected numbers of stages, {{stage: [microbatches]}}, or nothing for all")
     asked = range(plan.num_stages) if stages is None else stages
-    given = asked if isinstance(asked, Mapping) else dict.fromkeys(asked, every)
-    chosen = {stage: frozenset(microbatches) for stage, microbatches in given.items()}
+    try:
+        given = asked if isinstance(asked, Mapping) else dict.fromkeys(asked, every)
+        chosen = {stage: frozenset(microbatches) for stage, microbatches in given.items()}
+    except TypeError as error:
+        raise _unreadable(stages) from error
+    if isinstance(stages, str):
+        raise _unreadable(stages)
     for stage, microbatches in chosen.items():
         if stage not in range(plan.num_stages):
             raise PlanError(f"stage {stage} of a plan with {plan.num_stages}; expected 0 to {plan.num_stages - 1}")
@@ -50,6 +53,10 @@ def wanted(plan: Plan, stages: Stages) -> Wanted:
             if microbatch not in every:
                 raise PlanError(f"microbatch {microbatch} of stage {stage}; expected 0 to {plan.num_microbatches - 1}")
     return Wanted(chosen, named=stages is not None)
+
+
+def _unreadable(stages: object) -> PlanError:
+    return PlanError(f"stages {stages!r}; expected numbers of stages, {{stage: [microbatches]}}, or nothing for all")
 
 
 def lives(plan: Plan, rank: int, asked: Wanted) -> Iterator[Life]:

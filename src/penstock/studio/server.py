@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -103,8 +104,9 @@ class Studio:
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Referrer-Policy", "no-referrer")
                 self.send_header("Cache-Control", "no-store")
-                self.end_headers()
-                self.wfile.write(body)
+                with suppress(ConnectionError):  # the page was closed, or asked something else meanwhile
+                    self.end_headers()
+                    self.wfile.write(body)
 
             def log_message(self, *args: object) -> None:
                 """Nothing is logged: the command prints its address, and that is all there is to say."""
