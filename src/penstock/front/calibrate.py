@@ -32,14 +32,15 @@ def calibrated(
     """The choice with the costs of its stages, and of what is around a step, as some steps have them.
 
     Steps are measured as they come in a training: all ranks begin together, and find no gradients. More of them are measured
-    where they differ much, or where something else had the processors; all ranks see the same times, and go on alike.
+    where they differ much, or where something else had the processors. All ranks of all replicas make as many steps, since these
+    wait for one another.
     """
     if rounds < 1:
         raise RunError(f"calibrate(rounds={rounds}); expected the number of steps to measure, from 1 up")
     steps: list[tuple[Timeline, float]] = []  # each with what it took beside its actions
     with leaving_no_trace(schedule) as drop_gradients:
         for at in range(_WARM_UP + _MOST * rounds):
-            if enough([timeline for timeline, _ in steps], rounds):
+            if len(steps) >= rounds and not ends.any(not enough([timeline for timeline, _ in steps], rounds)):
                 break
             drop_gradients()
             ends.gather("about to measure a step", None)

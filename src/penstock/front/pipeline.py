@@ -446,7 +446,7 @@ class Pipeline(OwnStages):
         usual, rows = self._schedule, None
         if self._of_steps.few_rows and (args or kwargs):
             with suppress(SplitError):  # which the step itself raises, on all ranks
-                rows = batch_size_of(args, kwargs)
+                rows = self._rows_of(args, kwargs)
         if not rows or rows >= usual.num_microbatches:
             return usual
         plan, found = self._fewer.get(rows, (None, usual))
@@ -456,11 +456,15 @@ class Pipeline(OwnStages):
         found.steps, found._watches = usual.steps, usual._watches
         return found
 
+    def _rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        specs = self._of_steps
+        return batch_size_of(args, kwargs, args_spec=specs.args_chunk_spec, kwargs_spec=specs.kwargs_chunk_spec)
+
     def _for_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightedSchedule:
         """A schedule that cuts no more microbatches than there are rows; the same on every rank."""
         rows, problem = None, None
         try:
-            rows = batch_size_of(args, kwargs) if args or kwargs else None
+            rows = self._rows_of(args, kwargs) if args or kwargs else None
             if rows == 0:
                 raise SplitError("the batch has no rows; expected at least one")
         except SplitError as error:

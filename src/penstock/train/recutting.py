@@ -36,7 +36,8 @@ class Recutter:
         """Keep the times of a measured step, of all ranks."""
         recording = Recording()
         recording.finish(recorder, pipe.transport)
-        self.timelines.append(recording.timeline)
+        if recording.timeline.plan == pipe.schedule.lowered_plan():  # a batch of few rows has a plan of its own
+            self.timelines.append(recording.timeline)
 
     def profile(self, pipe: Pipeline) -> Profile | None:
         """At a checkpoint: what to cut by from now on, if that is worth it."""
