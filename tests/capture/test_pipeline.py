@@ -385,3 +385,26 @@ def test_a_cut_is_found_in_another_mode_that_has_more_or_fewer_of_its_operators(
         for stage in stages:
             stage.train(mode)
         torch.testing.assert_close(stages[1](*stages[0](x)), model.train(mode)(x))
+
+
+class NoiseInTraining(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_cut_after_a_module_that_works_in_one_mode_only_stays_where_it_is(training: bool) -> None:
+    """It moved behind the next layer, of which the first stage then lacked the weights."""
+    model = nn.Sequential(nn.Linear(4, 4), NoiseInTraining(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+
+    def before_the_second_layer(flat: Any, _: int) -> list[int]:
+        return [place for place, node in enumerate(flat.nodes) if "linear" in str(node.target)][1:2]
+
+    pipe = pipeline(model.train(training), (x,), num_stages=2, choose_cuts=before_the_second_layer)
+    stages = [pipe.get_stage_module(k).train(not training) for k in range(2)]
+    torch.manual_seed(0)
+    hidden = stages[0](x)
+    found = stages[1](*hidden) if isinstance(hidden, tuple) else stages[1](hidden)
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, model.train(not training)(x))

@@ -38,6 +38,7 @@ class Landmark(NamedTuple):
     number: int  # which of that module's operators of that kind it is
     after: str  # the module that did something just before this one
     number_after: int  # the same, counted after that module alone
+    of: int = 0  # how many of that kind the module has
 
 
 def landmarks(flat: Flat) -> list[Landmark]:
@@ -52,19 +53,21 @@ def landmarks(flat: Flat) -> list[Landmark]:
         found.append(Landmark(path, operator, seen[path, operator], after, seen[path, operator, after]))
         seen[path, operator] += 1
         seen[path, operator, after] += 1
-    return found
+    return [mark._replace(of=seen[mark.module, mark.operator]) for mark in found]
 
 
 def found_again(marks: Sequence[Sequence[Landmark]], here: Sequence[Landmark]) -> list[int | None]:
-    """Where in another trace each of them is, None for one that is not there. What was before an operator tells it best; one that
-    has no work in that mode or size is not there, but the next one is."""
+    """Where in another trace each of them is, None for one that is not there. What was before an operator tells it best, or its
+    number where its module has as many as before; one that has no work in that mode or size is not there, but the next one is."""
     near = {(m.module, m.operator, m.after, m.number_after): at for at, m in enumerate(here)}
     far = {m[:3]: at for at, m in enumerate(here)}
-    found = []
-    for chain in marks:
-        close = (near.get((m.module, m.operator, m.after, m.number_after)) for m in chain)
-        found.append(next((at for at in close if at is not None), far.get(chain[0][:3])))
-    return found
+    count = {m[:2]: m.of for m in here}
+
+    def place_of(mark: Landmark) -> int | None:
+        at = near.get((mark.module, mark.operator, mark.after, mark.number_after))
+        return far.get(mark[:3]) if at is None and mark.of == count.get(mark[:2]) else at
+
+    return [next((at for at in map(place_of, chain) if at is not None), far.get(chain[0][:3])) for chain in marks]
 
 
 @dataclass
