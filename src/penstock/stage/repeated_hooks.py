@@ -79,11 +79,10 @@ def noting(modules: Iterable[nn.Module]) -> Iterator[set[int]]:
 def only(modules: Iterable[nn.Module], acting: frozenset[int]) -> Iterator[None]:
     """Inside, only these hooks are there."""
     tables = [(table, dict(table)) for table, _ in _tables(modules)]
-    for table, hooks in tables:
-        for key in hooks:
-            if key not in acting:
-                del table[key]
     try:
+        for table, hooks in tables:
+            for key in hooks.keys() - acting:
+                table.pop(key, None)  # a module that has two parents is met twice
         yield
     finally:
         for table, hooks in tables:
