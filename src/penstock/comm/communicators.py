@@ -105,8 +105,10 @@ def _all_at_once(acts: list[Callable[[], object]], bound: float) -> None:
             act()
 
     threads = [threading.Thread(target=quietly, args=(act,), name="penstock end", daemon=True) for act in acts]
-    end = time.monotonic() + bound
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    end, started = time.monotonic() + bound, []
+    with suppress(RuntimeError):  # while the interpreter ends it starts none, and all end with it
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    for thread in started:
         thread.join(max(0.0, end - time.monotonic()))

@@ -108,6 +108,11 @@ class _PipelineSchedule(Orders, Parts):
     @_n_microbatches.setter
     def _n_microbatches(self, number: int) -> None:
         if number != self.num_microbatches:
+            if self._given_plan is not None:
+                raise PlanError(
+                    f"_n_microbatches = {number} for a plan of {self.num_microbatches} microbatches that was given, or chosen by "
+                    "replan(); expected run_plan(plan) with a plan for that number"
+                )
             self.num_microbatches, self._own_order = number, None
             self._forget_plan()
 

@@ -52,6 +52,8 @@ def agreed_plan(
     problem: Exception | None = None
     if transport.rank == 0:
         try:
+            if not 0 <= gain < 1:
+                raise RunError(f"replan(gain={gain!r}); expected a share of a step from 0 up and below 1, such as 0.05")
             found = better_plan(plan, costs, gain=gain, others=() if search is None else search(plan))
             told = b"" if found is None else f"{found.name}\n{dumps(found)}".encode()
         except Exception as error:  # noqa: BLE001  the other ranks wait for this one

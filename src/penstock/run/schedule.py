@@ -158,8 +158,6 @@ class Schedule:
         before, and the same numbers come out of the training. `search` may give plans to consider beside the known ones.
         Whether the plan is another one comes back.
         """
-        if not 0 <= gain < 1:
-            raise RunError(f"replan(gain={gain!r}); expected a share of a step from 0 up and below 1, such as 0.05")
         with self._transport.alone("replan()"):
             found = agreed_plan(self.plan, costs, self._transport, gain=gain, search=search)
         if found is not None:

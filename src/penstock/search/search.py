@@ -81,7 +81,7 @@ def search(
         floors = []
         for place in dict.fromkeys(lane.job.placement for lane in lanes):
             lane = min((lane for lane in lanes if lane.job.placement == place), key=lambda lane: lane.end)
-            if lane.bound < best.makespan * (1 - 1e-9):
+            if lane.best is not None and lane.bound < best.makespan * (1 - 1e-9):
                 best = min([best, *map(lane.told, lane.solve(exact, seed))], key=lambda found: found.makespan)
             floors.append(lane.bound)
         best = replace(best, floor=min(best.makespan, *floors))
