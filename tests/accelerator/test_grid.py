@@ -30,18 +30,12 @@ def combinations() -> list[tuple[str, int]]:
     ]
 
 
-HALF = "every schedule runs in one of the two modes, and with another number of ranks in the other"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["half", pytest.param("all", marks=pytest.mark.long(HALF))])
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_schedule_trains(accelerator: SimPool, ranks: int, mode: Mode, part: str) -> None:
-    """The mode is that of the user's group. penstock's own communicators are the same in both, so half of it shows most of it."""
-    microbatches = ranks + 1
-    first = (ranks + (mode == "eager")) % 2
-    chosen = combinations()[first::2] if part == "half" else combinations()
+def test_every_schedule_trains(accelerator: SimPool, ranks: int, mode: Mode) -> None:
+    """The mode is that of the user's group."""
+    microbatches, chosen = ranks + 1, combinations()
     told: list[Grid] = accelerator.run(ranks, mode, train_all, microbatches, chosen, timeout=500)
     for name, per_rank in chosen:
         where = f"{name} with {per_rank} stages a rank"
