@@ -298,6 +298,16 @@ def test_the_death_of_the_store_does_not_flood_the_terminal(gloo_pool: GlooPool)
     assert second.value.count("frame #") == 0, second.value
 
 
+def wait_until_stopped(process: int) -> None:
+    """Until each of its threads is: the one that answers for the store may be the last."""
+    end = time.monotonic() + 20.0
+    while any(
+        stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in Path(f"/proc/{process}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < end, "it did not stop"
+        time.sleep(0.01)
+
+
 def killed_under_a_call() -> str:
     """Rank 0 is stopped with the store in it, and killed when rank 1 waits for an answer; what torch prints of it."""
     store = DistributedTransport.of().store
@@ -317,6 +327,7 @@ def killed_under_a_call() -> str:
         os.dup2(file.fileno(), 2)
         try:
             os.kill(process, signal.SIGSTOP)
+            wait_until_stopped(process)
             caller = threading.Thread(target=call)
             caller.start()
             time.sleep(0.3)
