@@ -366,7 +366,7 @@ def dies_before_its_first_step() -> str:
 def test_a_rank_that_is_killed_before_the_first_step_is_named(gloo_pool: GlooPool) -> None:
     """While a model was captured, measured or loaded nobody knew which processes the others were: whoever waited for one that was
     killed there, for lack of memory say, waited for the timeout of the group."""
-    first, _, third = gloo_pool.outcomes(3, dies_before_its_first_step, store="tcp")
+    first, _, third = gloo_pool.outcomes(3, dies_before_its_first_step)  # a store that no rank takes along when it ends
     for outcome in (first, third):
         assert outcome.ok, outcome.details
         assert outcome.value == "PeerFailed: rank 1 failed: its process has ended"
