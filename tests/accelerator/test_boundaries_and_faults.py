@@ -376,8 +376,7 @@ class Known(nn.Module):
         return Lasts.apply(self.inner(x), self.kernels)
 
 
-FORWARD, BACKWARD = 0.03, 0.06  # seconds
-SLACK = 0.012  # for a thread of the device that another process keeps from its processor
+FORWARD, BACKWARD = 0.15, 0.3  # seconds: a tenth is more than another process keeps a thread of the device waiting
 
 
 def measured(device: torch.device) -> tuple[float, dict[str, list[tuple[float, float]]]]:
@@ -405,5 +404,5 @@ def test_a_measured_timeline_is_that_of_the_kernels(sim: SimPool) -> None:
         for kind, length in (("F", FORWARD), ("B", BACKWARD)):
             assert len(found[kind]) == MICROBATCHES
             assert all(length <= own <= seen for seen, own in found[kind]), found
-            assert median(seen - own for seen, own in found[kind]) <= 0.1 * length + SLACK, found
+            assert median(seen - own for seen, own in found[kind]) <= 0.1 * length, found
         assert makespan > sum(seen for pairs in found.values() for seen, _ in pairs)
