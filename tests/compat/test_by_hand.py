@@ -105,6 +105,31 @@ def test_an_overridden_forward(kind: Any, per_rank: int, everywhere: bool) -> No
     same_gradients(modules, plain(count, steps=2))
 
 
+class Gaps(nn.Module):
+    """Its output does not lie in memory without gaps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x, -x], -1)[..., 0]
+
+
+def test_outputs_with_gaps_arrive() -> None:
+    """The other end received into memory that had the same gaps, which no transport takes."""
+    modules = [nn.Sequential(layers(1)[0], Gaps()), *layers(1)]
+    x, y = batch()
+
+    def rank(transport: Transport) -> None:
+        stage = Watched(modules[transport.rank], transport.rank, 2, "cpu", group=transport)
+        Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.MSELoss()).step(x, target=y)
+
+    LocalWorld(2).run(rank)
+    found = [[parameter.grad for parameter in module.parameters()] for module in modules]
+    for module in modules:
+        module.zero_grad()
+    for one, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        (nn.MSELoss()(modules[1](modules[0](one)), target) / MICROBATCHES).backward()
+    same_gradients(modules, found)
+
+
 def test_steps_accumulate_and_nobody_divides_twice() -> None:
     modules = layers(2)
     x, y = batch()
@@ -453,12 +478,13 @@ def test_a_captured_stage_is_driven_too() -> None:
         torch.testing.assert_close(grads[name], parameter.grad)
 
 
-def test_wrong_shapes_are_found_before_anything_is_sent() -> None:
+@pytest.mark.parametrize("kind", [PipelineStage, Watched])
+def test_wrong_shapes_are_found_before_anything_is_sent(kind: type[PipelineStage]) -> None:
     modules = layers(2)
     x, _ = batch()
 
     def rank(transport: Transport) -> None:
-        stage = PipelineStage(modules[transport.rank], transport.rank, 2, "cpu", group=transport)
+        stage = kind(modules[transport.rank], transport.rank, 2, "cpu", group=transport)
         stage._runtime_validate = True
         schedule = ScheduleGPipe(stage, 2)
         schedule.step(x)
@@ -474,6 +500,35 @@ def test_wrong_shapes_are_found_before_anything_is_sent() -> None:
         schedule.step(x)  # and the next one works
 
     LocalWorld(2).run(rank)
+
+
+@pytest.mark.parametrize("validating", [0, 1])
+def test_one_rank_alone_checks_its_tensors(validating: int) -> None:
+    """Also if it begins after steps without: the other ranks need not know."""
+    modules = layers(3)
+    x, y = batch()
+
+    def rank(transport: Transport) -> None:
+        stage = PipelineStage(modules[transport.rank], transport.rank, 3, "cpu", group=transport)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.MSELoss())
+        args = (x,) if stage.is_first else ()
+        schedule.step(*args, target=y)
+        stage._runtime_validate = transport.rank == validating
+        schedule.step(*args, target=y)
+        handle = stage.submod.register_forward_hook(lambda _, __, output: output[:, :2])
+        if transport.rank != validating:
+            handle.remove()
+        if validating == 0 and transport.rank == 0:
+            with pytest.raises(PipeliningMetadataError, match="shape mismatch"):
+                schedule.step(*args, target=y)
+        elif validating == 1:
+            with pytest.raises(Exception, match="shape mismatch"):
+                schedule.step(*args, target=y)
+        handle.remove()
+        schedule.step(*args, target=y)
+
+    LocalWorld(3).run(rank)
+    same_gradients(modules, plain(3, steps=3))
 
 
 def test_one_stage_alone_forward_and_backward_in_parts() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,4 +100,22 @@ def test_receives_put_off(first: str, second: str, ranks: tuple[int, ...]) -> No
     """A receive moves down to its use, but on the lower of two ranks not past a send to the other."""
     rows = {0: first.split(), 1: second.split()}
     ours, theirs = both(rows, lambda package, order: package._defer_recv_ops(order, ranks.__getitem__))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", ["PipelineScheduleMulti", "_PipelineScheduleRuntime"])
+def test_files_hold_what_torchs_do(kind: str, tmp_path: Path) -> None:
+    """Computations with their idle slots, or, of a runtime, everything that it does."""
+    rows = [["0F0", "0F1", "", "0B0", "0B1"], ["", "1F0", "1B0", "1F1", "1B1"]]
+    written = []
+    for package in (schedules, torch_schedules):
+        stage = SimpleNamespace(submod=None, group=None, stage_index=0, group_rank=0, group_size=2, num_stages=2)
+        schedule = getattr(package, kind)([stage], 2)
+        source, file = tmp_path / "source.csv", tmp_path / f"{package.__name__}.csv"
+        source.write_text("".join(",".join(row) + "\n" for row in rows))
+        schedule._load_csv(str(source))
+        assert schedule.pipeline_order[1][0] is None
+        schedule._dump_csv(str(file))
+        written.append(file.read_text())
+    ours, theirs = written
     assert ours == theirs

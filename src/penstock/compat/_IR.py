@@ -11,12 +11,14 @@ from torch.export import ExportedProgram, export
 from torch.utils import _pytree as pytree
 
 from penstock import capture
-from penstock.capture import MultiUseParameterConfig, PipeInfo, SplitPoint, StageModule
+from penstock.capture import MultiUseParameterConfig, SplitPoint, StageModule
 from penstock.compat._captured import build_stage
+from penstock.compat._pipe_info import NAME as PP_SUBMOD_PREFIX  # noqa: F401  torch has it here
+from penstock.compat._pipe_info import PipeInfo, get_submod_name
 from penstock.compat._siblings import found_in
 from penstock.errors import CaptureError
+from penstock.nest import Value
 
-PP_SUBMOD_PREFIX = "submod_pp"
 MultiUseParamSpec = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
 __getattr__ = found_in(__name__, "..capture")
 
@@ -24,20 +26,22 @@ __getattr__ = found_in(__name__, "..capture")
 class Pipe(capture.Pipe):
     """A pipe that returns the leaves of the model's output as a tuple, as torch's does."""
 
-    def __init__(self, stages: Sequence[StageModule], info: PipeInfo) -> None:
-        super().__init__(stages, replace(info, inputs=replace(info.inputs, as_given=True)))
+    _info: PipeInfo
+
+    def __init__(self, stages: Sequence[StageModule], info: capture.PipeInfo) -> None:
+        super().__init__(stages, PipeInfo.of(replace(info, inputs=replace(info.inputs, as_given=True))))
         for stage in stages:
             stage.bare = True  # so that stage modules compose, and a loss function gets the model's tensors
             stage.own_only = stage.is_last and not info.has_loss  # and of these the ones that the last stage computes
 
     @classmethod
-    def from_tracing(cls, *args: Any, **options: Any) -> Any:
+    def from_tracing(cls, *args: Value, **options: Any) -> Any:
         """Capture a model. Only the rank of the first stage needs the model's arguments."""
         return super().from_tracing(*args, **{"arguments_from_first": True, **options})
 
     @staticmethod
     def _trace_with_export(
-        mod: nn.Module, example_args: tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None
+        mod: nn.Module, example_args: tuple[Value, ...], example_kwargs: Mapping[str, Value] | None = None
     ) -> ExportedProgram:
         """Export a model; for `_from_traced`, and to look at."""
         return export(mod, example_args, dict(example_kwargs or {}))
@@ -66,11 +70,15 @@ class Pipe(capture.Pipe):
             output_loss_value_spec=output_loss_value_spec,
         )
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(self, *args: Value, **kwargs: Value) -> tuple[Value, ...]:
         return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
 
     def build_stage(self, stage_index: int, device: Any, group: Any = None) -> Any:
         return build_stage(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
+
+    def info(self) -> PipeInfo:
+        """What travels between the stages, and the graph in which each is a node."""
+        return self._info
 
     @property
     def has_loss_and_backward(self) -> bool:
@@ -78,18 +86,21 @@ class Pipe(capture.Pipe):
         return self.info().has_loss
 
     @property
-    def split_gm(self) -> nn.Module:
-        """The stages as torch's captured graph holds them: `submod_pp_0`, `submod_pp_1` and so on."""
-        whole = nn.Module()
-        for index, stage in enumerate(self.stages):
-            whole.add_module(get_submod_name(index), stage)
-        return whole
+    def replicated_params(self) -> list[dict[str, str]]:
+        """The parameters of several stages whose gradients a program has to add up by itself: none, a step does that."""
+        return []
+
+    @property
+    def split_gm(self) -> fx.GraphModule:
+        """The stages as torch's captured graph holds them: `submod_pp_0`, `submod_pp_1` and so on, and how they connect."""
+        whole = {get_submod_name(index): stage for index, stage in enumerate(self.stages)}
+        return fx.GraphModule(whole, self.info().graph)
 
 
 def pipeline(
     module: nn.Module,
-    mb_args: tuple[Any, ...],
-    mb_kwargs: dict[str, Any] | None = None,
+    mb_args: tuple[Value, ...],
+    mb_kwargs: dict[str, Value] | None = None,
     split_spec: dict[str, SplitPoint] | None = None,
     split_policy: Any = None,
     **options: Any,
@@ -105,11 +116,6 @@ def pipeline(
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
     """Mark submodules, by their names, before or after which to cut."""
     capture.annotate_split_points(mod, spec)
-
-
-def get_submod_name(stage_idx: int) -> str:
-    """What torch calls a stage in its captured graph."""
-    return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
 
 
 def _move_placeholders_to_front(graph: fx.Graph) -> None:

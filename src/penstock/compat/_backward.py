@@ -20,15 +20,16 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.compat._siblings import found_in
 from penstock.errors import StageError
+from penstock.nest import Value
 
 __getattr__ = found_in(__name__)
 Group = dict[str, Any]  # "params": tensors; "intermediates": joints; "grads": what arrived at each joint
 
 
 def stage_backward(
-    stage_output: Any,
+    stage_output: Value,
     output_grads: Any,
-    input_values: Sequence[Any],
+    input_values: Sequence[Value],
     outputs_with_grads_idxs: Sequence[int] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Differentiate everything; the gradients of the inputs come back, those of the parameters accumulate."""
@@ -38,10 +39,10 @@ def stage_backward(
     pairs = list(_pairs(stage_output, output_grads))
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], grad_tensors=[grad for _, grad in pairs])
-    return tuple(map(_take_grad, input_values))
+    return tuple(map(take_grad, input_values))
 
 
-def _pairs(output: Any, grad: Any) -> Iterable[tuple[Any, Tensor | None]]:
+def _pairs(output: Value, grad: Any) -> Iterable[tuple[Any, Tensor | None]]:
     """The tensors of an output that require a gradient, each with its own."""
     if isinstance(output, (Tensor, GradientEdge)):
         if not isinstance(output, Tensor) or output.requires_grad:
@@ -61,17 +62,23 @@ def _pairs(output: Any, grad: Any) -> Iterable[tuple[Any, Tensor | None]]:
             yield from _pairs(part, one)
 
 
-def _take_grad(value: Any) -> Tensor | None:
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return None
-    grad, value.grad = value.grad, None
+def grad_of(value: Value) -> Tensor | None:
+    """The gradient that an input has gathered."""
+    return value.grad if isinstance(value, Tensor) and (value.is_leaf or value.retains_grad) else None
+
+
+def take_grad(value: Value) -> Tensor | None:
+    """The same, taken from it."""
+    grad = grad_of(value)
+    if grad is not None:
+        value.grad = None
     return grad
 
 
 def stage_backward_input(
-    stage_outputs_or_loss: Sequence[Any],
+    stage_outputs_or_loss: Sequence[Value],
     output_grads: Sequence[Tensor | None] | None,
-    input_values: Sequence[Any],
+    input_values: Sequence[Value],
     weights: Iterable[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], list[Group]]:
     """The gradients of the inputs, also added to their `.grad`, and what the weight pass needs."""
@@ -135,7 +142,7 @@ def _instead(noted: Any, grads: Any) -> Any:
     return grads if noted is None else noted
 
 
-def _note_roots(roots: Sequence[Any], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:
+def _note_roots(roots: Sequence[Value], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:
     """A joint that is a root itself: the engine may never visit it in the input pass."""
     by_node: dict[Node, list[tuple[int, Tensor]]] = {}
     for root, grad in zip(roots, grads, strict=True):
@@ -149,7 +156,7 @@ def _note_roots(roots: Sequence[Any], grads: Sequence[Tensor], groups: Sequence[
                 group["grads"][place] = tuple(known.get(number) for number in range(size))
 
 
-def _edge(value: Any) -> GradientEdge:
+def _edge(value: Value) -> GradientEdge:
     return value if isinstance(value, GradientEdge) else get_gradient_edge(value)
 
 

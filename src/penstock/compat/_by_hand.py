@@ -21,9 +21,12 @@ from torch import nn
 from penstock.comm.framing import Receiving
 from penstock.comm.transport import Transport
 from penstock.compat._hand_stage import HandBox, HandRun, PipelineContext
+from penstock.compat._infer import PipelineStage
 from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._state import is_overridden
 from penstock.compat._vocabulary import of_action, to_op
 from penstock.errors import StageError
+from penstock.nest import Value
 from penstock.parallel import DataParallel, Unwrapped, adapt
 from penstock.plan import Action, AnyAction, Op
 from penstock.plan.actions import peer_of
@@ -34,11 +37,30 @@ from penstock.run.inputs import StepInputs
 from penstock.run.preamble import verdict
 from penstock.run.program import Program
 from penstock.run.setting import Call, Handlers, Setting
+from penstock.run.stage_run import StageRun
 
 if TYPE_CHECKING:
     from penstock.compat._schedule import _PipelineSchedule
 
 HAND = 2  # added to a mode: through the stages' own methods
+HOOKS = (
+    *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),
+    *("forward_maybe_with_nosync", "backward_maybe_with_nosync", "scale_grads", "perform_reduce_grad"),
+    *("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
+    *("set_local_fwd_input", "set_local_bwd_input", "get_local_bwd_output"),
+    *("_prepare_forward_infra", "_prepare_backward_infra", "clear_runtime_states"),
+    *("_get_recv_ops", "_retrieve_recv_activations", "_retrieve_recv_grads"),
+    *("_create_act_recv_info", "_create_act_send_info", "_create_grad_recv_info", "_create_grad_send_info"),
+    *("_setup_forward_recv_info", "_setup_forward_send_info", "_setup_backward_recv_info"),
+)
+"""Methods that programs override, in a subclass or on an object, to take part in a step."""
+
+
+def is_driven_by_hand(stage: object) -> bool:
+    """Whether a step has to go through the stage's own methods: some of them are the user's."""
+    if not isinstance(stage, _PipelineStageBase):
+        return False
+    return not isinstance(stage, PipelineStage) or is_overridden(stage, *HOOKS)
 
 
 class HandProgram(Program):
@@ -109,19 +131,23 @@ class HandProgram(Program):
         """Pass down the stages what their values look like. One that cannot say so fails the step before any message."""
         self.met = True
         problem: BaseException | None = None if inputs is not None else Poisoned()
-        handed: Any = None
+        known: dict[int, Any] = {}  # what the outputs of this rank's stages look like
+        try:
+            if inputs is not None:
+                self.schedule._warmup_p2p(self.schedule.stages, self.setting.grad, bool(self.saved))
+        except BaseException as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+            problem = caught
         for index, stage in sorted(self.stages.items()):
             before, after = self.elsewhere(index - 1), self.elsewhere(index + 1)
             try:
-                if before is not None:
-                    handed = self.hear(before, stage)
+                stage._heard = known if before is None else self.hear(before, stage)
                 if problem is None and inputs is not None:
-                    self.schedule._prepare_forward(stage, handed, self.context)
-                    handed = stage._stage_meta.outputs
+                    self.schedule._prepare_forward(stage, stage._heard.get(index - 1), self.context)
+                    known = {**stage._heard, index: stage._stage_meta.outputs}
             except BaseException as caught:  # noqa: BLE001  whatever it is, the stages after this one must hear of it
                 problem = problem or caught
             if after is not None and problem is None:
-                after.post_described(stage._describe_outputs(), [])
+                after.post_described(stage._describe(), [])
             elif after is not None:
                 after.post_poison()
         try:
@@ -141,6 +167,7 @@ class HandProgram(Program):
 
     @staticmethod
     def hear(channel: Channel, stage: Any) -> Any:
+        """What the stage before says of its outputs, and of those of earlier ones."""
         found: list[bytes] = []
 
         def receive() -> Receiving[None]:
@@ -148,7 +175,8 @@ class HandProgram(Program):
 
         channel.incoming.append(receive())
         channel.pull()
-        return stage._read_description(found[0])
+        stage._hear(found[0])
+        return stage._heard
 
     def abandon(self) -> None:
         if not self.met:
@@ -192,8 +220,29 @@ def handled_by(function: Callable[..., object]) -> Callable[[Any, AnyAction, boo
     return lambda program, action, cold: partial(function, of_action(action), program.context)
 
 
+class ValidatedRun(StageRun):
+    """A stage of penstock's own steps, which looks at its tensors where a program has asked for that."""
+
+    def call(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+        stage = self.stage
+        if not isinstance(stage, _PipelineStageBase) or not stage._runtime_validate:
+            return super().call(microbatch, args, kwargs)
+        stage._validate_seen("forward inputs", microbatch, args)
+        output = super().call(microbatch, args, kwargs)
+        stage._validate_seen("forward outputs", microbatch, output)
+        return output
+
+
+class ValidatedProgram(Program):
+    """Penstock's own, for stages of this package."""
+
+    stage_run = ValidatedRun
+
+
 class HandPrograms(Programs):
     """Beside penstock's own programs, those that drive the stages by hand."""
+
+    program = ValidatedProgram
 
     def __init__(self, schedule: _PipelineSchedule) -> None:
         super().__init__(schedule.plan, schedule.stages, schedule._transport, schedule._binding)

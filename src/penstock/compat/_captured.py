@@ -2,38 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor, fx
 
-from penstock.capture import PipeInfo
+from penstock import capture
 from penstock.capture.pipe import CapturedStage
 from penstock.capture.stage_module import StageModule
 from penstock.compat._exchange import RecvInfo
 from penstock.compat._infer import PipelineStage
-from penstock.compat._metadata import Metas
+from penstock.compat._metadata import Metas, _derive_grad_metas
+from penstock.compat._pipe_info import NAME, PipeInfo, get_submod_name
 from penstock.errors import CaptureError
-
-NAME = "submod_pp_"  # of a stage in torch's captured graphs
+from penstock.nest import Value
+from penstock.stage.pipeline_stage import Group
 
 
 class _PipelineStage(CapturedStage, PipelineStage):
     """A stage around a captured module, with everything that programs find on torch's."""
 
+    pipe_info: PipeInfo
+
+    def __init__(
+        self,
+        stage_module: StageModule,
+        stage_index: int,
+        pipe_info: capture.PipeInfo,
+        device: torch.device | str,
+        group: Group = None,
+    ) -> None:
+        super().__init__(stage_module, stage_index, PipeInfo.of(pipe_info), device, group)
+
     @property
     def name(self) -> str:
-        return f"{NAME}{self.stage_index}"
+        return get_submod_name(self.stage_index)
+
+    @property
+    def node(self) -> fx.Node:
+        """This stage in the graph of the model's stages."""
+        nodes: list[fx.Node] = list(self.pipe_info.graph.nodes)
+        return next(node for node in nodes if node.target == self.name)
+
+    @property
+    def submod_to_stage_index(self) -> dict[str, int]:
+        return {get_submod_name(stage): stage for stage in range(self.num_stages)}
 
     def _move_submod_to_device(self) -> None:
         self.submod.to(self.device)
 
     def get_stage_index_of_submod(self, submod_name: str) -> int:
         """The stage of that name."""
-        number = submod_name.removeprefix(NAME)
-        if not number.isdigit() or int(number) >= self.num_stages:
-            raise CaptureError(f"no stage is called {submod_name!r}; expected {NAME}0 to {NAME}{self.num_stages - 1}")
-        return int(number)
+        found = self.submod_to_stage_index.get(submod_name)
+        if found is None:
+            last = get_submod_name(self.num_stages - 1)
+            raise CaptureError(f"no stage is called {submod_name!r}; expected {get_submod_name(0)} to {last}")
+        return found
 
     def find_dst_rank(self, user: Any) -> int | None:
         """The stage that a user of a value belongs to; None for what is no stage."""
@@ -46,29 +72,41 @@ class _PipelineStage(CapturedStage, PipelineStage):
 
     # -- driven by hand
 
-    @property
-    def _received(self) -> tuple[int, ...]:
-        """Which outputs of the stage before this one reads."""
-        return () if self.is_first else self.routes.wanted_on(self.stage_index - 1, [self.stage_index])
+    @cached_property
+    def _received(self) -> tuple[tuple[int, int], ...]:
+        """What this stage reads of others: the stage, and which of its outputs; in the order in which they are received."""
+        here = [self.stage_index]
+        return tuple((k, place) for k in range(self.stage_index) for place in self.routes.wanted_on(k, here))
 
     def _call_of(
-        self, received: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        before = {self.stage_index - 1: dict(zip(self._received, received, strict=True))}
-        return self.routes.call(before, args, kwargs)
+        self, received: Sequence[Any], args: tuple[Value, ...], kwargs: dict[str, Value]
+    ) -> tuple[tuple[Value, ...], dict[str, Value]]:
+        values: dict[int, dict[int, Any]] = {}
+        for (source, place), value in zip(self._received, received, strict=True):
+            values.setdefault(source, {})[place] = value
+        return self.routes.call(values, args, kwargs)
 
-    def _from_before(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(outputs[place] for place in self._received)
+    def _from_before(self, outputs: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(outputs[place] for source, place in self._received if source == self.stage_index - 1)
 
-    def _shape_inference(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None = None) -> Metas:
-        arrived = [] if self.is_first else [self._example(meta) for meta in self._stage_meta.inputs or ()]
+    def _metas_from(self, heard: Mapping[int, Metas | None]) -> Metas | None:
+        return tuple((heard[source] or ())[place] for source, place in self._received)
+
+    def _passes_on(self, producer: int) -> bool:
+        return bool(self.routes.wanted_on(producer, range(self.stage_index + 1, self.num_stages)))
+
+    def _shape_inference(self, args: tuple[Value, ...] | None, kwargs: dict[str, Value] | None = None) -> Metas:
+        arrived = [] if self.is_first else [self._to_tensor(meta) for meta in self._stage_meta.inputs or ()]
         called, _ = self._call_of(arrived, args if args is not None else self._model_args, kwargs or {})
         return self._metas_of_call(called, {})
 
     def _create_act_recv_info(self) -> tuple[RecvInfo, ...]:
-        sources = [wire.source for wire in self.pipe_info.stage_inputs[self.stage_index] if wire.source is not None]
-        far = [source for source in sources if source != self.stage_index - 1]
-        return (*super()._create_act_recv_info(), *(RecvInfo("skip", source) for source in far))
+        if self.is_first:
+            return super()._create_act_recv_info()
+        return tuple(
+            RecvInfo(f"recv_for_{self.stage_index}_from_{source}_{place}", source, None, meta)
+            for (source, place), meta in zip(self._received, self._stage_meta.inputs or (), strict=True)
+        )
 
     def _create_act_send_info(self) -> dict[int, list[int | None]]:
         if self.is_last:
@@ -76,9 +114,31 @@ class _PipelineStage(CapturedStage, PipelineStage):
         wires = self.pipe_info.stage_outputs[self.stage_index]
         return {place: list(wire.stages) for place, wire in enumerate(wires)}
 
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[RecvInfo, ...]:
+        """The gradients of the outputs: each from every stage that reads it."""
+        metas = self._stage_meta.output_grads or _derive_grad_metas(self._stage_meta.outputs or ())
+        return tuple(
+            RecvInfo(f"recv_grad_for_{self.stage_index}_from_{reader}_{place}", reader, None, metas[place])
+            for place, readers in (() if self.is_last else act_send_info.items())
+            for reader in readers
+        )
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        """What several stages read has the sum of what they send back."""
+        arrived = iter(super()._retrieve_recv_grads(bwd_chunk_id))
+        found: list[Tensor | None] = []
+        for readers in self.act_send_info.values():
+            grads = [grad for _ in readers if (grad := next(arrived)) is not None]
+            found.append(sum(grads[1:], grads[0]) if grads else None)
+        return tuple(found)
+
 
 def build_stage(
-    stage_module: StageModule, stage_index: int, pipe_info: PipeInfo, device: torch.device | str, group: Any = None
+    stage_module: StageModule,
+    stage_index: int,
+    pipe_info: capture.PipeInfo,
+    device: torch.device | str,
+    group: Group = None,
 ) -> _PipelineStage:
     """A stage for a schedule, around a captured module that is moved to `device`.
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.comm.transport import Transport
 from penstock.compat._metadata import (
     _derive_grad_metas,
     _DTensorMeta,
@@ -24,8 +25,11 @@ from penstock.compat._metadata import (
     _TensorMeta,
     to_local_if_dtensor,
 )
+from penstock.compat._p2p import P2P, TransportOp
 from penstock.compat._state import StageState
 from penstock.errors import ShapeError, StageError
+from penstock.nest import Value
+from penstock.stage.pipeline_stage import RankGroup
 
 
 class RecvInfo:
@@ -67,58 +71,59 @@ class RootArgPlaceholder(RecvInfo):
         self.meta = tensor.to("meta")
 
 
-class TransportOp:
-    """A send or receive between ranks that are threads; a process group's are `torch.distributed.P2POp`."""
-
-    def __init__(self, transport: Any, tensor: Tensor, peer: int, *, sends: bool) -> None:
-        self.transport, self.tensor, self.peer, self.sends = transport, tensor, peer, sends
-
-    def post(self) -> Any:
-        return (self.transport.isend if self.sends else self.transport.irecv)(self.tensor, self.peer)
-
-
 class Exchange(StageState):
     """The operations."""
 
-    def _op(self, tensor: Tensor, stage: int, *, sends: bool) -> Any:
+    def _op(self, tensor: Tensor, stage: int, *, sends: bool) -> P2P:
         peer = self.stage_index_to_group_rank[stage]
-        if hasattr(self.group, "num_ranks"):
+        if isinstance(self.group, Transport):
             return TransportOp(self.group, tensor, peer, sends=sends)
+        assert not isinstance(self.group, RankGroup), "what has ranks of its own is a transport"
         return dist.P2POp(dist.isend if sends else dist.irecv, tensor, group=self.group, group_peer=peer)
 
     def _resolve_peer_global_rank(self, stage_idx: int) -> int:
-        group: Any = self.group if self.group is not None else dist.group.WORLD
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert isinstance(group, dist.ProcessGroup), "only processes have global ranks"
         return dist.get_global_rank(group, self.stage_index_to_group_rank[stage_idx])
 
-    def _get_recv_ops(self, recv_infos: Iterable[RecvInfo]) -> list[Any]:
-        ops = []
+    def _get_recv_ops(self, recv_infos: Iterable[RecvInfo]) -> list[P2P]:
+        ops: list[P2P] = []
         for info in recv_infos:
             if info.is_root_arg or (info.tensor_meta is None and info.buffer is None):
                 continue
             if info.source is None:
                 raise StageError(f"{info!r} has no source to receive from")
-            if info.buffer is None:
-                assert info.tensor_meta is not None, "checked above"
-                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
-            ops.append(self._op(info.buffer, info.source, sends=False))
+            ops.append(self._op(self._buffer_of(info), info.source, sends=False))
         return ops
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+    def _buffer_of(self, info: RecvInfo) -> Tensor:
+        if info.buffer is None:
+            assert info.tensor_meta is not None, "without it nothing is received"
+            info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device).contiguous()  # as it is sent
+        return info.buffer
+
+    def _make_buffers(self, recv_infos: Iterable[RecvInfo]) -> None:
+        """For a method of the program's own that makes the operations, and expects the buffers to be there."""
+        for info in recv_infos:
+            if not info.is_root_arg and info.tensor_meta is not None:
+                self._buffer_of(info)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2P]:
         """Receive the inputs of a microbatch."""
         self._posted.add(("RECV_F", fwd_chunk_id))
         return self._get_recv_ops(self.args_recv_info[fwd_chunk_id])
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2P]:
         """Receive the gradients of the outputs of a microbatch."""
         if not self.has_backward or self.is_last:
             return []
         self._posted.add(("RECV_B", bwd_chunk_id))
         return self._get_recv_ops(self.grad_recv_info[bwd_chunk_id])
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2P]:
         """Send the outputs of a microbatch to the stages that read them."""
         outputs, _ = self.fwd_cache[fwd_chunk_id]
-        ops = []
+        ops: list[P2P] = []
         for place, output in enumerate(outputs):
             for stage in self.act_send_info[place]:
                 if stage is not None:
@@ -142,14 +147,14 @@ class Exchange(StageState):
                 f"stage expects {list(meta.shape)} of {meta.dtype}, as in the first step"
             )
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2P]:
         """Send the gradients of the inputs of a microbatch back; a gradient that is missing goes as zeros."""
         if not self.has_backward or self.is_first:
             return []
         self._check_chunk_id(bwd_chunk_id)
         if self.grad_send_info is None:
             self.grad_send_info = self._create_grad_send_info(self.args_recv_info[0])
-        ops = []
+        ops: list[P2P] = []
         for place, (grad, stage) in enumerate(zip(self.bwd_cache.pop(bwd_chunk_id), self.grad_send_info, strict=True)):
             where = f"stage {self.stage_index}, microbatch {bwd_chunk_id}: the gradient of input {place}"
             if stage is None:
@@ -198,9 +203,16 @@ class Exchange(StageState):
                 infos.append(RecvInfo(f"recv_grad_for_{self.stage_index}_from_{source}", source, None, metas[place]))
         return tuple(infos)
 
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        """Say for each microbatch where the gradients of its outputs come from."""
+        self.chunks = num_microbatches
+        for microbatch in range(num_microbatches):
+            self.grad_recv_info[microbatch] = self._create_grad_recv_info(self.act_send_info)
+        self.grad_send_info = None
+
     # -- two neighbouring stages on one rank hand over
 
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+    def set_local_fwd_input(self, prev_stage_outputs: Value, mb_index: int) -> None:
         """Take over the outputs of the stage before, which sits on this rank."""
         outputs = self._from_before(as_tuple(prev_stage_outputs))
         infos = self.args_recv_info[mb_index]
@@ -209,11 +221,11 @@ class Exchange(StageState):
                 raise AssertionError(f"the stage before gave a {type(output).__name__}; expected tensor values")
             info.buffer = to_local_if_dtensor(output, detach=True)
 
-    def _from_before(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _from_before(self, outputs: tuple[Value, ...]) -> tuple[Value, ...]:
         """Which outputs of the stage before this one reads: all."""
         return outputs
 
-    def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Value, ...]:
         """Give away the gradients of this stage's inputs to the stage before, which sits on this rank."""
         if not self.has_backward or self.is_first:
             why = "is the first" if self.is_first else "has no backward"
@@ -221,7 +233,7 @@ class Exchange(StageState):
         self._check_chunk_id(mb_index)
         return self.bwd_cache.pop(mb_index)
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Any, ...], mb_index: int) -> None:
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Value, ...], mb_index: int) -> None:
         """Take over the gradients of this stage's outputs from the stage after, which sits on this rank."""
         if not isinstance(next_stage_bwd_outputs, tuple):
             raise AssertionError(f"gradients come as a tuple, got {type(next_stage_bwd_outputs).__name__}")
@@ -267,9 +279,9 @@ class Exchange(StageState):
             grads.append(grad)
         return tuple(grads)
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+    def _get_init_p2p_neighbors_ops(self) -> list[P2P]:
         """A first, tiny exchange with the stages before and after, so that connections exist."""
-        ops = []
+        ops: list[P2P] = []
         for stage in (self.stage_index - 1, self.stage_index + 1):
             there = self.stage_index_to_group_rank.get(stage)
             if there is not None and there != self.group_rank:
@@ -278,7 +290,7 @@ class Exchange(StageState):
         return ops
 
 
-def as_tuple(output: Any) -> tuple[Any, ...]:
+def as_tuple(output: Value) -> tuple[Value, ...]:
     """The outputs of a stage: a tuple or list is several, anything else one."""
     return tuple(output) if type(output) in (list, tuple) else (output,)
 

@@ -14,6 +14,7 @@ from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._state import is_overridden
 from penstock.compat._vocabulary import NamedAction
 from penstock.errors import RunError
+from penstock.nest import Value
 from penstock.plan import Op
 from penstock.run.channel import Channel
 from penstock.run.inputs import StepInputs
@@ -34,10 +35,10 @@ class PipelineContext:
     """What a user's function for a kind of action is given beside the action."""
 
     schedule_ref: Any
-    arg_mbs: list[tuple[Any, ...]] | None = None
-    kwarg_mbs: list[dict[str, Any]] | None = None
-    target_mbs: list[Any] | None = None
-    losses: list[Any] | None = None
+    arg_mbs: list[tuple[Value, ...]] | None = None
+    kwarg_mbs: list[dict[str, Value]] | None = None
+    target_mbs: list[Value] | None = None
+    losses: list[Tensor] | None = None
 
 
 class CustomFunctionProtocol(Protocol):
@@ -60,22 +61,26 @@ class HandBox:
         return self._channel if self.program.known else None
 
     def post(self, microbatch: int) -> None:
-        channel = self._channel
-        ops = getattr(self.run.stage, ASK[self.op])(microbatch)
+        channel, stage = self._channel, self.run.stage
+        if self.posted is not None and is_overridden(stage, ASK[self.op]):
+            infos = stage.args_recv_info if self.op is Op.RECV_F else stage.grad_recv_info
+            stage._make_buffers(infos.get(microbatch, ()))
+        ops = getattr(stage, ASK[self.op])(microbatch)
+        stage._posted.add((self.op.name, microbatch))
         try:
             works = batch_p2p(ops)
         except RuntimeError as error:
             channel.fail(error)
         if self.posted is not None:
-            self.posted[self.run.stage.stage_index, microbatch] = works
+            self.posted[stage.stage_index, microbatch] = works
             return
         channel.sent.extend(works)
-        if channel.reap_after is not None:
+        if channel.reap_after is not None and not self.run.is_read_far_away:
             channel.wait_for_sent(len(channel.sent) - channel.reap_after)
 
     send = send_described = queue = post  # cold or warm
 
-    def wait(self, works: list[Any]) -> None:
+    def wait(self, works: list[Work]) -> None:
         self._channel.transport.awaited = self._channel.peer
         try:
             for work in works:
@@ -89,7 +94,7 @@ class HandBox:
         stage = self.run.stage
         known = stage._stage_meta
         if self.op is Op.SEND_F:
-            stage.fwd_cache[microbatch] = tuple(meta and stage._example(meta) for meta in known.outputs or ()), []
+            stage.fwd_cache[microbatch] = tuple(meta and stage._to_tensor(meta) for meta in known.outputs or ()), []
         else:
             stage.bwd_cache[microbatch] = (None,) * len(known.inputs or ())
         self.post(microbatch)
@@ -138,6 +143,12 @@ class HandRun:
 
     def clear(self) -> None:
         self.inputs = StepInputs()
+
+    @property
+    def is_read_far_away(self) -> bool:
+        """Whether stages beyond the next one read an output: they receive it later, and nobody may wait for that here."""
+        after = self.stage.stage_index + 1
+        return any(there not in (None, after) for readers in self.stage.act_send_info.values() for there in readers)
 
     # -- the actions
 

@@ -7,7 +7,7 @@ does not take them (sharded parameters, custom kernels) it is run, on zeros, its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +20,20 @@ from penstock.compat._metadata import (
     InferenceMode,
     Metas,
     _derive_grad_metas,
+    _StageBackwardMeta,
     _StageForwardMeta,
     _StageMeta,
     extract_tensor_metas,
-    validate_and_normalize_to_tuple,
-    validate_tensors_metadata,
 )
+from penstock.compat._metadata_checks import validate_and_normalize_to_tuple, validate_tensors_metadata
 from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._state import is_overridden
 from penstock.errors import ShapeError
+from penstock.nest import Value
+from penstock.parallel import unwrap
+from penstock.stage.dtensors import MeshGetter
 from penstock.stage.forward import remember
+from penstock.stage.pipeline_stage import Group
 
 
 class PipelineStage(_PipelineStageBase):
@@ -38,7 +43,7 @@ class PipelineStage(_PipelineStageBase):
     """
 
     _inference_mode: InferenceMode | None = None
-    _model_args: tuple[Any, ...] = ()  # the model's arguments, for stages that read some of them
+    _model_args: tuple[Value, ...] = ()  # the model's arguments, for stages that read some of them
 
     def __init__(
         self,
@@ -46,13 +51,13 @@ class PipelineStage(_PipelineStageBase):
         stage_index: int,  # from 0
         num_stages: int,  # of the whole pipeline
         device: torch.device | str,
-        input_args: Any = None,
-        output_args: Any = None,
+        input_args: Value = None,
+        output_args: Value = None,
         output_grads: Any = None,
         input_grads: Any = None,
-        group: Any = None,
+        group: Group = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
-        get_mesh: Callable[..., Any] | None = None,
+        get_mesh: MeshGetter | None = None,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
         self.input_args, self.output_args = input_args, output_args
@@ -74,17 +79,33 @@ class PipelineStage(_PipelineStageBase):
             self.output_args = None
 
     def _prepare_forward_infra(
-        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
+        self, num_microbatches: int, args: Value, kwargs: dict[str, Value] | None = None, has_backward: bool = False
     ) -> Any:
         """Learn the shapes of inputs and outputs: `args` are the model's on the first stage, elsewhere what is known of the
         outputs of the stage before. What is known of this stage's outputs comes back.
         """
         self.chunks = num_microbatches
+        if self._inference_mode is None:
+            self._choose_inference_mode(has_backward)
+        self._forward_metadata_inference(args, kwargs, has_backward)
+        self._setup_forward_recv_info(num_microbatches, has_backward)
+        self._setup_forward_send_info()
+        return self._stage_meta.outputs
+
+    def _choose_inference_mode(self, has_backward: bool) -> None:
+        dynamic = InferenceMode.needs_dynamic(self._user_meta, has_backward)
+        self._inference_mode = InferenceMode("dynamic" if dynamic else "static")
+
+    def _forward_metadata_inference(
+        self, args: Value, kwargs: dict[str, Value] | None = None, has_backward: bool = False
+    ) -> _StageForwardMeta:
+        """What `_prepare_forward_infra` does first: find out what comes in and goes out. Programs put something around it."""
         user = self._user_meta
-        self._inference_mode = InferenceMode("dynamic" if InferenceMode.needs_dynamic(user, has_backward) else "static")
         found: Metas | None = args.forward_metas if isinstance(args, _StageForwardMeta) else args
         if self.is_first:
             found = extract_tensor_metas(as_tuple(args if args is not None else ()), allow_none=True)
+        elif self._heard:
+            found = self._metas_from(self._heard)
         if user.inputs is not None and found:
             validate_tensors_metadata(f"stage {self.stage_index}, input_args and what it gets", user.inputs, found)
         inputs = found if found or user.inputs is None else user.inputs
@@ -93,31 +114,46 @@ class PipelineStage(_PipelineStageBase):
         if user.outputs is None:
             example = as_tuple(args) if self.is_first else None
             self._configure_outputs_meta(self._shape_inference(example, kwargs))
-        self._setup_forward_info(num_microbatches)
-        return self._stage_meta.outputs
+        return _StageForwardMeta(self._stage_meta.outputs or ())
+
+    def _metas_from(self, heard: Mapping[int, Metas | None]) -> Metas | None:
+        """What this stage receives, out of what earlier stages have said of their outputs."""
+        return heard.get(self.stage_index - 1)
 
     def _prepare_backward_infra(
         self,
         num_microbatches: int,
         loss_fn: Any = None,
-        target: Any = None,
+        target: Value = None,
         received_grad_meta: Any = None,
-        loss_kwargs: dict[str, Any] | None = None,
+        loss_kwargs: dict[str, Value] | None = None,
     ) -> Any:
         """Know which gradients come and go: those of values that require one."""
-        self.chunks = num_microbatches
+        found = self._backward_metadata_inference(loss_fn, target, received_grad_meta, loss_kwargs)
+        self._setup_backward_recv_info(num_microbatches)
+        return found
+
+    def _backward_metadata_inference(
+        self,
+        loss_fn: Any = None,
+        target: Value = None,
+        received_grad_meta: Any = None,
+        loss_kwargs: dict[str, Value] | None = None,
+    ) -> _StageBackwardMeta:
+        """A gradient looks like its value, unless the user has said otherwise."""
         known = self._stage_meta
         if known.output_grads is None:
             known.output_grads = _derive_grad_metas(known.outputs or ())
         if known.input_grads is None and known.inputs is not None:
             known.input_grads = _derive_grad_metas(known.inputs)
-        for microbatch in range(num_microbatches):
-            self.grad_recv_info[microbatch] = self._create_grad_recv_info(self.act_send_info)
-        self.grad_send_info = None
+        return _StageBackwardMeta(known.input_grads or ())
 
-    def _setup_forward_info(self, num_microbatches: int) -> None:
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        """Say for each microbatch where its inputs come from. Programs let several share what they arrive in."""
         for microbatch in range(num_microbatches):
             self.args_recv_info[microbatch] = self._create_act_recv_info()
+
+    def _setup_forward_send_info(self) -> None:
         self.act_send_info.clear()
         self.act_send_info.update(self._create_act_send_info())
 
@@ -144,21 +180,42 @@ class PipelineStage(_PipelineStageBase):
 
     # -- shapes
 
-    def _shape_inference(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None = None) -> Metas:
+    def _shape_inference(self, args: tuple[Value, ...] | None, kwargs: dict[str, Value] | None = None) -> Metas:
         """What the module would return: for these arguments, or for the inputs that are known."""
         metas = self._stage_meta.inputs or ()
-        given = args if args is not None else tuple(self._example(meta) for meta in metas)
+        given = args if args is not None else tuple(self._to_tensor(meta) for meta in metas)
         return self._metas_of_call(given, self._keywords(kwargs or {}))
 
-    def _outputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What the module returns for the model's arguments; on the first stage."""
+    def _validate_ahead(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> None:
+        """On the first stage: try out the first microbatch, if it is known what it should look like."""
         called, keywords = self._call_of((), args, kwargs)
-        return as_tuple(self.submod(*called, **keywords))
+        if self._stage_meta.outputs is not None:  # driven by hand
+            self._validate_fwd_input(args)
+        elif self._seen:
+            self._validate_seen("forward inputs", 0, called)
+        else:
+            return
+        with untouched(self.submod), torch.no_grad():
+            output = self.submod(*called, **keywords)
+        if self._stage_meta.outputs is not None:
+            self._validate_fwd_outputs(as_tuple(output))
+        else:
+            self._validate_seen("forward outputs", 0, output)
 
-    def _metas_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Metas:
-        outputs = as_tuple(_try(self.submod, args, kwargs, grad=True))
+    def _metas_of_call(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Metas:
+        if is_overridden(self, "_compute_outputs"):
+            with untouched(self.submod), torch.enable_grad():
+                found = self._compute_outputs(*args, module=self.submod, **kwargs)
+            found = pytree.tree_map_only(Tensor, _without_graph, found)
+        else:
+            found = _try(self.submod, args, kwargs, grad=True)
+        outputs = as_tuple(found)
         self._mesh_cache.update_from_tensors(outputs)
         return extract_tensor_metas(outputs, allow_none=True) or ()
+
+    def _compute_outputs(self, *args: Value, module: nn.Module, **kwargs: Value) -> Value:
+        """Call the module to see what it returns. A subclass may call it in a way of its own."""
+        return module(*args, **kwargs)
 
     def _configure_outputs_meta(self, outputs_meta: Sequence[Any]) -> None:
         """Set what the module returns: metadata, or tensors that look alike."""
@@ -177,11 +234,9 @@ class PipelineStage(_PipelineStageBase):
         return tuple(meta.to_tensor("meta") for meta in outputs if meta is not None)
 
 
-def _try(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> Any:
+def _try(module: Any, args: tuple[Value, ...], kwargs: dict[str, Value], *, grad: bool) -> Value:
     """What the module returns, without a trace: with fake tensors, or on zeros."""
-    inner = getattr(module, "_orig_mod", module)
-    while hasattr(inner, "no_sync") and isinstance(getattr(inner, "module", None), torch.nn.Module):
-        inner = inner.module
+    inner = unwrap(getattr(module, "_orig_mod", module))
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     plain = all(
         type(t) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -196,7 +251,7 @@ def _try(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bo
         return pytree.tree_map_only(Tensor, _without_graph, module(*args, **kwargs))
 
 
-def _fake(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> Any:
+def _fake(module: torch.nn.Module, args: tuple[Value, ...], kwargs: dict[str, Value], *, grad: bool) -> Value:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from penstock.compat._in_turn import defer_receives, messages_in_turn
 from penstock.compat._vocabulary import NamedAction, codes_of, of_code, slots_of, to_code
@@ -73,7 +73,7 @@ def format_pipeline_order(pipeline_order: Order, error_step_number: int | None =
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def dump_chrometrace(schedule: Order, filename: Any) -> None:
+def dump_chrometrace(schedule: Order, filename: str | PathLike[str]) -> None:
     """Write an order, a slot a microsecond, as a trace that chrome://tracing and Perfetto show."""
     events = [
         {

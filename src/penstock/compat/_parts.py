@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_chunks, split_batch
 from penstock.errors import RunError, SplitError
+from penstock.nest import Value
 from penstock.run.schedule import Schedule
 
 
@@ -23,28 +24,32 @@ class Parts(Schedule):
 
     def _step_microbatches(
         self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[Any] | None = None,
+        arg_mbs: list[Value] | None = None,
+        kwarg_mbs: list[Value] | None = None,
+        target_mbs: list[Value] | None = None,
+        losses: list[Tensor] | None = None,
         return_outputs: bool = True,
-        loss_kwargs: Mapping[str, Any] | None = None,
+        loss_kwargs: Mapping[str, Value] | None = None,
     ) -> Any:
         """One step over a batch that is cut already. A subclass that overrides it drives the stages itself."""
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        calls = Microbatches([(tuple(args), dict(kwargs)) for args, kwargs in zip(arg_mbs, kwarg_mbs, strict=True)])
-        empty = not any(args or kwargs for args, kwargs in calls)
-        return self.step(
-            *(() if empty else (calls,)),
-            target=None if target_mbs is None else Microbatches(target_mbs),
-            losses=losses,
-            return_outputs=return_outputs,
-            loss_kwargs=loss_kwargs,
-        )
+        lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        rest = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
+        args, options = self._joined((), {**lists, **rest})
+        return super().step(*args, **options)  # a step of the program's own may call this
+
+    def _joined(self, args: tuple[Value, ...], options: dict[str, Any]) -> tuple[tuple[Value, ...], dict[str, Any]]:
+        """What `step` takes for a batch that is cut already, and given as lists."""
+        arg_mbs, kwarg_mbs, target_mbs = (options.pop(name, None) for name in ("arg_mbs", "kwarg_mbs", "target_mbs"))
+        if arg_mbs is not None or kwarg_mbs is not None or target_mbs is not None:
+            arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, options.get("losses"))
+            calls = Microbatches([(tuple(one), dict(kwargs)) for one, kwargs in zip(arg_mbs, kwarg_mbs, strict=True)])
+            args = (calls,) if any(one or kwargs for one, kwargs in calls) else ()
+            options["target"] = None if target_mbs is None else Microbatches(target_mbs)
+        return args, options
 
     def _split_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        self, args: tuple[Value, ...], kwargs: dict[str, Value] | None = None
+    ) -> tuple[list[tuple[Value, ...]], list[dict[str, Value]]]:
         """The arguments of each microbatch."""
         if not args and not kwargs:
             return [()] * self.num_microbatches, [{}] * self.num_microbatches
@@ -56,7 +61,7 @@ class Parts(Schedule):
             kwargs_spec=self._row_specs(args, kwargs),
         )
 
-    def _row_specs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    def _row_specs(self, args: tuple[Value, ...], kwargs: Mapping[str, Value] | None) -> Any:
         """The specs for keyword arguments: a tensor with a row for each microbatch, and not for each sample, is told so."""
         specs, size = self._specs.kwargs, self.num_microbatches
         if not kwargs or size == 1 or not (specs is None or isinstance(specs, Mapping)):
@@ -75,15 +80,15 @@ class Parts(Schedule):
         )
         return {**(specs or {}), **dict.fromkeys(rows, TensorChunkSpec(0))}
 
-    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+    def _merge_outputs(self, output_chunks: list[Value]) -> Value:
         return merge_chunks(output_chunks, self._specs.output)
 
     def _check_inputs(
         self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[Any] | None = None,
+        arg_mbs: list[Value] | None = None,
+        kwarg_mbs: list[Value] | None = None,
+        target_mbs: list[Value] | None = None,
+        losses: list[Tensor] | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Each list must be one, of one entry a microbatch."""
         size = self.num_microbatches
@@ -96,22 +101,30 @@ class Parts(Schedule):
             raise TypeError(f"losses must be a list, got {type(losses).__name__}")
         return [()] * size if arg_mbs is None else arg_mbs, [{}] * size if kwarg_mbs is None else kwarg_mbs
 
-    def _compute_loss(self, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None = None) -> Tensor:
+    def _compute_loss(self, output: Value, target: Value, loss_kwargs: Mapping[str, Value] | None = None) -> Tensor:
         assert self.loss_fn is not None, "only asked for with a loss"
         return self.loss_fn(output, target, **(loss_kwargs or {}))
 
+    def _should_compute_loss(self, stage: Any) -> bool:
+        return bool(stage.is_last and self.loss_fn is not None)
+
     def _maybe_compute_loss(
-        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Mapping[str, Any] | None = None
+        self,
+        stage: Any,
+        output: Value,
+        target_mbs: Value,
+        mb_index: int,
+        loss_kwargs: Mapping[str, Value] | None = None,
     ) -> None:
         """On the last stage, with a loss: compute and keep it."""
-        if stage.is_last and self.loss_fn is not None and target_mbs is not None:
+        if self._should_compute_loss(stage) and target_mbs is not None:
             missing = mb_index + 1 - len(self._internal_losses)
             self._internal_losses.extend([None] * missing)
             self._internal_losses[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
         """On the last stage: what its backward starts from, the loss by its weight in the batch."""
-        if not stage.is_last or self.loss_fn is None:
+        if not self._should_compute_loss(stage):
             return None
         kept = self._internal_losses
         loss: Tensor | None = kept[mb_index] if 0 <= mb_index < len(kept) else None
@@ -122,7 +135,7 @@ class Parts(Schedule):
             )
         return loss if self._loss_weights is None else loss * self._loss_weights[mb_index]
 
-    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
+    def _update_losses(self, stages: Any, losses: list[Tensor] | None) -> None:
         """Give the losses of the step to the user's list."""
         many = stages if isinstance(stages, (list, tuple)) else [stages]
         if losses is not None and any(stage.is_last for stage in many):

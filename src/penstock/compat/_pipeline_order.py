@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from penstock.compat._in_turn import defer_receives, messages_in_turn
 from penstock.compat._lockstep import simulate_comms_compute
@@ -31,12 +33,13 @@ class Orders(Schedule):
     """The order of a schedule: its own, or what a program has set."""
 
     _defer_pp_recv = False
+    _order = cached_property[OrderDict](lambda _: {})  # set or filled by a program; empty: the schedule's own
+    _own_order: OrderDict | None = None  # the schedule's own, once somebody has asked
+    _order_with_comms: OrderDict | None = None  # set by a program
+    _mapping: dict[int, int] | None = None
+    _given_plan: Plan | None = None
 
     def _init_orders(self) -> None:
-        self._order: OrderDict = {}  # set or filled by a program; empty: the schedule's own
-        self._own_order: OrderDict | None = None  # the schedule's own, once somebody has asked
-        self._order_with_comms: OrderDict | None = None  # set by a program
-        self._mapping: dict[int, int] | None = None
         self.rank, self.pp_group_size = self.stages[0].group_rank, self.stages[0].group_size
         self._num_stages = self.stages[0].num_stages
         self._tell_stages()
@@ -45,6 +48,19 @@ class Orders(Schedule):
         """The order has changed: what was derived from it is made again."""
         for name in ("plan", "_programs"):
             vars(self).pop(name, None)
+
+    def run_plan(self, plan: Plan) -> None:
+        """Go on under another plan, which takes the place of an order that was set, or that a subclass makes."""
+        with self._transport.called("run_plan()"):
+            before = self._order, self._own_order, self._order_with_comms, self._mapping
+            self._order, self._own_order, self._order_with_comms, self._mapping = {}, None, None, None
+            try:
+                super().run_plan(plan)  # held against the stages, which an order that was set would hide
+            except BaseException:
+                self._order, self._own_order, self._order_with_comms, self._mapping = before
+                raise
+            self._forget_plan()
+            self._tell_stages()
 
     def make_plan(self) -> Plan:
         return self._order_plan() or super().make_plan()
@@ -76,15 +92,29 @@ class Orders(Schedule):
         return order_of(super().make_plan().codes)
 
     def _calculate_single_rank_operations(self, rank: int) -> list[NamedAction | None]:
-        """A subclass may give the order of each rank here."""
-        return (Orders._get_pipeline_order(self) or {})[rank]
+        """A subclass may give the order of each rank here.
+
+        Programs that only want to look make the object without its constructor and set the sizes on it.
+        """
+        if "stages" in vars(self) and "_binding" in vars(self):
+            return (Orders._get_pipeline_order(self) or {})[rank]
+        made = get_schedule(self.recipe or "")(
+            self.pp_group_size, self.num_microbatches, stages_per_rank=self.n_local_stages
+        )
+        return [of_code(code) for code in made.codes[rank]]
+
+    @cached_property
+    def n_local_stages(self) -> int:
+        """How many stages each rank holds."""
+        return len(self.stages)
 
     def _order_plan(self) -> Plan | None:
         """The plan that a program has set; None: the schedule makes its own."""
         order: Order | None = self._order_with_comms or self._order
-        if not order and is_overridden(self, "_get_pipeline_order"):
+        makes = not order and self._given_plan is None
+        if makes and is_overridden(self, "_get_pipeline_order"):
             order = self._get_pipeline_order()
-        if not order and is_overridden(self, "_calculate_single_rank_operations"):
+        if makes and not order and is_overridden(self, "_calculate_single_rank_operations"):
             order = {rank: self._calculate_single_rank_operations(rank) for rank in range(self.pp_group_size)}
         if not order:
             return None
@@ -179,13 +209,13 @@ class Orders(Schedule):
         else:
             self.pipeline_order = actions
 
-    def _load_csv(self, filename: Any, format: Format = "compute_only") -> None:  # noqa: A002
+    def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:  # noqa: A002
         """Run the order in a file: one row a rank, one action a cell, blank cells are idle."""
         with Path(filename).open(newline="", encoding="utf-8") as file:
             rows = {rank: [NamedAction.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))}
         self._prepare_schedule_with_comms(rows, format)
 
-    def _dump_csv(self, filename: Any, format: Format = "compute_comms") -> None:  # noqa: A002
+    def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:  # noqa: A002
         """Write the order to a file that `_load_csv` reads."""
         if format not in ("compute_only", "compute_comms"):
             raise NotImplementedError(f"format={format!r}; expected 'compute_only' or 'compute_comms'")

@@ -7,25 +7,24 @@ programs call or override them, and steps through the stages' own methods where 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from penstock.batch import split_target
-from penstock.compat._by_hand import HAND, HandProgram, HandPrograms
+from penstock.compat._by_hand import HAND, HandPrograms, is_driven_by_hand
 from penstock.compat._hand_stage import PipelineContext
-from penstock.compat._infer import PipelineStage, untouched
-from penstock.compat._parts import Parts
-from penstock.compat._pipeline_order import Orders
+from penstock.compat._infer import PipelineStage
 from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._stage_care import StageCare
 from penstock.compat._state import is_overridden, renamed
 from penstock.compat._vocabulary import ComputationType
-from penstock.errors import PlanError, RunError
+from penstock.errors import PlanError
+from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.binding import FORWARD, TRAIN
 from penstock.run.context import CustomFunction
@@ -33,29 +32,11 @@ from penstock.run.inputs import Given, StepInputs
 from penstock.run.runner import Outcome, Runner
 from penstock.run.setting import ActionKind
 from penstock.schedules import get_schedule
+from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 from penstock.stage.pipeline_stage import place_in
 
-HOOKS = (
-    *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),
-    *("forward_maybe_with_nosync", "backward_maybe_with_nosync", "scale_grads", "perform_reduce_grad"),
-    *("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
-    *("set_local_fwd_input", "set_local_bwd_input", "get_local_bwd_output"),
-    *("_prepare_forward_infra", "_prepare_backward_infra", "clear_runtime_states"),
-    *("_get_recv_ops", "_retrieve_recv_activations", "_retrieve_recv_grads"),
-    *("_create_act_recv_info", "_create_act_send_info", "_create_grad_recv_info", "_create_grad_send_info"),
-)
-"""Methods that programs override, in a subclass or on an object, to take part in a step."""
 LOSSES = ("_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
-"""Likewise, of a schedule. Its other parts are called in every step."""
-
-
-def is_driven_by_hand(stage: Any) -> bool:
-    """Whether a step has to go through the stage's own methods: some of them are the user's, or checks are wanted."""
-    if not isinstance(stage, _PipelineStageBase):
-        return False
-    if stage._runtime_validate or not isinstance(stage, PipelineStage):
-        return True
-    return is_overridden(stage, *HOOKS)
+"""Methods of a schedule that programs override to take part in a step. Its other parts are called in every step."""
 
 
 def _spec(field: str) -> Any:
@@ -66,19 +47,19 @@ def _spec(field: str) -> Any:
     )
 
 
-class _PipelineSchedule(Orders, Parts):
+class _PipelineSchedule(StageCare):
     """Stages and an order, ready to train, with everything that programs find on torch's schedules."""
 
-    _stages, _loss_fn = renamed("stages"), renamed("loss_fn")
+    _loss_fn = renamed("loss_fn")
     _backward_requires_autograd, _comp_type_to_function_map = renamed("_needs_autograd"), renamed("_hand_functions")
     _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = map(_spec, ("args", "kwargs", "output"))
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Value, **options: Any) -> None:
         super().__init__(*args, **options)
         self._init_driving()
 
     @classmethod
-    def from_plan(cls, *args: Any, **options: Any) -> Self:
+    def from_plan(cls, *args: Value, **options: Any) -> Self:
         made = super().from_plan(*args, **options)
         made._init_driving()
         return made
@@ -86,19 +67,28 @@ class _PipelineSchedule(Orders, Parts):
     def _init_driving(self) -> None:
         self._init_orders()
         self._internal_losses = []
-        self._backward_wanted: bool | None = None
         self._by_hand: bool | None = None  # None: the ranks have not asked one another yet
         self._hand_functions: dict[ComputationType, Callable[..., object]] = {}
-        self._knows_shapes = False  # a program has seen to it that the stages know their shapes
         self.backward_counter: Counter[int] = Counter()
         self.fwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
         self.bwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
-        self.unshard_ops: dict[int, list[Any]] = {}
+        self.unshard_ops: dict[int, list[Any]] = defaultdict(list)  # of functions of the program's own
         self.unsharded_stages: set[int] = set()
 
     def _forget_plan(self) -> None:
         super()._forget_plan()
         self._by_hand = None
+
+    @property
+    def _stages(self) -> list[CoreStage]:
+        return self.stages
+
+    @_stages.setter
+    def _stages(self, stages: list[CoreStage]) -> None:
+        """Programs put stages of a class of their own in the place of those that a schedule was made with."""
+        self.stages = stages
+        vars(self).pop("_ties", None)
+        self._forget_plan()
 
     @property
     def _n_microbatches(self) -> int:
@@ -107,7 +97,7 @@ class _PipelineSchedule(Orders, Parts):
 
     @_n_microbatches.setter
     def _n_microbatches(self, number: int) -> None:
-        if number != self.num_microbatches:
+        if number != vars(self).get("num_microbatches"):  # which is not there if the constructor was not called
             if self._given_plan is not None:
                 raise PlanError(
                     f"_n_microbatches = {number} for a plan of {self.num_microbatches} microbatches that was given, or chosen by "
@@ -117,15 +107,6 @@ class _PipelineSchedule(Orders, Parts):
             self._forget_plan()
 
     @property
-    def _has_backward(self) -> bool:
-        """Whether `step` differentiates: with a loss it does, unless a program says otherwise."""
-        return self.loss_fn is not None if self._backward_wanted is None else self._backward_wanted
-
-    @_has_backward.setter
-    def _has_backward(self, wanted: bool) -> None:
-        self._backward_wanted = wanted
-
-    @property
     def _grad_scale_factor(self) -> int:
         return self.num_microbatches if self.scale_grads else 1
 
@@ -133,7 +114,7 @@ class _PipelineSchedule(Orders, Parts):
     def _trains(self) -> bool:
         return self._has_backward
 
-    def _check_target(self, target: Any) -> None:
+    def _check_target(self, target: Value) -> None:
         """Torch's programs may give a target to a schedule without a loss, which is then not looked at."""
 
     def register_custom_function(
@@ -161,9 +142,12 @@ class _PipelineSchedule(Orders, Parts):
         mine = self._hand_functions or is_overridden(self, "_step_microbatches", *LOSSES)
         return bool(mine) or any(map(is_driven_by_hand, self.stages))
 
+    @property
+    def _drives_by_hand(self) -> bool:  # type: ignore[override]
+        return self._by_hand or self._needs_hands()
+
     def _mode(self, *, train: bool) -> int:
-        by_hand = self._by_hand or self._needs_hands()
-        return super()._mode(train=train) + (HAND if by_hand else 0)
+        return super()._mode(train=train) + (HAND if self._drives_by_hand else 0)
 
     @cached_property
     def _programs(self) -> HandPrograms:
@@ -192,10 +176,32 @@ class _PipelineSchedule(Orders, Parts):
 
     # -- a step
 
+    def step(self, *args: Value, **options: Any) -> Value:
+        """As `penstock.Schedule.step`; a batch that is cut already may come as lists, as torch takes them after 2.13: `arg_mbs`,
+        `kwarg_mbs` and `target_mbs`.
+        """
+        args, options = self._joined(args, options)
+        return super().step(*args, **options)
+
+    def eval(self, *args: Value, **options: Any) -> Value:
+        """Likewise, forward only. A `step` of the program's own does it, where there is one."""
+        if not is_overridden(self, "step"):
+            args, options = self._joined(args, options)
+            return super().eval(*args, **options)
+        wanted, self._has_backward = self._backward_wanted, False
+        try:
+            return self.step(*args, **options)
+        finally:
+            self._backward_wanted = wanted
+
     def _run(self, given: Given, *, train: bool) -> Outcome:
         first = self.stages[0]
         if place_in(first.group) != (first.group_rank, first.group_size):
             return self._rehearse(given)  # stages that stand for others: nobody is there to talk with
+        with self._transport.called("step() or eval()"):  # nothing of a step that another thread is in is touched
+            return self._run_here(given, train=train)
+
+    def _run_here(self, given: Given, *, train: bool) -> Outcome:
         for stage in self.stages:
             if isinstance(stage, PipelineStage):
                 stage._forget_what_changed()
@@ -223,10 +229,10 @@ class _PipelineSchedule(Orders, Parts):
             inputs.loss_fn = lambda output, target, **options: self._compute_loss(output, target, options)
         return inputs
 
-    def _split(self, given: Given) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    def _split(self, given: Given) -> tuple[list[tuple[Value, ...]], list[dict[str, Value]]]:
         return self._split_inputs(given.args, given.kwargs)
 
-    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Any:
+    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Value:
         if losses is not None and self._has_last:
             losses[:] = outcome.losses
         outputs = outcome.outputs if given.keep_outputs and self._has_last else []
@@ -260,7 +266,7 @@ class _PipelineSchedule(Orders, Parts):
             if isinstance(stage, _PipelineStageBase):
                 stage._end_step()
 
-    def _call_own_loop(self, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, given: dict[str, Any]) -> None:
+    def _call_own_loop(self, arg_mbs: Value, kwarg_mbs: Value, target_mbs: Value, given: dict[str, Any]) -> None:
         known = inspect.signature(self._step_microbatches).parameters
         self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **{k: v for k, v in given.items() if k in known})
 
@@ -269,12 +275,9 @@ class _PipelineSchedule(Orders, Parts):
         stage = self.stages[0]
         if not isinstance(stage, PipelineStage) or not stage._runtime_validate or not stage.is_first:
             return
-        if stage._stage_meta.outputs is None or not given.args:
-            return
-        arg_mbs, kwarg_mbs = self._split(given)
-        stage._validate_fwd_input(arg_mbs[0])
-        with untouched(stage.submod), torch.no_grad():
-            stage._validate_fwd_outputs(stage._outputs_of(arg_mbs[0], kwarg_mbs[0]))
+        if given.args:
+            arg_mbs, kwarg_mbs = self._split(given)
+            stage._validate_ahead(arg_mbs[0], kwarg_mbs[0])
 
     def _rehearse(self, given: Given) -> Outcome:
         arg_mbs, kwarg_mbs = self._split(given)
@@ -283,98 +286,6 @@ class _PipelineSchedule(Orders, Parts):
             self._prepare_forward(stage, None, context)
         self._prepare_backward(context, {})
         return Outcome()
-
-    # -- before the first microbatch: the stages learn what they receive
-
-    def _prepare_forward(self, stage: Any, handed: Any, context: PipelineContext) -> None:
-        args, kwargs = (context.arg_mbs or [()])[0], (context.kwarg_mbs or [{}])[0]
-        stage._splits = stage.stage_index in self._split_stages()
-        stage._model_args = args
-        if not self._knows_shapes:
-            given = args if stage.is_first else handed
-            stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self._has_backward)
-
-    def _prepare_backward(self, context: PipelineContext, loss_kwargs: Any) -> None:
-        received: Any = None
-        for stage in reversed(self.stages) if self._has_backward and not self._knows_shapes else ():
-            received = stage._prepare_backward_infra(  # type: ignore[attr-defined]
-                self.num_microbatches,
-                loss_fn=self.loss_fn,
-                target=None if context.target_mbs is None else context.target_mbs[0],
-                received_grad_meta=received,
-                loss_kwargs=loss_kwargs,
-            )
-        self._validate_adjacent_stage_communication()
-
-    def _initialize_stages(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
-        """A loop of the user's own calls it before its first microbatch; a step has seen to it already."""
-
-    _initialize_stage = _initialize_stages
-
-    @property
-    def _stages_forward_initialized(self) -> bool:
-        """Whether stages that are driven by hand know their shapes. A program that has seen to that itself sets it; one that
-        sets it to False has them learn again, which they do by themselves when the shape of the input changes.
-        """
-        known = vars(self).get("_programs", {})
-        return self._knows_shapes or any(isinstance(one, HandProgram) and one.saved for one in known.values())
-
-    @_stages_forward_initialized.setter
-    def _stages_forward_initialized(self, known: bool) -> None:
-        self._knows_shapes = known
-        for program in vars(self).get("_programs", {}).values() if not known else ():
-            if isinstance(program, HandProgram):
-                program.saved.clear()
-
-    _stages_backward_initialized = _stage_forward_initialized = _stage_backward_initialized = (
-        _stages_forward_initialized
-    )
-
-    def _split_stages(self) -> set[int]:
-        """The stages that have a backward in two parts."""
-        rows = (self._order_with_comms or self.pipeline_order).values()
-        leaves = [leaf for row in rows for action in row if action is not None for leaf in action.leaves]
-        return {leaf.stage_index for leaf in leaves if leaf.computation_type is ComputationType.BACKWARD_INPUT}
-
-    def _validate_adjacent_stage_communication(self) -> None:
-        """By hand only neighbours talk: an order has no word for a message that skips a stage."""
-        for stage in self.stages:
-            index = stage.stage_index
-            received = stage.args_recv_info.get(0, ())  # type: ignore[attr-defined]
-            sources = {info.source for info in received if getattr(info, "source", None) is not None}
-            sent = stage.act_send_info.values()  # type: ignore[attr-defined]
-            targets = {there for places in sent for there in places if there is not None}
-            far = sorted((sources - {index - 1}) | (targets - {index + 1}))
-            if far:
-                raise RunError(
-                    f"stage {index} exchanges values with {far}, and stages driven by hand support adjacent-stage communication "
-                    "only; leave forward_one_chunk and its kin alone, and penstock's own steps send what skips stages too"
-                )
-
-    # -- parameters that are sharded
-
-    def _unshard(self, stage: _PipelineStageBase) -> None:
-        if stage._adapter is not None and stage._adapter.sharded:
-            stage._adapter.unshard()
-            self.unsharded_stages.add(stage.stage_index)
-
-    def _reshard(self, stage: _PipelineStageBase) -> None:
-        if stage._adapter is not None and stage._adapter.sharded:
-            stage._adapter.reshard()
-            self.unsharded_stages.discard(stage.stage_index)
-
-    def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
-        """A function that computes by itself asks here whether the parameters of its stage are gathered."""
-        index = stage.stage_index
-        if stage._adapter is not None and stage._adapter.sharded and index not in self.unsharded_stages:
-            raise AssertionError(f"stage {index} is sharded; expected {index}UNSHARD before its parameters are used")
-
-    @staticmethod
-    def _gather(stage: Any) -> None:
-        """The order leaves these parameters gathered, and a step ends with everything sharded."""
-        for module in stage.submod.modules():
-            if hasattr(module, "unshard"):
-                module.unshard()
 
 
 _MESSAGES = (ComputationType.SEND_F, ComputationType.RECV_F, ComputationType.SEND_B, ComputationType.RECV_B)

@@ -18,14 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.compat._backward import stage_backward_input, stage_backward_weight
+from penstock.compat._backward import grad_of, stage_backward_input, stage_backward_weight, take_grad
 from penstock.compat._exchange import Exchange, as_tuple
-from penstock.compat._metadata import validate_tensors_metadata
+from penstock.compat._metadata import extract_tensor_metas
+from penstock.compat._metadata_checks import validate_tensors_metadata
 from penstock.compat._state import is_overridden
 from penstock.errors import ShapeError, StageError
+from penstock.nest import Value, tensors_in
 from penstock.parallel import DataParallel, unwrap
 from penstock.stage.backward import backward_input, backward_weight, run_backward_full, run_deferred
 from penstock.stage.keywords import accepted_keywords
+from penstock.stage.pipeline_stage import Group
 
 Grads = tuple[Tensor | None, ...]
 _BACKWARDS = (
@@ -47,15 +50,15 @@ class _PipelineStageBase(Exchange):
         stage_index: int,  # from 0
         num_stages: int,  # of the whole pipeline
         device: torch.device | str,
-        group: Any = None,  # a process group, a transport, or None for the default group
+        group: Group = None,  # a process group, a transport, or None for the default group
         dw_builder: Callable[[], Callable[..., None]] | None = None,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group=group, dw_builder=dw_builder)
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_forward_infra(self, *args: Value, **kwargs: Value) -> Any:
         raise StageError(f"{type(self).__name__} does not say what it receives; override _prepare_forward_infra")
 
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_backward_infra(self, *args: Value, **kwargs: Value) -> Any:
         raise StageError(
             f"{type(self).__name__} does not say what gradients it receives; override _prepare_backward_infra"
         )
@@ -69,8 +72,8 @@ class _PipelineStageBase(Exchange):
     def forward_one_chunk(
         self,
         fwd_chunk_id: int,  # the microbatch
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[Value, ...],
+        kwargs: dict[str, Value] | None = None,
         save_forward_output: bool = True,  # in `output_chunks`, on the last stage
     ) -> Any:
         """The forward of a microbatch. `args` are the model's own, for the first stage; the others have received theirs."""
@@ -95,16 +98,16 @@ class _PipelineStageBase(Exchange):
         return output
 
     def _call_of(
-        self, received: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, received: tuple[Value, ...], args: tuple[Value, ...], kwargs: dict[str, Value]
+    ) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """What the module is called with."""
         return tuple(args) if self.is_first else received, self._keywords(kwargs)
 
-    def _keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _keywords(self, kwargs: dict[str, Value]) -> dict[str, Any]:
         """Those that the module takes."""
         return {name: value for name, value in kwargs.items() if self._accepted is None or name in self._accepted}
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_maybe_with_nosync(self, *args: Value, **kwargs: Value) -> Value:
         """Call the module; within a step its data parallelism is told by the schedule when to reduce."""
         with nullcontext() if self._in_step else self._no_sync():
             return self.submod(*args, **kwargs)
@@ -204,7 +207,10 @@ class _PipelineStageBase(Exchange):
                 _, groups = stage_backward_input(roots, grads, inputs, self.submod.parameters())
         known = self._stage_meta.inputs
         received = () if self.is_first else inputs if known is None else inputs[: len(known)]
-        return (*map(_take_grad, received), *(None for _ in inputs[len(received) :])), groups
+        others = inputs[
+            len(received) :
+        ]  # the model's own arguments, and what a method of the program's own has put there
+        return (*map(take_grad, received), *map(grad_of, others)), groups
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients. Within a step there is nothing to divide, since the schedule has scaled the loss."""
@@ -249,21 +255,27 @@ class _PipelineStageBase(Exchange):
 
     # -- checks
 
-    def _validate_fwd_input(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _validate_fwd_input(self, args: tuple[Value, ...], kwargs: dict[str, Value] | None = None) -> None:
         """The model's own arguments must look as in the first step; what other stages receive has a shape anyway."""
         if self.is_first:
             self._validate_stage_tensors("forward inputs", self._stage_meta.inputs, args)
 
-    def _validate_fwd_outputs(self, outputs: tuple[Any, ...]) -> None:
+    def _validate_fwd_outputs(self, outputs: tuple[Value, ...]) -> None:
         self._validate_stage_tensors("forward outputs", self._stage_meta.outputs, outputs)
 
-    def _validate_stage_tensors(self, desc: str, expected: Any, actual: tuple[Any, ...]) -> None:
+    def _validate_seen(self, desc: str, microbatch: int, values: Value) -> None:
+        """In penstock's own steps: the tensors of a microbatch must look as they did when they were first looked at."""
+        found = tuple(tensors_in(values))
+        seen = self._seen.setdefault((desc, microbatch), extract_tensor_metas(found) or ())
+        validate_tensors_metadata(f"stage {self.stage_index}, microbatch {microbatch}, {desc}", seen, found)
+
+    def _validate_stage_tensors(self, desc: str, expected: Any, actual: tuple[Value, ...]) -> None:
         if expected is None:
             raise ShapeError(f"stage {self.stage_index}, {desc}: nothing is known to compare them with")
         validate_tensors_metadata(f"stage {self.stage_index}, {desc}", expected, actual)
 
 
-def _roots(stage_output: Any, output_grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+def _roots(stage_output: Value, output_grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs that a backward starts from, and their gradients; a loss starts with 1."""
     if isinstance(stage_output, Tensor):
         return [stage_output], [None if output_grads is None else output_grads]
@@ -277,11 +289,3 @@ def _roots(stage_output: Any, output_grads: Any) -> tuple[list[Tensor], list[Ten
             roots.append(output)
             grads.append(torch.ones_like(output) if grad is None else grad)
     return roots, grads
-
-
-def _take_grad(value: Any) -> Tensor | None:
-    """The gradient that an input has gathered, taken from it."""
-    if not isinstance(value, Tensor) or not value.is_leaf or value.grad is None:
-        return None
-    grad, value.grad = value.grad, None
-    return grad

@@ -6,8 +6,9 @@ penstock's own steps keep their state in `penstock.run`, and touch none of this 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from penstock.compat._metadata import Metas, _DTensorMeta, _MeshCache, _StageMeta, _TensorMeta
 from penstock.errors import ShapeError, StageError
-from penstock.parallel import DataParallel
+from penstock.parallel import DataParallel, unwrap
 from penstock.run.layout import TensorLayout
 from penstock.stage.deferred import Deferral
-from penstock.stage.dtensors import from_local, mesh_of
+from penstock.stage.dtensors import MeshGetter, from_local, mesh_of
 from penstock.stage.pipeline_stage import PipelineStage
 
 
@@ -32,12 +33,13 @@ class StageState(PipelineStage):
 
     stage_index = 0
     dw_builder: Callable[[], Callable[..., None]] | None = None
-    get_mesh: Callable[..., Any] | None = None
+    get_mesh: MeshGetter | None = None
 
     chunks: int | None = None  # the number of microbatches
     grad_send_info: list[int | None] | None = None  # where the gradient of each input goes
     has_backward = False  # whether gradients are wanted; a schedule with a loss says so
-    _runtime_validate = False  # check every tensor against the metadata
+    _runtime_validate = False  # check every tensor against what came before; each rank decides that for itself
+    _heard: Mapping[int, Metas | None] = MappingProxyType({})  # what earlier stages have said of their outputs
     _splits = True  # whether the backward of some microbatch may come in two parts
     _in_step = False  # within a step of a schedule, which has scaled the loss and reduces by itself
     _gradients_before: Sequence[tuple[Tensor, int]] = ()  # the step, each with its version
@@ -58,6 +60,8 @@ class StageState(PipelineStage):
     output_chunks = cached_property[list[Any]](lambda _: [])
     # By microbatch: the weight work that is still owed.
     dw_runner = cached_property[dict[int, Callable[[], None]]](lambda _: {})
+    # Likewise in torch's; here `dw_runner` has all that such work needs.
+    backward_state = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
     args_recv_info = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
     act_send_info = cached_property[dict[int, list[Any]]](lambda _: {})
     grad_recv_info = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
@@ -78,10 +82,12 @@ class StageState(PipelineStage):
 
     @cached_property
     def _deferral(self) -> Deferral:
-        return Deferral(self.submod)
+        return Deferral(unwrap(self.submod))
 
     # By microbatch: the weight work that its forward began.
     _pending = cached_property[dict[int, Any]](lambda _: {})
+    # What inputs and outputs of a microbatch looked like when they were first looked at, in penstock's own steps.
+    _seen = cached_property[dict[tuple[str, int], Metas]](lambda _: {})
     # The messages of this step that were asked for: their kind, and the microbatch.
     _posted = cached_property[set[tuple[str, int]]](lambda _: set())
 
@@ -98,25 +104,37 @@ class StageState(PipelineStage):
         if not 0 <= chunk_id < self.chunks:
             raise StageError(f"microbatch {chunk_id} of {self.chunks}; expected 0 to {self.chunks - 1}")
 
-    def _example(self, meta: _TensorMeta | None) -> Tensor:
-        """A tensor of zeros that looks like this."""
-        if meta is None:
+    def _to_tensor(self, arg: Tensor | _TensorMeta | None) -> Tensor:
+        """A tensor of zeros that looks like this; a tensor as a leaf of its own."""
+        if isinstance(arg, Tensor):
+            return arg.detach().requires_grad_(arg.requires_grad)
+        if arg is None:
             raise ShapeError(f"stage {self.stage_index} gets something that is no tensor from the stage before")
-        if isinstance(meta, _DTensorMeta):
-            return meta.to_dtensor(self.device, self._mesh_cache.get_mesh(meta.mesh_cache_key)).detach().zero_()
-        example = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device)
-        return example.requires_grad_(meta.requires_grad)
+        if isinstance(arg, _DTensorMeta):
+            return arg.to_dtensor(self.device, self._mesh_cache.get_mesh(arg.mesh_cache_key)).detach().zero_()
+        example = torch.zeros(tuple(arg.shape), dtype=arg.dtype, device=self.device)
+        return example.requires_grad_(arg.requires_grad)
 
-    def _describe_outputs(self) -> bytes:
-        """What is known of the outputs, for the stage after this one."""
-        metas = self._stage_meta.outputs
-        rows = [None if m is None else TensorLayout.of(self._example(m)).to_json() for m in metas or ()]
-        return json.dumps(None if metas is None else rows).encode()
+    def _describe(self) -> bytes:
+        """What is known of the outputs of this stage, and of those of earlier ones that later ones read."""
+        heard = {**self._heard, self.stage_index: self._stage_meta.outputs}
+        return json.dumps({k: self._rows(metas) for k, metas in heard.items() if self._passes_on(k)}).encode()
 
-    def _read_description(self, description: bytes) -> Metas | None:
-        """What the stage before has said of its outputs."""
-        rows = json.loads(description)
-        return None if rows is None else tuple(None if row is None else self._read_row(row) for row in rows)
+    def _rows(self, metas: Metas | None) -> Any:
+        if metas is None:
+            return None
+        return [None if meta is None else TensorLayout.of(self._to_tensor(meta)).to_json() for meta in metas]
+
+    def _passes_on(self, producer: int) -> bool:
+        """Whether the stages after this one must hear what the outputs of `producer` look like."""
+        return producer == self.stage_index
+
+    def _hear(self, description: bytes) -> None:
+        """Note what the stage before has said."""
+        self._heard = {
+            int(k): None if rows is None else tuple(None if row is None else self._read_row(row) for row in rows)
+            for k, rows in json.loads(description).items()
+        }
 
     def _read_row(self, row: Any) -> _TensorMeta:
         layout = TensorLayout.from_json(row)

@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.export.unflatten import _ModuleFrame
 
 from penstock.compat._siblings import found_in
+from penstock.nest import Value
 
 __getattr__ = found_in(__name__)
 
@@ -18,7 +19,7 @@ def _outline_submodules(orig_graph: fx.Graph) -> fx.GraphModule:
     frame: Any = _ModuleFrame
     outlined = fx.GraphModule(nn.Module(), fx.Graph())
     stack: list[Any] = [("", None, 0)]
-    registry: tuple[Any, ...] = (
+    registry: tuple[Value, ...] = (
         {},
         defaultdict(list),
         defaultdict(set),

@@ -10,14 +10,15 @@ from torch.utils import _pytree as pytree
 from penstock.compat._metadata import _DTensorMeta, _TensorMeta
 from penstock.compat._siblings import found_in
 from penstock.errors import PlanError, ShapeError
+from penstock.nest import Value
 from penstock.plan import Placement
 
 PipeliningMetadataError = PipeliningShapeError = ShapeError
 TensorMeta = _TensorMeta | _DTensorMeta
-__getattr__ = found_in(__name__, "._metadata", "..capture")
+__getattr__ = found_in(__name__, "._metadata", "._metadata_checks", "._pipe_info", "..capture")
 
 
-def flatten_args(args: Any, *, detach: bool = False) -> Any:
+def flatten_args(args: Value, *, detach: bool = False) -> Any:
     """The leaves of nested arguments; with `detach`, the arguments again with fresh leaves, and these leaves."""
     if not detach:
         return pytree.tree_leaves(args)
@@ -25,7 +26,7 @@ def flatten_args(args: Any, *, detach: bool = False) -> Any:
     return fresh, pytree.tree_leaves(fresh)
 
 
-def flatten_args_detach(args: Any) -> Any:
+def flatten_args_detach(args: Value) -> Any:
     return flatten_args(args, detach=True)
 
 

@@ -17,6 +17,7 @@ from penstock.batch import (
 from penstock.batch import split_args_kwargs_into_chunks as _split
 from penstock.batch.masks import block_mask_batch
 from penstock.compat._siblings import found_in
+from penstock.nest import Value
 
 DEFAULT_CHUNK_DIM = 0
 __getattr__ = found_in(__name__, "..batch")
@@ -26,12 +27,12 @@ __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 
 
 def split_args_kwargs_into_chunks(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
+    args: tuple[Value, ...],
+    kwargs: dict[str, Value] | None,
     chunks: int,
-    args_chunk_spec: Any = None,
-    kwargs_chunk_spec: Any = None,
-) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    args_chunk_spec: Value = None,
+    kwargs_chunk_spec: Value = None,
+) -> tuple[list[tuple[Value, ...]], list[dict[str, Value]]]:
     """Cut every tensor without a spec along dimension 0, whatever its size. A schedule's step asks where it cannot tell."""
     return _split(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec, strict=False)
 

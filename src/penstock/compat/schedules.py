@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from os import PathLike
 from typing import Any
 
 from torch import Tensor
 
 from penstock import run
 from penstock.batch import TensorChunkSpec
-from penstock.compat._pipeline_order import validate_order
+from penstock.compat._pipeline_order import Format, validate_order
 from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
 from penstock.compat._stage_base import _PipelineStageBase
@@ -18,6 +20,8 @@ from penstock.compat._vocabulary import ComputationType as _ComputationType
 from penstock.compat._vocabulary import NamedAction as _Action
 from penstock.compat._vocabulary import Order
 from penstock.errors import UnknownNameError
+from penstock.nest import Value
+from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 
 F = FORWARD = _ComputationType.FORWARD
 I = BACKWARD_INPUT = _ComputationType.BACKWARD_INPUT  # noqa: E741  the letter is the vocabulary of the field
@@ -50,12 +54,12 @@ class PipelineScheduleSingle(_PipelineSchedule, run.PipelineScheduleSingle):
 
     def __init__(
         self,
-        stage: Any,
+        stage: CoreStage,
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
+        args_chunk_spec: Value = None,
+        kwargs_chunk_spec: Value = None,
+        output_merge_spec: Value = None,
         scale_grads: bool = True,
         **options: Any,
     ) -> None:
@@ -63,21 +67,27 @@ class PipelineScheduleSingle(_PipelineSchedule, run.PipelineScheduleSingle):
         super().__init__(stage, n_microbatches, loss_fn, *specs, scale_grads, **options)
 
     @property
-    def _stage(self) -> Any:
+    def _stage(self) -> CoreStage:
         return self.stages[0]
+
+    @_stage.setter
+    def _stage(self, stage: CoreStage) -> None:
+        self._stages = [stage]
 
 
 class PipelineScheduleMulti(_PipelineSchedule, run.PipelineScheduleMulti):
     """Several stages a rank."""
 
+    _adjacent_only = True
+
     def __init__(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[CoreStage],
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
+        args_chunk_spec: Value = None,
+        kwargs_chunk_spec: Value = None,
+        output_merge_spec: Value = None,
         use_full_backward: bool | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
@@ -96,9 +106,12 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     schedule._load_csv("plan.csv", format="compute_comms")
     """
 
-    def __init__(self, *args: Any, defer_pp_recv: bool = False, **options: Any) -> None:
+    def __init__(self, *args: Value, defer_pp_recv: bool = False, **options: Any) -> None:
         super().__init__(*args, defer_pp_recv=defer_pp_recv, **options)
         self._defer_pp_recv = defer_pp_recv
+
+    def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_comms") -> None:  # noqa: A002
+        super()._dump_csv(filename, format)
 
 
 class _Named(_PipelineScheduleRuntime):
@@ -106,12 +119,12 @@ class _Named(_PipelineScheduleRuntime):
 
     def __init__(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[CoreStage],
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
+        args_chunk_spec: Value = None,
+        kwargs_chunk_spec: Value = None,
+        output_merge_spec: Value = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
@@ -120,10 +133,6 @@ class _Named(_PipelineScheduleRuntime):
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         given = {"scale_grads": scale_grads, "backward_requires_autograd": backward_requires_autograd}
         super().__init__(stages, n_microbatches, loss_fn, *specs, defer_pp_recv=defer_pp_recv, **given, **options)
-
-    @property
-    def n_local_stages(self) -> int:
-        return len(self.stages)
 
     def _add_bubbles_to_actions(self, num_stages_global: int) -> dict[int, list[_Action | None]]:
         """The order with None in the slots in which a rank waits."""
@@ -153,10 +162,10 @@ class ScheduleLoopedBFS(_Named, run.ScheduleLoopedBFS):
 
     def __init__(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[CoreStage],
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
-        output_merge_spec: Any = None,
+        output_merge_spec: Value = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
@@ -167,10 +176,22 @@ class ScheduleLoopedBFS(_Named, run.ScheduleLoopedBFS):
         super().__init__(stages, n_microbatches, loss_fn, **options)
 
 
-class ScheduleInterleaved1F1B(_Named, run.ScheduleInterleaved1F1B): ...
+class _Interleaved(_Named):
+    """Microbatches go through the stages of a rank in rounds."""
+
+    @cached_property
+    def number_of_rounds(self) -> int:
+        return max(1, self.num_microbatches // self.pp_group_size)
+
+    @cached_property
+    def microbatches_per_round(self) -> int:
+        return self.num_microbatches // self.number_of_rounds
 
 
-class ScheduleInterleavedZeroBubble(_Named, run.ScheduleInterleavedZeroBubble): ...
+class ScheduleInterleaved1F1B(_Interleaved, run.ScheduleInterleaved1F1B): ...
+
+
+class ScheduleInterleavedZeroBubble(_Interleaved, run.ScheduleInterleavedZeroBubble): ...
 
 
 class ScheduleZBVZeroBubble(_Named, run.ScheduleZBVZeroBubble): ...

@@ -10,5 +10,5 @@ from penstock.compat._siblings import found_in
 from penstock.compat._stage_base import _PipelineStageBase  # noqa: F401  programs inherit from it
 
 InputInfo = _RecvInfo | RootArgPlaceholder
-__getattr__ = found_in(__name__, "._captured", "._exchange", "._metadata")
+__getattr__ = found_in(__name__, "._captured", "._exchange", "._metadata", "._metadata_checks")
 __all__ = ["PipelineStage", "build_stage"]
