@@ -55,15 +55,17 @@ def expected(stages: int, microbatches: int) -> dict[str, Tensor]:
 def train(
     device: torch.device, name: str, stages_per_rank: int, microbatches: int, steps: int = 3, receives: Any = None
 ) -> Trained:
-    """Some steps of penstock's schedule of this name; the gradients are those of the last one."""
+    """Some steps of penstock's schedule of this name, or of a plan file; the gradients are those of the last one."""
     import torch.distributed as dist
 
+    from penstock.plan import load
     from penstock.run import Schedule
     from penstock.schedules import get_schedule
     from penstock.stage.pipeline_stage import PipelineStage
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    plan = get_schedule(name)(size, microbatches, stages_per_rank=stages_per_rank)
+    in_file = name.endswith(".csv")
+    plan = load(name) if in_file else get_schedule(name)(size, microbatches, stages_per_rank=stages_per_rank)
     stages = [
         PipelineStage(block(index).to(device), index, plan.num_stages, device)
         for index in plan.placement.stages_of(rank)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -13,7 +15,7 @@ import penstock
 from tests.accelerator import pipes
 from tests.accelerator.pool import SimPool
 from tests.accelerator.test_pipeline import MICROBATCHES, Noticed, whole_model
-from tests.faults.replicas import fail, in_trouble
+from tests.faults.replicas import die, fail, in_trouble
 
 STEPS = 3
 
@@ -89,3 +91,30 @@ def test_a_replica_that_fails_is_named_on_every_rank_and_the_next_step_works(sim
     for found, seconds in told:
         assert found[0] == found[2] == found[3] == ""
         assert seconds < 20.0
+
+
+def loses_a_process(device: torch.device, kind: str) -> tuple[list[str], float]:
+    """Rank 3 is killed in the second step. The groups of the replicas are the user's, who ends them when that is over."""
+    told = in_trouble(device, kind, 3, die)
+    for group in dist.distributed_c10d._world.pg_map:
+        with suppress(RuntimeError):  # gloo has no device
+            group._get_backend(device).abort()
+    with suppress(RuntimeError):  # what was on it is lost, and the device says so
+        torch.accelerator.synchronize()
+    return told
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_process_of_a_replica_that_is_killed_is_named_on_every_rank(sim: SimPool, kind: str) -> None:
+    """The rank beside it waited for its device before it told the other replica, which waited for that rank."""
+    outcomes = sim.outcomes(4, "lazy", loses_a_process, kind)
+    told = [outcome.value for outcome in outcomes[:3]]
+    assert all(outcome.ok for outcome in outcomes[:3]), [outcome.details for outcome in outcomes]
+    assert told[2][0][1].startswith("PeerFailed: rank 1 failed"), told
+    for found, seconds in told:
+        assert found[0] == ""
+        assert all("failed" in text for text in found[1:]), found
+        assert "tart the job again" in found[3], found
+        assert seconds < 20.0
+    for found, _ in told[:2]:
+        assert "of the job, which holds the same stage in another data-parallel replica, failed" in found[1], found

@@ -205,7 +205,27 @@ def test_an_error_of_the_device_surfaces_at_the_next_read_on_its_rank(sim: SimPo
     (first, fine), (second, told) = sim.run(2, "lazy", breaks_its_device)
     assert first == second == [""]
     assert fine == ""
+    assert told.startswith("the device of rank 1 failed in step 2 or before: ")
     assert "index out of range" in told
+    assert told.endswith("with PENSTOCK_BLOCKING=1 in the environment the action is named")
+
+
+def breaks_its_device_in_turn(device: torch.device) -> list[str]:
+    """The same while each action waits for its device."""
+    table, wrong = nn.Embedding(4, 2).to(device), torch.full((1,), 9, device=device)
+    os.environ["PENSTOCK_BLOCKING"] = "1"
+    try:
+        return stepped(device, {1: lambda: table(wrong)})[0]
+    finally:
+        del os.environ["PENSTOCK_BLOCKING"]
+
+
+def test_an_action_that_waits_for_its_device_is_named_when_that_fails(sim: SimPool) -> None:
+    first, second = sim.run(2, "eager", breaks_its_device_in_turn)
+    assert first[0].startswith("PeerFailed: rank 1 failed in action 1F0 (stage 1, microbatch 0): DeviceFailed: "), first
+    assert second[0].startswith("DeviceFailed: the device of rank 1 failed in action 1F0 of step 2: "), second
+    assert "index out of range" in second[0]
+    assert first[1] == second[1] == ""
 
 
 def two_threads(device: torch.device) -> tuple[list[str], str]:

@@ -7,15 +7,18 @@ most two communicators for each neighbour besides what the user's own group has.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from torch.distributed.pipelining import schedules as theirs
 
 from penstock.lower import InTurn
-from penstock.schedules import all_schedules
+from penstock.schedules import all_schedules, get_schedule
 from tests.accelerator import pipes
 from tests.accelerator.pool import Mode, SimPool
+from tests.plan.test_torch_files import torch_actions, torch_runtime
 
 Grid = dict[tuple[str, int], pipes.Trained]
 
@@ -90,6 +93,20 @@ def train_in_turn(device: torch.device, microbatches: int, queues: Literal["pair
         (name, per_rank): pipes.train(device, name, per_rank, microbatches, steps=2, receives=InTurn(queues))
         for name, per_rank in IN_TURN
     }
+
+
+@pytest.mark.parametrize(("name", "mode"), [("interleaved1f1b", "eager"), ("zbv", "lazy")])
+def test_a_plan_that_torch_has_lowered_runs(sim: SimPool, tmp_path: Path, name: str, mode: Mode) -> None:
+    """torch's runtime batches the messages of such a file; with a communicator for each direction there is no need to."""
+    ranks, microbatches = 3, 6
+    plan = get_schedule(name)(ranks, microbatches)
+    rows = theirs._add_send_recv(torch_actions(plan), plan.placement.rank_of, plan.num_stages)
+    torch_runtime(rows)._dump_csv(str(tmp_path / "torch.csv"), "compute_comms")
+    told = sim.run(ranks, mode, pipes.train, str(tmp_path / "torch.csv"), 2, microbatches)
+    grads = {key: grad for trained in told for key, grad in trained.grads.items()}
+    for key, grad in pipes.expected(2 * ranks, microbatches).items():
+        torch.testing.assert_close(grads[key], grad, msg=key)
+    assert [trained.waits + trained.violations for trained in told] == [[]] * ranks
 
 
 def test_a_host_runs_ahead_of_its_device(sim: SimPool) -> None:

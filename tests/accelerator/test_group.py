@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from penstock.comm import DistributedTransport
+from penstock.comm import DistributedTransport, accelerator
 from penstock.comm.communicators import Maker, abort_all
 from penstock.plan.queues import QueueLayout
 from tests.accelerator.pool import Mode, SimPool
@@ -155,7 +155,7 @@ def test_communicators_are_aborted_all_at_once(sim: SimPool) -> None:
 def aborts(device: torch.device) -> bool:
     maker = Maker("strict", strict(device), timedelta(seconds=20))
     rank, x = dist.get_rank(), torch.ones(4, device=device)
-    made = [maker.make(PrefixStore(name, _get_default_store()), rank=rank, size=2) for name in "ab"]
+    made = [maker.make(name, PrefixStore(name, _get_default_store()), rank=rank, ranks=[0, 1]) for name in "ab"]
     for each in made:
         (each.send if rank == 0 else each.recv)([x], 1 - rank, 0).wait()
     if rank == 0:
@@ -178,9 +178,10 @@ def test_communicators_are_like_the_users_group(sim: SimPool) -> None:
 
 def alike(device: torch.device, port: int) -> bool:
     """Timeout and options are the group's; an error does not end the process, unless the user says that it shall."""
+    accelerator._FAREWELL = 100.0  # a busy machine takes its time, and nothing here is about the bound
     rank, options = dist.get_rank(), loaded().StrictGroup.Options()
     options.is_high_priority_stream, options.config.min_ctas = True, 3
-    bound = timedelta(seconds=17)
+    bound = timedelta(seconds=117)
     dist.destroy_process_group()
     dist.init_process_group(
         "strict", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=bound, pg_options=options
@@ -197,7 +198,7 @@ def alike(device: torch.device, port: int) -> bool:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
     try:
         again = Maker("strict", strict(device), bound).make(
-            PrefixStore("again", _get_default_store()), rank=rank, size=2
+            "again", PrefixStore("again", _get_default_store()), rank=rank, ranks=[0, 1]
         )
         assert again.error_handling == 1
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"

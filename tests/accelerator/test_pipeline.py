@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,8 +310,9 @@ def test_the_next_microbatch_is_copied_while_this_one_is_computed(sim: SimPool) 
     assert sim.run(1, "lazy", overlaps) == [(True, True)]
 
 
-def read_later(device: torch.device) -> list[str]:
-    """The rank of the loss is killed, its device busy, after a step that it has issued; the other one reads the loss then."""
+def read_later(device: torch.device, folder: Path | None) -> list[str]:
+    """The rank of the loss is killed, its device busy, after a step that it has issued; the other one reads the loss then, or
+    saves its weights there."""
     os.environ["PENSTOCK_HEARTBEAT"] = "1"
     try:
         pipe = piped(device)
@@ -322,7 +324,8 @@ def read_later(device: torch.device) -> list[str]:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         told = []
-        for act in (lambda: result.loss, lambda: result.loss, lambda: pipe.step(x, target=y)):
+        first = (lambda: result.loss) if folder is None else (lambda: pipe.save(folder))
+        for act in (first, lambda: result.loss, lambda: pipe.step(x, target=y)):
             try:
                 told.append(str(act()))
             except penstock.PenstockError as error:
@@ -332,10 +335,12 @@ def read_later(device: torch.device) -> list[str]:
         del os.environ["PENSTOCK_HEARTBEAT"]
 
 
-@pytest.mark.parametrize("mode", ["lazy", "eager"])
-def test_a_loss_that_never_comes_is_an_error_that_names_the_rank(sim: SimPool, mode: Mode) -> None:
+@pytest.mark.parametrize(("mode", "saves"), [("lazy", True), ("eager", False)])
+def test_a_loss_that_never_comes_is_an_error_that_names_the_rank(
+    sim: SimPool, tmp_path: Path, mode: Mode, saves: bool
+) -> None:
     """And it is one within seconds, though the group would wait longer; asked again it says so again, and so does a step."""
-    first, _ = sim.outcomes(2, mode, read_later)
+    first, _ = sim.outcomes(2, mode, read_later, tmp_path / "saved" if saves else None)
     assert first.ok, first.details
     assert first.seconds < 60.0
     for text in first.value:

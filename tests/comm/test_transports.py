@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from penstock.comm import DistributedTransport, FailureRecord, LocalWorld, Transport
 from penstock.errors import PeerFailed, RanksDisagree, StepTimeout
@@ -278,3 +279,26 @@ def test_clocks_of_one_machine_agree_also_when_a_rank_is_late(run: Runner) -> No
     offsets = run(3, read_clock)
     assert offsets[0] == 0.0
     assert max(map(abs, offsets)) < 0.05
+
+
+def in_a_wrapped_group() -> tuple[bool, float]:
+    """As with TORCH_DISTRIBUTED_DEBUG=DETAIL, which puts the group's gloo into a backend that is none."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group([0, 1])
+    finally:
+        dist.set_debug_level(before)
+    assert not isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    transport = DistributedTransport.of(group)
+    total = torch.tensor([transport.rank + 1.0])
+    transport.begin_step()
+    transport.sum(total)
+    transport.end_step()
+    transport.close()
+    return isinstance(transport._gloo, dist.ProcessGroupGloo), total.item()
+
+
+def test_a_group_that_torch_watches_is_used_as_it_is_inside(gloo_pool: GlooPool) -> None:
+    """Its messages had no lines, and its waits could not be ended."""
+    assert gloo_pool.run(2, in_a_wrapped_group) == [(True, 3.0)] * 2

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -27,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.comm.communicators import Maker, abort_all, shut_down_all
+from penstock.comm.communicators import Maker, abort_all, all_at_once, shut_down_all
 from penstock.comm.device_wait import wait_for_device
-from penstock.comm.distributed import DistributedTransport
+from penstock.comm.distributed import DistributedTransport, place_in_store
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
-from penstock.errors import PeerFailed, PenstockError, RunError, StepTimeout, TransportError
+from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
 from penstock.plan.queues import QueueLayout
 
 _TAG = 0x9E57
@@ -41,6 +42,7 @@ _CARRIED = frozenset(
 )
 """The types that every backend knows. Others travel as bytes."""
 _FAREWELL = 10.0  # seconds that the device may take, when this rank leaves, to finish what was sent
+_ABORT = 2.0  # seconds to wait for communicators to end: a device that is stuck in a group of the user's own goes on without us
 
 
 class AcceleratorTransport(DistributedTransport):
@@ -52,17 +54,17 @@ class AcceleratorTransport(DistributedTransport):
     def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str) -> None:
         super().__init__(group, device=_current(torch.device(device)))
         self._maker = Maker(self.backend_name, self.backend, self.bound)
+        self._names = dist.get_process_group_ranks(group or dist.group.WORLD)  # of the ranks in the whole job
         self._ways: dict[int, Way] = {}
         self._connected: set[int] = set()
         self._control = Control(self)
         self.generation = 0  # how often connections were made anew
         self.whole: Any = None  # the communicator of all ranks, where there is but one
 
-    def _in_host_memory(self, group: dist.ProcessGroup) -> tuple[Any, Any]:
-        made = HostMessages(
+    def _in_host_memory(self, group: dist.ProcessGroup) -> HostMessages:
+        return HostMessages(
             lambda store: dist.ProcessGroupGloo(store, group.rank(), group.size(), self.bound), self.place
         )
-        return made, made
 
     @property
     def control(self) -> Messages:
@@ -85,15 +87,17 @@ class AcceleratorTransport(DistributedTransport):
 
     def _open(self, peers: Collection[int]) -> None:
         if self.queues == "one" and self.whole is None:
-            self.whole = self.communicator("whole", self.rank, self.num_ranks)
+            self.whole = self.communicator("whole", range(self.num_ranks))
             self.whole.eager_connect_single_device(self.device)  # else it would make one for each pair
         # Two ranks that meet in this order meet without a cycle: everybody takes the pairs in the order of the lower rank.
         for peer in sorted(peers, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
             self._way(peer).open()
 
-    def communicator(self, name: str, rank: int, size: int) -> Any:
-        store = PrefixStore(f"communicators/{self.generation}/{name}", self.place)
-        return self._maker.make(store, rank=rank, size=size)
+    def communicator(self, name: str, ranks: Sequence[int]) -> Any:
+        """Of these ranks of the group, in this order."""
+        name = f"{self.folder}/communicators/{self.generation}/{name}"
+        store, names = place_in_store(name), [self._names[rank] for rank in ranks]
+        return self._maker.make(name, store, rank=ranks.index(self.rank), ranks=names)
 
     def _communicators(self) -> list[Any]:
         """All that are there, each once."""
@@ -117,16 +121,34 @@ class AcceleratorTransport(DistributedTransport):
     def read(self, tensor: Tensor) -> list[float]:
         """What is on its way from a peer that fails never comes: then its failure is raised, and no stream stays stuck."""
         self.wait_for_device()
-        return super().read(tensor)
+        found: list[float] = []
+        with self._device_errors(None):
+            found = super().read(tensor)
+        if self._torn is not None:  # meanwhile, and what was read may be nothing
+            self.wait_for_device()
+        return found
 
-    def wait_for_device(self) -> None:
+    def wait_for_device(self, action: str | None = None) -> None:
         if self._torn is None:
             try:
-                wait_for_device(self.device, self.timeout, look=self._look, everybody=self.everybody)
+                with self._device_errors(action):
+                    wait_for_device(self.device, self.timeout, look=self._look, everybody=self.everybody)
             except PeerFailed as error:
                 self.break_connections(FailureRecord.of(error))
         if self._torn is not None:
             raise self._torn.error() if self._torn.rank != self.rank else self._unusable()
+
+    @contextmanager
+    def _device_errors(self, action: str | None) -> Iterator[None]:
+        """Around a wait for the device: what it says of things that went wrong there is told with rank and step."""
+        try:
+            yield
+        except PenstockError:
+            raise
+        except RuntimeError as error:
+            if self._torn is not None:  # what was under way was aborted, and why is known
+                return
+            raise DeviceFailed(self.rank, self.epoch, str(error), action=action) from error
 
     def _look(self) -> None:
         """Raise if a peer is gone without whom the device might wait for ever."""
@@ -165,16 +187,14 @@ class AcceleratorTransport(DistributedTransport):
         self._abort()
         for way in self._ways.values():
             way.forget()
-        with suppress(RuntimeError):  # what was on communicators that were aborted is lost, and the device says so here
-            wait_for_device(self.device, self.timeout)
-            torch.accelerator.synchronize(self.device)
+        # What was on communicators that were aborted is lost, and the device says so here. Streams that others have may be stuck.
+        all_at_once([partial(torch.accelerator.synchronize, self.device)], bound=_FAREWELL)
         self.generation += 1
         self.whole, self._aborted = None, False
         self.epoch = max(map(int, posts))
         self._torn, self._broken, self.failed = None, False, None
-        if self._switchboard is not None:
-            self._switchboard.end(fine=False)  # sockets of before are given up; a step that goes well makes new ones
-        self._host_backend.renew(self.generation)
+        self._switchboard.end(fine=False)  # sockets of before are given up; a step that goes well makes new ones
+        self._gloo.renew(self.generation)
         self._open(self._connected)
 
     def _meet(self, folder: str) -> list[bytes]:
@@ -203,7 +223,7 @@ class AcceleratorTransport(DistributedTransport):
     def _abort(self) -> None:
         if not self._aborted:
             self._aborted = True
-            abort_all(self._communicators(), bound=_FAREWELL)
+            abort_all(self._communicators(), bound=_ABORT)
 
     def close(self) -> None:
         ended = self._closed or self._aborted or os.getpid() != self._owner  # a forked child has no device
@@ -298,9 +318,9 @@ class Way:
         if transport.queues == "one":
             self._out = self._back = transport.whole
         else:
-            pair = f"{min(transport.rank, self._peer)}-{max(transport.rank, self._peer)}"
+            pair = sorted((transport.rank, self._peer))
             names = ("both",) if transport.queues == "pair" else ("up", "down")
-            up, *rest = (transport.communicator(f"{pair}/{name}", int(not lower), 2) for name in names)
+            up, *rest = (transport.communicator(f"{pair[0]}-{pair[1]}/{name}", pair) for name in names)
             down = rest[0] if rest else up
             self._out, self._back = (up, down) if lower else (down, up)
         for use in (self._out.send, self._back.recv) if lower else (self._back.recv, self._out.send):

@@ -1,7 +1,7 @@
 """Communicators of penstock's own: made with what the user's group has, and ended together.
 
     maker = Maker("nccl", backend, timedelta(minutes=10))      # of the user's group
-    communicator = maker.make(store, rank=0, size=2)
+    communicator = maker.make("penstock/0-1/up", store, rank=0, ranks=[4, 6])
     abort_all([communicator, other], bound=10.0)
 
 A communicator is made by itself and not as a group of torch's list of groups, since making one of those is a matter of all
@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,8 +50,12 @@ class Maker:
     like: Any  # the backend of the user's group
     timeout: timedelta
 
-    def make(self, store: Any, *, rank: int, size: int) -> Any:
-        """One of ``size`` ranks; all of them make it under the same keys of the store."""
+    def make(self, name: str, store: object, *, rank: int, ranks: Sequence[int]) -> Any:
+        """One that ``ranks`` of the whole job have together, of which this process is number ``rank``.
+
+        All of them make it under the same name, which no other has, and the same keys of the store: some backends find one
+        another by the one, some by the other.
+        """
         options: Any
         maker = getattr(dist, f"ProcessGroup{self.kind.upper()}", None)
         if maker is not None and hasattr(maker, "Options"):
@@ -60,9 +64,9 @@ class Maker:
                 if hasattr(given, field):
                     setattr(options, field, getattr(given, field))
             options._timeout = self.timeout
-            options.group_name = "penstock"  # in torch's logs
+            options.group_name, options.global_ranks_in_group = name, [*ranks]  # in torch's logs
             with _survivable():
-                return maker(store, rank, size, options)
+                return maker(store, rank, len(ranks), options)
         plugin = Backend._plugins.get(self.kind.upper())
         if plugin is None:
             raise TransportError(
@@ -70,10 +74,10 @@ class Maker:
                 "that are registered with torch.distributed.Backend.register_backend"
             )
         if not plugin.extended_api:
-            return plugin.creator_fn(store, rank, size, self.timeout)
+            return plugin.creator_fn(store, rank, len(ranks), self.timeout)
         options = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-        options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, self.timeout
-        options.group_id = "penstock"
+        options.store, options.group_rank, options.group_size = store, rank, len(ranks)
+        options.group_id, options.global_ranks_in_group, options.timeout = name, [*ranks], self.timeout
         return plugin.creator_fn(options, getattr(self.like, "options", None))
 
 
@@ -91,15 +95,17 @@ def _survivable() -> Iterator[None]:
 
 def abort_all(communicators: Collection[Any], *, bound: float) -> None:
     """End what is on its way; what is posted after this raises. See the note "all at once"."""
-    _all_at_once([each.abort for each in communicators], bound)
+    all_at_once([each.abort for each in communicators], bound)
 
 
 def shut_down_all(communicators: Collection[Any], *, bound: float) -> None:
     """Give them up when what was sent has arrived, which may take the other rank as well."""
-    _all_at_once([each.shutdown for each in communicators], bound)
+    all_at_once([each.shutdown for each in communicators], bound)
 
 
-def _all_at_once(acts: list[Callable[[], object]], bound: float) -> None:
+def all_at_once(acts: list[Callable[[], object]], bound: float) -> None:
+    """Do these beside one another, for no longer than the bound; what is not done by then goes on, and nobody waits for it."""
+
     def quietly(act: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # it was ended before, or cannot be
             act()

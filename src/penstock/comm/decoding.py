@@ -38,14 +38,14 @@ def loads(data: bytes, form: type[Form]) -> Form:
     return found
 
 
-def whole(*numbers: Any) -> None:
+def whole(*numbers: object) -> None:
     """Raise unless all are whole numbers."""
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
             raise ValueError(f"expected a whole number, got {str(number)[:80]}")
 
 
-def texts(*words: Any) -> None:
+def texts(*words: object) -> None:
     """Raise unless all are texts."""
     for word in words:
         if not isinstance(word, str):

@@ -1,4 +1,4 @@
-"""Messages over torch.distributed: by gloo's own calls, or by those of another backend with a group per direction."""
+"""Messages over torch.distributed, in host memory: by gloo's own calls, over the group's gloo or one of penstock's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _get_process_group_name
 
 from penstock.comm.kinds import KindsOfDevice
 from penstock.comm.line import Line
@@ -47,28 +47,30 @@ class DistributedTransport(Transport):
         self.rank = group.rank()
         self.num_ranks = group.size()
         patience = heartbeat()
-        self.place = place_of_group(group, "pipeline")
+        self.folder = folder_of_group(group, "pipeline")
+        self.place = place_in_store(self.folder)
         own = self.place.clone()  # a connection of our own, whose waits we may bound
         self.store: DistributedStore = DistributedStore(own, self.rank, self.num_ranks, bound=patience)
         self.kinds = KindsOfDevice(self.store, self.device.type, self.rank, self.num_ranks)
-        if self.device.type != "cpu" or torch.device("cpu") not in group._device_types:  # else nobody waits here
-            self.kinds.meet(group_timeout(group).total_seconds())
-        self.backend: Any = group._get_backend(self.device)
+        self.backend: Any = backend_of(group, self.device)
         self.backend_name = _backend_name(group, self.device)
-        self.bound = _timeout(self.backend)
+        self.bound = timeout_of(self.backend)
         self.timeout = self.bound.total_seconds()
-        self._host_backend, self._gloo = self._in_host_memory(group)
+        if self.device.type != "cpu" or not isinstance(self.backend, dist.ProcessGroupGloo):  # else nobody waits here
+            self.kinds.meet(self.timeout)
+        self._gloo = self._in_host_memory(group)
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
         self.store.silent = partial(_look, self.kinds, self.pulse)
         self.store.ended, self.store.notice = self.pulse.all_ended, self.pulse.notice
+        self.pulse.notice({(self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks})
         self.store.everybody = weakref.WeakMethod(self.everybody)
         self.store_holder = (
             NOBODY  # the rank whose process holds the store, if it is one of these; known from `connect` on
         )
         if "server=TCPServer" in str(_innermost(_get_default_store())):
             self.store.set("holder", str(self.rank).encode())
-        self._switchboard = Switchboard(self.rank, self.store) if self._gloo is not None else None
+        self._switchboard = Switchboard(self.rank, self.store)
         self._waiter: tuple[float, Callable[[Work], object]] = (-1.0, methodcaller("wait"))
         self._watcher: Watcher | None = None
         self._torn: FailureRecord | None = None  # why the connections of this group are of no use any more
@@ -96,10 +98,9 @@ class DistributedTransport(Transport):
             transports[kind] = made(group, device=device)
         return transports[kind]
 
-    def _in_host_memory(self, group: dist.ProcessGroup) -> tuple[Any, Any]:
-        """What carries messages in host memory; and the same again if that is gloo, whose waits can be ended."""
-        found = backend_in_host_memory(group, self.place, self.bound)
-        return found, found if isinstance(found, dist.ProcessGroupGloo) else None
+    def _in_host_memory(self, group: dist.ProcessGroup) -> Any:
+        """The gloo that carries messages in host memory."""
+        return gloo_of(group, self.place, self.bound)
 
     # -- messages
 
@@ -109,8 +110,7 @@ class DistributedTransport(Transport):
         self.pulse.watch(everyone)
         if self.store.check("holder"):
             self.store_holder = int(self.store.get("holder", self.timeout))
-        if self._switchboard is not None:
-            self._switchboard.connect([peer for peer in everyone if self._line(peer) is not None])
+        self._switchboard.connect([peer for peer in everyone if self._line(peer) is not None])
 
     def sender(self, peer: int) -> Send:
         line = self._line(peer)
@@ -121,11 +121,11 @@ class DistributedTransport(Transport):
         return self._backend_calls(peer)[1] if line is None else line.receive
 
     def _line(self, peer: int) -> Line | None:
-        return None if self._switchboard is None else self._switchboard.line(peer, *self._backend_calls(peer))
+        return self._switchboard.line(peer, *self._backend_calls(peer))
 
     def _backend_calls(self, peer: int) -> tuple[Send, Receive]:
         # The backend itself, not the group: one dispatch less for each message.
-        send, receive, number = self._host_backend.send, self._host_backend.recv, self._peer(peer)
+        send, receive, number = self._gloo.send, self._gloo.recv, self._peer(peer)
         return partial(send, dstRank=number, tag=_TAG), partial(receive, srcRank=number, tag=_TAG)
 
     def waiter(self) -> Callable[[Work], object]:
@@ -218,8 +218,7 @@ class DistributedTransport(Transport):
 
     def _watch(self) -> None:
         self._in_step = True
-        if self._switchboard is not None:
-            self._switchboard.begin(self.epoch)
+        self._switchboard.begin(self.epoch)
         if self._watcher is None:
             self._watcher = Watcher(self, self.store.clone())
         self._watcher.begin(self.epoch)
@@ -230,7 +229,7 @@ class DistributedTransport(Transport):
             self._watcher.end()
         if self._torn is not None:
             self.break_connections(self._torn)  # so that nobody waits for this rank in a later step
-        elif self._switchboard is not None:
+        else:
             self._switchboard.end(fine=fine)
 
     def break_connections(self, record: FailureRecord) -> None:
@@ -238,11 +237,10 @@ class DistributedTransport(Transport):
 
         A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits.
         """
-        if self._gloo is None or self.num_ranks == 1 or self._broken:
+        if self.num_ranks == 1 or self._broken:
             return
         self._torn, self._broken = self._torn or record, True
-        if self._switchboard is not None:
-            self._switchboard.close()
+        self._switchboard.close()
         for peer in range(self.num_ranks):  # one that is closed already lets nothing run out
             try:
                 if peer != self.rank:
@@ -263,16 +261,15 @@ class DistributedTransport(Transport):
         if self._closed or os.getpid() != self._owner:  # a forked child does not leave in its parent's name
             return
         self._closed = True
-        if self._switchboard is not None:
-            self._switchboard.close()
+        self._switchboard.close()
         if self._watcher is not None:
             self._watcher.end()
             self._watcher.stop()
-        self.pulse.close()
         with suppress(TransportError):
             whole = not self._in_step and self.failure() is None
             done = self.epoch if whole else self.epoch - 1
             self.store.depart(Departure(self.rank, done, f"it left after step {done}{_last_words()}"))
+        self.pulse.close()  # last: whoever sees its lines end finds out why
 
 
 _OPEN: weakref.WeakSet[DistributedTransport] = weakref.WeakSet()
@@ -314,35 +311,47 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(known.get(device.type, dist.get_backend(group)))
 
 
-def backend_in_host_memory(group: dist.ProcessGroup, place: Any, bound: timedelta) -> Any:
-    """What carries messages in host memory: the group's own backend, or a gloo of penstock's own beside it."""
-    host = torch.device("cpu")
-    if host in group._device_types:
-        found = group._get_backend(host)
-        return found if isinstance(found, dist.ProcessGroupGloo) else group
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What the group uses for tensors on this device. A group that is written in Python is its own backend."""
+    known = {found.type: found for found in group._device_types}
+    if not known:
+        return group
+    found = group._get_backend(known.get(device.type, next(iter(known.values()))))
+    return getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a backend into another
+
+
+def gloo_of(group: dist.ProcessGroup, place: Any, bound: timedelta) -> dist.ProcessGroupGloo:
+    """What carries messages in host memory: the group's own gloo, or one of penstock's own beside it.
+
+    Others may keep messages to different ranks in one order, and have no way to end a wait.
+    """
+    found = backend_of(group, torch.device("cpu"))
+    if isinstance(found, dist.ProcessGroupGloo):
+        return found
     return dist.ProcessGroupGloo(PrefixStore("control", place), group.rank(), group.size(), bound)
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long the group's backend waits, whatever device it is for."""
-    return _timeout(group._get_backend(group._device_types[0]))
-
-
-def _timeout(backend: Any) -> timedelta:
-    options = getattr(backend, "options", None)
-    bound: timedelta = getattr(options, "_timeout", timedelta(minutes=30))
+def timeout_of(backend: object) -> timedelta:
+    """How long a backend waits. Of one that does not tell, the job's store knows what the whole job was given."""
+    known: Any = _get_default_store()
+    bound: timedelta = getattr(getattr(backend, "options", None), "_timeout", known.timeout)
     return bound
 
 
-def place_of_group(group: dist.ProcessGroup, what: str) -> Any:
-    """The part of the store for this group and this life of it: groups side by side, and one made again, must not meet."""
+def folder_of_group(group: dist.ProcessGroup, what: str) -> str:
+    """Where in the job's store this group, in this life of it, has its keys: groups side by side, and one made again, must
+    not meet."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-    name = hashlib.sha1(f"{group.group_name}|{ranks}|{what}".encode()).hexdigest()[:16]
-    base = PrefixStore(f"penstock/{name}", _get_default_store())
-    return PrefixStore(str(base.add(f"lives/{group.rank()}", 1)), base)
+    name = hashlib.sha1(f"{_get_process_group_name(group)}|{ranks}|{what}".encode()).hexdigest()[:16]
+    return f"penstock/{name}/{_get_default_store().add(f'penstock/{name}/lives/{group.rank()}', 1)}"
 
 
-def _innermost(store: Any) -> Any:
+def place_in_store(folder: str) -> Any:
+    """The part of the job's store under this folder."""
+    return PrefixStore(folder, _get_default_store())
+
+
+def _innermost(store: object) -> Any:
     """The store under all prefixes."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

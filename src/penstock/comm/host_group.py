@@ -24,10 +24,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.comm.distributed import (
     BREAK_TAG,
-    backend_in_host_memory,
+    backend_of,
     connection_lost,
-    group_timeout,
-    place_of_group,
+    folder_of_group,
+    gloo_of,
+    place_in_store,
+    timeout_of,
 )
 from penstock.comm.pulse import Pulse, address_towards, heartbeat
 from penstock.comm.store import DistributedStore
@@ -38,15 +40,11 @@ _GRACE = 0.5  # seconds that a process whose connection is lost may take to end
 
 
 class HostGroup:
-    """The processes of a group, over its own backend for host memory; or, if it has none, a gloo that is made beside it."""
+    """The processes of a group, over its own gloo; or, if it has none, one that is made beside it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-        has_one = torch.device("cpu") in group._device_types
-        place, bound = place_of_group(group, "host"), group_timeout(group)
-        backend = backend_in_host_memory(group, place, bound)
-        self._beside: Any = None if has_one else backend
-        self._gloo: Any = backend if isinstance(backend, dist.ProcessGroupGloo) else None
+        place = place_in_store(folder_of_group(group, "host"))
+        self._gloo: Any = gloo_of(group, place, timeout_of(backend_of(group, torch.device("cpu"))))
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = group.rank()
         patience = heartbeat()
@@ -60,10 +58,7 @@ class HostGroup:
 
     def sum(self, tensor: Tensor) -> None:
         """Make the tensor the sum over all processes. The wait has the bound of the group."""
-        if self._beside is None:
-            dist.all_reduce(tensor, group=self._group())
-        else:
-            self._beside.allreduce([tensor]).wait()
+        self._gloo.allreduce([tensor]).wait()
 
     def gather(self, payload: bytes) -> list[bytes]:
         """What each process gives, on all of them. The waits have the bound of the group."""
@@ -156,10 +151,9 @@ class HostGroup:
 
     def _break(self) -> None:
         """A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits."""
-        if self._gloo is not None:
-            with suppress(RuntimeError):
-                other = (self._rank + 1) % len(self._ranks)
-                self._gloo.recv([torch.empty(1)], other, BREAK_TAG).wait(timedelta(milliseconds=1))
+        with suppress(RuntimeError):
+            other = (self._rank + 1) % len(self._ranks)
+            self._gloo.recv([torch.empty(1)], other, BREAK_TAG).wait(timedelta(milliseconds=1))
 
 
 def _watch(of: weakref.ref[HostGroup]) -> None:

@@ -29,6 +29,7 @@ from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.transport import FailureRecord, Store, Transport
 from penstock.comm.whereabouts import table
 from penstock.errors import PenstockError, RunError, ShapeError, StepTimeout, TransportError
+from penstock.misfits import takes
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -131,6 +132,7 @@ class LocalStore:
         self._values.pop(key, None)
 
 
+@takes(TransportError)
 class LocalTransport(Transport):
     """One thread's end. ``world.run`` hands it to the function of each rank.
 

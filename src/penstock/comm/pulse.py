@@ -29,12 +29,14 @@ from typing import Any
 
 from penstock.comm import beat
 from penstock.comm.decoding import loads, reading, texts, whole
+from penstock.comm.lifeline import Lifelines
 from penstock.comm.transport import FailureRecord, Store
 from penstock.errors import PenstockError
 
 _BEATS = 5  # datagrams in a heartbeat: one or two may get lost
 _SHORTEST = 0.5  # seconds; a shorter heartbeat would be more looks than work
 _TICK = 0.3  # seconds between looks, at most
+_LIFELINES = 32  # peers on other hosts that a rank has a line to, beside its neighbours
 _PATIENCE = 30.0  # seconds for the peers to say where they are
 
 
@@ -61,6 +63,7 @@ class Pulse:
         self._near: dict[int, tuple[int, str]] = {}  # peers on this host: process, and when it was started
         self._far: dict[int, tuple[str, int, str]] = {}  # peers elsewhere: address, port and key
         self._elsewhere: set[int] = set()  # peers that were noticed, and are not on this host
+        self._lined: set[int] = set()  # those of them that are to be called
         self._heard: dict[int, tuple[float, int]] = {}  # by peer elsewhere: when, and the number of its last datagram
         self._stopped: dict[int, float] = {}  # by peer: since when it has been found stopped
         self._looked = time.monotonic()
@@ -68,6 +71,7 @@ class Pulse:
         self._key = secrets.token_bytes(32)
         self._socket: socket.socket | None = None  # hears of peers elsewhere, if there are any
         self._closing: Any = None
+        self._lifelines: Lifelines | None = None  # to peers elsewhere that were noticed
         store.set(f"process/{rank}", json.dumps([_processes(), os.getpid(), beat.state_of(os.getpid())[1]]).encode())
 
     @property
@@ -94,15 +98,22 @@ class Pulse:
                 texts(address, key)
                 bytes.fromhex(key)
             self._far[peer] = address, port, key
-        self.close()
+        self._end_heart()
         heart = _start_heart(self.rank, self.patience / _BEATS, [place for place in self._far.values() if place[0]])
         self._closing = weakref.finalize(self, _end_heart, heart)
 
     def notice(self, peers: Iterable[int]) -> None:
-        """Look after those of these peers that are on this host, as far as they have said by now which process they are."""
-        for peer in {*peers} - {*self._near} - self._elsewhere - {self.rank} if self.patience else ():
-            if self._store.check(f"process/{peer}") and not self._is_near(peer):
+        """Look after these peers, as far as they have said by now which process they are. Before the first step that is in this
+        host's table of processes, and by a line to those on other hosts."""
+        if self._lifelines is None:
+            self._lifelines = Lifelines(self.rank, self._store, self._address, patience=self.patience)
+        for peer in {*peers} - {*self._near} - {self.rank} if self.patience else ():
+            if peer not in self._elsewhere and self._store.check(f"process/{peer}") and not self._is_near(peer):
                 self._elsewhere.add(peer)
+                if len(self._elsewhere) <= _LIFELINES:
+                    self._lined.add(peer)
+            if peer in self._lined:
+                self._lifelines.reach(peer)  # again and again: it may not have said yet where it can be called
 
     def _is_near(self, peer: int) -> bool:
         """Whether the process of a peer is in the table of this host; then it is looked after from now on."""
@@ -137,16 +148,26 @@ class Pulse:
         return None
 
     def ended(self) -> FailureRecord | None:
-        """A peer on this host whose process is no longer there."""
+        """A peer whose process is no longer there: on this host, or on another one as far as there is a line to it."""
         return next(self.all_ended(), None)
 
     def all_ended(self) -> Iterator[FailureRecord]:
+        with self._lock:
+            elsewhere = [] if self._lifelines is None else list(self._lifelines.ended())
+        for peer, cause in elsewhere:
+            yield FailureRecord(peer, cause=cause)
         for peer, (process, started) in self._near.items():
             state, since = beat.state_of(process)
             if since != started or state == "Z":
                 yield FailureRecord(peer, cause="its process has ended")
 
     def close(self) -> None:
+        self._end_heart()
+        with self._lock:
+            if self._lifelines is not None:
+                self._lifelines.close()
+
+    def _end_heart(self) -> None:
         if self._closing is not None:
             self._closing()
 

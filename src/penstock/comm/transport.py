@@ -56,6 +56,7 @@ class Store(Protocol):
     def delete(self, key: str) -> None: ...
 
 
+_CLOCK_ROUNDS = 8
 NOBODY = -1
 """In place of a rank: something outside the ranks of this transport has failed, such as the process that holds the store."""
 
@@ -127,12 +128,14 @@ class Transport(Messages):
     asked: Callable[[], None] | None = None  # called when somebody asks, by a signal, where the ranks are
     position: Looked | None = None  # where this rank is in its step, once there was one
     queues: QueueLayout = "direction"  # which messages of a step wait for one another
-    _busy: threading.Lock
+    _calls: threading.RLock  # held by the thread that is in a call
+    _busy: bool  # whether that thread is where only the ranks together may go on
     _posted: list[int]  # the epochs for which this rank has posted a failure that still stands in the store
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
+    def __new__(cls, *_: object, **__: object) -> Self:
         made = super().__new__(cls)
-        made._busy = threading.Lock()
+        made._calls = threading.RLock()
+        made._busy = False
         made._posted = []
         return made
 
@@ -154,17 +157,33 @@ class Transport(Messages):
     # -- steps and failures
 
     @contextmanager
-    def alone(self, what: str) -> Iterator[None]:
-        """Around everything that the ranks do together: two threads of one process cannot do so at once."""
-        if not self._busy.acquire(blocking=False):
-            raise RunError(
-                f"rank {self.rank}: {what} while another thread of this process, or a hook in a step, is in one; the ranks of a "
-                "pipeline do one thing after another. Call it from one thread, or hold a lock of your own around it"
-            )
+    def called(self, what: str) -> Iterator[None]:
+        """Around a public call that changes or reads what is trained, before it does: other threads and hooks are refused."""
+        if not self._calls.acquire(blocking=False):
+            raise self._refusal(what)
         try:
+            if self._busy:
+                raise self._refusal(what)
             yield
         finally:
-            self._busy.release()
+            self._calls.release()
+
+    @contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Around what the ranks do together, in a call or as one: two threads of one process cannot do so at once."""
+        with self.called(what):
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+
+    def _refusal(self, what: str) -> RunError:
+        return RunError(
+            f"rank {self.rank}: {what} while another thread of this process, or a hook in a step, is in one; the ranks of "
+            "a pipeline do one thing after another. Nothing was changed. Call it from one thread, or hold a lock "
+            "of your own around it"
+        )
 
     def begin_step(self) -> int:
         """Begin the next epoch: from here on ``failed`` tells of other ranks' failures in it."""
@@ -192,9 +211,9 @@ class Transport(Messages):
             self._posted.append(epoch)
         return FailureRecord.decode(self.store.first(failure_key(epoch), record.encode()))
 
-    def failure(self, epoch: int | None = None) -> FailureRecord | None:
-        """The failure that was posted for the epoch, asked of the store now."""
-        key = failure_key(self.epoch if epoch is None else epoch)
+    def failure(self) -> FailureRecord | None:
+        """The failure that was posted for this epoch, asked of the store now."""
+        key = failure_key(self.epoch)
         return FailureRecord.decode(self.store.get(key, self.timeout)) if self.store.check(key) else None
 
     @property
@@ -241,7 +260,9 @@ class Transport(Messages):
             self.store.delete(f"{before}/called")
         return payloads
 
-    def agree(self, name: str, facts: Mapping[str, str], *, own: Any = None, timeout: float | None = None) -> list[Any]:
+    def agree(
+        self, name: str, facts: Mapping[str, str], *, own: object = None, timeout: float | None = None
+    ) -> list[Any]:
         """Compare the facts with those of all ranks; every rank raises RanksDisagree if one differs.
 
         Ranks that are at different meetings (one trains, one evaluates) disagree on the name. `own`, anything that JSON can
@@ -260,7 +281,7 @@ class Transport(Messages):
     def sum(self, tensor: Tensor) -> None:
         """Make the small tensor, on every rank, the sum over all ranks: up a tree to rank 0, and down again."""
         parent, children = self.family()
-        given, tensor, control = tensor, tensor.cpu(), self.control
+        given, tensor, control = tensor, self._on_host(tensor), self.control
         # Receives first: a message that is awaited goes out at once, one that is not costs a question and an answer.
         total = torch.empty_like(tensor)
         answer = [] if parent is None else [control.irecv(total, parent)]
@@ -281,7 +302,7 @@ class Transport(Messages):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the source's small tensor, down a tree."""
         parent, children = self.family(source)
-        small = tensor.cpu()
+        small = self._on_host(tensor)
         if parent is not None:
             self.control.irecv(small, parent).wait()
         for work in [self.control.isend(small, child) for child in children]:
@@ -289,13 +310,19 @@ class Transport(Messages):
         if small is not tensor:
             tensor.copy_(small)
 
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cpu:  # with a bound, which the copy does not have
+            self.wait_for_device()
+        return tensor.cpu()
+
     def read(self, tensor: Tensor) -> list[float]:
         """The numbers of a small tensor. Where it is on a device, the host waits for it, and no longer than `timeout`."""
         found: list[float] = tensor.tolist()
         return found
 
-    def wait_for_device(self) -> None:
-        """Until this rank's device has done what it was told; no longer than `timeout`."""
+    def wait_for_device(self, action: str | None = None) -> None:
+        """Until this rank's device has done what it was told; no longer than `timeout`. `action`: the last thing it was told,
+        if it had done everything before that."""
         wait_for_device(self.device, self.timeout, everybody=self.everybody)
 
     def family(self, root: int = 0) -> tuple[int | None, list[int]]:
@@ -305,21 +332,21 @@ class Transport(Messages):
         children = [(child + root) % size for child in (2 * place + 1, 2 * place + 2) if child < size]
         return (None if place == 0 else ((place - 1) // 2 + root) % size), children
 
-    def clock_offset(self, *, rounds: int = 8) -> float:
+    def clock_offset(self) -> float:
         """Seconds to add to this rank's ``time.perf_counter()`` to get that of rank 0.
 
-        Each rank in turn asks rank 0 for the time; the quickest of ``rounds`` answers counts.
+        Each rank in turn asks rank 0 for the time, several times; the quickest answer counts.
         """
         reading, control = torch.zeros(1, dtype=torch.float64), self.control
         if self.rank == 0:
             for peer in range(1, self.num_ranks):
-                for _ in range(rounds):
+                for _ in range(_CLOCK_ROUNDS):
                     control.irecv(reading, peer).wait()
                     reading.fill_(time.perf_counter())
                     control.isend(reading, peer).wait()
             return 0.0
         answers = []
-        for _ in range(rounds):
+        for _ in range(_CLOCK_ROUNDS):
             asked = time.perf_counter()
             control.isend(reading, 0).wait()
             control.irecv(reading, 0).wait()

@@ -21,7 +21,7 @@ from penstock.comm.pulse import Pulse
 from penstock.comm.store import DistributedStore
 from penstock.comm.transport import NOBODY, FailureRecord, failure_key, meeting_folder
 from penstock.comm.whereabouts import Whereabouts
-from penstock.errors import TransportError
+from penstock.errors import StepTimeout, TransportError
 
 _TICK = 0.3  # seconds that a look at the store may take, and until the first
 _GRACE = 1.5  # seconds for a step to end by itself after a rank has left, before its connections are broken
@@ -104,6 +104,8 @@ class Watcher:
                     self._look(transport, self._epoch)
                 transport.where()  # so that it is known since when a rank is where it is
                 self._answered = self._store.answer(transport.where, self._answered)
+            except StepTimeout:
+                pass  # what stood there a moment ago is gone, since its step is over, or the store is slow: look again
             except TransportError as error:
                 # The store's process is gone or out of reach, and with it every record; or what stands there makes no sense.
                 if self._epoch:

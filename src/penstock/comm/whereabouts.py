@@ -47,6 +47,8 @@ class Whereabouts:
                 wanted = kinds.get(name, str if name in ("action", "doing", "place") else int)
                 if isinstance(value, bool) or not isinstance(value, wanted):  # type: ignore[arg-type]
                     raise ValueError(f"{name}: {value!r:.60}")
+                if isinstance(value, str) and not value.isprintable():  # a terminal would obey it
+                    raise ValueError(f"{name}: {value!r:.60}")
                 if isinstance(value, int) and not 0 <= value < (_MOST_RANKS if name == "rank" else 1 << 62):
                     raise ValueError(f"{name}: {value!r:.60}")
             return cls(**found)

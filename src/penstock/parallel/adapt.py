@@ -13,11 +13,13 @@ import torch  # noqa: F401 - for the example above
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.errors import ReplicaFailed
+from penstock.errors import ReplicaFailed, StageError
+from penstock.misfits import takes
 from penstock.parallel.ddp import DDPAdapter, ReplicateAdapter
 from penstock.parallel.protocol import DataParallel, Unwrapped
 
 
+@takes(StageError)
 def adapt(module: nn.Module) -> DataParallel:
     """The adapter for `module`, which may be wrapped itself, have wrapped modules inside, or neither.
 

@@ -222,7 +222,7 @@ def _is_frugal(state: Any, group: Any) -> bool:
     return _is_sharded(group) and group.post_forward_mesh_info is not None and not state._auto_reshard_after_forward
 
 
-def _is_held(state: Any, group: Any) -> bool:
+def _is_held(state: object, group: object) -> bool:
     return _is_sharded(group) and not _is_frugal(state, group)
 
 
@@ -239,7 +239,7 @@ def _upcasts(group: Any) -> bool:
     return any(p.reduce_dtype not in (None, p.param_dtype or p.orig_dtype) for p in group.fsdp_params)
 
 
-def _mover(parameter: Any) -> Any:
+def _mover(parameter: Any) -> object:
     """Moves a fresh gradient to the sum in the dtype of the reduction, as FSDP2 does after a full backward."""
 
     def move(_: Any) -> None:

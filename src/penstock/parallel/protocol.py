@@ -128,7 +128,7 @@ class Flags:
     __slots__ = ("_old",)
 
     def __init__(self) -> None:
-        self._old: list[tuple[Any, str, Any]] = []
+        self._old: list[tuple[object, str, object]] = []
 
     def set(self, thing: Any, name: str, value: Any) -> None:
         self._old.append((thing, name, getattr(thing, name)))

@@ -7,7 +7,7 @@ True
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch  # noqa: F401 - for the example above
 from torch import nn
@@ -15,8 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
+
+def wrap(module: nn.Module, kind: str, mesh: DeviceMesh | None) -> nn.Module:
     """The module in DDP ("ddp") or under `fully_shard` ("fsdp"), over a mesh of one dimension.
 
         wrap(module, "fsdp", mesh["dp"])

@@ -47,7 +47,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) wait_event(number_of(stream), static_cast<Event*>(event)->last);
   }
-  bool queryEvent(void* event) const override { return !event || is_done(static_cast<Event*>(event)->last); }
+  bool queryEvent(void* event) const override {
+    bool done = !event || is_done(static_cast<Event*>(event)->last);
+    if (done) raise_device_error();  // as a real device does: whoever asks it anything is told
+    return done;
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void synchronizeEvent(void* event) const override {
     if (event) wait_host(static_cast<Event*>(event)->last, "event.synchronize");

@@ -1,0 +1,200 @@
+"""Lifelines: connections between hosts that carry nothing. The kernel ends one when the process at its other end ends.
+
+Before their first step ranks capture, measure and load, each for itself: no message and no datagram of the heartbeat passes
+between them yet. A rank that waits for one on another host must hear all the same that it is gone. A process that computes need
+do nothing for that: its kernel takes connections, answers for it, and ends them when it dies.
+
+    lines = Lifelines(rank, store, "10.0.0.5", patience=10.0)     # on every rank
+    lines.reach(1)                                                # whoever comes later reaches who was there before
+    list(lines.ended())                                           # often: who is gone, and how that was seen
+
+Only a line that once was there can end: a network that lets none through proves nothing. One that ends is first made anew, and
+only if that cannot be done its rank is gone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from penstock.comm.beat import MAC, sign
+from penstock.comm.decoding import loads, reading, texts, whole
+from penstock.comm.transport import Store
+
+_HELLO = struct.Struct("<I")  # the rank that calls; its signature follows, by the key of the one who is called
+_CALLERS = 64  # that have not said yet who they are; more are sent away
+_SECONDS = 2.0  # for a caller to say who it is, and for a line that has ended to be made anew
+
+
+@dataclass
+class _Line:
+    """A connection to a peer, or the attempt to make one."""
+
+    end: socket.socket
+    hello: bytes = b""  # still to be said
+    doubted: tuple[float, str] | None = None  # since when, and how the one before it has ended
+
+
+class Lifelines:
+    """The lines of one rank. `address` is that of this host; if no other host can reach it there are no lines."""
+
+    def __init__(self, rank: int, store: Store, address: str | None, *, patience: float) -> None:
+        self._rank, self._store, self._patience = rank, store, patience
+        self._lines: dict[int, _Line] = {}
+        self._callers: list[tuple[socket.socket, float]] = []
+        self._gone: dict[int, str] = {}  # by peer: how that was seen
+        self._called: set[int] = set()  # peers that have said where they are, or that nobody can call them
+        self._key = secrets.token_bytes(32)
+        self._door = _open_door(address) if patience else None
+        where: list[object] = []
+        if self._door is not None:
+            _ALL.add(self)
+            where = [*self._door.getsockname()[:2], self._key.hex()]
+        store.set(f"lifeline/{rank}", json.dumps(where).encode())
+
+    def reach(self, peer: int) -> None:
+        """Call a peer, once, that has said where it is. One that has not may call this rank when it comes, but may then be busy
+        and not say who it is: so whoever waits for it asks again."""
+        if self._door is not None and peer not in self._called and peer not in self._lines and peer not in self._gone:
+            self._call(peer, doubted=None)
+
+    def ended(self) -> Iterator[tuple[int, str]]:
+        """The peers whose lines have ended for good."""
+        if self._door is not None:
+            self._answer()
+            for peer, line in list(self._lines.items()):
+                self._look(peer, line)
+        yield from self._gone.items()
+
+    def close(self) -> None:
+        for end in (self._door, *(line.end for line in self._lines.values()), *(end for end, _ in self._callers)):
+            if end is not None:
+                end.close()
+        self._door, self._lines, self._callers = None, {}, []
+
+    def _call(self, peer: int, *, doubted: tuple[float, str] | None) -> None:
+        if not self._store.check(f"lifeline/{peer}"):
+            return
+        self._called.add(peer)
+        with reading(f"where rank {peer} can be reached"):
+            where = loads(self._store.get(f"lifeline/{peer}", 1.0), list)
+            if not where:  # nowhere
+                return
+            address, port, key = where
+            whole(port)
+            texts(address, key)
+            ipaddress.ip_address(address.partition("%")[0])  # no name that would have to be looked up
+            if not 0 < port < 1 << 16:
+                raise ValueError(f"{port} is no port")
+            hello = _HELLO.pack(self._rank)
+            hello += sign(bytes.fromhex(key), hello)
+        with suppress(OSError):
+            end = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            self._lines[peer] = _Line(end, hello, doubted)
+            end.setblocking(False)
+            self._kept_alive(end).connect_ex((address, port))
+
+    def _look(self, peer: int, line: _Line) -> None:
+        """Find out whether a line is there; one that is not is made anew once, and then given up."""
+        try:
+            if line.hello and select.select([], [line.end], [], 0)[1]:
+                line.end.send(line.hello)  # raises if there is no connection
+                line.hello, line.doubted = b"", None
+            if not line.hello:
+                while line.end.recv(256):  # nothing is ever sent; b"" is the end
+                    continue
+            elif line.doubted is None or time.monotonic() < line.doubted[0] + _SECONDS:
+                return
+            cause = "its process has ended"
+        except BlockingIOError:
+            return
+        except OSError as error:
+            cause = (
+                "its process has ended" if isinstance(error, ConnectionError) else f"its host is out of reach: {error}"
+            )
+        line.end.close()
+        del self._lines[peer]
+        if line.doubted is None and not line.hello:  # it was there
+            self._call(peer, doubted=(time.monotonic(), cause))
+        if peer not in self._lines and (line.doubted is not None or not line.hello):
+            self._gone[peer] = cause if line.doubted is None else line.doubted[1]
+
+    def _answer(self) -> None:
+        """Let callers in, as far as they are peers."""
+        assert self._door is not None, "asked before"
+        now = time.monotonic()
+        with suppress(OSError):
+            while True:
+                end = self._kept_alive(self._door.accept()[0])
+                end.setblocking(False)
+                if len(self._callers) < _CALLERS:
+                    self._callers.append((end, now))
+                else:
+                    end.close()
+        waiting = []
+        for end, since in self._callers:
+            try:
+                said = end.recv(_HELLO.size + MAC)
+                hello, signature = said[: _HELLO.size], said[_HELLO.size :]
+                if not secrets.compare_digest(signature, sign(self._key, hello)):
+                    end.close()
+                    continue
+                (peer,) = _HELLO.unpack(hello)
+                if peer in self._lines:
+                    self._lines[peer].end.close()
+                self._lines[peer] = _Line(end)
+                self._gone.pop(peer, None)
+            except BlockingIOError:
+                if now < since + _SECONDS:
+                    waiting.append((end, since))
+                else:
+                    end.close()
+            except (OSError, struct.error):
+                end.close()
+        self._callers = waiting
+
+    def _kept_alive(self, end: socket.socket) -> socket.socket:
+        """Have the kernel ask the other one, several times in a heartbeat."""
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        seconds = max(1, int(self._patience / 4))
+        for name, value in (("TCP_KEEPIDLE", seconds), ("TCP_KEEPINTVL", seconds), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return end
+
+
+def _open_door(address: str | None) -> socket.socket | None:
+    """Where other hosts can call this rank."""
+    try:
+        if address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return None
+        door = socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=_CALLERS
+        )
+    except (OSError, ValueError):
+        return None
+    door.setblocking(False)
+    return door
+
+
+_ALL: weakref.WeakSet[Lifelines] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a child that was forked: its copies would keep the lines of a parent that has died."""
+    for lines in list(_ALL):
+        lines.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
