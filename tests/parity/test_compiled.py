@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -84,7 +85,9 @@ def test_a_stage_that_cannot_be_traced_says_why_and_runs_eagerly() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_inductor(name: str) -> None:
-    """Its sums may be in another order than those of the loop, so this is closeness."""
+    """Its sums may be in another order than those of the loop, so this is closeness. What equal stages share is in its cache."""
+    from torch._dynamo.utils import counters
+
     from penstock.run import Schedule
     from tests.run.pipes import batch, grads_of, loop_grads, make_modules, on_ranks
 
@@ -97,6 +100,38 @@ def test_inductor(name: str) -> None:
     def steps(schedule: Schedule, rank: int) -> None:
         schedule.step(x, target=y)
 
+    hits = counters["inductor"]["fxgraph_cache_hit"]
     on_ranks(name, 2, 3, steps, modules=modules)
+    if name == "zbv":  # the two stages of 1F1B differ: the first gives no gradient
+        assert counters["inductor"]["fxgraph_cache_hit"] > hits
     for one, other in zip(grads_of(modules), want, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_ties_across_stages(name: str) -> None:
+    """The first and the last stage, on different ranks or on one, hold the same weight: one gradient, that of both uses."""
+    from penstock.run import Schedule
+    from tests.run.pipes import batch, loop_grads, make_modules, on_ranks
+
+    modules = make_modules(4 if name == "zbv" else 2)
+    first, last = modules[0].get_parameter("0.weight"), modules[-1].get_parameter("0.weight")
+    last.data.copy_(first.data)
+    whole = copy.deepcopy(modules)
+    whole[-1].get_submodule("0").weight = whole[0].get_parameter("0.weight")  # type: ignore[assignment]
+    x, y = batch(6)
+    want = loop_grads(whole, x, y, 3)
+    for module in modules:
+        module.compile(backend="aot_eager")
+
+    def steps(schedule: Schedule, rank: int) -> None:
+        schedule.step(x, target=y)
+
+    tied = [(0, "0.weight"), (len(modules) - 1, "0.weight")]
+    on_ranks(name, 2, 3, steps, modules=modules, ties=[penstock.tie(tied)])
+    assert first.grad is not None
+    assert last.grad is not None
+    assert torch.equal(first.grad, last.grad)
+    got = [p.grad for module in modules for p in module.parameters() if p is not last]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

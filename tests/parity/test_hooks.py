@@ -137,3 +137,31 @@ def test_compiled_stages(name: str) -> None:
     want = loop_grads(modules, x, y, 2)
     got = [grad / 2 for grad in grads_of(modules)]
     assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_hooks_of_every_kind_around_and_inside_compiled_stages() -> None:
+    """Of parameters, of the stage's module, and of layers inside it: as often, and with the same effect, as eagerly."""
+    x, y = batch(2 * MICROBATCHES)
+
+    def run(options: dict[str, Any]) -> tuple[Counter[str], list[Tensor]]:
+        modules = modules_for("zbv", 2)
+        fired = count_hooks(modules)
+        for index, module in enumerate(modules):
+            inner = module.get_submodule("0")
+            inner.register_forward_hook(lambda layer, args, output: output * 2)
+            module.get_parameter("0.weight").register_hook(lambda grad: grad * 3)
+            if index:
+                inner.register_full_backward_hook(lambda *_, key=f"{index} inside": fired.update([key]))
+            if options:
+                module.compile(**options)
+        on_ranks(
+            "zbv", 2, MICROBATCHES, lambda schedule, rank: [schedule.step(x, target=y) for _ in "ab"], modules=modules
+        )
+        return fired, grads_of(modules)
+
+    (fired, grads), (want_fired, want) = run({"backend": "aot_eager"}), run({})
+    assert fired == want_fired
+    assert set(fired.values()) == {2 * MICROBATCHES}
+    assert close(grads, want)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from penstock.errors import NotCompiled, NotDeferred
 from penstock.run import Schedule
 from penstock.schedules import get_schedule
+from penstock.stage.deferred import _SAID
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.gloo_pool import GlooPool
 from tests.parity.harness import WIDTH, assert_nothing_left
@@ -46,7 +49,7 @@ def split(module: nn.Module, mesh: DeviceMesh, *, given: Any, gives: Any, last: 
     )
 
 
-def train(name: str, layout: str, mesh: DeviceMesh) -> None:
+def train(name: str, layout: str, mesh: DeviceMesh, **options: Any) -> None:
     pipe = mesh["pp"].get_group()
     plan = get_schedule(name)(2, MICROBATCHES)
     torch.manual_seed(4)
@@ -61,7 +64,7 @@ def train(name: str, layout: str, mesh: DeviceMesh) -> None:
     for index in own:
         if index:
             modules[index].register_forward_pre_hook(lambda module, args: seen.append(type(args[0])))
-    stages = [PipelineStage(modules[i], i, plan.num_stages, "cpu", group=pipe) for i in own]
+    stages = [PipelineStage(modules[i], i, plan.num_stages, "cpu", group=pipe, **options) for i in own]
     schedule = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss)
     generator = torch.Generator().manual_seed(9)
     x, y = (torch.randn(2 * MICROBATCHES, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -94,6 +97,28 @@ def test_dtensors_cross_between_stages(gloo_pool: GlooPool) -> None:
     wanted = [("1f1b", layout) for layout in LAYOUTS]
     wanted += [("interleavedzerobubble", "partial"), ("zbv", "shard"), ("dualpipev", "replicate")]
     gloo_pool.run(4, train_all, wanted, timeout=110.0)
+
+
+def train_compiled() -> list[list[str]]:
+    """What was said of it, with a backward in one piece and in two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    said: list[list[str]] = []
+    _SAID.clear()
+    for name in ("1f1b", "zbv"):
+        torch._dynamo.reset()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            train(name, "shard", mesh, compile={"backend": "aot_eager"})
+        said.append([str(one.message) for one in told if issubclass(one.category, NotDeferred | NotCompiled)])
+    return said
+
+
+@pytest.mark.slow
+def test_compiled_stages_keep_the_gradients_of_tensor_parallel_weights(gloo_pool: GlooPool) -> None:
+    """They were lost: the graph ran on aliases of the weights, and nobody asked its uncut backward for their gradients."""
+    for whole, (told,) in gloo_pool.run(4, train_compiled, timeout=110.0):
+        assert whole == []
+        assert told.startswith("compiled tensor-parallel weights (DTensor) do all weight work in the input pass")
 
 
 def without_a_mesh() -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import penstock
 from penstock.errors import StageError, UnknownNameError
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
-from penstock.stage.pipeline_stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage, compile_once
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,9 @@ def gradients(module: nn.Module) -> tuple[list[Tensor], int]:
 
 
 def stage_of(module: nn.Module, options: Any) -> PipelineStage:
-    return PipelineStage(module, 0, 1, "cpu", compile=options)
+    stage = PipelineStage(module, 0, 1, "cpu", compile=options)
+    compile_once(stage, stage.submod)
+    return stage
 
 
 def test_names_and_class_stay_those_of_the_module() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import penstock
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
 from penstock.stage.compiled import SplitBackend
 from penstock.stage.twins import CompiledParts
@@ -342,6 +343,29 @@ def test_any_backend_compiles_the_parts() -> None:
     found = in_two(twin, torch.compile(twin, backend=backend), start())
     assert all(map(torch.equal, plain(module, start()), found))
     assert len(seen) == 3
+
+
+def test_a_backward_that_cannot_be_cut_gives_its_gradients_in_the_input_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were lost: the graph was called with aliases of its parameters, of which only the second part would have known."""
+    monkeypatch.setattr("penstock.stage.cut_graph._has_effects", lambda graph: True)
+    monkeypatch.setattr("penstock.stage.deferred._SAID", set())
+    torch.manual_seed(0)
+    module = MODULES["linear"]()
+    want = plain(copy.deepcopy(module), start())
+    compiled: Any = torch.compile(module, backend="aot_eager")
+    fired: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    x = start().requires_grad_()
+    torch.manual_seed(0)
+    with pytest.warns(penstock.NotDeferred, match="whose backward has effects"):
+        output, pending = run_deferred(Deferral(compiled), compiled, (x,), {})
+    backward_input([output.pow(2).sum()], [None], pending, inputs=[x])
+    backward_weight(pending)
+    assert x.grad is not None
+    got = [x.grad, *(parameter.grad for parameter in module.parameters())]
+    assert all(map(torch.equal, got, want))  # type: ignore[arg-type]
+    assert sorted(fired) == sorted(name for name, _ in module.named_parameters())
 
 
 def test_outside_of_an_input_pass_a_backward_is_in_one_piece() -> None:

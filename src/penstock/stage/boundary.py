@@ -40,7 +40,7 @@ class Spec(Nest):
 
     __slots__ = ()
 
-    def to_json(self) -> Any:
+    def to_json(self) -> object:
         """Lists, strings and numbers only; `json.dumps` takes it."""
         if self.kind is Kind.LEAF:
             return "tensor"
@@ -67,7 +67,7 @@ SINGLE = Spec(Kind.LEAF)
 """The spec of a lone tensor."""
 
 
-def flatten(value: Any) -> tuple[list[Tensor], Spec]:
+def flatten(value: object) -> tuple[list[Tensor], Spec]:
     """The tensors of a value, in order, and the rest of it."""
     if type(value) is Tensor or isinstance(value, Tensor):
         return [value], SINGLE
@@ -88,14 +88,14 @@ class _Crossing(Nesting):
 
     leaf = SINGLE
 
-    def opened(self, value: Any) -> Node | None:
+    def opened(self, value: object) -> Node | None:
         node = open_node(tuple(value) if type(value) is torch.Size else value)
         return None if node is None or node.kind is Kind.COPY else node
 
-    def constant(self, value: Any, trail: Trail) -> Spec:
+    def constant(self, value: object, trail: Trail) -> Spec:
         return Spec(Kind.CONSTANT, encode_constant(value, trail))
 
-    def container(self, node: Node, children: tuple[Any, ...], trail: Trail) -> Spec:
+    def container(self, node: Node, children: tuple[object, ...], trail: Trail) -> Spec:
         match node.kind:
             case Kind.TUPLE | Kind.LIST:
                 data: Any = None
@@ -133,7 +133,7 @@ class _Crossing(Nesting):
             )
         return "plain", spec
 
-    def _loaded(self, kind: type, dumped: Any) -> Any:
+    def _loaded(self, kind: type, dumped: object) -> Any:
         match dumped:
             case ("dumped", str(text)):
                 from_text: Any = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
@@ -150,7 +150,7 @@ _crossing = _Crossing()
 # -- constants and classes as plain, hashable data
 
 
-def encode_constant(value: Any, trail: Trail) -> tuple[str, Any]:
+def encode_constant(value: object, trail: Trail) -> tuple[str, Any]:
     """The constant with the name of its type: equality then tells 1, 1.0 and True apart, and 0.0 from -0.0."""
     match value:
         case None | bool() | str() | bytes() | int() if type(value) in (type(None), bool, str, bytes, int):
@@ -174,7 +174,7 @@ def encode_constant(value: Any, trail: Trail) -> tuple[str, Any]:
     )
 
 
-def decode_constant(constant: Any) -> Any:
+def decode_constant(constant: object) -> Any:
     match constant:
         case ("float", str(text)):
             return float(text)
@@ -244,10 +244,10 @@ def _class_of(spec: Any) -> Any:
     return kind
 
 
-_classes: dict[tuple[Kind, Any], Any] = {}
+_classes: dict[tuple[Kind, object], object] = {}
 
 
-def _encode(data: Any) -> Any:
+def _encode(data: object) -> object:
     """Hashable data as JSON: tuples become {"t": [...]}, bytes {"b": hex}, specs {"s": ...}."""
     match data:
         case tuple():
@@ -260,7 +260,7 @@ def _encode(data: Any) -> Any:
             return data
 
 
-def _decode(data: Any) -> Any:
+def _decode(data: object) -> object:
     match data:
         case {"t": [*items]}:
             return tuple(_decode(item) for item in items)

@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from penstock.nest import Value, map_tensors, tensors_in
 
 _SMALL = 1 << 20
 """Bytes up to which a buffer is copied though it is not known to change."""
@@ -98,6 +101,13 @@ class Buffers:
     def __init__(self, modules: Iterable[nn.Module], copy: Copy | None = None) -> None:
         parts = {part: name for module in modules for name, part in module.named_modules()}
         self.tables: list[tuple[str, Table]] = [(name, part._buffers) for part, name in parts.items()]
+        # Changed past autograd's count, and perhaps not by the run that is learnt from: that one may leave a layer out.
+        self.silent = {
+            f"{name}.{leaf}".lstrip("."): part
+            for part, name in parts.items()
+            if isinstance(part, _NormBase)
+            for leaf in ("running_mean", "running_var")
+        }
         self.copy = copy or _copy
         self.changing: dict[Modes, set[str]] = {}  # by the modes of a run that has been learnt from
         self.copies: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}  # of those that are not known to change
@@ -111,7 +121,7 @@ class Buffers:
             for name, buffer in table.items():
                 if buffer is not None and id(buffer) not in seen and not buffer.is_inference():
                     full = f"{part}.{name}" if part else name
-                    changes = known is None or full in known
+                    changes = known is None or full in known or (full in self.silent and self.silent[full].training)
                     value = self.copy(buffer) if changes else self._copied((number, full), buffer)
                     seen[id(buffer)] = _Seen(full, buffer, buffer._version, value, changes)
         return Before(modes, tables, list(seen.values()))
@@ -137,6 +147,45 @@ class Buffers:
             for one in before.seen
         ]
         self.changing[before.modes] = {one.name for one in before.seen if one.changes}
+
+
+class BufferMemory:
+    """The memory of a module's buffers, which must not go out as part of a stage's output: the next forward may write to it
+    before this one's output has been sent, read or put together with others.
+
+    >>> module = nn.BatchNorm1d(2)
+    >>> output = BufferMemory.of(module).copied_out({"mean": module.running_mean})
+    >>> output["mean"] is module.running_mean, torch.equal(output["mean"], module.running_mean)
+    (False, True)
+    """
+
+    def __init__(self, tables: list[Table]) -> None:
+        self.tables = tables
+
+    @classmethod
+    def of(cls, module: nn.Module) -> BufferMemory | None:
+        """None: it has no buffers."""
+        tables = [part._buffers for part in module.modules() if part._buffers]
+        return cls(tables) if tables else None
+
+    def copied_out(self, output: Value) -> Value:
+        """The output, with copies of what lies in a buffer."""
+        if type(output) is Tensor and output.requires_grad:
+            return output
+        tensors = [tensor for tensor in tensors_in(output) if not tensor.requires_grad]
+        if not tensors:
+            return output
+        held = (buffer for table in self.tables for buffer in table.values() if buffer is not None)
+        places = {place for buffer in held if (place := _place(buffer))}
+        inside = {id(tensor) for tensor in tensors if _place(tensor) in places}
+        if not inside:
+            return output
+        return map_tensors(lambda tensor: tensor.clone() if id(tensor) in inside else tensor, output)
+
+
+def _place(tensor: Tensor) -> int | None:
+    """Where the memory of a plain tensor is; None, or 0: it has none of its own."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else None
 
 
 def _copy(buffer: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import NotCompiled
 from penstock.stage.cut_graph import NOTE, Compiled, split_backward
@@ -98,6 +99,7 @@ class StageBackend:
         self.inner: Any = inner.inner if again else inner
         self.memory_budget: float | None = inner.memory_budget if again else memory_budget
         self.told = False  # that something could not be compiled
+        self.on_uncut: Callable[[str], None] | None = None  # is told what has a backward that cannot be cut
 
     def __eq__(self, other: object) -> bool:
         """Equal ones share compiled code: thirty layers, each compiled by itself, are then compiled once."""
@@ -107,7 +109,7 @@ class StageBackend:
     def __hash__(self) -> int:
         return hash(type(self))
 
-    def __call__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(self, graph: fx.GraphModule, examples: Sequence[object]) -> Callable[..., Any]:
         import torch._functorch.config as functorch_config
         from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
@@ -135,7 +137,7 @@ class StageBackend:
                 stacklevel=2,
             )
 
-    def compiled(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def compiled(self, graph: fx.GraphModule, examples: Sequence[object]) -> Callable[..., Any]:
         """The graph as a function, differentiable where it must be."""
         inner = self._inner()
         if self.memory_budget is not None and not _is_inductor(self.inner):
@@ -155,11 +157,12 @@ class SplitBackend(StageBackend):
         super().__init__(inner, memory_budget=memory_budget)
         self.joints: list[Joint] = []  # graphs that are called directly
 
-    def compiled(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def compiled(self, graph: fx.GraphModule, examples: Sequence[object]) -> Callable[..., Any]:
+        spread = any(map(is_traceable_wrapper_subclass, examples))  # AOTAutograd takes such tensors apart
         weights = frozenset(
             place
             for place, example in enumerate(examples)
-            if isinstance(example, nn.Parameter) and example.requires_grad
+            if isinstance(example, nn.Parameter) and example.requires_grad and not spread
         )
         noted = TracedGraph()
         if _is_inductor(self.inner):
@@ -167,10 +170,19 @@ class SplitBackend(StageBackend):
         else:
             made = _with_aot(graph, examples, self._inner(), noted, weights=weights, memory_budget=self.memory_budget)
         joint = None if _replays(self.inner) else Joint.of(noted, examples, weights)
+        if joint is None and noted.backward is None:  # uncut: it gives its gradients to the parameters themselves, in I
+            if self.on_uncut is not None and (spread or weights) and torch.is_grad_enabled():
+                what = (
+                    "tensor-parallel weights (DTensor)" if spread else "weights (of a graph whose backward has effects)"
+                )
+                self.on_uncut(f"compiled {what}")
+            return _noticed(made)
         if joint is None:
             return _with_aliases(made, sorted(weights))
         self.joints.append(joint)
-        return _noticed(joint)
+        call: Any = _noticed(joint)
+        call.joint = joint
+        return call  # type: ignore[no-any-return]
 
 
 def _noticed(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,7 +221,7 @@ def _with_aot(
     def forward(part: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         return noted.take_forward(part, partial(compiler, part, inputs))
 
-    def backward(part: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def backward(part: fx.GraphModule, inputs: Sequence[object]) -> Any:
         return noted.take_backward(split_backward(part, inputs, weights=weights, compiler=compiler), inputs)
 
     partition = default_partition if memory_budget is None else min_cut_rematerialization_partition
@@ -237,9 +249,11 @@ def _with_inductor(
         return noted.take_backward(split_backward(part, inputs, weights=weights, compiler=compiler), inputs)
 
     # The cache of AOTAutograd holds backward graphs in one piece (that of inductor is used for each part). Saved activations
-    # may not be overwritten by the first part: the second reads some of them.
+    # may not be overwritten by the first part: the second reads some of them. What the parts are called with need not be
+    # looked at in each call: guards, the forward and `Joint` answer for it.
+    options = {"size_asserts": False, "alignment_asserts": False, **getattr(inner, "config", {})}
     with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
-        result: Any = compile_fx(graph, examples, compile_part, config_patches=dict(getattr(inner, "config", {})))
+        result: Any = compile_fx(graph, examples, compile_part, config_patches=options)
     return result  # type: ignore[no-any-return]
 
 
@@ -263,13 +277,13 @@ def _with_aliases(compiled: Callable[..., Any], weights: list[int]) -> Callable[
     return _noticed(call)
 
 
-def _needs_input_gradients(args: tuple[Any, ...], weights: list[int]) -> bool:
+def _needs_input_gradients(args: tuple[object, ...], weights: list[int]) -> bool:
     """Whether something else than a parameter needs a gradient. If not, nothing is to be hurried for."""
     others = [value for place, value in enumerate(args) if place not in weights]
     return any(isinstance(value, Tensor) and value.requires_grad for value in others)
 
 
-def _node_of(outputs: Sequence[Any]) -> Any:
+def _node_of(outputs: Sequence[object]) -> Any:
     """The node of a compiled graph among autograd's, found from one of its outputs; these may be views of what it made."""
     for output in outputs:
         node = output.grad_fn if isinstance(output, Tensor) else None
@@ -280,10 +294,10 @@ def _node_of(outputs: Sequence[Any]) -> Any:
     return None
 
 
-def _replays(inner: Any) -> bool:
+def _replays(inner: object) -> bool:
     """Whether it records CUDA graphs: those want to be called in the way in which they were recorded."""
     return bool(getattr(inner, "config", {}).get("triton.cudagraphs"))
 
 
-def _is_inductor(inner: Any) -> bool:
+def _is_inductor(inner: object) -> bool:
     return inner == "inductor" or getattr(inner, "compiler_name", None) == "inductor"

@@ -123,7 +123,7 @@ def weight_gradients(work: list[GraphWork]) -> tuple[list[Tensor], list[Tensor]]
 
 
 def split_backward(
-    graph: fx.GraphModule, inputs: Sequence[Any], *, weights: frozenset[int], compiler: Compile
+    graph: fx.GraphModule, inputs: Sequence[object], *, weights: frozenset[int], compiler: Compile
 ) -> BackwardParts | Compiled:
     """Cut a backward graph of AOTAutograd in two, and compile both parts; one that cannot be cut is compiled as it is.
 
@@ -182,7 +182,7 @@ class BackwardParts:
         self.second: Compiled = _nothing
         self.packing: Packing | None = None  # of what the second returns
 
-    def inputs(self, given: list[Any]) -> tuple[list[Any], list[Any]]:
+    def inputs(self, given: list[object]) -> tuple[list[Any], list[Any]]:
         """The first part: the gradients, without those of parameters, and what is kept for the second. Empties `given`."""
         kept = [given[place] for place in self.passes]
         found: list[Any] = [None] * len(self.sources)
@@ -197,7 +197,7 @@ class BackwardParts:
         kept += values[len(self.places) :]
         return found, kept
 
-    def run(self, given: list[Any]) -> list[Any]:
+    def run(self, given: list[object]) -> list[Any]:
         """As AOTAutograd calls a backward in one piece."""
         found, kept = self.inputs(given)
         node = _C._current_autograd_node()
@@ -213,7 +213,7 @@ class BackwardParts:
     def boxed(self) -> Compiled:
         """Marked as a function that takes a list and empties it; torch._dynamo sees that only of a plain function."""
 
-        def boxed(given: list[Any]) -> Sequence[Any]:
+        def boxed(given: list[object]) -> Sequence[object]:
             return self.run(given)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def called_shortly(compiled: Compiled) -> Compiled:
     profiler: Any = torch.autograd.profiler
     called = False
 
-    def run(given: list[Any]) -> Sequence[Any]:
+    def run(given: list[object]) -> Sequence[Any]:
         nonlocal called
         if called and not profiler._is_profiler_enabled:
             return graph.current_callable(given)  # type: ignore[no-any-return]
@@ -237,11 +237,11 @@ def called_shortly(compiled: Compiled) -> Compiled:
     return run if hasattr(graph, "current_callable") else compiled
 
 
-def _nothing(given: list[Any]) -> Sequence[Any]:
+def _nothing(given: list[object]) -> Sequence[object]:
     return ()
 
 
-def _source(description: Any) -> int | None:
+def _source(description: object) -> int | None:
     """The place of the forward's input of which this output of a backward graph is the gradient."""
     return getattr(getattr(description, "grad_of", None), "idx", None)
 

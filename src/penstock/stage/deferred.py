@@ -42,6 +42,8 @@ class Deferral:
             say_not_deferred(f"layers in 8 bits ({wide})")
         parts = None if module is None else CompiledParts(module, split=True)
         self.compiled = parts or None  # what torch.compile has compiled is split in another way
+        for part in () if parts is None else parts.parts:
+            part.backend.on_uncut = say_not_deferred
         self.checked: dict[int, Parameter] = {}
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}  # under autocast: see `cast`
         self.last: list[Slot] = []  # of the last microbatch

@@ -5,12 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MeshGetter: TypeAlias = Callable[[tuple[str, ...], Any], "DeviceMesh | None"]
+"""Called with the names of a mesh's dimensions, and with what torch knows of its layout, or None."""
 
 
 def _dtensor_type() -> Any:
@@ -29,7 +35,7 @@ class DTensorLayout:
     mesh_names: tuple[str, ...] | None
     mesh_shape: tuple[int, ...]
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         names = None if self.mesh_names is None else list(self.mesh_names)
         return [list(self.shape), list(self.stride), list(self.placements), names, list(self.mesh_shape)]
 
@@ -84,7 +90,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return whole
 
 
-def from_local(local: Tensor, layout: DTensorLayout, mesh: Any) -> Tensor:
+def from_local(local: Tensor, layout: DTensorLayout, mesh: DeviceMesh | None) -> Tensor:
     """The DTensor of which this is the local part, on the mesh of the receiving stage."""
     if mesh is None:
         raise ShapeError(
@@ -107,10 +113,10 @@ def from_local(local: Tensor, layout: DTensorLayout, mesh: Any) -> Tensor:
     return value
 
 
-def mesh_of(module: torch.nn.Module, get_mesh: Callable[..., Any] | None, layout: DTensorLayout | None) -> Any:
+def mesh_of(module: torch.nn.Module, get_mesh: MeshGetter | None, layout: DTensorLayout | None) -> DeviceMesh | None:
     """The mesh that a stage puts arriving DTensors on: asked of the user, or read off its parameters."""
     if get_mesh is not None and layout is not None:
-        return get_mesh(layout.mesh_names, None)
+        return get_mesh(layout.mesh_names or (), None)
     dtensor = _dtensor_type()
     if dtensor is None:
         return None
@@ -124,7 +130,7 @@ def _spell(placement: Any) -> str:
     return "R" if placement.is_replicate() else f"P{placement.reduce_op}"
 
 
-def _placement(text: str) -> Any:
+def _placement(text: str) -> object:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     if text[0] == "S":

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.nest import Value
 from penstock.stage.buffers import Buffers
 from penstock.stage.deferred import Deferral, Pending
 from penstock.stage.intercept import NestedDifferentiation, begin, deferring, end
-from penstock.stage.recompute import RandomState, accelerators
+from penstock.stage.random_state import RandomState, accelerators
 
 
-def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Pending]:
+def run_deferred(
+    deferral: Deferral, module: object, args: Sequence[object], kwargs: dict[str, object]
+) -> tuple[Value, Pending]:
     """The forward of a stage whose backward will be split: its value, and the weight work that it began.
 
     A module that differentiates through its own layers (forces as the gradient of an energy) cannot be split. Its first
@@ -26,7 +29,9 @@ def run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: d
     return _run_deferred(deferral, module, args, kwargs)
 
 
-def _run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Pending]:
+def _run_deferred(
+    deferral: Deferral, module: Any, args: Sequence[Value], kwargs: dict[str, Value]
+) -> tuple[Value, Pending]:
     pending = Pending(deferral)
     if not deferral.enabled or not _may_need_input_gradients(args, kwargs):
         return module(*args, **kwargs), pending
@@ -44,11 +49,11 @@ def _run_deferred(deferral: Deferral, module: Any, args: Sequence[Any], kwargs: 
         deferral.enabled = False
         rewind()
         return module(*args, **kwargs), Pending(deferral)
-    deferral.proved = True
+    deferral.proved = torch.is_grad_enabled()
     return value, pending
 
 
-def _may_need_input_gradients(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _may_need_input_gradients(args: Sequence[object], kwargs: dict[str, object]) -> bool:
     """False if there is nothing to hurry for: all of the backward then waits for the weight pass, in one piece."""
     for value in args if not kwargs else (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -62,7 +67,7 @@ def _may_need_input_gradients(args: Sequence[Any], kwargs: dict[str, Any]) -> bo
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
-def remember(module: Any, args: Sequence[Any]) -> Callable[[], None]:
+def remember(module: object, args: Sequence[object]) -> Callable[[], None]:
     """The random state and the buffers as they are now, as a function that brings them back."""
     modules = [module] if isinstance(module, torch.nn.Module) else []
     before = Buffers(modules).look(())

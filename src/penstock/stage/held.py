@@ -45,11 +45,11 @@ class Held(TorchDispatchMode):
         _active.meters.append(self)
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         _active.meters.remove(self)
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:

@@ -92,7 +92,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _defer(pending, input, weight, bias=bias, transposed=False)
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: object) -> Tensor:  # noqa: A002
     if is_compiling():
         return _original_addmm(input, mat1, mat2, **kwargs)
     pending = _local.pending

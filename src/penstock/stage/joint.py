@@ -48,7 +48,7 @@ class TracedGraph:
         self.forward = called_shortly(compiled)
         return compiled
 
-    def take_backward(self, parts: BackwardParts | Compiled, inputs: Sequence[Any]) -> Any:
+    def take_backward(self, parts: BackwardParts | Compiled, inputs: Sequence[object]) -> object:
         if isinstance(parts, BackwardParts):
             self.backward, self.tangents = parts, inputs
             return parts.boxed()
@@ -76,6 +76,7 @@ class Joint:
         self.places = [self.backward.sources.index(place) for place in wanted]
         self.held_to_input: int | None = None  # bytes that a microbatch holds after its forward, once one ran
         self.held_to_weight: int | None = None  # and after its input pass
+        self.given: list[int] | None = None  # which of the saved values are inputs, or views of them, once one ran
 
     @classmethod
     def of(cls, noted: TracedGraph, examples: Sequence[Any], weights: frozenset[int]) -> Joint | None:
@@ -92,11 +93,26 @@ class Joint:
             return None
         return cls(noted, wanted, sorted(weights))
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> object:
         leaves = [args[place] for place in self.wanted] or [_ANCHOR]
         return _JointFunction.apply(self, args, *leaves)  # type: ignore[no-untyped-call]
 
-    def run(self, call: Compiled, given: list[Any]) -> Any:
+    def versions(self, args: Sequence[Any], saved: Sequence[Any]) -> list[int]:
+        """How often those saved values were changed in place that somebody else can change."""
+        if self.given is None:
+            known = {id(value) for value in args}
+            tensors = [(place, value) for place, value in enumerate(saved) if isinstance(value, Tensor)]
+            self.given = [place for place, value in tensors if id(value) in known or value._is_view()]
+        return [saved[place]._version for place in self.given]
+
+    def weight_work(self, kept: list[Any], parameters: Sequence[Tensor]) -> GraphWork:
+        """What is left to do after the input pass."""
+        if self.held_to_weight is None:
+            self.held_to_weight = _bytes_beside(kept, parameters)
+        run = self.backward.second
+        return GraphWork(_WithoutAutocast(run) if self.amp else run, kept, parameters, self.backward.packing)
+
+    def run(self, call: Compiled, given: list[object]) -> Any:
         """Run a part; autocast, whose casts are in the graph, must not cast again."""
         if not self.amp:
             return call(given)
@@ -114,7 +130,10 @@ class _JointFunction(torch.autograd.Function):
         ctx.joint = joint
         ctx.parameters = [args[place] for place in joint.weights]
         if joint.held_to_input is None:  # its inputs and outputs are held as well, saved or not
-            joint.held_to_input = _bytes_beside([*leaves, *values], [*ctx.parameters, _ANCHOR])
+            there = [
+                value for place, value in enumerate(args) if place not in joint.wanted and isinstance(value, Tensor)
+            ]
+            joint.held_to_input = _bytes_beside([*leaves, *values], [*there, _ANCHOR])  # parameters, buffers, the batch
         outputs = list(values[:size])
         for place in joint.views:
             outputs[place] = torch.ops.aten._unsafe_view(outputs[place], outputs[place].shape)
@@ -134,17 +153,17 @@ class _JointFunction(torch.autograd.Function):
         for place, like in zip(joint.rooted, joint.tangents, strict=True):
             given.append(like.fit(grads[place]))
         found, kept = joint.run(joint.backward.inputs, given)
-        if joint.held_to_weight is None:
-            joint.held_to_weight = _bytes_beside(kept, ctx.parameters)
-        run = joint.backward.second
-        if joint.amp:
-            run = _WithoutAutocast(run)
-        hand_over(GraphWork(run, kept, ctx.parameters, joint.backward.packing))
+        hand_over(joint.weight_work(kept, ctx.parameters))
         return (None, None, *([found[place] for place in joint.places] or (None,)))
 
 
-def _bytes_beside(values: Sequence[Any], parameters: Sequence[Tensor]) -> int:
-    """Of tensors, but for parameters, which are there anyway; what is there twice counts once, and of a batch one microbatch."""
+def is_output_of_joint(tensor: Tensor) -> bool:
+    """Whether a tensor comes from such a graph, and nothing else was done to it."""
+    return type(tensor.grad_fn).__name__ == f"{_JointFunction.__name__}Backward"
+
+
+def _bytes_beside(values: Sequence[object], parameters: Sequence[Tensor]) -> int:
+    """Of tensors, but for those that are there anyway; what is there twice counts once, and of a batch one microbatch."""
     known = {parameter.data_ptr() for parameter in parameters}
     tensors = [value for value in values if isinstance(value, Tensor)]
     return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in known}.values())
@@ -154,7 +173,7 @@ class _WithoutAutocast:
     def __init__(self, call: Compiled) -> None:
         self.call = call
 
-    def __call__(self, given: list[Any]) -> Sequence[Any]:
+    def __call__(self, given: list[object]) -> Sequence[Any]:
         with _C._DisableAutocast():
             return self.call(given)
 

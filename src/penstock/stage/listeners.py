@@ -36,6 +36,7 @@ class Listeners:
         self.grads: Sequence[Tensor] = ()  # theirs, to which one can just add
         self.packing: Packing | None = None
         self.places: list[Tensor] = []  # where they lie, as `packing` has them
+        self.loose: Sequence[Tensor] = ()  # gradients that were found not to lie so
 
     def add(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         """Add the gradients to those that are there, as the engine would. False, and nothing done, if somebody listens, or if
@@ -62,8 +63,9 @@ class Listeners:
             if all(map(_IS_NONE, found)) and all(map(_is_plain, parameters)):
                 _set_first(parameters, values, packing)
                 return True
-            places = _places(found, values, packing)
+            places = None if _same(found, self.loose) else _places(found, values, packing)
             if places is None:
+                self.loose = found
                 return False
             self.grads, self.packing, self.places = found, packing, places
         torch._foreach_add_(self.places, list(values))
@@ -134,7 +136,7 @@ class _Probe(torch.autograd.Function):
         return torch.empty(())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
+    def backward(ctx: object, *grads: Tensor) -> None:
         raise AssertionError("nobody differentiates a probe")
 
 

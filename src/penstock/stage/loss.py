@@ -14,5 +14,5 @@ class OwnLoss:
     def __init__(self, pick: Callable[[Any], Tensor]) -> None:
         self.pick = pick
 
-    def __call__(self, output: Any, target: Any = None) -> Tensor:
+    def __call__(self, output: object, target: object = None) -> Tensor:
         return self.pick(output)

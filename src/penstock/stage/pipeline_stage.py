@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,24 @@ from torch import nn
 
 from penstock.errors import PlaceError, StageError
 from penstock.misfits import takes
+from penstock.stage.dtensors import MeshGetter
 from penstock.stage.routes import Routes
-from penstock.stage.twins import CompileOptions, compile_in_place
+from penstock.stage.twins import CompileOptions, check_compile_options, compile_in_place
+
+
+@runtime_checkable
+class RankGroup(Protocol):
+    """A transport, as much of it as a stage looks at."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+
+Group: TypeAlias = "dist.ProcessGroup | RankGroup | None"
+"""The ranks of a pipeline: of a process group, of a transport; None: of the default group."""
 
 
 @takes(StageError)
@@ -26,9 +42,11 @@ class PipelineStage:
     transport. `input_args` and `output_args` (tensors, or what has their shape and dtype) are optional: penstock finds
     shapes by itself; given, they are checked. `dw_builder` makes the weight work of a split backward by hand.
     `get_mesh(names, layout)` names the mesh on which arriving DTensors are put, where no parameter shows it.
-    `compile`, True or options of torch.compile (``{"mode": "max-autotune"}``, and `memory_budget`), compiles it in place.
+    `compile`, True or options of torch.compile (``{"mode": "max-autotune"}``, and `memory_budget`), compiles it in place,
+    before the first step.
     """
 
+    _compile: CompileOptions = False  # what `compile_once` has still to do
     routes: Routes | None = None  # set by capture; a hand-made stage reads all that the stage before it returns
 
     def __init__(
@@ -40,9 +58,9 @@ class PipelineStage:
         input_args: Any = None,
         output_args: Any = None,
         *,
-        group: Any = None,
+        group: Group = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
-        get_mesh: Callable[..., Any] | None = None,
+        get_mesh: MeshGetter | None = None,
         compile: CompileOptions = False,  # noqa: A002  the word of torch and of everybody
     ) -> None:
         if not isinstance(submodule, nn.Module):
@@ -61,7 +79,8 @@ class PipelineStage:
         self.group_rank, self.group_size = place_in(group)
         if self.group_size > num_stages:
             raise StageError(f"{self.group_size} ranks for {num_stages} stages; expected at least one stage a rank")
-        compile_in_place(submodule, compile)
+        check_compile_options(compile)
+        self._compile = compile
 
     @property
     def is_first(self) -> bool:
@@ -75,12 +94,18 @@ class PipelineStage:
         return f"PipelineStage({self.stage_index} of {self.num_stages}, {type(self.submod).__name__}, rank {self.group_rank})"
 
 
-def place_in(group: Any) -> tuple[int, int]:
+def place_in(group: Group) -> tuple[int, int]:
     """This rank and the number of ranks: of a process group, of a transport, of the default group, or one rank alone."""
-    if group is not None and hasattr(group, "num_ranks"):
+    if isinstance(group, RankGroup):
         return group.rank, group.num_ranks
     if group is not None and not hasattr(group, "rank"):
         raise StageError(f"group is a {type(group).__name__}; expected a process group, or a transport of LocalWorld")
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def compile_once(stage: PipelineStage, module: nn.Module) -> None:
+    """Do what `compile` asked for. `module` is the user's own, inside of what data parallelism has put around it."""
+    compile_in_place(module, stage._compile)
+    stage._compile = False

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.nest import map_tensors
+from penstock.nest import Value, map_tensors
 from penstock.stage.compiled import CompiledAhead, only_compiling
 from penstock.stage.forward import remember
 from penstock.stage.twins import CompiledPart, CompiledParts
@@ -34,8 +34,8 @@ class PartCall:
     """A call of a compiled part, with fake tensors."""
 
     part: CompiledPart
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Value, ...]
+    kwargs: dict[str, Value]
     stage: int = 0  # of which it is a part
 
 
@@ -43,12 +43,12 @@ class PartCall:
 class Rehearsal:
     """What a run without data showed."""
 
-    output: Any = None
+    output: Value = None
     calls: list[PartCall] = field(default_factory=list)
 
 
 def rehearse(
-    module: nn.Module, parts: CompiledParts | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, parts: CompiledParts | None, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Rehearsal:
     """Run the module without data. What needs data (a branch on a value) raises CannotRehearse."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -91,7 +91,7 @@ def _noting(parts: CompiledParts, calls: list[PartCall]) -> Iterator[None]:
     """In the place of each part its eager self runs, and its calls are noted."""
 
     def instead_of(part: CompiledPart) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Value, **kwargs: Value) -> Value:
             calls.append(PartCall(part, args, kwargs))
             return part.eager(*args, **kwargs)
 
@@ -122,6 +122,8 @@ def compile_calls(calls: list[PartCall]) -> list[tuple[int, Exception]]:
     """Compile each part for what it was called with; what was raised, with the stage: its first microbatch will tell more."""
     failed: list[tuple[int, Exception]] = []
     for call in calls:
+        if any(part._backward_hooks or part._backward_pre_hooks for part in call.part.module.modules()):
+            continue  # torch.compile traces it in pieces, so that its forward hooks would be called with what is no data
         args, kwargs = map_tensors(_blank, (call.args, call.kwargs))
         rewind = _remember_all(call.part.module)
         try:

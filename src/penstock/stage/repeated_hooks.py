@@ -43,13 +43,18 @@ def _tables(modules: Iterable[nn.Module]) -> list[tuple[Table, bool]]:
     return found
 
 
+def any_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether a forward of these modules calls a hook."""
+    return bool(_tables(modules))
+
+
 @contextmanager
 def noting(modules: Iterable[nn.Module]) -> Iterator[set[int]]:
     """Inside, hooks run as ever, and those that take part are noted by the number of their handle."""
     acting: set[int] = set()
 
     def note(number: int, hook: Hook, *, before: bool) -> Hook:
-        def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def noted(part: nn.Module, *args: object, **kwargs: object) -> Any:
             given = list(tensors_in((args, kwargs)))
             held = {**vars(part), **part._buffers, **part._parameters}  # so that no address is used again meanwhile
             was = _trace(part, given)
@@ -90,7 +95,7 @@ def only(modules: Iterable[nn.Module], acting: frozenset[int]) -> Iterator[None]
             table.update(hooks)
 
 
-def _trace(part: nn.Module, given: list[Tensor]) -> list[Any]:
+def _trace(part: nn.Module, given: list[Tensor]) -> list[object]:
     """What differs after a hook that takes part."""
     own = [*part._buffers.values(), *part._parameters.values()]
     found: list[Any] = [
@@ -107,7 +112,7 @@ def _trace(part: nn.Module, given: list[Tensor]) -> list[Any]:
     return found
 
 
-def _sets_tensors(part: nn.Module, held: dict[str, Any], given: list[Tensor]) -> bool:
+def _sets_tensors(part: nn.Module, held: dict[str, object], given: list[Tensor]) -> bool:
     """Whether the module has got a tensor. One that it was given counts not: whoever keeps that looks on."""
     return any(
         isinstance(value, Tensor) and held.get(name) is not value and not any(value is tensor for tensor in given)

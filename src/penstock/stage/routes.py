@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
+
+from penstock.nest import Value
 
 
 class Routes(Protocol):
@@ -29,7 +31,7 @@ class Routes(Protocol):
         """Whether the model returns its own loss."""
         ...
 
-    def loss_of(self, output: Any) -> Any:
+    def loss_of(self, output: object) -> Value:
         """The model's own loss, out of what the model returned."""
         ...
 
@@ -49,7 +51,7 @@ class Routes(Protocol):
         ...
 
     def bind(
-        self, args: Sequence[tuple[Any, ...]] | None, kwargs: Sequence[dict[str, Any]], num_microbatches: int
-    ) -> Sequence[Sequence[Any]]:
+        self, args: Sequence[tuple[object, ...]] | None, kwargs: Sequence[dict[str, object]], num_microbatches: int
+    ) -> Sequence[Sequence[Value]]:
         """For each microbatch the arguments of this stage's module, with None where another stage's value goes."""
         ...

@@ -20,19 +20,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError, UnknownNameError
 from penstock.stage.compiled import SplitBackend, StageBackend, counting_calls
 from penstock.stage.listeners import Listeners
+from penstock.stage.shortcut import HeldGraph, Shortcuts
 
 CompileOptions = bool | Mapping[str, Any]
 """What `compile=` takes: True, or options of torch.compile, and `memory_budget`."""
 
+_of_all_modules: Any = torch.nn.modules.module
+_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NAMES = ("backend", "mode", "options", "dynamic", "fullgraph", "memory_budget")
 
 
-def check_compile_options(given: Any) -> None:
+def check_compile_options(given: object) -> None:
     """Refuse what `compile=` does not know.
 
     >>> check_compile_options({"backened": "inductor"})
@@ -60,7 +62,6 @@ def compile_in_place(module: nn.Module, given: CompileOptions) -> None:
     check_compile_options(given)
     if given is False:
         return
-    module = _without_ddp(module)
     if _compiled_call(module) is not None:
         raise StageError(
             "the stage's module is compiled already; give compile=, or a compiled module, and not both of them"
@@ -72,23 +73,17 @@ def compile_in_place(module: nn.Module, given: CompileOptions) -> None:
     module.compile(backend=StageBackend(inner, memory_budget=budget), dynamic=for_inner.get("dynamic"), **options)
 
 
-def _without_ddp(module: nn.Module) -> nn.Module:
-    while isinstance(module, DistributedDataParallel):
-        module = module.module
-    return module
-
-
-def _identity(x: Any) -> Any:
+def _identity(x: object) -> object:
     return x
 
 
-def _backend_of(compiled: Any) -> Any:
+def _backend_of(compiled: Any) -> object:
     """The backend that torch.compile made of its options."""
     context = inspect.getclosurevars(compiled).nonlocals["self"]
     return _inner_backend(context)
 
 
-def _inner_backend(context: Any) -> Any:
+def _inner_backend(context: Any) -> object:
     backend = context.callback
     while hasattr(backend, "_torchdynamo_orig_backend"):  # what torch._dynamo wraps around it
         backend = backend._torchdynamo_orig_backend
@@ -106,14 +101,24 @@ class CompiledPart:
         make = SplitBackend if split else StageBackend
         self.backend = make(_inner_backend(context))
         self.options = {"backend": self.backend, "fullgraph": bool(context.fullgraph), "dynamic": context._dynamic}
-        self.called = False  # in a step
         self.compile(alone=alone)
 
     def compile(self, *, alone: bool) -> None:
+        self.called = False  # in a step
+        self.hooks = _hooks_inside(self.module)
+        if isinstance(self.backend, SplitBackend):
+            self.backend.joints.clear()
         self.eager = _call_of(self.module, alone=alone)
         self.twin: Callable[..., Any] = torch.compile(self.eager, **self.options)
+        self.shortcuts = Shortcuts(self.eager, self.twin)
 
-    def first_call(self, *args: Any, **kwargs: Any) -> Any:
+    def begin(self) -> None:
+        """Before a step. Hooks are traced with the module, and torch.compile does not ask whether they are still the same."""
+        if self.hooks != _hooks_inside(self.module):
+            self.compile(alone=True)
+        self.shortcuts.begin()
+
+    def first_call(self, *args: object, **kwargs: object) -> object:
         """The twin's first call in a step, which shows whether there is a graph in it."""
         try:
             output = self.told_if_untraced(args, kwargs)
@@ -122,15 +127,15 @@ class CompiledPart:
             raise
         self.called = True
         if self.attributes[self.place] == self.first_call:
-            self.put(self.twin)
+            self.put(self.shortcuts)
         return output
 
-    def told_if_untraced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def told_if_untraced(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Call the twin; if torch.compile finds nothing in it that it can compile, say so, and why."""
         breaks = torch._dynamo.utils.counters["graph_break"]
         before = dict(breaks)
         with counting_calls() as calls:
-            output = self.twin(*args, **kwargs)
+            output = self.shortcuts(*args, **kwargs)
         if not calls and next(self.module.parameters(), None) is not None:  # else there may be nothing to compute
             news = [reason for reason, count in breaks.items() if count > before.get(reason, 0)]
             self.backend.tell(StageError(news[-1] if news else "torch.compile found no graph in it"))
@@ -144,7 +149,7 @@ class CompiledPart:
 
 
 class CompiledParts:
-    """All compiled parts of a module; none of them is inside another.
+    """All compiled parts of a module, without what data parallelism has put around it; none of them is inside another.
 
     With `split`, the backward of each comes in two parts. That of a module which is compiled as a whole always does, so that
     all plans share what is compiled. (Parts beside eager ones may share parameters with those, whose hooks would
@@ -152,9 +157,10 @@ class CompiledParts:
     """
 
     def __init__(self, module: nn.Module, *, split: bool) -> None:
-        whole = _compiled_call(_without_ddp(module)) is not None
+        whole = _compiled_call(module) is not None
         self.split = split = split or whole
         self.parts: list[CompiledPart] = []
+        self.outer = module if _compiled_call(module) is not None else None  # compiled itself, with nothing around it
         self.before: list[Callable[..., Any]] | None = None  # while the twins run: what ran before them
         self.listeners: Listeners | None = None  # in a step: who waits to hear of gradients
         inside: set[nn.Module] = set()
@@ -183,10 +189,18 @@ class CompiledParts:
         to_input, to_weight = joints[0].held_to_input, joints[0].held_to_weight
         return None if to_input is None or to_weight is None else (to_input, to_weight)
 
+    def call_held(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, HeldGraph] | None:
+        """Call a module that is compiled as a whole without autograd; None if something stands against it."""
+        if self.outer is None or has_hooks(self.outer):
+            return None
+        return self.parts[0].shortcuts.held(args, kwargs)
+
     def install(self) -> None:
         """From now on calls of the parts go to their twins."""
         if self.before is None:
-            self.before = [part.put(part.twin if part.called else part.first_call) for part in self.parts]
+            for part in self.parts:
+                part.begin()
+            self.before = [part.put(part.shortcuts if part.called else part.first_call) for part in self.parts]
             self.listeners = Listeners()
 
     def remove(self) -> None:
@@ -209,6 +223,17 @@ class CompiledParts:
             self.remove()
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than call what it has compiled. (Hooks of what is compiled are compiled, too.)"""
+    own = module._backward_hooks or module._backward_pre_hooks or module._forward_hooks or module._forward_pre_hooks
+    return bool(own or _of_all_modules._has_any_global_hook())
+
+
+def _hooks_inside(module: nn.Module) -> list[tuple[str, int]]:
+    """The numbers of all hooks of a module and its parts; no two hooks of a process have the same."""
+    return [(name, key) for part in module.modules() for name in _KINDS for key in part.__dict__[name]]
+
+
 def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Any]:
     """A call of the module as torch.compile sees it: from a function of its own on, through whatever module that is.
 
@@ -224,7 +249,7 @@ def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Any]:
     return call
 
 
-def _compiled_call(part: nn.Module) -> tuple[str, Any] | None:
+def _compiled_call(part: nn.Module) -> tuple[str, object] | None:
     """Under which name a compiled module keeps its compiled call, and the options with which it was compiled."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:  # it takes long to import, and nothing is compiled without it

@@ -1,0 +1,221 @@
+"""Calls of a compiled stage that go past torch.compile's frames, and where they can past autograd.
+
+    shortcuts = Shortcuts(eager, twin)      # what torch.compile was given, and what it made of that
+    output = shortcuts(x)                   # as the twin; from its second call on in a shorter way
+    found = shortcuts.held(args, kwargs)    # without autograd: the output, and what the backward needs; or None
+
+For a call of a compiled function torch.compile enters a frame, checks its guards, and runs the code that it wrote in the place
+of the function's: that reads parameters, calls the graph and puts the result together. On a stage of small layers this is a
+quarter of a forward, and little of it are the guards. So guards and code are called here directly. It is the same code under
+the same guards: where none holds, the twin is called, which compiles anew if need be. That code is found where torch 2.13
+keeps it, and read as Python 3.11 writes it; where either is otherwise, the twin is called, always.
+
+Code that calls one graph and returns its outputs, and does nothing else, needs no autograd either: `held` keeps what the graph
+saved, and gives leaves as outputs. The backward then is a call of the backward graph.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import StageError
+from penstock.nest import tensors_in
+from penstock.stage.cut_graph import GraphWork, accumulate_graphs
+from penstock.stage.joint import Joint, is_output_of_joint
+from penstock.stage.listeners import Listeners
+
+_C: Any = torch._C
+# Without it, in a torch that has another name for it, every call takes the long way.
+_entries: Callable[[CodeType], Sequence[Any]] = getattr(
+    _C._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda code: ()
+)
+_MOST = 8  # guards that are tried before torch.compile's own
+
+
+class HeldGraph:
+    """What a forward without autograd leaves for its backward. One owner, consumed once."""
+
+    __slots__ = ("grads", "joint", "leaves", "outputs", "parameters", "saved", "versions", "work")
+
+    def __init__(self, joint: Joint, args: Sequence[Any], saved: list[Any]) -> None:
+        self.joint = joint
+        self.saved = saved
+        self.leaves = [args[place] for place in joint.wanted]
+        self.parameters = [args[place] for place in joint.weights]
+        self.outputs: list[Tensor] = []
+        self.versions = joint.versions(args, saved)
+        self.grads: list[Tensor | None] | None = None  # of the outputs, while nothing is to be hurried for
+        self.work: GraphWork | None = None
+
+    def input_pass(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """The gradients of the inputs, found in their `.grad`; if none needs one, all of it waits."""
+        if len(roots) == len(self.outputs) == 1:
+            self.grads = list(grads)
+        else:
+            found = {id(root): grad for root, grad in zip(roots, grads, strict=True)}
+            self.grads = [found.get(id(output)) for output in self.outputs]
+        self.outputs = []
+        if self.leaves:
+            self._differentiate()
+
+    def weight_pass(self, listeners: Listeners | None) -> None:
+        """The gradients of the parameters."""
+        if self.grads is not None:
+            self._differentiate()
+        if self.work is not None:
+            work, self.work = self.work, None
+            accumulate_graphs([work], listeners)
+
+    def _differentiate(self) -> None:
+        joint, saved = self.joint, self.saved
+        grads, self.grads = self.grads, None
+        if all(grad is None for grad in grads or ()):
+            self.saved = []
+            return
+        if joint.versions((), saved) != self.versions:
+            raise StageError(
+                "a parameter or an input of a compiled stage was changed in place between a forward and its backward, which "
+                "needs it as it was. Change parameters after the step, or leave this stage uncompiled"
+            )
+        given, self.saved = saved, []
+        given += [like.fit(grad) for like, grad in zip(joint.tangents, grads or (), strict=True)]
+        with torch.no_grad():
+            found, kept = joint.run(joint.backward.inputs, given)
+        for leaf, place in zip(self.leaves, joint.places, strict=True):
+            grad = found[place]
+            if grad is not None:  # another stage of this rank may have added its part already
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        self.work = joint.weight_work(kept, self.parameters)
+        self.leaves, self.parameters = [], []
+
+
+class _NotHeldError(Exception):
+    """An input has a history of its own, or hooks: its gradient is autograd's to pass on."""
+
+
+class _Written(NamedTuple):
+    """Code that torch.compile wrote, made callable."""
+
+    attached: Callable[..., Any]  # with autograd
+    detached: Callable[..., Any]  # without; what `graph` keeps is then to be taken from there
+    graph: _Graph
+
+
+class _Graph:
+    """Stands in the place of the graph in code that is called without autograd."""
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.held: HeldGraph | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        joint = self.joint
+        for place in joint.wanted:
+            given = args[place]
+            if given.grad_fn is not None or given._backward_hooks or given._post_accumulate_grad_hooks:
+                raise _NotHeldError
+        values = joint.run(joint.forward, list(args))
+        outputs = list(values[: joint.num_outputs])
+        held = self.held = HeldGraph(joint, args, list(values[joint.num_outputs :]))
+        for place in joint.rooted:
+            outputs[place] = outputs[place].detach().requires_grad_()
+            held.outputs.append(outputs[place])
+        return tuple(outputs)
+
+
+class Shortcuts:
+    """Of one compiled part: in its place during a step. `begin` forgets what was found in the last one."""
+
+    def __init__(self, eager: Any, twin: Callable[..., Any]) -> None:
+        self.eager, self.twin = eager, twin
+        self.module = eager.__closure__[0].cell_contents
+        self.read: dict[CodeType, _Written | None] = {}
+        self.found: list[tuple[Callable[[Any], bool], _Written]] = []
+
+    def begin(self) -> None:
+        self.found = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = {"args": args, "kwargs": kwargs, "module": self.module}
+        for holds, written in self.found:
+            if holds(frame):
+                return written.attached(*args, **kwargs)
+        output = self.twin(*args, **kwargs)
+        if len(self.found) < _MOST and torch.is_grad_enabled():
+            with suppress(AttributeError, LookupError, TypeError):  # of a torch that keeps its code in another way
+                self._learn(frame, output)
+        return output
+
+    def held(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, HeldGraph] | None:
+        """Call without autograd; None if that is not possible, or not known to be, or if somebody wants what autograd saves."""
+        if _C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return None
+        frame = {"args": args, "kwargs": kwargs, "module": self.module}
+        for holds, written in self.found:
+            if holds(frame):
+                try:
+                    with torch.no_grad():
+                        output = written.detached(*args, **kwargs)
+                except _NotHeldError:
+                    return None
+                held, written.graph.held = written.graph.held, None
+                return output, held  # type: ignore[return-value]
+        return None
+
+    def _learn(self, frame: dict[str, Any], output: Any) -> None:
+        """After a call in the long way: find the code that it has run."""
+        for entry in _entries(self.eager.__code__)[:1]:  # the last that ran
+            code = entry.code
+            if code not in self.read:
+                self.read[code] = _written(code, self.eager, output)
+            written = self.read[code]
+            if written is not None and entry.guard_manager.check(frame):
+                self.found.append((entry.guard_manager.check, written))
+
+
+_UTILITIES = "__import_torch_dot__dynamo_dot_utils"
+_MARKS = ("record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit")  # for the profiler alone
+_NO_MARKS = SimpleNamespace(**dict.fromkeys(_MARKS, lambda *_: None))
+# What such code consists of, in Python 3.11. Anything else (a jump, an instruction of a later Python) is not trusted.
+_INSTRUCTIONS = """
+    NOP RESUME COPY_FREE_VARS PUSH_NULL POP_TOP SWAP COPY LOAD_CONST LOAD_FAST LOAD_DEREF LOAD_GLOBAL LOAD_ATTR LOAD_METHOD
+    STORE_FAST DELETE_FAST PRECALL CALL CALL_FUNCTION_EX KW_NAMES BINARY_SUBSCR UNPACK_SEQUENCE RETURN_VALUE
+    BUILD_TUPLE BUILD_LIST BUILD_MAP BUILD_CONST_KEY_MAP LIST_EXTEND LIST_TO_TUPLE DICT_UPDATE DICT_MERGE
+"""
+_KNOWN = frozenset(_INSTRUCTIONS.split())
+
+
+def _written(code: CodeType, eager: Any, output: Any) -> _Written | None:
+    """The code, if it does nothing but call one graph and returns that graph's outputs."""
+    steps = list(dis.get_instructions(code))
+    names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
+    graphs = [name for name in names if name.startswith("__compiled_fn")]
+    marks = sum(step.argval in _MARKS for step in steps)
+    calls = sum(step.opname.startswith("CALL") for step in steps)
+    known = all(step.opname in _KNOWN for step in steps) and not code.co_exceptiontable
+    if len(graphs) != 1 or code.co_freevars != ("module",) or not known or calls != 1 + marks:
+        return None
+    if names - {graphs[0], _UTILITIES}:
+        return None
+    call = eager.__globals__.get(graphs[0])
+    while hasattr(call, "_torchdynamo_orig_callable"):  # what torch.compile wraps around it
+        call = call._torchdynamo_orig_callable
+    joint = getattr(call, "joint", None)
+    tensors = tensors_in(output)
+    if joint is None or len({id(tensor) for tensor in tensors}) < len(tensors):
+        return None
+    if not all(is_output_of_joint(tensor) for tensor in tensors if tensor.requires_grad):
+        return None
+    graph = _Graph(joint)
+    made = [
+        FunctionType(code, {graphs[0]: run, _UTILITIES: _NO_MARKS}, code.co_name, None, eager.__closure__)
+        for run in (joint, graph)
+    ]
+    return _Written(made[0], made[1], graph)
