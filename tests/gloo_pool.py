@@ -35,6 +35,7 @@ import pytest
 
 _STARTUP = 60.0  # seconds for processes to start and import torch on a busy machine
 _AFTERMATH = 15.0  # seconds that ranks may live on after another one raised or died
+_PARTING = 5.0  # seconds in which workers that are no longer needed may end by themselves
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,12 @@ class GlooPool:
         self._retire(list(self._workers))
 
     def _retire(self, workers: list[tuple[BaseProcess, Connection]]) -> None:
-        for process, connection in workers:
-            connection.close()
-            process.kill()
+        for _, connection in workers:
+            connection.close()  # upon which a worker returns, and writes down which lines it ran if that is measured
+        end = time.monotonic() + _PARTING
         for process, _ in workers:
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()
             process.join(10)
         self._workers = [worker for worker in self._workers if worker not in workers]
 

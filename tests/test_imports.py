@@ -230,3 +230,17 @@ if (PENSTOCK / "cli" / "main.py").exists():
             return float(text.split()[-1])
 
         assert quickest(answer, limit=0.5) < 0.5
+
+
+def test_only_parallel_knows_the_wrappers_of_data_parallelism() -> None:
+    """Everybody else asks its adapters, or `penstock.parallel.unwrap`; integrations meet what their libraries have wrapped."""
+    known = ("DistributedDataParallel", "FSDPModule", "fully_shard", "replicate", "FullyShardedDataParallel")
+    asked = [package for package in packages() if package not in ("parallel", "integrations")]
+    found = [
+        f"{path.name}, line {line}: {name}"
+        for package in asked
+        for path in files(package)
+        for line, name in read(path)
+        if name.startswith("torch.") and name.rpartition(".")[2] in known
+    ]
+    assert not found

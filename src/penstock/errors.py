@@ -19,6 +19,7 @@ PenstockError
     ├── PeerFailed            another rank raised: rank, stage, action, microbatch, cause
     ├── ReplicaFailed         another data-parallel replica of a stage failed in this step
     ├── OutOfMemory           a rank had no memory left for an action: rank, action
+    ├── DeviceFailed          the device of this rank reports an error: rank, step, action if that is known, cause
     ├── RanksDisagree         ranks are about to run different things
     ├── StepTimeout           a bounded wait ran out
     └── TransportError        messages cannot be sent or received, and it is no other rank's failure
@@ -201,6 +202,30 @@ class OutOfMemory(RunError):
             f"rank {rank} ran out of memory{where}: {cause}. Set recompute=True (or a list of stages), memory_limit= "
             'or on_oom="replan", or cut the batch into more microbatches'
         )
+
+
+class DeviceFailed(RunError):
+    """The device of this rank reports an error of something that it was told before.
+
+        try:
+            print(result.loss)
+        except penstock.DeviceFailed as failed:
+            print(failed.rank, failed.step, failed.action)
+
+    A device does later what it was told, so the action is known (`action` is not None) only if each waits for the device, as with
+    ``PENSTOCK_BLOCKING=1`` in the environment. ``cause`` is what the device says.
+    """
+
+    def __init__(self, rank: int, step: int, cause: str, *, action: str | None = None, before: str = "") -> None:
+        self.rank = rank
+        self.step = step
+        self.action = action
+        self.cause = cause
+        where = f"in action {action} of step {step}" if action is not None else f"in step {step} or before"
+        if before and action is None:
+            where = f"in step {step} before the device came to {before}, or in a step before"
+        more = "" if action is not None else "; with PENSTOCK_BLOCKING=1 in the environment the action is named"
+        super().__init__(f"the device of rank {rank} failed {where}: {cause}{more}")
 
 
 class RanksDisagree(RunError):

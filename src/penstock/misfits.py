@@ -14,13 +14,14 @@ import inspect
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Any, Literal, TypeVar, Union, cast
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PlanError
 
 _Taken = TypeVar("_Taken", bound=Callable[..., Any])
+_Row = TypeVar("_Row")
 _RAW = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RuntimeError)
 
 
@@ -34,6 +35,21 @@ def takes(error: type[PenstockError]) -> Callable[[_Taken], _Taken]:
         return cast("_Taken", _watched(taken, error))
 
     return decorate
+
+
+def entry(rows: Sequence[_Row], at: int, asked: str) -> _Row:
+    """What stands at a number from 0 up; `asked` is the call as far as its argument, for the error.
+
+    >>> entry(("a", "b"), 2, "rank_of(stage")
+    Traceback (most recent call last):
+    penstock.errors.PlanError: rank_of(stage=2); expected a stage from 0 to 1
+    """
+    try:
+        if at >= 0:
+            return rows[at]
+    except (IndexError, TypeError, RuntimeError):  # the last of a tensor, which is no number
+        pass
+    raise PlanError(f"{asked}={at!r:.40}); expected a {asked.rpartition('(')[2]} from 0 to {len(rows) - 1}")
 
 
 def _watched(function: Callable[..., Any], error: type[PenstockError]) -> Callable[..., Any]:
@@ -52,7 +68,7 @@ def _watched(function: Callable[..., Any], error: type[PenstockError]) -> Callab
     return call
 
 
-def _wrong(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def _wrong(function: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
     """What is to be said of the first argument that is of a wrong kind."""
     signature = inspect.signature(function)
     try:
@@ -74,14 +90,13 @@ def _hint(function: Any, annotation: Any) -> Any:
     if annotation is inspect.Parameter.empty:
         return Any
     try:
-        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": annotation}), function.__globals__)[
-            "it"
-        ]
+        names = inspect.unwrap(function).__globals__
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": annotation}), names)["it"]
     except NameError:  # imported for type checkers alone
         return Any
 
 
-def fits(value: Any, hint: Any) -> bool:
+def fits(value: object, hint: object) -> bool:
     """Whether a value is what an annotation says, as far as it says it simply; else yes.
 
     >>> fits([1, "2"], list[int]), fits(None, int | None), fits(3, float)
@@ -107,5 +122,8 @@ def fits(value: Any, hint: Any) -> bool:
     if isinstance(value, tuple) and kind is tuple and Ellipsis not in inner:
         return len(value) == len(inner) and all(fits(one, own) for one, own in zip(value, inner, strict=True))
     if isinstance(value, Collection) and inner and kind is not type:
-        return all(fits(one, inner[0]) for one in value)
+        try:
+            return all(fits(one, inner[0]) for one in value)
+        except TypeError:  # a tensor without dimensions has the methods of a collection, and is none
+            return False
     return True

@@ -23,13 +23,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
+
+Value: TypeAlias = Any
+"""A value of the user's own, of which nothing is known: whatever a model takes or returns, or is trained against."""
 
 PLAIN = (Tensor, str, bytes, bool, int, float, complex, type(None))
 
@@ -64,21 +67,21 @@ class Node(NamedTuple):
     kind: Kind
     by: By
     keys: Sequence[Any]
-    children: Sequence[Any]
+    children: Sequence[Value]
     data: Any  # what `rebuilt` needs to know: the keys, the class, the class and what else it needs
-    value: Any
+    value: Value
 
     def written(self, place: int) -> str:
         """How a child is written behind the container."""
         return f".{self.keys[place]}" if self.by is By.NAME else f"[{self.keys[place]!r}]"
 
-    def build(self, children: Sequence[Any]) -> Any:
+    def build(self, children: Sequence[object]) -> Value:
         """Another one like this, with other children. Neither __init__ nor __post_init__ runs again."""
         if self.kind in _COPIED:
             return self._copied(children)
         return rebuilt(self.kind, self.data, children)
 
-    def _copied(self, children: Sequence[Any]) -> Any:
+    def _copied(self, children: Sequence[object]) -> Value:
         if self.by is By.PLACE and isinstance(self.value, tuple):
             return type(self.value)(children)
         if self.by is By.KEY and not isinstance(self.value, MutableMapping):
@@ -97,7 +100,7 @@ class Node(NamedTuple):
 _COPIED = (Kind.DATACLASS, Kind.OBJECT, Kind.COPY)
 
 
-def open_node(value: Any) -> Node | None:
+def open_node(value: Value) -> Node | None:
     """A container, opened by one level; None for what is none."""
     kind = type(value)
     if issubclass(kind, PLAIN):
@@ -122,7 +125,7 @@ def open_node(value: Any) -> Node | None:
     return None
 
 
-def open_object(value: Any) -> Node | None:
+def open_object(value: object) -> Node | None:
     """An object that nobody registered and that keeps tensors in its attributes, as caches of attention do."""
     if isinstance(value, PLAIN) or not has_tensor(value):
         return None
@@ -131,7 +134,7 @@ def open_object(value: Any) -> Node | None:
     return Node(Kind.OBJECT, By.NAME, names, list(attributes.values()), (type(value), names), value) if names else None
 
 
-def _registered(value: Any) -> Node:
+def _registered(value: object) -> Node:
     kind = type(value)
     entry = pytree.SUPPORTED_NODES[kind]
     children, context = entry.flatten_fn(value)
@@ -145,7 +148,7 @@ def _registered(value: Any) -> Node:
     return Node(Kind.REGISTERED, by, keys, children, (kind, context), value)
 
 
-def _registered_keys(kind: type, context: Any, count: int) -> tuple[By, Sequence[Any]]:
+def _registered_keys(kind: type, context: object, count: int) -> tuple[By, Sequence[Any]]:
     """Many keep the keys as their context: Hugging Face's outputs, defaultdict (behind its factory)."""
     names = context[1] if isinstance(context, list | tuple) and len(context) == 2 else context
     for found in (names, context):
@@ -154,7 +157,7 @@ def _registered_keys(kind: type, context: Any, count: int) -> tuple[By, Sequence
     return By.PLACE, range(count)
 
 
-def rebuilt(kind: Kind, data: Any, children: Sequence[Any]) -> Any:
+def rebuilt(kind: Kind, data: Any, children: Sequence[Value]) -> object:
     """A container out of its description and children."""
     match kind:
         case Kind.TUPLE:
@@ -178,7 +181,7 @@ def rebuilt(kind: Kind, data: Any, children: Sequence[Any]) -> Any:
     raise TypeError(f"a {kind.value} cannot be made out of its description")
 
 
-def _with(made: Any, values: Mapping[str, Any], names: Iterable[str]) -> Any:
+def _with(made: object, values: Mapping[str, object], names: Iterable[str]) -> object:
     for name in names:
         object.__setattr__(made, name, values[name])
     return made
@@ -190,7 +193,7 @@ class Nest:
 
     kind: Kind
     data: Any = None  # the constant, or what `rebuilt` needs
-    children: tuple[Any, ...] = ()
+    children: tuple[Value, ...] = ()
 
     @property
     def num_leaves(self) -> int:
@@ -218,30 +221,30 @@ class Nesting:
     leaf: Any = LEAF
     leaf_types: tuple[type, ...] = (Tensor,)
 
-    def opened(self, value: Any) -> Node | None:
+    def opened(self, value: object) -> Node | None:
         return open_node(value)
 
-    def constant(self, value: Any, trail: Trail) -> Any:
+    def constant(self, value: object, trail: Trail) -> object:
         """The nest of a value that is neither a leaf nor a container."""
         return Nest(Kind.CONSTANT, value)
 
-    def container(self, node: Node, children: tuple[Any, ...], trail: Trail) -> Any:
+    def container(self, node: Node, children: tuple[object, ...], trail: Trail) -> object:
         """The nest of a container."""
         return Nest(node.kind, node.data, children)
 
-    def data(self, nest: Any) -> Any:
+    def data(self, nest: Any) -> Value:
         """The constant, or what `rebuilt` needs."""
         return nest.data
 
-    def flatten(self, value: Any, name: str = "value") -> tuple[list[Any], Any]:
+    def flatten(self, value: object, name: str = "value") -> tuple[list[Any], Any]:
         """The leaves, in order, and the nest."""
-        leaves: list[Any] = []
+        leaves: list[Value] = []
         try:
             return leaves, self.walk(value, leaves, (None, name, 0))
         except RecursionError:
             raise StageError(f"{name} contains itself, or more levels than can be taken apart") from None
 
-    def walk(self, value: Any, leaves: list[Any], trail: Trail) -> Any:
+    def walk(self, value: Value, leaves: list[Value], trail: Trail) -> object:
         if isinstance(value, self.leaf_types):
             leaves.append(value)
             return self.leaf
@@ -251,11 +254,11 @@ class Nesting:
         parts = [self.walk(child, leaves, (trail, node, place)) for place, child in enumerate(node.children)]
         return self.container(node, tuple(parts), trail)
 
-    def unflatten(self, nest: Any, leaves: Iterable[Any]) -> Any:
+    def unflatten(self, nest: object, leaves: Iterable[object]) -> Value:
         """The value again, with other leaves."""
         return self._build(nest, iter(leaves))
 
-    def _build(self, nest: Any, leaves: Iterator[Any]) -> Any:
+    def _build(self, nest: Any, leaves: Iterator[Value]) -> object:
         if nest.kind is Kind.LEAF:
             return next(leaves)
         data = self.data(nest)
@@ -287,7 +290,7 @@ def leaf_names(nest: Nest, name: str = "") -> list[str]:
     return [text for text, part in named(nest, name) if part.kind is Kind.LEAF]
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: object) -> Any:
     """The same value with another tensor in place of each."""
     if isinstance(value, Tensor):
         return function(value)
@@ -295,7 +298,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value if node is None else node.build([map_tensors(function, child) for child in node.children])
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """The tensors of a value, in the order in which they stand in it.
 
     >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": (2, [torch.tensor(3)])})]
@@ -311,12 +314,12 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def has_tensor(value: Any, depth: int = 6) -> bool:
+def has_tensor(value: object, depth: int = 6) -> bool:
     """Whether a tensor hides in attributes or items: a cache of attention keys keeps its layers in a list."""
     return _finds_tensor(value, depth, set())
 
 
-def _finds_tensor(value: Any, depth: int, seen: set[int]) -> bool:
+def _finds_tensor(value: object, depth: int, seen: set[int]) -> bool:
     if isinstance(value, Tensor):
         return True
     if depth == 0 or id(value) in seen or isinstance(value, torch.nn.Module | str) or callable(value):

@@ -93,7 +93,7 @@ def test_the_common_case_walks_no_tree():
         split_batch((x,), {}, 32)
     finally:
         sys.setprofile(None)
-    assert set(called) <= {"split_batch", "<listcomp>", "profile"}
+    assert set(called) <= {"split_batch", "<listcomp>", "profile", "call"}  # the last is the one of `@takes`
 
 
 def test_the_short_way_and_the_long_way_agree():

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
 from penstock.balance import LayerCost, Profile
-from penstock.capture import Pipe, pipeline
+from penstock.capture import Pipe, pipe_split, pipeline
 from penstock.capture.cost_cuts import forget
 from penstock.comm.local import LocalWorld
 from penstock.errors import CaptureError
 from tests.capture import toys
+from tests.capture.chain import assert_same, assert_same_grads, forward_backward
 from tests.gloo_pool import GlooPool
 
 
@@ -88,6 +89,126 @@ def test_without_values_the_work_is_estimated(way: str) -> None:
     assert _held(pipe) == [[0, 1, 2], [3, 4, 5]]
     assert pipe.info().cut_by == "costs estimated by the work in its graph (it has no values)"
     assert "layers.3 .. layers.5" in str(pipe.info().cuts)
+
+
+class Halves(nn.Linear):
+    """A layer that ends in a tuple, out of which its result is put together."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        first, second = super().forward(input).chunk(2, dim=-1)
+        return torch.cat([second, first], dim=-1)
+
+
+class Doubled(torch.autograd.Function):
+    """In a graph the result of a function is a tuple of one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+class Functional(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        return Doubled.apply(super().forward(input))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layer", [Halves, Functional])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tuple_is_not_cut_off_from_its_parts(layer: type[nn.Linear], device: str) -> None:
+    """Taking a part out of a tuple was held for a piece of work: "stage 2 would be empty", whatever the model."""
+    with torch.device(device):
+        model = nn.Sequential(*(layer(4, 4) for _ in range(4)))
+    pipe = pipeline(model, (torch.randn(3, 4, device=device),), num_stages=2)
+    held = [{name.split(".")[0] for name in pipe.get_stage_module(k).state_dict()} for k in range(2)]
+    assert set.union(*held) == set("0123")
+    if device == "meta":
+        assert held == [{"0", "1"}, {"2", "3"}]
+
+
+class Written(nn.Module):
+    """Layers that put their results together by writing to parts of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            made, result = layer(x), torch.zeros_like(x)
+            result[:, :2] = made[:, 2:]
+            result[:, 2:] = made[:, :2] * 2
+            x = result
+        return x
+
+
+class Counting(Written):
+    """The first two layers share a buffer that both write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number < 2:
+                self.seen += 1
+        return x
+
+
+class Mapped(Written):
+    """A part of each layer is written for one row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.vmap(lambda row: row.tanh() * row.sum())(layer(x))
+        return x
+
+
+class Bagged(Written):
+    """The number of all tokens of a microbatch is the size of nothing that a stage is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(8, 4, mode="sum")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bag((x * 2).long().clamp(0, 7))
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("kind", [Written, Counting, Mapped, Bagged])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_cuts_by_cost_are_where_a_model_can_be_cut(kind: type[nn.Module], num_stages: int) -> None:
+    """Every possible cut is tried at once, and one that cannot be made was everybody's error."""
+    torch.manual_seed(0)
+    model, x = kind(), torch.rand(4, 4)
+    pipe = pipeline(copy.deepcopy(model), (x,), num_stages=num_stages if kind is not Counting else 2)
+    got, expected = forward_backward(pipe, (x,), {}, Tensor.sum), model(x)
+    expected.sum().backward()
+    assert_same(got, expected)
+    for number in range(pipe.num_stages):
+        assert_same_grads(pipe.get_stage_module(number), model)
+
+
+def test_a_mark_inside_a_mapped_function_is_refused() -> None:
+    class Marked(Written):
+        def forward(self, x: Tensor) -> Tensor:
+            def row(one: Tensor) -> Tensor:
+                one = one.tanh()
+                pipe_split()
+                return one * one.sum()
+
+            return torch.vmap(row)(self.layers[0](x))
+
+    with pytest.raises(CaptureError, match="inside a function that torch"):
+        pipeline(Marked(), (torch.rand(4, 4),))
 
 
 def test_an_example_that_cannot_be_run_is_enough_for_an_estimate() -> None:

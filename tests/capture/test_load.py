@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import penstock
 from penstock.capture import load, materialise, pipeline
 from penstock.capture.load_state import has_no_data
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, PenstockError
 from tests.capture import toys
 
 
@@ -112,3 +113,38 @@ def test_loading_into_real_stages() -> None:
     assert torch.equal(pipe(ids), model(ids))
     with pytest.raises(CaptureError, match=r"unexpected \['nothing'\]"):
         pipe.load_state_dict(model.state_dict() | {"nothing": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(5), torch.zeros(4, device="meta"), "text"])
+def test_nothing_is_changed_by_values_that_do_not_fit(wrong: object) -> None:
+    """`load` copied tensor by tensor, and what came before the one that did not fit was changed."""
+    ids = torch.randint(0, 11, (5, 3))
+    pipe = pipeline(Model(), (ids,))
+    before = copy.deepcopy(pipe.state_dict())
+    other = Model().state_dict() | {"head.weight": torch.ones(11, 4), "embed.weight": torch.ones(11, 4)}
+    last = list(before)[-1]
+    for call in (load, materialise):
+        with pytest.raises(PenstockError):
+            call(pipe, other | {last: wrong})  # type: ignore[operator]
+        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+    meta = pipeline(_on_meta(), (ids,))
+    with pytest.raises(PenstockError):
+        materialise(meta, other | {last: wrong}, fill=_fill)
+    assert all(map(has_no_data, meta.parameters())), "not even memory was taken"
+
+
+def test_nothing_is_changed_by_a_file_that_is_damaged_at_its_end(tmp_path: Path) -> None:
+    ids = torch.randint(0, 11, (5, 3))
+    pipe = pipeline(Model(), (ids,))
+    before = copy.deepcopy(pipe.state_dict())
+    saved = penstock.Pipeline(
+        Model(), (ids,), loss_fn=lambda output, target: output.sum(), microbatches=1, profile=False
+    )
+    saved.save(tmp_path / "checkpoint")
+    part = max(tmp_path.glob("checkpoint/*.distcp"), key=lambda file: file.stat().st_size)
+    data = bytearray(part.read_bytes())
+    data[-20] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(PenstockError):
+        load(pipe, tmp_path / "checkpoint")
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())

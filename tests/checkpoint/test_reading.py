@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import random
 import shutil
@@ -24,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+import penstock
 from penstock.checkpoint.manifest import Damaged, Entry, Manifest, Part, check_entry
 from penstock.checkpoint.plain import decode, encode
 from penstock.checkpoint.torch_list import read_list
@@ -414,3 +416,80 @@ def test_weights_without_plain_values_change_nothing(kind: str) -> None:
     with pytest.raises(PenstockError, match=first.replace(".", r"\.")):
         pipe.load_state_dict({**{name: before[name] + 1.0 for name in others}, first: values[kind]})
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+def test_files_that_claim_a_size_and_hold_nothing_take_no_memory(checkpoint: Path, tmp_path: Path) -> None:
+    """A file of a terabyte costs its maker nothing on disk; memory for its length was taken before its bytes were looked at."""
+    place = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, place)
+    body = json.loads((place / "penstock.json").read_bytes())["checkpoint"]
+    part = next(iter(body["tensors"].values()))["parts"][0]
+    for length in (1 << 40, part["length"] + (1 << 21)):
+        part["length"] = length
+        with (place / part["file"]).open("r+b") as file:
+            file.truncate(part["offset"] + length)
+        (place / "penstock.json").write_bytes(signed(body))
+        tracemalloc.start()
+        with pytest.raises(PenstockError):
+            penstock.load(place)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+        tracemalloc.stop()
+    shutil.rmtree(place)
+    shutil.copytree(checkpoint, place)
+    body = json.loads((place / "penstock.json").read_bytes())["checkpoint"]
+    body["files"]["rank-0.json"]["size"] = 1 << 40
+    with (place / "rank-0.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    (place / "penstock.json").write_bytes(signed(body))
+    with pytest.raises(PenstockError, match="are read"):
+        make()[0].load(place)
+
+
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1",
+    reason="this kernel promises memory that it does not have",
+)
+def test_a_tensor_without_end_is_no_error_of_torchs(checkpoint: Path, tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, place)
+    body = json.loads((place / "penstock.json").read_bytes())["checkpoint"]
+    entry = next(iter(body["tensors"].values()))
+    (part,) = entry["parts"]
+    size = 1 << 43  # more than any memory, less than the largest file
+    entry["shape"], entry["dtype"] = [size], "int8"
+    part |= {"start": [0], "shape": [size], "length": size + 100, "offset": 1 << 30, "data": 0}
+    with (place / part["file"]).open("r+b") as file:
+        file.truncate((1 << 30) + size + 100)
+    (place / "penstock.json").write_bytes(signed(body))
+    with pytest.raises(PenstockError, match="no memory"):
+        penstock.load(place)
+
+
+def test_pipes_in_the_place_of_files_keep_nobody_waiting(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model.pt", "model.safetensors.index.json", "any"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(PenstockError, match="plain file"):
+            open_weights(tmp_path / name)
+    with pytest.raises(PenstockError, match="plain file"):
+        open_weights(tmp_path)
+    place = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, place)
+    (place / ".metadata").unlink()
+    os.mkfifo(place / ".metadata")
+    with pytest.raises(PenstockError, match="missing"):
+        penstock.load(place)
+
+
+@pytest.mark.parametrize("inner", ["data.pkl", "data/0"])
+def test_torch_files_that_grow_when_they_are_read_are_refused(tmp_path: Path, inner: str) -> None:
+    """torch.save compresses nothing, but torch.load takes what is: some kilobytes filled any memory."""
+    torch.save({"weight": torch.zeros(4)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
+        for one in plain.infolist():
+            packed = one.filename.endswith(inner)
+            data = plain.read(one) + (b"\0" * (1 << 24) if packed else b"")
+            bomb.writestr(one.filename, data, zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED)
+    assert (tmp_path / "bomb.pt").stat().st_size < 1 << 17
+    with pytest.raises(PenstockError, match="is compressed"):
+        open_weights(tmp_path / "bomb.pt")
+    assert torch.equal(open_weights(tmp_path / "plain.pt")["weight"], torch.zeros(4))

@@ -226,8 +226,7 @@ def train_on_a_host(rank: int, device: str) -> None:
     os._exit(0)  # the group's own farewell would wait for the other host
 
 
-def start_on(host: str, rank: int, device: str) -> subprocess.Popen[str]:
-    program = f"from tests.faults.test_heartbeat import train_on_a_host; train_on_a_host({rank}, {device!r})"
+def start_on(host: str, program: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["ip", "netns", "exec", host, sys.executable, "-c", program],
         stdin=subprocess.PIPE,
@@ -242,20 +241,25 @@ def test_both_sides_of_a_network_that_is_cut_are_told(hosts: tuple[str, str]) ->
     cut_the_network(hosts)
 
 
+def pull_the_cable(hosts: tuple[str, str]) -> None:
+    (cable,) = subprocess.run(
+        ["ip", "-n", hosts[0], "-o", "link", "show", "type", "veth"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    ip("-n", hosts[0], "link", "set", cable.split(":")[1].split("@")[0].strip(), "down")
+
+
 def cut_the_network(hosts: tuple[str, str], device: str = "cpu") -> None:
     """A rank on each host, a step, and the cable out: both sides must say so."""
-    programs = [start_on(host, rank, device) for rank, host in enumerate(hosts)]
-    dog = threading.Timer(120.0, lambda: [program.kill() for program in programs])
+    program = "from tests.faults.test_heartbeat import train_on_a_host; train_on_a_host({rank}, {device!r})"
+    programs = [start_on(host, program.format(rank=rank, device=device)) for rank, host in enumerate(hosts)]
+    dog = threading.Timer(100.0, lambda: [program.kill() for program in programs])
     dog.start()
     try:
         ready = [program.stdout.readline() for program in programs if program.stdout is not None]
         assert ready == ["ready\n", "ready\n"]
         time.sleep(1.0)  # for the first datagrams, each of which is a proof that the next ones are due
-        (cable,) = subprocess.run(
-            ["ip", "-n", hosts[0], "-o", "link", "show", "type", "veth"], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-        ip("-n", hosts[0], "link", "set", cable.split(":")[1].split("@")[0].strip(), "down")
-        texts = [program.communicate("go\n")[0].splitlines() for program in programs]
+        pull_the_cable(hosts)
+        texts = [one.communicate("go\n")[0].splitlines() for one in programs]
     finally:
         dog.cancel()
         for program in programs:
@@ -265,6 +269,64 @@ def cut_the_network(hosts: tuple[str, str], device: str = "cpu") -> None:
         assert first.startswith(f"PeerFailed: rank {1 - rank} failed"), first
         assert "Start the job again" in second, second
         assert float(seconds) < 30.0
+
+
+def wait_on_a_host(rank: int, ends: str) -> None:
+    """A program: rank 1 computes, as if it captured a model, and ends; what rank 0 hears, which waits for it."""
+    (cable,) = [path.name for path in Path("/sys/class/net").iterdir() if path.name.startswith("ps")]
+    os.environ["GLOO_SOCKET_IFNAME"] = cable
+    dist.init_process_group("gloo", init_method="tcp://10.231.9.1:29544", rank=rank, world_size=2)
+    transport = DistributedTransport.of()
+    if rank == 1:
+        sys.stdin.readline()
+        if ends == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60.0)
+    lines = transport.pulse._lifelines
+    assert lines is not None
+    while 1 not in lines._lines or lines._lines[1].hello:  # only a line that once was there can end
+        transport.pulse.notice({1})
+        list(transport.pulse.all_ended())
+        time.sleep(0.05)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    start, said = time.monotonic(), ""
+    try:
+        transport.gather("the layers of the model", b"")
+    except PenstockError as error:
+        said = f"{type(error).__name__}: {error}"
+    sys.stdout.write(f"{time.monotonic() - start:.1f}\n{said}\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    "ends", ["killed", pytest.param("cut off", marks=pytest.mark.long("the network of hosts that step is cut above"))]
+)
+def test_a_rank_on_another_host_that_is_gone_before_the_first_step_is_named(hosts: tuple[str, str], ends: str) -> None:
+    """Nothing passes between hosts before the first step, so that whoever waited there did so for the timeout of the group."""
+    program = "from tests.faults.test_heartbeat import wait_on_a_host; wait_on_a_host({rank}, {ends!r})"
+    programs = [start_on(host, program.format(rank=rank, ends=ends)) for rank, host in enumerate(hosts)]
+    dog = threading.Timer(100.0, lambda: [one.kill() for one in programs])
+    dog.start()
+    try:
+        assert programs[0].stdout is not None
+        assert programs[1].stdin is not None
+        assert programs[0].stdout.readline() == "ready\n"
+        programs[1].stdin.write("go\n")
+        programs[1].stdin.flush()
+        if ends == "cut off":
+            pull_the_cable(hosts)
+        seconds, said = programs[0].communicate()[0].splitlines()
+    finally:
+        dog.cancel()
+        for one in programs:
+            one.kill()
+            one.communicate(timeout=30)
+    assert said.startswith(
+        "PeerFailed: rank 1 failed: its " + ("process has ended" if ends == "killed" else "host is out of reach")
+    )
+    assert float(seconds) < 30.0
 
 
 def left_alone() -> str:

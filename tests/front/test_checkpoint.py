@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
 import penstock
 from penstock.checkpoint import manifest
+from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.torch_list import read_list
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RunError
+from penstock.front import saving as saving_module
 from tests.front.models import Chain, batch, loss_fn, make, train_plainly
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +42,14 @@ def steps(pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer, numbers: ra
     return losses
 
 
-def write(transport: LocalTransport | None, folder: Path, *, tied: bool, **options: Any) -> None:
+def write(transport: LocalTransport | None, folder: Path, *, tied: bool, wait: bool = True, **options: Any) -> None:
     pipe = pipeline(transport, tied=tied, **options)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     steps(pipe, optimizer, range(2))
-    pipe.save(folder, optimizer=optimizer, extra={"epoch": 2})
+    saving = pipe.save(folder, optimizer=optimizer, extra={"epoch": 2}, wait=wait)
+    if saving is not None:
+        steps(pipe, optimizer, range(2, 3))  # beside the writing
+        saving.wait()
 
 
 def go_on(transport: LocalTransport | None, folder: Path, *, tied: bool, **options: Any) -> Any:
@@ -157,9 +164,11 @@ print("well")
 
 @pytest.mark.processes
 def test_a_process_without_penstock_reads_it(tmp_path: Path) -> None:
-    """By torch's own loader into the plain model, shared parameters under each of their names; and as one file."""
+    """By torch's own loader into the plain model, shared parameters under each of their names; and as one file.
+
+    It was written beside a step; the test above reads those that were waited for, which the same lines write."""
     place = tmp_path / "checkpoint"
-    LocalWorld(2).run(write, place, tied=True, schedule="1f1b")
+    LocalWorld(2).run(write, place, tied=True, schedule="1f1b", wait=False)
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_PENSTOCK, str(place)], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
@@ -181,6 +190,61 @@ def test_a_folder_that_cannot_be_made_is_told_to_every_rank(tmp_path: Path) -> N
     with pytest.raises(PenstockError):
         world.run(lambda transport: chain(transport, "1f1b")[0].save(tmp_path / "file" / "checkpoint"))
     assert ["NotADirectoryError" in repr(error) for error in world.errors] == [True, True]
+
+
+def test_a_disk_that_is_stuck_is_named_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Saving.wait` waited for it without a bound, and so did a process that ended."""
+    answers = threading.Event()
+
+    class Stuck(Disk):
+        def finish(self, stream: BinaryIO) -> None:
+            assert answers.wait(60.0)
+            super().finish(stream)
+
+    def rank(transport: LocalTransport) -> None:
+        pipe = pipeline(transport, schedule="1f1b")
+        saving = pipe.save(tmp_path / "checkpoint", wait=False)
+        assert saving is not None
+        assert saving._thread.daemon, "the interpreter would wait for it at its end"
+        saving.wait()
+
+    monkeypatch.setattr(saving_module, "DISK", Stuck())
+    monkeypatch.setattr(saving_module, "_DISK", 0.3)
+    world = LocalWorld(2)
+    with pytest.raises(RunError):  # no rank is lost, so that nobody starts the run again
+        world.run(rank)
+    assert all(f"the disk under {tmp_path} did not take" in str(error) for error in world.errors), world.errors
+    answers.set()
+    assert not saving_module._UNDER_WAY, "a process that ends would wait for the disk again"
+    for thread in threading.enumerate():
+        if thread.name == "penstock-checkpoint":
+            thread.join(60.0)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.processes
+def test_a_process_that_ends_lets_its_checkpoint_come_to_its_end(tmp_path: Path) -> None:
+    """Also one that multiprocessing has forked."""
+    looked = threading.Event()
+
+    class Slow(Disk):
+        def finish(self, stream: BinaryIO) -> None:
+            assert looked.wait(60.0)
+            super().finish(stream)
+
+    def leave() -> None:
+        saving_module.DISK = Slow()
+        saving = pipe.save(tmp_path / "checkpoint", extra={"number": 7}, wait=False)
+        assert saving is not None
+        assert not saving.done
+        looked.set()
+
+    pipe = pipeline(None, schedule="1f1b")
+    child = multiprocessing.get_context("fork").Process(target=leave)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert penstock.load(tmp_path / "checkpoint").extra["number"] == 7
 
 
 KILLED = """

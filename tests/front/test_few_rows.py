@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Pipeline
+from penstock import Microbatches, Pipeline
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError, SplitError
 
@@ -76,3 +76,41 @@ def test_without_it_such_a_batch_is_refused_on_every_rank() -> None:
     (first, why), (second, _) = LocalWorld(2).run(rank)
     assert isinstance(why, SplitError)
     assert first == second
+
+
+def test_few_rows_are_grouped_as_well() -> None:
+    """A step of rows in groups of even cost was refused when there were fewer rows than microbatches."""
+
+    def rank(transport: LocalTransport) -> Any:
+        pipe = Pipeline(
+            make(), (X,), loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=4, profile=False, few_rows=True,
+            group_rows=lambda x: [1 + 3 * (k % 2) for k in range(len(x))], group=transport,
+        )  # fmt: skip
+        found = [pipe.step(X[:rows], target=Y[:rows], outputs="all") for rows in SIZES]
+        grads = {name: p.grad for name, p in pipe.named_parameters()}
+        return [(result.loss, len(result.losses), result.outputs) for result in found], grads
+
+    model = make()
+    expected = []
+    for rows in SIZES:
+        output = model(X[:rows])
+        loss = nn.functional.mse_loss(output, Y[:rows])
+        loss.backward()
+        expected.append((loss.item(), output))
+    (found, grads), (_, others) = LocalWorld(2).run(rank)
+    for (loss, count, output), (wanted, outputs), rows in zip(found, expected, SIZES, strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-12)
+        assert count == min(rows, 4)
+        torch.testing.assert_close(output, outputs.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close({**grads, **others}[name], parameter.grad)
+
+
+def test_ready_microbatches_may_be_few_too() -> None:
+    pipe = Pipeline(
+        make(), (X,), loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=4, profile=False, few_rows=True
+    )
+    for call in (pipe.step, pipe.evaluate):
+        result = call(Microbatches([X[:3], X[3:4]]), target=Microbatches([Y[:3], Y[3:4]]))
+        assert len(result.losses) == 2
+        assert result.loss == pytest.approx(nn.functional.mse_loss(make()(X[:4]), Y[:4]).item(), rel=1e-12)

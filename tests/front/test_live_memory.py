@@ -53,11 +53,16 @@ def model() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(8)))
 
 
+def autocast(cast: bool) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, enabled=cast)
+
+
 @cache
-def profile() -> Profile:
+def profile(cast: bool = False) -> Profile:
     """Bytes as they are measured; times that cut at every second block, however busy the machine is."""
     x, y = data()
-    found = penstock.profile(model(), (x[:ROWS],), loss_fn=nn.functional.mse_loss, target=y[:ROWS], repeats=1)
+    with autocast(cast):
+        found = penstock.profile(model(), (x[:ROWS],), loss_fn=nn.functional.mse_loss, target=y[:ROWS], repeats=1)
     blocks = Counter(layer.name.split(".")[0] for layer in found.layers)
     times = [1 / blocks[layer.name.split(".")[0]] for layer in found.layers]
     layers = [
@@ -73,21 +78,26 @@ def stages(boundaries: tuple[int, ...], schedule: str, per_rank: int) -> Pipe:
     return cut(request, choose(profile(), Wishes(RANKS, MICROBATCHES, schedule, num_stages=RANKS * per_rank)))
 
 
-def watched(schedule: str, options: dict[str, Any], *, return_outputs: bool = False) -> list[dict[str, Any]]:
+def watched(
+    schedule: str, options: dict[str, Any], *, return_outputs: bool = False, cast: bool = False
+) -> list[dict[str, Any]]:
     """Of each rank: what a warm step held after each action, counted and planned."""
-    choice = choose(profile(), Wishes(RANKS, MICROBATCHES, schedule))
+    choice = choose(profile(cast), Wishes(RANKS, MICROBATCHES, schedule))
     pipe = stages(choice.boundaries, schedule, choice.num_stages // RANKS)
-    return run_choice(choice, pipe, options, return_outputs=return_outputs)
+    return run_choice(choice, pipe, options, return_outputs=return_outputs, cast=cast)
 
 
-def run_choice(choice: Choice, pipe: Pipe, options: dict[str, Any], *, return_outputs: bool) -> list[dict[str, Any]]:
+def run_choice(
+    choice: Choice, pipe: Pipe, options: dict[str, Any], *, return_outputs: bool, cast: bool = False
+) -> list[dict[str, Any]]:
     x, y = data()
 
     def rank(transport: LocalTransport) -> dict[str, Any]:
         own = [pipe.build_stage(k, "cpu", transport) for k in choice.plan.placement.stages_of(transport.rank)]
         running = Schedule.from_plan(choice.plan, own, loss_fn=nn.functional.mse_loss, **options)
-        running.step(x, target=y)  # gradients have their memory, and messages are known
-        with running.watch_memory() as memory:
+        with autocast(cast):
+            running.step(x, target=y)  # gradients have their memory, and messages are known
+        with autocast(cast), running.watch_memory() as memory:
             running.step(x, target=y, return_outputs=return_outputs)
         plan = running.lowered_plan()
         return {
@@ -159,3 +169,15 @@ def test_buffers_of_messages_are_those_of_the_plan() -> None:
     for rank, found in enumerate(watched("1f1b", {})):
         for code, counted, planned in zip(found["plan"].codes[rank], found["buffers"], found["planned"], strict=True):
             assert counted == planned[BUFFERS], f"rank {rank}, after {unpack(code)}"
+
+
+@pytest.mark.parametrize("way", ["as it is", "recompute"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zbv"])
+def test_casts_of_autocast_are_those_of_the_plan(schedule: str, way: str) -> None:
+    """Of parameters there is one a step. Of values at a boundary there were those of all microbatches, to the end of the step."""
+    for rank, found in enumerate(watched(schedule, WAYS[way], cast=True)):
+        planned = [sum(level.values()) for level in found["planned"]]
+        for code, counted, expected in zip(found["plan"].codes[rank], found["counted"], planned, strict=True):
+            after = f"rank {rank}, after {unpack(code)}: {counted} counted, {expected} planned, peak {max(planned)}"
+            assert abs(counted - expected) <= NEAR * max(planned) + LOSSES, after
+        assert found["planned"][-1]["casts"] > 0

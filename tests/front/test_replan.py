@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch import nn
 from penstock import Pipeline, tie
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError, StageError
-from penstock.front import change_plan
 from penstock.lower import lower, recompute
 from penstock.plan import Op, Plan, check
 from penstock.run import Schedule
@@ -99,16 +98,37 @@ def test_processes_change_the_plan_together(gloo_pool: GlooPool) -> None:
     assert losses == pytest.approx(plain, rel=1e-6)
 
 
-def test_a_pipeline_changes_its_plan_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured costs are replaced by ones that speak for another plan: what threads measure is nothing to rely on."""
+SLOW = 0.004  # seconds that a layer takes, in which it does nothing: time is the subject
+
+
+class TakeTime(torch.autograd.Function):
+    """The value itself, after a while; the backward takes twice as long."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLOW)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * SLOW)
+        return gradient
+
+
+class Slow(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
+        return TakeTime.apply(super().forward(input))  # type: ignore[no-any-return]
+
+
+def test_a_pipeline_changes_its_plan_by_itself() -> None:
+    """Layers that take their time show what GPipe costs; it holds so much that a split backward may hold as much."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = nn.Sequential(*(Slow(4, 4) for _ in range(2)))
     x, y = torch.randn(8, 4), torch.randn(8, 4)
-    monkeypatch.setattr(change_plan, "measured_costs", lambda timelines, known: replace(SPLIT))
 
     def rank(transport: LocalTransport, share: float | None) -> tuple[list[float | None], Plan, str]:
         pipe = Pipeline(
-            copy.deepcopy(model), (x,), loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=4, profile=False,
+            copy.deepcopy(model), (x,), loss_fn=nn.functional.mse_loss, schedule="gpipe", microbatches=4, profile=False,
             group=transport, replan=share,
         )  # fmt: skip
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -119,6 +139,9 @@ def test_a_pipeline_changes_its_plan_by_itself(monkeypatch: pytest.MonkeyPatch) 
             optimizer.zero_grad()
         assert pipe.choice is not None
         assert pipe.choice.plan == pipe.plan
+        if share is not None:
+            assert pipe.choice.costs.time(Op.F, 0) >= SLOW, "the costs of now are those that were measured"
+            assert pipe.choice.costs.time(Op.B, 1) >= 2 * SLOW
         return losses, pipe.plan, pipe.explain(print_output=False)
 
     plain, changed = LocalWorld(2).run(rank, None), LocalWorld(2).run(rank, 0.01)

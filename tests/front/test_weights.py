@@ -52,7 +52,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         found[f"folder {kind}"], found[f"index {kind}"] = sharded, str(index)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": state, "epoch": 3}, checkpoint_id=folder / "dcp", no_dist=True)
+        dcp.async_save({"model": state, "epoch": 3}, checkpoint_id=folder / "dcp", no_dist=True).result(60)
         dcp.save(dict(state), checkpoint_id=folder / "flat", no_dist=True)
     found["dcp"], found["flat dcp"] = folder / "dcp", folder / "flat"
     return found
@@ -116,6 +116,28 @@ def test_stages_made_by_hand_get_them_too(tmp_path: Path) -> None:
     torch.save(expected, tmp_path / "model.pt")
     for state in LocalWorld(2).run(by_hand, tmp_path / "model.pt"):
         assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_weights_that_one_rank_cannot_take_change_nothing_on_any(captured: bool) -> None:
+    """The other ranks had copied theirs into the user's model by then."""
+
+    def run(transport: LocalTransport) -> bool:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+        weights = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        weights["3.bias"] = torch.ones(3)
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "microbatches": 2, "weights": weights}
+        modules = penstock.split_modules(model, ["0", "1", "2", "3"], 2)
+        stage = penstock.PipelineStage(modules[transport.rank], transport.rank, 2, "cpu", group=transport)
+        of_model: dict[str, Any] = {
+            "model": model, "example": (torch.ones(4, 2),), "profile": False, "schedule": "1f1b", "group": transport
+        }  # fmt: skip
+        with pytest.raises(PenstockError, match=r"3\.bias"):
+            penstock.Pipeline(**(of_model if captured else {"stages": [stage]}), **options)
+        return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    assert LocalWorld(2).run(run) == [True, True]
 
 
 def test_what_is_missing_is_named(files: dict[str, Any]) -> None:

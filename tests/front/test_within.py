@@ -16,6 +16,7 @@ from penstock.front.choice_text import explanation
 from penstock.front.request import Built
 from penstock.front.stage_costs import Machine
 from penstock.front.within import holding_less
+from penstock.lower import recompute
 from penstock.plan import Op, check
 from penstock.schedules import get_schedule
 
@@ -100,15 +101,40 @@ def test_each_rank_may_have_a_limit_of_its_own() -> None:
         choose(profile(), wishes([1, 2, 3]))
 
 
-def test_the_smallest_limit_is_named_and_does() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "offload"),
+    [("gpipe", False), ("1f1b", False), ("zbv", False), ("auto", False), ("gpipe", True), ("interleaved1f1b", True)],
+)
+def test_the_smallest_limit_is_named_and_does(schedule: str, offload: bool) -> None:
+    """Whoever has room enough is told the same as whoever has none; one byte in a hundred less does not do."""
     with pytest.raises(BalanceError, match="The smallest limit that would do is") as caught:
-        choose(profile(), wishes(1000))
+        choose(profile(), wishes(1000, schedule, offload=offload))
     smallest = int(re.search(r"would do is (\d+) bytes", str(caught.value))[1])  # type: ignore[index]
-    choice = choose(profile(), wishes(smallest))
+    choice = choose(profile(), wishes(smallest, schedule, offload=offload))
     assert max(choice.memory) <= smallest
     assert choice.smallest_limit == smallest
+    assert choose(profile(), wishes(1 << 40, schedule, offload=offload)).smallest_limit == smallest
     with pytest.raises(BalanceError):
-        choose(profile(), wishes(smallest - 1))
+        choose(profile(), wishes(round(0.99 * smallest), schedule, offload=offload))
+
+
+def test_a_plan_that_recomputes_already_is_given_a_limit_too() -> None:
+    """What it recomputes stays as it is; what it does not may come to be."""
+    some = recompute(get_schedule("gpipe")(2, 8), {0: range(4)})
+    options = {"plan": some, "num_stages": 2}
+    bare = choose(profile(), wishes(1 << 40, **options))
+    assert bare.plan == some
+    assert bare.smallest_limit is not None
+    tight = choose(profile(), wishes(bare.smallest_limit, **options))
+    assert tight.plan.has(Op.R)
+    assert max(tight.memory) <= bare.smallest_limit < max(bare.memory)
+
+
+def test_without_measured_activations_no_smallest_limit_is_named() -> None:
+    guessed = replace(profile(), metadata={"unit": "", "estimated": "the number of parameters"})
+    choice = choose(guessed, wishes(1 << 40))
+    assert choice.smallest_limit is None
+    assert choice.why.endswith("a rank by its parameters: no step was measured")
 
 
 def test_offload_is_taken_where_it_may_be_and_costs_less() -> None:

@@ -19,7 +19,9 @@ import penstock
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError, PlanError, RunError
 from penstock.misfits import fits, takes
+from penstock.plan import pack, unpack
 from penstock.run.lookout import FOLDER, read_folder
+from penstock.simulate import simulate
 from tests.checkpoint.pipes import make
 
 NONSENSE: list[Any] = [
@@ -27,12 +29,12 @@ NONSENSE: list[Any] = [
     *([], [1], ["x"], {}, {"a": 1}, (), (1, 2), torch.ones(2), torch.ones(0, 4), nn.Linear(2, 2)),
     *(Path("/nonexistent/x"), Path("/")),
 ]
-ROOMS = ("plan", "schedules", "simulate", "lower", "show", "balance", "search")
-LEFT = {
-    "LocalWorld",  # as many threads as it is told
-    "pack",  # the packed form of actions is for speed; plans check theirs as a whole
-    "unpack",
-}
+ROOMS = (
+    *("plan", "schedules", "simulate", "lower", "show", "balance", "search", "batch", "capture", "stage", "run"),
+    *("comm", "parallel", "front", "train", "studio"),
+)
+LEFT = {"LocalWorld"}  # as many threads as it is told
+PLAN = penstock.get_schedule("1f1b")(2, 4)
 
 
 def callables() -> list[tuple[str, Any]]:
@@ -43,11 +45,17 @@ def callables() -> list[tuple[str, Any]]:
             value = getattr(module, name)
             if isinstance(value, type) and issubclass(value, BaseException | enum.Enum):
                 continue
+            if getattr(value, "_is_protocol", False) or inspect.isabstract(value):
+                continue  # what a user derives from; Python itself says that it cannot be called
             if callable(value) and name not in LEFT:
                 found[f"{room}.{name}"] = value
     for owner in (penstock.Plan, penstock.Placement, penstock.StageGraph, penstock.Costs, penstock.Profile):
         found |= {f"{owner.__name__}.{n}": v for n, v in vars(owner).items() if isinstance(v, classmethod)}
         found |= {name: v.__get__(None, owner) for name, v in found.items() if isinstance(v, classmethod)}
+    costs = penstock.Costs.unit(PLAN)
+    for one in (PLAN, PLAN.placement, PLAN.graph, PLAN.rules, costs, simulate(PLAN, costs)):
+        methods = [name for name in vars(type(one)) if not name.startswith("_") and callable(getattr(one, name))]
+        found |= {f"{type(one).__name__}().{name}": getattr(one, name) for name in methods}
     return list(found.items())
 
 
@@ -97,6 +105,33 @@ def test_13_11_nonsense_is_named_by_a_pipeline(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(RunError, match="loss_kwargs is a Tensor"):
             call(x, target=y, loss_kwargs=torch.ones(2))
     assert pipe.evaluate(x[:1], target=y[:1]).loss is not None, "a plan that was refused is not half taken"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: PLAN.placement.rank_of(2), "rank_of(stage=2); expected a stage from 0 to 1"),
+        (lambda: PLAN.placement.rank_of(-1), "rank_of(stage=-1)"),
+        (lambda: PLAN.placement.stages_of(7), "stages_of(rank=7); expected a rank from 0 to 1"),
+        (lambda: PLAN.graph.producers(9), "producers(stage=9)"),
+        (lambda: PLAN.actions(2), "actions(rank=2); expected a rank from 0 to 1"),
+        (lambda: PLAN.actions(-1), "actions(rank=-1)"),
+        (lambda: unpack(30), "unpack(30); expected a packed action"),
+        (lambda: unpack("2F0"), "unpack('2F0')"),  # type: ignore[arg-type]
+        (lambda: pack("2F0"), "pack('2F0'); expected an action"),  # type: ignore[arg-type]
+        (lambda: pack(penstock.Action(penstock.Op.F, 1 << 20, 0)), "stages go from 0 to 1048575"),
+        (lambda: pack(penstock.Action(penstock.Op.F, 0, -1)), "microbatches from 0 to"),
+        (lambda: PLAN.rules.carrier(0, 0), "no stage on rank 0 uses the output of stage 0"),
+        (lambda: PLAN.rules.requires(penstock.Action(penstock.Op.UNSHARD, 0)), "requires(0UNSHARD)"),
+        (lambda: PLAN.of_first(0), "a plan for 0 microbatches"),
+        (lambda: penstock.batch.microbatch_sizes(4, 0), "0"),
+    ],
+)
+def test_13_11_numbers_of_the_right_kind_that_are_none_of_the_plan(call: Callable[[], object], said: str) -> None:
+    """They were IndexError, StopIteration and AssertionError, or the last stage for -1, or another action for a large stage."""
+    with pytest.raises(PenstockError) as raised:
+        call()
+    assert said in str(raised.value)
 
 
 def test_13_11_a_value_that_cannot_be_told_fails_on_every_rank() -> None:

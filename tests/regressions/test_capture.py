@@ -378,3 +378,40 @@ def test_a_microbatch_of_one_row() -> None:
     found = on_ranks(plan_of("1f1b", 4, 3), pipe, work)[0]
     for losses, given in zip(found, (batch, longer), strict=True):
         torch.testing.assert_close(torch.stack(losses), torch.stack(loop(model, given, 3)))
+
+
+def test_5_a_model_captured_in_evaluation_trains_though_it_is_cut_before_a_batch_norm() -> None:
+    """In training a batch norm counts its batches before it normalizes. With the cut between the two, the stage before it was to
+    add to a count that it does not have, and switching to training was an error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).eval()
+    x = torch.randn(8, 4)
+    pipe = pipeline(copy.deepcopy(model), (x,), num_stages=3)
+    for mode in (True, False, True):
+        model.train(mode)
+        pipe.train(mode)
+        torch.testing.assert_close(pipe(x), model(x))
+    assert pipe.get_stage_module(1).state_dict()["1.num_batches_tracked"] == 2
+
+
+class TakesTarget(nn.Module):
+    """Computes its own loss from an argument that has the name of one of `step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self.last(self.first(x)), target)}
+
+
+def test_17_an_argument_called_target_is_given_by_its_place() -> None:
+    """The error asked to pass the argument that the call did have: `step` had taken it for itself."""
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    stage = pipeline(TakesTarget(), (x[:2], y[:2]), num_stages=1).build_stage(0, "cpu")
+    schedule = Schedule.from_plan(get_schedule("gpipe")(1, 4), stage)
+    with pytest.raises(CaptureError, match="target= is an argument of step itself: give the model's by its place"):
+        schedule.step(x, target=y)
+    losses: list[Tensor] = []
+    schedule.step(x, y, losses=losses)
+    assert len(losses) == 4

@@ -20,13 +20,14 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import penstock
 from penstock.checkpoint import kept, manifest
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Damaged, Manifest
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.errors import PenstockError, RanksDisagree, StageError
+from penstock.errors import PenstockError, RanksDisagree, RunError, StageError
 from penstock.front import saving
 from tests.checkpoint import attack
 from tests.checkpoint.pipes import batch, everything, make, same, saved, train
@@ -516,6 +517,59 @@ def test_a_save_beside_the_steps_has_the_values_of_its_beginning(tmp_path: Path)
     assert penstock.load(place).step == 4
     assert not [path for path in tmp_path.iterdir() if "saving" in path.name or "deleting" in path.name]
     assert {path.name for path in place.iterdir()} == {*Manifest.read(place).sizes(), manifest.FILE}
+
+
+class Counting(DefaultStager):
+    """DCP's own, which copies in a thread and keeps its memory for the next time; `after` times it works."""
+
+    def __init__(self, after: int = 100) -> None:
+        super().__init__(StagingOptions(False, False, True, False))
+        self.left = after
+        self.copied: list[int] = []
+
+    def stage(self, state_dict: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise MemoryError("no room for a copy")
+        self.copied.append(len(state_dict))
+        return super().stage(state_dict, **options)
+
+
+def test_of_a_part_of_a_large_tensor_that_part_is_copied() -> None:
+    """DCP's stager copies all the memory behind a tensor: of parameters in one buffer every rank copied all of them."""
+    whole = torch.arange(1000.0)
+    ((_, _, copy),) = saving.staged([("x", (0,), whole[10:20])], None)
+    assert torch.equal(copy, whole[10:20])
+    assert copy.untyped_storage().nbytes() == copy.nbytes
+
+
+def test_tensors_are_copied_by_dcps_stager_and_all_ranks_hear_if_it_cannot(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint"
+
+    def run(transport: LocalTransport) -> Any:
+        pipe, optimizer = make(transport)
+        stager = Counting(after=2 if transport.rank else 100)
+        with pytest.raises(RunError, match="wait=False"):
+            pipe.save(place, stager=stager)
+        for number in range(2):  # the second time its memory is used again
+            train(pipe, optimizer, range(number, number + 1))
+            then = everything(pipe, optimizer)
+            made = pipe.save(place, optimizer=optimizer, wait=False, stager=stager)
+            assert made is not None
+            train(pipe, optimizer, range(7, 8))
+            made.wait()
+            pipe.load(place, optimizer=optimizer)
+            assert same(then, everything(pipe, optimizer))
+        made = pipe.save(place, optimizer=optimizer, wait=False, stager=stager)
+        assert made is not None
+        with pytest.raises(PenstockError, match="no room for a copy"):
+            made.wait()
+        stager.close()
+        return stager.copied
+
+    first, second = LocalWorld(2).run(run)
+    assert min(first[:2] + second) > 0
+    assert penstock.load(place).step == 2  # the last whole one
 
 
 def _forged(place: Path, change: Callable[[dict[str, Any]], None]) -> None:

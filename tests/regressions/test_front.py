@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tracemalloc
@@ -66,6 +67,35 @@ def test_13_3_captured_stages_go_back_to_training() -> None:
     first = pipe.evaluate(tokens, target=labels).loss
     assert pipe.evaluate(tokens, target=labels).loss == first, "no dropout"
     assert pipe.step(tokens, target=labels).loss != pipe.step(tokens, target=labels).loss, "dropout"
+
+
+class PartlyFrozen(nn.Module):
+    """Trains with its batch norm and its dropout in evaluation mode, as one does with a backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm.eval()
+        self.dropout = nn.Dropout(0.5).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(self.norm(self.first(x))))
+
+
+def test_13_3_and_frozen_parts_of_captured_ones_stay_frozen() -> None:
+    """After an evaluation the graph of a model that trains as a whole took the place of the captured one: dropout that the user
+    had switched off was on again, and a frozen batch norm was an error. Sizes traced later were traced in evaluation mode."""
+    x, y = batch(0)
+    model = PartlyFrozen()
+    loss = nn.functional.mse_loss
+    pipe = penstock.Pipeline(copy.deepcopy(model), (x,), loss_fn=loss, microbatches=len(x) // 2, profile=False)
+    expected = loss(model(x), y).item()
+    assert pipe.step(x, target=y).loss == pytest.approx(expected)
+    assert pipe.evaluate(x, target=y).loss == pytest.approx(expected)
+    assert pipe.step(x, target=y).loss == pytest.approx(expected)
+    half = slice(len(x) // 2)  # microbatches of one row, for which the model is traced on its own
+    assert pipe.step(x[half], target=y[half]).loss == pytest.approx(loss(model(x[half]), y[half]).item())
+    assert torch.equal(pipe.state_dict()["norm.running_mean"], torch.zeros(WIDTH))
 
 
 @pytest.mark.parametrize("profile", [None, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import penstock
 from penstock import Microbatches, PeerFailed, Schedule
 from penstock.batch import weighted_mean
-from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, on_ranks
+from penstock.comm import LocalTransport, LocalWorld
+from penstock.schedules import get_schedule
+from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, on_ranks, stages_for
 
 SPLIT = ["interleavedzerobubble", "zbv", "dualpipev", "zb-h1"]
 
@@ -325,10 +329,14 @@ def test_32_dropout_does_not_depend_on_the_schedule(names: tuple[str, ...]) -> N
 
 
 def test_33_nothing_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams, events and seeds of CUDA were taken for granted."""
+    """Streams, events and seeds of CUDA were taken for granted; later, that a pipeline uses the GPU of its machine."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("CUDA was asked for")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", refuse)
 
     for name in ("current_stream", "synchronize", "current_device", "Stream", "Event", "get_rng_state", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, refuse)
@@ -354,3 +362,352 @@ def test_a_peer_that_failed_is_told_apart_from_ones_own_failure() -> None:
                 schedule.step(target=y)
 
     on_ranks("1f1b", 2, 4, rank)
+
+
+class Counting(nn.Module):
+    """Gives, beside its output, a buffer that every forward changes."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor, before: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+        self.seen.add_(1)
+        return x * self.seen.clone() + before, self.seen
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_buffer_in_an_output_has_the_value_of_its_microbatch(num_ranks: int, train: bool) -> None:
+    """A stage gave a running count beside its output. The next forwards added to it before the next stage had read it, or the
+    outputs were put together, so that all microbatches saw a later count than in the unpipelined model."""
+    x, y = batch(8)
+    plan = get_schedule("loopedbfs")(num_ranks, 4, stages_per_rank=2 // num_ranks)
+    modules: list[nn.Module] = [Counting(), Counting()]
+
+    def rank(transport: LocalTransport) -> Any:
+        schedule = Schedule.from_plan(plan, stages_for(plan, transport, modules), loss_fn=lambda out, _: out[0].mean())
+        return (schedule.step if train else schedule.eval)(x.clone().requires_grad_(), target=y)
+
+    values, counts = LocalWorld(num_ranks).run(rank)[-1]
+    numbers = torch.arange(1, 5, dtype=torch.float64)
+    assert torch.equal(counts, numbers)
+    assert torch.equal(values, x * numbers.repeat_interleave(2)[:, None] ** 2 + numbers.repeat_interleave(2)[:, None])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_hook_on_a_tied_parameter_changes_its_gradient_once(name: str) -> None:
+    """A hook that halves the gradient of a weight that two stages hold (as those that let some rows of an embedding learn more
+    slowly do) fired for each part of the gradient and again for their sum: the weight learnt at a quarter of its pace."""
+    x, y = batch(8)
+    modules: list[nn.Module] = [nn.Linear(4, 4, bias=False).double() for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    whole = nn.Parameter(modules[0].weight.detach().clone())  # type: ignore[arg-type, operator]
+    for weight in (whole, *(module.weight for module in modules)):
+        weight.register_hook(lambda grad: grad / 2)  # type: ignore[operator]
+    for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+        (nn.functional.mse_loss(a @ whole.T @ whole.T, b) / 4).backward()
+
+    tied = [penstock.tie([(0, "weight"), (1, "weight")])]
+    on_ranks(name, 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules, ties=tied)
+    assert whole.grad is not None
+    assert close(grads_of(modules), [whole.grad, whole.grad])
+
+
+class Clamped(nn.Module):
+    """Changes its input in place, for some microbatches."""
+
+    def __init__(self, buffers: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        for number in range(buffers):
+            self.register_buffer(f"buffer{number}", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.detach().max() > 1:
+            x[x > 1] = 1
+        return self.linear(x)
+
+
+def large_in_the_third() -> tuple[Tensor, Tensor]:
+    x, y = batch(8)
+    x = x.clamp(-0.5, 0.5)
+    x[4] = 50
+    return x, y
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"offload": True}, {"rng": "per-microbatch"}])
+@pytest.mark.parametrize(("name", "buffers"), [("gpipe", 1), ("1f1b", 0), ("zb-h1", 0)])
+def test_an_input_that_only_some_microbatches_change_in_place(name: str, buffers: int, options: dict[str, Any]) -> None:
+    """Whether a stage changes its input in place is found out by its first forward. If only a later one does so (values to be
+    clamped, rows to be masked), the step ended with autograd's refusal to change a leaf. What the forward has drawn and changed
+    by then cannot be taken back, so the step fails, says so, and the next one is right."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [nn.Linear(4, 4).double(), Clamped(buffers)]
+    with torch.no_grad():
+        modules[0].weight.copy_(torch.eye(4))  # type: ignore[operator]
+        modules[0].bias.zero_()  # type: ignore[operator]
+    x, y = large_in_the_third()
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        with pytest.raises(penstock.PenstockError, match="changes its input in place for microbatch 2, and did not"):
+            schedule.step(x, target=y)
+        for module in modules if rank == 0 else []:
+            module.zero_grad()
+        schedule.step(x, target=y)
+
+    on_ranks(name, 2, 4, rank, modules=modules, **options)
+    assert close(grads_of(modules), loop_grads(modules, x, y, 4))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table
+
+
+class Looking(nn.Module):
+    """Looks rows up in the table that the stage before gave it; the table's gradient is sparse."""
+
+    def forward(self, table: Tensor) -> Tensor:
+        return nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True)
+
+
+def test_a_sparse_gradient_goes_upstream_and_a_sparse_value_is_refused() -> None:
+    """The sender of a sparse gradient failed with an error about memory formats, and so did that of a sparse value."""
+    x, y = batch(8)
+    modules: list[nn.Module] = [Table(), Looking()]
+    on_ranks("1f1b", 2, 4, lambda schedule, rank: [schedule.step(x, target=y) for _ in range(2)], modules=modules)
+    (expected,) = loop_grads(modules, x, y, 4)
+    assert close(grads_of(modules), [2 * expected.to_dense()])
+
+    def refused(schedule: Schedule, rank: int) -> None:
+        with pytest.raises(penstock.PenstockError, match=r"sparse_coo tensor of shape \[2, 4\] cannot be sent"):
+            schedule.eval(x)
+
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to_sparse()
+
+    on_ranks("gpipe", 2, 4, refused, modules=[Sparse(), Looking()])
+
+
+def test_tied_parameters_that_were_replaced_stay_tied() -> None:
+    """``load_state_dict(..., assign=True)`` puts other parameters in the places of the old ones. The gradients of the old ones
+    were added up from then on, and the new ones each had a part of theirs."""
+    x, y = batch(8)
+    modules: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4, bias=False)).double() for _ in range(2)]
+    state = {"0.weight": torch.randn(4, 4, dtype=torch.float64)}
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        schedule.step(x, target=y)
+        modules[rank].load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
+        schedule.step(x, target=y)
+
+    tied = [penstock.tie([(0, "0.weight"), (1, "0.weight")])]
+    on_ranks("1f1b", 2, 4, rank, modules=modules, ties=tied)
+    whole = nn.Parameter(state["0.weight"].clone())
+    for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+        (nn.functional.mse_loss(a @ whole.T @ whole.T, b) / 4).backward()
+    assert whole.grad is not None
+    assert close(grads_of(modules), [whole.grad, whole.grad])
+
+
+class SameTwice(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(4, 4, bias=False).double() for _ in range(2))
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.a(x).tanh())
+        return out
+
+
+@pytest.mark.parametrize("ties", [["a.weight", "b.weight"], ["b.weight", "a.weight"]])
+def test_a_parameter_in_two_ties_is_refused(ties: list[str]) -> None:
+    """Its gradient was added up once for each tie, so that the weight learnt at twice its pace, and what `.grad` held before was
+    lost; three stages tied in two pairs each had another gradient. One tie with all names is what was meant."""
+    x, y = batch(8)
+
+    def refused(schedule: Schedule, rank: int) -> None:
+        with pytest.raises(
+            penstock.StageError, match=r"in two ties: \w\.weight of stage 0 .* one tie with all holders"
+        ):
+            schedule.step(x, target=y)
+
+    pairs = [penstock.tie([(0, name), (1, name)]) for name in ties]
+    on_ranks("1f1b", 2, 4, refused, modules=[SameTwice(), SameTwice()], ties=pairs)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_tied_parameter_that_is_frozen_on_one_rank_is_named_on_all_that_hold_it(where: int) -> None:
+    """There autograd said that element 0 of tensors does not require grad; the other rank had the gradient and went on, so that
+    what was one parameter became two."""
+    x, y = batch(8)
+    modules: list[nn.Module] = [nn.Linear(4, 4).double() for _ in range(2)]
+    modules[where].weight.requires_grad_(False)  # type: ignore[operator]
+
+    def refused(schedule: Schedule, rank: int) -> None:
+        weight = modules[rank].weight
+        with pytest.raises(penstock.StageError, match="a holder has it frozen while another trains it"):
+            schedule.step(x, target=y)
+        assert weight.grad is None
+        weight.requires_grad_(False)  # type: ignore[operator]
+        schedule.step(x, target=y)
+        assert weight.grad is None
+
+    on_ranks("zb-h1", 2, 4, refused, modules=modules, ties=[penstock.tie([(0, "weight"), (1, "weight")])])
+
+
+class LayerDrop(nn.Module):
+    """Leaves its batch norm out for some microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4).double(), nn.BatchNorm1d(4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.norm(y) if x[0, 0] > 0 else y
+
+
+def test_a_batch_norm_that_the_first_forward_leaves_out_counts_once_when_run_again() -> None:
+    """The first forward showed which buffers a forward changes. A batch norm that it left out changes its statistics past
+    autograd's count, so they were not put back before later forwards were run again, and took in those microbatches twice."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [LayerDrop(), nn.Linear(4, 4).double()]
+    x, y = batch(8)
+    x[:, 0] = torch.tensor([-1.0, -1, 1, 1, -1, -1, 1, 1])
+    whole = nn.Sequential(*copy.deepcopy(modules))
+    for part in x.chunk(4):
+        whole(part)
+    on_ranks("gpipe", 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules, recompute=True)
+    for name, value in whole[0].named_buffers():
+        assert torch.equal(value, dict(modules[0].named_buffers())[name]), name
+
+
+class Strided(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2)[:, 0]
+
+
+def test_a_forward_that_gives_every_fourth_number_is_run_again() -> None:
+    """Whether a run without a graph gives the same bits was asked of its bytes, which failed for a vector with gaps."""
+    modules: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4).double(), Strided()), nn.Unflatten(0, (-1, 1))]
+    x, y = batch(8)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target).mean()
+
+    on_ranks("gpipe", 2, 4, lambda s, _: s.step(x, target=y), modules=modules, recompute=True, loss_fn=loss)
+    (weight, bias), whole = grads_of(modules), nn.Sequential(*copy.deepcopy(modules))
+    whole.zero_grad()
+    loss(whole(x), y).backward()
+    assert close([weight, bias], grads_of([whole]))
+
+
+class CountsFirst(nn.Module):
+    """Changes one input in place, and then another, which autograd refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        position += 1
+        x.mul_(2)
+        return self.linear(x) * position
+
+
+class WithPosition(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), torch.zeros(len(x), 1).double()
+
+
+def test_a_forward_that_changed_another_input_is_not_run_again() -> None:
+    """The first forward was run again with copies of the refused input alone: the other one was counted up twice."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [WithPosition(), CountsFirst()]
+    x, y = batch(8)
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        with pytest.raises(penstock.PenstockError, match="it may have changed more by then"):
+            schedule.step(x, target=y)
+        for module in modules if rank == 0 else []:
+            module.zero_grad()
+        schedule.step(x, target=y)
+
+    on_ranks("1f1b", 2, 4, rank, modules=modules)
+    found = grads_of(modules)
+    for module in modules:
+        module.zero_grad()
+    for one, target in zip(x.chunk(4), y.chunk(4), strict=True):
+        hidden, position = modules[0](one)
+        (nn.functional.mse_loss(modules[1](hidden * 1, position), target) / 4).backward()
+    assert close(found, grads_of(modules))
+
+
+class Branches(nn.Module):
+    """The first microbatch leaves the layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.mean() > 0 else x * 1
+
+
+class Keeps(Branches):
+    """Keeps something of its own for all microbatches of a step."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.linear.weight + 1
+        return x @ self.kept
+
+
+class CountsGraphs(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.count += 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("kind", [Branches, Keeps, CountsGraphs])
+def test_a_forward_with_a_mind_of_its_own_is_recomputed(kind: type[Branches]) -> None:
+    """Run without a graph, the first of two forwards says nothing of the gradients and buffers of the next ones, and leaves
+    values without a graph behind. So user's own Python is run with one."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [kind(), nn.Linear(4, 4).double()]
+    x, y = batch(8)
+    x[:2], x[2:] = -x[:2].abs(), x[2:].abs()
+    on_ranks("gpipe", 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules, recompute=True)
+    on_ranks("gpipe", 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules, recompute=True)
+    recomputed, count = grads_of(modules), getattr(modules[0], "count", torch.zeros(())).clone()
+    for module in modules:
+        module.zero_grad()
+    modules[0].kept = None
+    for _ in range(2):
+        on_ranks("gpipe", 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    assert all(grad is not None for grad in recomputed)
+    assert close(recomputed, grads_of(modules))
+    assert getattr(modules[0], "count", 2 * count) == 2 * count

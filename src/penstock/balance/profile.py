@@ -26,6 +26,7 @@ _BYTES = (
     "input_peak",
     "weight_peak",
     "unmoved",
+    "cast_bytes",
     "parameter_bytes",
     "output_bytes",
 )
@@ -57,6 +58,8 @@ class LayerCost:
     weight_peak: int = 0
     # Of what is held to the input-backward: tensors that are too small to be offloaded.
     unmoved: int = 0
+    # Copies of its parameters in another type, which autocast keeps from the first forward to the end of a step.
+    cast_bytes: int = 0
     # Parameters that this layer alone uses.
     parameter_bytes: int = 0
     # What the layer hands on.
@@ -222,7 +225,7 @@ def _check_profile(profile: Profile) -> None:
             raise BalanceError(f"{what} is {size!r}, expected a whole number of bytes >= 0")
 
 
-def _layer_to_json(layer: LayerCost) -> dict[str, Any]:
+def _layer_to_json(layer: LayerCost) -> dict[str, object]:
     """Fields that differ from their default; names first."""
     row: dict[str, Any] = {"name": layer.name}
     for name in (*_TIMES, *_BYTES):

@@ -1,4 +1,4 @@
-"""`balance`: check what was asked, choose the solver, explain what cannot be."""
+"""`balance`: check what was asked, and choose the solver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import Literal
 
 from penstock.balance import chain, ranks, unequal
-from penstock.balance.cuts import Cuts, StageCut, size_text
+from penstock.balance.cuts import Cuts, StageCut
+from penstock.balance.no_room import average_excess, heaviest, no_room
 from penstock.balance.problem import Problem
 from penstock.balance.profile import Profile
 from penstock.balance.shares import by_shares
@@ -85,7 +86,7 @@ def balance(
     else:
         found = _solve(problem, objective)
     if found is None:
-        raise _no_room(problem)
+        raise no_room(problem)
     return _result(problem, found[0], objective=objective, exact=found[1])
 
 
@@ -101,7 +102,7 @@ def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 
     ranks = placement.ranks
     factor = _positive("optimizer_bytes", optimizer_bytes, zero=True) + 2
     problem = Problem(profile, ranks, None, _in_flight(None, len(ranks)), factor, _bandwidths(ranks, None, ()))
-    low, high, best = 0, _heaviest(problem), None
+    low, high, best = 0, heaviest(problem), None
     while best is None or high - low > max(1, high // 100):
         limit = high if best is None else (low + high) // 2
         try:
@@ -204,7 +205,7 @@ def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool] | N
     single = problem.num_ranks == problem.num_stages
     window = chain.windows(problem, problem.limits)
     least = chain.slowest(problem, window)
-    if least is None or _average_excess(problem) > 0:
+    if least is None or average_excess(problem) > 0:
         return None
     if objective == "rank" and not single:
         goal = ranks.Goal.RANK
@@ -233,73 +234,6 @@ def _unequal(problem: Problem, objective: str, rank_times: Sequence[float]) -> t
         return cuts, True
     found = _solve(problem, objective)
     return None if found is None else (found[0], False)
-
-
-def _no_room(problem: Problem) -> BalanceError:
-    """Say which layer is too large, or the least memory that would do."""
-    assert problem.limits is not None, "without a limit there is always room"
-    profile, limits = problem.profile, problem.limits
-    for index, layer in enumerate(profile.layers):
-        over, stage = min(
-            (problem.stage_memory(s, index, index + 1) - limits[problem.ranks[s]], s) for s in range(problem.num_stages)
-        )
-        if over > 0:
-            need = problem.stage_memory(stage, index, index + 1)
-            limit = limits[problem.ranks[stage]]
-            return BalanceError(
-                f"layer {layer.name!r} alone needs {need} bytes ({size_text(need)}) even on stage {stage}, "
-                f"and rank {problem.ranks[stage]} may hold {limit} ({size_text(limit)}); "
-                "raise memory_limit, split the layer, or hold fewer microbatches"
-            )
-    excess, sure = _least_excess(problem)
-    least = "the least possible is" if sure else "it takes at least"
-    asked = f"no cut of {len(profile.layers)} layers into {problem.num_stages} stages fits the memory limit"
-    if len(set(limits)) == 1:
-        need = limits[0] + excess
-        return BalanceError(
-            f"{asked} of {limits[0]} bytes ({size_text(limits[0])}) a rank: "
-            f"{least} {need} bytes ({size_text(need)}); raise memory_limit or use more ranks"
-        )
-    return BalanceError(
-        f"{asked} of {list(limits)} bytes: each rank needs at least {excess} bytes ({size_text(excess)}) more; "
-        "raise memory_limit or use more ranks"
-    )
-
-
-def _average_excess(problem: Problem) -> int:
-    """Bytes that are missing on each rank on average, however the layers are placed."""
-    if problem.limits is None:
-        return 0
-    lightest: int = sum(map(min, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
-    return -(-(lightest - sum(problem.limits)) // problem.num_ranks)
-
-
-def _heaviest(problem: Problem) -> int:
-    """Bytes that hold everything, however the layers are placed."""
-    heaviest: int = sum(map(max, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
-    return heaviest + sum(problem.group_states.values())
-
-
-def _least_excess(problem: Problem) -> tuple[int, bool]:
-    """The bytes by which every limit must grow before a cut fits; whether that is also enough."""
-    assert problem.limits is not None, "an excess is asked for only where there are limits"
-    most = _heaviest(problem)
-    low, high = max(0, _average_excess(problem)), most
-    while low < high:
-        middle = (low + high) // 2
-        grown = tuple(limit + middle for limit in problem.limits)
-        if chain.sweep(problem, None, chain.windows(problem, grown)) is None:
-            low = middle + 1
-        else:
-            high = middle
-    if problem.num_ranks == problem.num_stages:
-        return low, True
-    try:
-        found = ranks.best(problem, ranks.Goal.EXCESS, least=low, most=most)
-    except ranks.TooLarge:
-        return low, False
-    assert found is not None, "the largest excess holds everything"
-    return found, True
 
 
 def _result(problem: Problem, cuts: tuple[int, ...], *, objective: str, exact: bool) -> Cuts:

@@ -15,13 +15,13 @@ from penstock.batch.row_sizes import microbatch_sizes
 from penstock.batch.specs import Microbatches, Path, is_replicate
 from penstock.batch.tensors import is_dtensor, normal_dim, split_sizes
 from penstock.errors import SplitError
-from penstock.nest import has_tensor
+from penstock.nest import Value, has_tensor
 
 
 class BatchLeaf(NamedTuple):
     """A value that is no container, and what the user says about it."""
 
-    value: Any
+    value: Value
     spec: Any  # TensorChunkSpec, Replicate or None
     path: Path
     inherited: bool  # the spec stands above the leaf, and holds for the tensors there
@@ -57,7 +57,7 @@ def find_batch(leaves: list[BatchLeaf]) -> Batch | None:
 
 def cut_leaves(
     leaves: list[BatchLeaf], num_microbatches: int, batch_size: int | None, strict: bool
-) -> list[Sequence[Any]]:
+) -> list[Sequence[Value]]:
     """What each leaf is in each microbatch."""
     if num_microbatches < 1:
         raise SplitError(f"num_microbatches is {num_microbatches}; expected 1 or more")
@@ -71,7 +71,7 @@ def cut_leaves(
     return [_split_leaf(leaf, num_microbatches, batch, strict) for leaf in leaves]
 
 
-def _split_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None, strict: bool) -> Sequence[Any]:
+def _split_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None, strict: bool) -> Sequence[Value]:
     value = leaf.value
     if isinstance(value, Microbatches):
         check_count(value, num_microbatches, leaf.path)
@@ -92,7 +92,7 @@ def _split_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None, str
     return [value] * num_microbatches
 
 
-def _split_tensor_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None, strict: bool) -> Sequence[Any]:
+def _split_tensor_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None, strict: bool) -> Sequence[Value]:
     tensor: Tensor = leaf.value
     if leaf.spec is None:
         if batch is None or tensor.dim() == 0 or (strict and tensor.size(0) != batch.size):
@@ -124,7 +124,7 @@ def _split_tensor_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | No
     return cut
 
 
-def _split_mask_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None) -> Sequence[Any]:
+def _split_mask_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None) -> Sequence[Value]:
     if leaf.spec is not None and leaf.spec.split_dim != 0:
         raise SplitError(f"{leaf.path} is a BlockMask, which is cut along dimension 0 only; the spec is {leaf.spec}")
     size = block_mask_batch(leaf.value)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
 from penstock.errors import SplitError
+from penstock.misfits import takes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -21,7 +22,7 @@ _TABLES = (
 )
 
 
-def is_block_mask(value: Any) -> TypeGuard[BlockMask]:
+def is_block_mask(value: object) -> TypeGuard[BlockMask]:
     """Whether this is a BlockMask, without importing flex attention: who has one has imported it."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(value, module.BlockMask)
@@ -34,6 +35,7 @@ def block_mask_batch(mask: BlockMask) -> int:
     return mask.kv_num_blocks.size(0)
 
 
+@takes(SplitError)
 def split_block_mask(mask: BlockMask, sizes: Sequence[int]) -> list[BlockMask]:
     """One block mask for each size, each of which sees its own rows as rows 0, 1, ...
 
@@ -42,6 +44,8 @@ def split_block_mask(mask: BlockMask, sizes: Sequence[int]) -> list[BlockMask]:
     A mask of batch size 1 holds for all rows and is handed on as it is. The tables are views of those of the mask; the
     user's `mask_mod` is called with the row in the whole batch.
     """
+    if not hasattr(mask, "kv_num_blocks"):
+        raise SplitError(f"split_block_mask(mask={mask!r:.80}); expected a BlockMask of torch's flex attention")
     batch_size = block_mask_batch(mask)
     if batch_size == 1:
         return [mask] * len(sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,11 @@ from penstock.batch.specs import OUTPUT, CustomReducer, Path, TensorChunkSpec, c
 from penstock.batch.tensors import merge_tensors
 from penstock.errors import MergeError
 from penstock.misfits import takes
-from penstock.nest import Node, open_object
+from penstock.nest import Node, Value, open_object
 
 
 @takes(MergeError)
-def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
+def merge_chunks(chunks: Sequence[Value], chunk_spec: object = None) -> Value:
     """One value of the same structure from a value of each microbatch: the inverse of splitting, by the same specs.
 
     >>> import torch
@@ -41,7 +40,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     return _merge(list(chunks), chunk_spec, OUTPUT)
 
 
-def _merge(values: list[Any], spec: Any, path: Path) -> Any:
+def _merge(values: list[object], spec: object, path: Path) -> Value:
     node = _open(values[0], spec)
     if node is None:
         return _merge_leaf(values, spec, path)
@@ -57,20 +56,20 @@ def _merge(values: list[Any], spec: Any, path: Path) -> Any:
     )
 
 
-def _open(value: Any, spec: Any) -> Node | None:
+def _open(value: object, spec: object) -> Node | None:
     """An object that keeps tensors in its attributes is opened, unless a spec says how to make one of several."""
     whole = is_leaf_spec(spec) and not isinstance(spec, TensorChunkSpec)
     return open_value(value) or (None if whole or is_block_mask(value) else open_object(value))
 
 
-def _same_structure(first: Node, node: Node | None, value: Any, microbatch: int, path: Path) -> Node:
+def _same_structure(first: Node, node: Node | None, value: object, microbatch: int, path: Path) -> Node:
     if node is None or list(node.keys) != list(first.keys):
         has = type(value).__name__ if node is None else list(node.keys)
         raise MergeError(f"{path} has {list(first.keys)} in microbatch 0, but {has} in microbatch {microbatch}")
     return node
 
 
-def _merge_leaf(values: list[Any], spec: Any, path: Path) -> Any:
+def _merge_leaf(values: list[object], spec: object, path: Path) -> Value:
     if spec is not None and not is_leaf_spec(spec):
         raise MergeError(
             f"the spec for {path} is {spec!r}, but {path} is a {type(values[0]).__name__}; expected "
@@ -92,7 +91,7 @@ def _merge_leaf(values: list[Any], spec: Any, path: Path) -> Any:
     return values[0]
 
 
-def _merge_tensor_leaf(values: list[Any], spec: TensorChunkSpec | None, path: Path) -> Tensor:
+def _merge_tensor_leaf(values: list[Value], spec: TensorChunkSpec | None, path: Path) -> Tensor:
     for microbatch, value in enumerate(values):
         if not isinstance(value, Tensor):
             raise MergeError(
@@ -111,7 +110,7 @@ def _merge_tensor_leaf(values: list[Any], spec: TensorChunkSpec | None, path: Pa
         raise MergeError(f"{path}: {error}") from None
 
 
-def _same(value: Any, other: Any) -> bool:
+def _same(value: object, other: object) -> bool:
     if value is other:
         return True
     if isinstance(value, Tensor) or isinstance(other, Tensor):
@@ -120,7 +119,7 @@ def _same(value: Any, other: Any) -> bool:
     return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)

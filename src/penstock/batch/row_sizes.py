@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 from penstock.errors import SplitError
+from penstock.misfits import takes
+from penstock.nest import Value
 
 
+@takes(SplitError)
 @lru_cache(maxsize=1024)
 def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     """The rows of each microbatch: as equal as possible, larger ones first.
@@ -35,6 +37,7 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     return (rows + 1,) * larger + (rows,) * (num_microbatches - larger)
 
 
+@takes(SplitError)
 def weights(sizes: Iterable[int]) -> tuple[Fraction, ...]:
     """The part of the whole batch that each microbatch is; the sum is exactly 1.
 
@@ -48,7 +51,8 @@ def weights(sizes: Iterable[int]) -> tuple[Fraction, ...]:
     return tuple(Fraction(size, total) for size in sizes)
 
 
-def weighted_mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+@takes(SplitError)
+def weighted_mean(values: Sequence[Value], sizes: Sequence[int]) -> Value:
     """The mean over the whole batch from the means over its microbatches: tensors or numbers, weighted by size.
 
         >>> weighted_mean([1.0, 4.0], [3, 1])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard, overload
 from penstock.batch.masks import is_block_mask
 from penstock.errors import SplitError
 from penstock.misfits import takes
-from penstock.nest import By, Node, open_node
+from penstock.nest import By, Node, Value, open_node
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -31,7 +31,7 @@ class TensorChunkSpec:
         return f"TensorChunkSpec({self.split_dim})"
 
     @staticmethod
-    def from_tuple(chunk_dims: tuple[Any, ...]) -> tuple[Any, ...]:
+    def from_tuple(chunk_dims: tuple[object, ...]) -> tuple[object, ...]:
         """A spec for each positional argument, from dimensions; None stays None, the default rule.
 
         >>> TensorChunkSpec.from_tuple((0, 1, None))
@@ -40,7 +40,7 @@ class TensorChunkSpec:
         return tuple(_spec_of_dims(dim) for dim in chunk_dims)
 
     @staticmethod
-    def from_dict(chunk_dims: Mapping[str, Any]) -> dict[str, Any]:
+    def from_dict(chunk_dims: Mapping[str, object]) -> dict[str, object]:
         """A spec for each keyword argument, from dimensions.
 
         >>> TensorChunkSpec.from_dict({"mask": 1})
@@ -49,7 +49,7 @@ class TensorChunkSpec:
         return {name: _spec_of_dims(dim) for name, dim in chunk_dims.items()}
 
 
-def _spec_of_dims(dims: Any) -> Any:
+def _spec_of_dims(dims: object) -> object:
     if isinstance(dims, int):
         return TensorChunkSpec(dims)
     if isinstance(dims, Mapping):
@@ -78,15 +78,15 @@ class CustomReducer:
     5
     """
 
-    init_value: Any
-    reduce_fn: Callable[[Any, Any], Any]
+    init_value: object
+    reduce_fn: Callable[[Value, Value], Value]
 
 
 sum_reducer = CustomReducer(0, operator.add)
 
 
 @takes(SplitError)
-class Microbatches(Sequence[Any]):
+class Microbatches(Sequence[Value]):
     """A batch that is already cut: given where a batch is expected, it is used as it is.
 
         schedule.step(Microbatches([x0, x1, x2]), target=Microbatches([y0, y1, y2]))
@@ -98,31 +98,31 @@ class Microbatches(Sequence[Any]):
 
     __slots__ = ("_items",)
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[Value]) -> None:
         self._items = tuple(items)
 
     def __len__(self) -> int:
         return len(self._items)
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> Value: ...
     @overload
     def __getitem__(self, index: slice) -> Microbatches: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: int | slice) -> Value:
         return Microbatches(self._items[index]) if isinstance(index, slice) else self._items[index]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Value]:
         return iter(self._items)
 
     def __repr__(self) -> str:
         return f"Microbatches({list(self._items)!r})"
 
-    def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def calls(self) -> list[tuple[tuple[Value, ...], dict[str, Value]]]:
         """Each item as the arguments of one call."""
         return [(item[0], dict(item[1])) if is_call(item) else ((item,), {}) for item in self._items]
 
 
-def is_call(item: Any) -> bool:
+def is_call(item: object) -> bool:
     """Whether an item of Microbatches is (args tuple, kwargs dict)."""
     return type(item) is tuple and len(item) == 2 and type(item[0]) is tuple and type(item[1]) is dict
 
@@ -130,7 +130,7 @@ def is_call(item: Any) -> bool:
 LeafSpec: TypeAlias = TensorChunkSpec | Replicate | CustomReducer | type[Replicate]
 
 
-def is_leaf_spec(spec: Any) -> TypeGuard[LeafSpec]:
+def is_leaf_spec(spec: object) -> TypeGuard[LeafSpec]:
     """Whether this is a spec, rather than a tree of specs or None."""
     return isinstance(spec, TensorChunkSpec | Replicate | CustomReducer) or spec is Replicate
 
@@ -139,12 +139,12 @@ def is_replicate(spec: Any) -> bool:
     return isinstance(spec, Replicate) or spec is Replicate
 
 
-def open_value(value: Any) -> Node | None:
+def open_value(value: object) -> Node | None:
     """A container of a batch, opened by one level; block masks and ready microbatches are taken whole."""
     return None if isinstance(value, Microbatches) or is_block_mask(value) else open_node(value)
 
 
-def child_specs(spec: Any, node: Node, path: Path) -> Sequence[Any]:
+def child_specs(spec: object, node: Node, path: Path) -> Sequence[object]:
     """The spec of each child: the tree of specs is followed, a single spec (or None) holds for all."""
     if spec is None or is_leaf_spec(spec):
         return [spec] * len(node.keys)

@@ -18,7 +18,7 @@ its pieces. `microbatch_sizes` says how large the microbatches are when the batc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -41,18 +41,19 @@ from penstock.batch.specs import (
 from penstock.batch.tensors import split_sizes
 from penstock.errors import SplitError
 from penstock.misfits import takes
-from penstock.nest import Kind, Node
+from penstock.nest import Kind, Node, Value
 
-Split: TypeAlias = tuple[list[tuple[Any, ...]], list[dict[str, Any]]]
+Split: TypeAlias = tuple[list[tuple[Value, ...]], list[dict[str, Value]]]
 
 
+@takes(SplitError)
 def split_batch(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object] | None,
     num_microbatches: int,
     *,
-    args_spec: Any = None,
-    kwargs_spec: Any = None,
+    args_spec: object = None,
+    kwargs_spec: object = None,
     batch_size: int | None = None,
 ) -> Split:
     """The positional and the keyword arguments of each microbatch, by the default rule or by specs.
@@ -77,11 +78,11 @@ def split_batch(
 
 @takes(SplitError)
 def split_args_kwargs_into_chunks(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object] | None,
     chunks: int,
-    args_chunk_spec: Any = None,
-    kwargs_chunk_spec: Any = None,
+    args_chunk_spec: object = None,
+    kwargs_chunk_spec: object = None,
     *,
     strict: bool = True,
 ) -> Split:
@@ -98,7 +99,8 @@ def split_args_kwargs_into_chunks(
     return _split_calls(args, kwargs or {}, chunks, _Rule(args_chunk_spec, kwargs_chunk_spec, None, strict))
 
 
-def split_target(target: Any, num_microbatches: int, *, target_spec: Any = None) -> list[Any]:
+@takes(SplitError)
+def split_target(target: Value, num_microbatches: int, *, target_spec: object = None) -> list[Value]:
     """The target of each microbatch; a target is a tensor, None, a number, or any tree of them.
 
     >>> import torch
@@ -116,8 +118,13 @@ def split_target(target: Any, num_microbatches: int, *, target_spec: Any = None)
     return list(_fill(outline, pieces, num_microbatches))
 
 
+@takes(SplitError)
 def batch_size_of(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, args_spec: Any = None, kwargs_spec: Any = None
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    args_spec: object = None,
+    kwargs_spec: object = None,
 ) -> int | None:
     """The batch size that the default rule finds; None where no tensor shows one.
 
@@ -132,7 +139,8 @@ def batch_size_of(
     return None if found is None else found.size
 
 
-def sizes_of(microbatches: Sequence[Any]) -> tuple[int, ...] | None:
+@takes(SplitError)
+def sizes_of(microbatches: Sequence[Value]) -> tuple[int, ...] | None:
     """The batch size of each ready microbatch, for `weights`; None where one of them shows none.
 
     >>> import torch
@@ -145,8 +153,8 @@ def sizes_of(microbatches: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 class _Rule(NamedTuple):
-    args_spec: Any
-    kwargs_spec: Any
+    args_spec: object
+    kwargs_spec: object
     batch_size: int | None
     strict: bool = True
 
@@ -161,11 +169,11 @@ _CHEAP = (
 class _Branch(NamedTuple):
     node: Node
     parts: list[int | _Branch]  # an int is the number of a leaf
-    original: Any
+    original: object
     rebuild: bool
 
 
-def _split_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int, rule: _Rule) -> Split:
+def _split_calls(args: tuple[object, ...], kwargs: Mapping[str, object], num_microbatches: int, rule: _Rule) -> Split:
     if len(args) == 1 and isinstance(args[0], Microbatches) and any(map(is_call, args[0])):
         if kwargs:
             raise SplitError(
@@ -182,7 +190,9 @@ def _split_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatc
     return (list(_fill(args_outline, pieces, num_microbatches)), list(_fill(kwargs_outline, pieces, num_microbatches)))
 
 
-def _outline(value: Any, spec: Any, path: Path, leaves: list[BatchLeaf], inherited: bool = False) -> int | _Branch:
+def _outline(
+    value: object, spec: object, path: Path, leaves: list[BatchLeaf], inherited: bool = False
+) -> int | _Branch:
     """The shape of a value, with its leaves collected in order."""
     node = open_value(value)
     if node is None:
@@ -200,11 +210,11 @@ def _outline(value: Any, spec: Any, path: Path, leaves: list[BatchLeaf], inherit
     return _Branch(node, parts, value, node.kind in _CHEAP or varies)
 
 
-def _may_vary(value: Any) -> bool:
+def _may_vary(value: object) -> bool:
     return isinstance(value, Tensor | Microbatches) or is_block_mask(value)
 
 
-def _fill(outline: int | _Branch, pieces: list[Sequence[Any]], num_microbatches: int) -> Sequence[Any]:
+def _fill(outline: int | _Branch, pieces: list[Sequence[object]], num_microbatches: int) -> Sequence[Value]:
     """The value in each microbatch: every container is built once for each of them."""
     if isinstance(outline, int):
         return pieces[outline]

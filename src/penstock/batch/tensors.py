@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,17 +12,19 @@ from torch import Tensor
 from penstock.batch.row_sizes import microbatch_sizes
 from penstock.batch.specs import TensorChunkSpec
 from penstock.errors import MergeError, SplitError
+from penstock.misfits import takes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether this is a DTensor, without importing them: who has one has imported them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
+@takes(SplitError)
 def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_microbatches: int) -> list[Tensor]:
     """The tensor in pieces along `spec.split_dim`; see `microbatch_sizes` for how large each is.
 
@@ -57,6 +59,7 @@ def split_sizes(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     return list(tensor.split(list(sizes), dim))
 
 
+@takes(MergeError)
 def merge_tensors(pieces: Sequence[Tensor], dim: int) -> Tensor:
     """The pieces side by side along a dimension: the inverse of `split_tensor`.
 

@@ -23,6 +23,7 @@ from penstock.nest import (
     Nesting,
     Node,
     Trail,
+    Value,
     has_tensor,
     leaf_names,
     named,
@@ -32,7 +33,7 @@ from penstock.nest import (
 )
 
 Dims = tuple[Any, ...]  # for each leaf: None, or {dimension: Dim}
-ModelCall = tuple[Sequence[Any], Mapping[str, Any]]  # the positional and the keyword arguments of one call
+ModelCall = tuple[Sequence[Value], Mapping[str, Value]]  # the positional and the keyword arguments of one call
 
 
 class _ModelValues(Nesting):
@@ -40,13 +41,13 @@ class _ModelValues(Nesting):
 
     leaf_types = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
-    def opened(self, value: Any) -> Node | None:
+    def opened(self, value: object) -> Node | None:
         node = open_node(value)
         if node is not None and node.kind not in (Kind.DATACLASS, Kind.COPY):
             return node
         return None if callable(value) or isinstance(value, dict | list | tuple) else open_object(value)
 
-    def constant(self, value: Any, trail: Trail) -> Nest:
+    def constant(self, value: object, trail: Trail) -> Nest:
         if isinstance(value, dict | list | tuple) and has_tensor(value):
             raise CaptureError(
                 f"{spelled(trail)} is a {type(value).__qualname__} with tensors in it, and nothing says how to make another "
@@ -79,7 +80,9 @@ class InputTable:
     as_given: bool = False  # whether positions in a call count these, and not the parameters of the signature
 
     @staticmethod
-    def of(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[InputTable, list[Any]]:
+    def of(
+        forward: Callable[..., Any], args: Sequence[Value], kwargs: Mapping[str, Value]
+    ) -> tuple[InputTable, list[Value]]:
         """The table of one call, and the leaves of that call."""
         signature = inspect.signature(forward)
         try:
@@ -89,7 +92,7 @@ class InputTable:
                 f"the example arguments do not fit forward{signature}: {error}. "
                 "Give mb_args and mb_kwargs as the model would be called with one microbatch"
             ) from None
-        leaves: list[Any] = []
+        leaves: list[Value] = []
         names: list[str] = []
         arguments = []
         for name, value in bound.arguments.items():
@@ -104,7 +107,7 @@ class InputTable:
         given = tuple(name for name in (*by_position, *kwargs) if name in tensors)
         return InputTable(tuple(arguments), tuple(names), plain, given), leaves
 
-    def call(self, function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    def call(self, function: Callable[..., Any], leaves: Sequence[Value]) -> Value:
         """Call `function` as the model was called at capture, with other leaves."""
         bound = self.signature.bind_partial()
         for argument in self.arguments:
@@ -112,7 +115,7 @@ class InputTable:
             bound.arguments[argument.name] = model_values.unflatten(argument.recipe, own)
         return function(*bound.args, **bound.kwargs)
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
+    def bind(self, args: Sequence[object], kwargs: Mapping[str, object], *, partial: bool = False) -> dict[str, Value]:
         """The leaves of a call, by name.
 
         With `partial`, arguments may be missing: a rank gives only what its stages read.
@@ -137,7 +140,7 @@ class InputTable:
                 )
         return found
 
-    def bind_each(self, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
+    def bind_each(self, calls: Sequence[ModelCall]) -> list[dict[str, object]]:
         """The leaves of several calls of one form, each as far as it is given. The first is bound with all checks; in the
         others tensors may differ, and what else differs is bound again."""
         first = self.bind(*calls[0], partial=True)
@@ -159,7 +162,7 @@ class InputTable:
         rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
         return names + [f"{rest}[{i}]" for i in range(count - len(names))]
 
-    def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _by_name(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Value]:
         """All arguments of a call by name, when positions count what was given at the capture."""
         if len(args) > len(self.given):
             raise CaptureError(
@@ -170,7 +173,7 @@ class InputTable:
             raise CaptureError(f"multiple values for argument {twice[0]!r}: it is given by position and by name")
         return {**dict(zip(self.given, args, strict=False)), **kwargs}
 
-    def _leaves(self, argument: Argument, value: Any) -> dict[str, Any]:
+    def _leaves(self, argument: Argument, value: object) -> dict[str, Value]:
         leaves, recipe = model_values.flatten(value, argument.name)
         names = [self.names[i] for i in argument.leaves]
         paths = leaf_names(recipe, argument.root)
@@ -188,7 +191,9 @@ class InputTable:
         return dict(zip(names, leaves, strict=True))
 
 
-def _like(known: dict[str, Any], names: Sequence[str], first: ModelCall, other: ModelCall) -> dict[str, Any] | None:
+def _like(
+    known: dict[str, object], names: Sequence[str], first: ModelCall, other: ModelCall
+) -> dict[str, Value] | None:
     """The leaves of a call that differs from the first in nothing but tensors; None for any other."""
     (args, kwargs), (new_args, new_kwargs) = first, other
     if len(args) != len(new_args) or kwargs.keys() != new_kwargs.keys():
@@ -203,7 +208,7 @@ def _like(known: dict[str, Any], names: Sequence[str], first: ModelCall, other: 
     return found
 
 
-def same(old: Any, new: Any) -> bool:
+def same(old: object, new: object) -> bool:
     """Whether two arguments that are not tensors count as the same."""
     if old is new:
         return True
@@ -221,7 +226,7 @@ def batch_dims(leaves: Sequence[torch.Tensor]) -> tuple[Dims, str]:
     return tuple({0: Dim.AUTO} if one else None for one in open_), why if batch == 1 else ""
 
 
-def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[str, Any]) -> Dims:
+def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[str, object]) -> Dims:
     """What the user said, leaf by leaf: by argument, or by the name of a leaf."""
     found: list[Any] = [None] * len(leaves)
     arguments = {argument.name: argument for argument in table.arguments}
@@ -237,7 +242,7 @@ def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[
     return tuple(found)
 
 
-def _parts(nest: Nest, spec: Any) -> Iterator[Any]:
+def _parts(nest: Nest, spec: Any) -> Iterator[object]:
     """What a nest of specs says of each leaf of a nest of the same shape."""
     if nest.kind is Kind.LEAF:
         yield spec
@@ -250,7 +255,7 @@ def _parts(nest: Nest, spec: Any) -> Iterator[Any]:
         yield from _parts(child, part)
 
 
-def _normal(spec: Any, leaf: torch.Tensor, name: str) -> dict[int, Any] | None:
+def _normal(spec: Any, leaf: torch.Tensor, name: str) -> dict[int, object] | None:
     if spec is None:
         return None
     entries = dict(spec) if isinstance(spec, Mapping) else dict(enumerate(spec))

@@ -20,6 +20,7 @@ from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.marks import pipe_split, submodule
 from penstock.errors import CaptureError
 from penstock.misfits import takes
+from penstock.nest import Value
 from penstock.stage.digest import model_digest
 
 Call = Callable[..., Any]  # (submodule, *what the one before returned) -> what the next one gets
@@ -36,7 +37,7 @@ class PipeSequential(nn.Sequential):
         """The same modules, with a mark between each two of them."""
         return PipeSequential(*sequential_instance)
 
-    def forward(self, input: Any) -> Any:  # noqa: A002  # the name that nn.Sequential gives it
+    def forward(self, input: Value) -> Value:  # noqa: A002  # the name that nn.Sequential gives it
         value = input
         for i, module in enumerate(self):
             if i:
@@ -45,6 +46,7 @@ class PipeSequential(nn.Sequential):
         return value
 
 
+@takes(CaptureError)
 class ListStage(nn.Module):
     """Some submodules of a model, called in order; parameters keep their names in the model.
 
@@ -69,8 +71,8 @@ class ListStage(nn.Module):
                 owner = child
             owner._modules[leaf] = module
 
-    def forward(self, *values: Any) -> Any:
-        given: Any = values
+    def forward(self, *values: Value) -> Value:
+        given: Value = values
         for name in self.order:
             module = self.get_submodule(name)
             args = given if isinstance(given, tuple) else (given,)
@@ -157,6 +159,7 @@ def tie(holders: Iterable[tuple[int, str]]) -> Tie:
     return Tie(found)
 
 
+@takes(CaptureError)
 def find_ties(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
     """Parameters that several stages of one process hold as one object.
 

@@ -25,7 +25,7 @@ from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames, assign, find_shared, give
 from penstock.errors import CaptureError
 from penstock.misfits import takes
-from penstock.nest import leaf_names
+from penstock.nest import Value, leaf_names
 from penstock.stage.digest import model_digest
 
 SplitPolicy = Callable[[fx.GraphModule], Any]
@@ -34,8 +34,8 @@ SplitPolicy = Callable[[fx.GraphModule], Any]
 @takes(CaptureError)
 def pipeline(
     module: nn.Module,
-    mb_args: tuple[Any, ...] = (),
-    mb_kwargs: Mapping[str, Any] | None = None,
+    mb_args: tuple[Value, ...] = (),
+    mb_kwargs: Mapping[str, Value] | None = None,
     split_spec: Mapping[str, SplitPoint] | None = None,
     split_policy: SplitPolicy | None = None,
     *,
@@ -110,7 +110,7 @@ def pipeline(
 
 
 def _assembled(
-    source: Retracer, cut: Cut, module: nn.Module, *, loss_spec: Any, again: Retracer | None = None
+    source: Retracer, cut: Cut, module: nn.Module, *, loss_spec: object, again: Retracer | None = None
 ) -> tuple[list[StageModule], PipeInfo]:
     """The stages of a cut, with the tensors of the model in them; `again` traces the model in other modes and sizes."""
     count, last = len(cut.pieces), cut.pieces[-1]
@@ -155,7 +155,7 @@ def _points(module: nn.Module, spec: Mapping[str, SplitPoint], *, automatic: boo
     return {} if automatic else points
 
 
-def _without_data(leaf: Any, name: str) -> torch.Tensor:
+def _without_data(leaf: object, name: str) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
         raise CaptureError(f"{name} of the example is a {type(leaf).__name__}; give a tensor or a plain value")
     made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")

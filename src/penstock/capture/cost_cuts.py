@@ -34,7 +34,8 @@ from penstock.capture.pipe_info import PipeInfo
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError, UnevenCut
-from penstock.nest import map_tensors, tensors_in
+from penstock.misfits import takes
+from penstock.nest import Value, map_tensors, tensors_in
 
 ENOUGH = 0.3  # seconds for one layer
 
@@ -47,8 +48,8 @@ class CostCuts:
     """Chooses the cuts of one capture, and remembers why."""
 
     model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[Value, ...]
+    kwargs: Mapping[str, Value]
     names: StateNames
     make_layers: Callable[[Flat, Sequence[Mark]], Layers]
     given: Profile | None = None
@@ -126,6 +127,7 @@ def unevenness(profile: Profile, boundaries: Sequence[int]) -> str:
     )
 
 
+@takes(CaptureError)
 def warn_if_uneven(profile: Profile, boundaries: Sequence[int]) -> str:
     """Say it, once for all ranks, of cuts that penstock chose.
 
@@ -181,7 +183,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters() if not has_no_data(p)), torch.device("cpu"))
 
 
-def _why_not_measured(model: nn.Module, example: Any) -> str:
+def _why_not_measured(model: nn.Module, example: object) -> str:
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(example)]
     if any(map(has_no_data, tensors)):
         return "it has no values"

@@ -8,11 +8,11 @@ Cuts are made only where little crosses, by the values that are alive there.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +21,7 @@ from penstock.balance import LayerCost, Profile
 from penstock.capture.cutter import module_path
 from penstock.capture.export import FromState
 from penstock.capture.flat import Flat, is_size
+from penstock.capture.place import inseparable
 from penstock.capture.stage_state import StateNames
 
 
@@ -102,12 +103,14 @@ def alive_bytes(flat: Flat, active: set[fx.Node]) -> list[float]:
 def _places(flat: Flat, alive: list[float], active: set[fx.Node], num_stages: int) -> list[int]:
     """Positions where little crosses, enough of them for stages that are about as even as cuts anywhere would make them.
 
-    Little is less than just before and just after, between two pieces of real work. Where the model is as wide all along, the
-    best of all such positions do. Where it is not (a decoder reads what the encoder made in every layer; a convolutional
-    net narrows towards its end) the narrowest are all in one part, and each position is held against those near it.
+    Little is less than just before and just after, between two pieces of real work, of which taking a part out of a tuple is
+    none. Where the model is as wide all along, the best of all such positions do. Where it is not (a decoder reads what the
+    encoder made in every layer; a convolutional net narrows towards its end) the narrowest are all in one part, and each position
+    is held against those near it.
     """
-    real = [i for i, node in enumerate(flat.nodes) if node in active]
-    spots = [b for a, b in pairwise(real)]
+    real = [i for i, node in enumerate(flat.nodes) if node in active and node.target is not operator.getitem]
+    whole = inseparable(flat)
+    spots = [b for a, b in pairwise(real) if b not in whole]
     low = [
         p
         for k, p in enumerate(spots)
@@ -179,7 +182,7 @@ def sizes_in_example(value: torch.Tensor) -> list[int]:
     return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in value.shape]
 
 
-def _elements(value: Any) -> float:
+def _elements(value: object) -> float:
     if isinstance(value, torch.Tensor):
         return float(prod(sizes_in_example(value)))
     if isinstance(value, list | tuple):
@@ -187,7 +190,9 @@ def _elements(value: Any) -> float:
     return 0.0
 
 
-def _bytes(value: Any) -> float:
+def _bytes(value: object) -> float:
     if isinstance(value, torch.Tensor):
         return float(prod(sizes_in_example(value))) * value.dtype.itemsize
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes, value))
     return 0.0

@@ -134,10 +134,10 @@ class Cutter:
         return isinstance(self.origins.get(node), FromInput)
 
     def _resolve_sizes(self) -> None:
-        """Each stage reads sizes off tensors that it has; a size that none of them shows becomes a wire."""
+        """Each stage reads sizes off tensors that it has; a size that none of them shows, and it cannot make, becomes a wire."""
         for k, needs in enumerate(self.needs):
             for node in list(needs.sizes):
-                if not self._reachable(node, k):
+                if not self._reachable(node, k) and self._size_home(node) != k:
                     needs.sizes.discard(node)
                     needs.values.add(node)
         for needs in self.needs:  # the producer of such a size must be able to make it
@@ -236,8 +236,13 @@ class _Builder:
         # what arrives is contiguous, even where it was not: a view of it may then need a copy
         rows = not all(cutter._wire(n, k).contiguous for n in given if cutter._wire(n, k).source is not None)
         self.relaxed: dict[Any, Any] = {aten.view.default: aten.reshape.default} if rows else {}
+        taken: set[str] = set()
         for node in given:
-            self.values[node] = self.graph.placeholder(identifier(cutter.wires[node].name))
+            name = identifier(cutter.wires[node].name)
+            while name in taken:  # x["a"] beside an argument x_a
+                name += "_"
+            taken.add(name)
+            self.values[node] = self.graph.placeholder(name)
 
     def add(self, node: fx.Node) -> None:
         body = body_module(node, self.cutter.flat.traced.root)

@@ -104,7 +104,7 @@ class CertainDraws(TorchFunctionMode):
         super().__init__()
         self.draws: list[torch.Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> object:
         if func in (torch.Tensor.lt, torch.lt, torch.Tensor.__lt__) and len(args) == 2:
             if isinstance(args[1], int | float) and args[1] <= 0 and any(args[0] is draw for draw in self.draws):
                 return False
@@ -169,10 +169,10 @@ def trace(
     With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
     """
     why, dims = "", example.dims
-    draws: AbstractContextManager[Any] = nullcontext()
+    draws: AbstractContextManager[object] = nullcontext()
     model = skeleton.module
     refuse_backward_hooks(model)
-    if training is not None and training != model.training:
+    if training is not None and any(part.training is not training for part in model.modules()):
         model.train(training)
     while True:
         holder = _Holder()

@@ -262,7 +262,7 @@ def _aliased(node: fx.Node, wanted: Callable[[Any], bool]) -> list[fx.Node]:
     return found
 
 
-def _argument(node: fx.Node, position: int, name: str) -> Any:
+def _argument(node: fx.Node, position: int, name: str) -> object:
     if position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name)

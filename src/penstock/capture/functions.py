@@ -105,7 +105,7 @@ def watching_functions() -> Iterator[None]:
             )
         return unwrap(args)
 
-    def hooked(tensor: Tensor, hook: Any) -> Any:
+    def hooked(tensor: Tensor, hook: object) -> Any:
         raise CaptureError(
             "a gradient hook on a tensor inside forward would be lost; let an autograd function do what it does (its own "
             "backward is kept), or put the hook on a parameter"
@@ -135,7 +135,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
-def _left(cls: type[Function], args: tuple[Any, ...]) -> Any:
+def _left(cls: type[Function], args: tuple[object, ...]) -> Any:
     places = tuple(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
     rest = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
     if any(isinstance(leaf, Tensor | torch.SymInt) for leaf in pytree.tree_leaves(rest)):
@@ -171,6 +171,6 @@ def addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: fl
     return torch.addmm(bias, x, weight, beta=beta, alpha=alpha)
 
 
-def checkpointed(body: Callable[..., Any], *args: Any) -> Any:
+def checkpointed(body: Callable[..., Any], *args: object) -> Any:
     """Run a part of a stage without keeping what its backward needs; the backward computes it again."""
     return checkpoint(body, *args, use_reentrant=False)

@@ -19,6 +19,9 @@ from penstock.capture.one_layer import Bytes, Layer, LayerSetting, Times, addres
 from penstock.capture.pipe_info import PipeInfo
 from penstock.capture.stage_module import StageModule
 from penstock.capture.wires import Wire
+from penstock.errors import CaptureError
+from penstock.misfits import takes
+from penstock.nest import Value
 
 
 def measure(
@@ -27,7 +30,7 @@ def measure(
     *,
     setting: LayerSetting,
     advance: Callable[[str], None],
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
 ) -> Profile:
     """The costs of the stages, each as one layer; `advance` is told the name of each before it is run."""
     shared = {
@@ -41,7 +44,7 @@ def measure(
     full: list[float] = []
     for k, stage in enumerate(stages):
         advance(names[k])
-        layer = Layer(_on_device(stage, setting.device), values.of(stage.inputs), setting, info.loss_index)
+        layer = Layer(on_device(stage, setting.device), values.of(stage.inputs), setting, info.loss_index)
         key = signature(stage)
         if key not in known:
             known[key] = layer.measure()
@@ -62,6 +65,7 @@ def measure(
                 input_peak=times.size.input_peak,
                 weight_peak=times.size.weight_peak,
                 unmoved=times.size.unmoved,
+                cast_bytes=times.size.cast_bytes,
                 parameter_bytes=sum(p.nbytes for i, p in parameters.items() if i not in taken),
                 output_bytes=sum(values.sizes.get(wire.name, 0) for wire in stage.outputs),
                 shared=frozenset(taken[i] for i in parameters if i in taken),
@@ -100,10 +104,10 @@ class _Values:
         self.later: defaultdict[int, int] = defaultdict(int)  # by layer: bytes of its outputs that a later one keeps
         self.last = {wire.name: max(wire.stages) for outputs in info.stage_outputs for wire in outputs if wire.stages}
 
-    def of(self, wires: Sequence[Wire]) -> list[Any]:
+    def of(self, wires: Sequence[Wire]) -> list[Value]:
         return [self.now[wire.name] for wire in wires]
 
-    def add(self, wires: Sequence[Wire], made: Sequence[Any], layer: int) -> None:
+    def add(self, wires: Sequence[Wire], made: Sequence[Value], layer: int) -> None:
         known = {address_of(value): name for name, value in self.now.items() if isinstance(value, Tensor)}
         for wire, value in zip(wires, made, strict=False):
             base = known.get(address_of(value)) if isinstance(value, Tensor) else None
@@ -159,6 +163,7 @@ def _state(module: StageModule, name: str) -> Tensor | None:
     return owner if isinstance(owner, Tensor) else None
 
 
+@takes(CaptureError)
 def layer_names(stages: Sequence[StageModule]) -> list[str]:
     """A name for each stage of a model that is cut in layers: the module in which it begins.
 
@@ -169,7 +174,7 @@ def layer_names(stages: Sequence[StageModule]) -> list[str]:
     )
 
 
-def _on_device(stage: StageModule, device: torch.device) -> StageModule:
+def on_device(stage: StageModule, device: torch.device) -> StageModule:
     """A copy that may be run and differentiated; one without data gets some."""
     made = copy.deepcopy(stage)
     if any(map(has_no_data, (*made.parameters(), *made.buffers()))):

@@ -11,7 +11,7 @@ Only the tensors of the given stages are read from files. A tied tensor is found
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,38 +57,67 @@ def materialise(
 
     `fill(name, tensor)` sets, in place, what the source does not have (buffers that checkpoints leave out, say). With
     `strict`, anything on the meta device that gets no value is an error. Stages that share a parameter and are given
-    together go on sharing it.
+    together go on sharing it. Nothing is changed before all of it has been read and checked.
     """
+    report, change = to_materialise(stages, source, device=device, fill=fill, strict=strict)
+    change()
+    return report
+
+
+def to_materialise(
+    stages: nn.Module | Iterable[nn.Module],
+    source: Source | None,
+    *,
+    device: torch.device | str,
+    fill: Fill | None,
+    strict: bool = True,
+) -> tuple[LoadReport, Callable[[], None]]:
+    """The same with all that can be wrong found out, and nothing changed: the function that comes back does that."""
     modules = _stage_modules(stages)
-    fresh: dict[int, torch.Tensor] = {}
-    without_value: dict[int, set[str]] = {}
+    empty: dict[int, list[str]] = {}  # by tensor without values: its names
     for stage in modules:
-        for name, owner, leaf, value in _entries(stage):
+        for name, _, _, value in _entries(stage):
             if has_no_data(value):
-                made = fresh.setdefault(id(value), _empty(value, device))
-                without_value.setdefault(id(made), set()).add(name)
+                empty.setdefault(id(value), []).append(name)
+    blank = frozenset(name for names in empty.values() for name in names)
+    weights: Mapping[str, torch.Tensor] = {} if source is None else open_weights(source)
+    report = LoadReport((), (), ()) if source is None else _checked(modules, weights, blank)
+    left = {tensor: names for tensor, names in empty.items() if not set(names) & set(report.loaded)}
+    if strict and source is not None and left and fill is None:
+        listed = sorted(name for names in left.values() for name in names)
+        raise CaptureError(
+            f"no value for {', '.join(listed[:8])}{' ...' if len(listed) > 8 else ''}: on the meta device, and not in the "
+            "source. Pass fill=lambda name, tensor: ... to set it, or strict=False to leave it as it is"
+        )
+
+    def change() -> None:
+        fresh = _give_memory(modules, device)
+        _copy(modules, weights)
+        if fill is not None:
+            with torch.no_grad():
+                for tensor, names in left.items():
+                    fill(names[0], fresh[tensor])
+
+    return report, change
+
+
+def _give_memory(modules: Sequence[StageModule], device: torch.device | str) -> dict[int, torch.Tensor]:
+    """Put tensors with memory in the place of those without; by the id of the old ones, the new ones."""
+    fresh: dict[int, torch.Tensor] = {}
+    old = []  # kept until all are replaced: an id is that of a living tensor
+    for stage in modules:
+        for _, owner, leaf, value in _entries(stage):
+            if has_no_data(value):
+                old.append(value)
+                if id(value) not in fresh:
+                    fresh[id(value)] = _empty(value, device)
+                made = fresh[id(value)]
                 if isinstance(made, nn.Parameter):
                     owner._parameters[leaf] = made
                 else:
                     owner._buffers[leaf] = made
         stage.to(device)
-    blank = frozenset(name for names in without_value.values() for name in names)
-    report = _loaded(modules, source, blank) if source is not None else LoadReport((), (), ())
-    for stage in modules:
-        for name, _, _, value in _entries(stage):
-            if id(value) not in without_value or name in report.loaded:
-                without_value.pop(id(value), None)
-            elif fill is not None:
-                with torch.no_grad():
-                    fill(name, value)
-                without_value.pop(id(value))
-    left = sorted(name for names in without_value.values() for name in names)
-    if strict and source is not None and left:
-        raise CaptureError(
-            f"no value for {', '.join(left[:8])}{' ...' if len(left) > 8 else ''}: on the meta device, and not in the "
-            "source. Pass fill=lambda name, tensor: ... to set it, or strict=False to leave it as it is"
-        )
-    return report
+    return fresh
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
@@ -101,13 +130,20 @@ def load(stages: nn.Module | Iterable[nn.Module], source: Source) -> LoadReport:
     """Copy values by name from a state dict, a file of safetensors or torch, several, a folder of them, or a checkpoint.
 
     report = penstock.capture.load(pipe, "folder/with/safetensors")
+
+    Nothing is changed before all of it has been read and checked.
     """
-    return _loaded(_stage_modules(stages), source, frozenset())
+    modules, weights = _stage_modules(stages), open_weights(source)
+    report = _checked(modules, weights, frozenset())
+    _copy(modules, weights)
+    return report
 
 
-def _loaded(modules: Sequence[StageModule], source: Source, blank: frozenset[str]) -> LoadReport:
-    """`blank`: names that have no value yet, so that they count as missing even if checkpoints leave them out."""
-    weights = open_weights(source)
+def _checked(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor], blank: frozenset[str]) -> LoadReport:
+    """What would become of every name. Nothing is changed: each tensor is read, held against the model, and let go.
+
+    `blank`: names that have no value yet, so that they count as missing even if checkpoints leave them out.
+    """
     loaded: dict[str, None] = {}
     missing: dict[str, None] = {}
     known: set[str] = set()
@@ -115,15 +151,29 @@ def _loaded(modules: Sequence[StageModule], source: Source, blank: frozenset[str
         known |= stage.model_names
         transient = _transient(stage)
         for name, _, _, value in _entries(stage):
-            found = next((n for n in (name, *stage.aliases.get(name, ())) if n in weights), None)
-            if found is None:
-                if name not in transient or name in blank or has_no_data(value):
-                    missing[name] = None
-                continue
-            _copy(name, value, weights[found])
-            loaded[name] = None
-    unexpected = tuple(sorted(weights.keys() - known))
+            found = _spelling(stage, name, weights)
+            if found is not None:
+                _check_fits(name, value, weights[found])
+                loaded[name] = None
+            elif name not in transient or name in blank or has_no_data(value):
+                missing[name] = None
+    unexpected = tuple(sorted(str(name) for name in weights.keys() - known))
     return LoadReport(tuple(loaded), tuple(missing), unexpected)
+
+
+def _copy(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor]) -> None:
+    """One tensor after the other: a stage may be as large as the memory."""
+    with torch.no_grad():
+        for stage in modules:
+            for name, _, _, value in _entries(stage):
+                found = _spelling(stage, name, weights)
+                if found is not None:
+                    value.copy_(weights[found])
+
+
+def _spelling(stage: StageModule, name: str, weights: Mapping[str, torch.Tensor]) -> str | None:
+    """Under which of its names the weights have a tensor."""
+    return next((n for n in (name, *stage.aliases.get(name, ())) if n in weights), None)
 
 
 def _stage_modules(stages: nn.Module | Iterable[nn.Module]) -> list[StageModule]:
@@ -161,9 +211,7 @@ def _empty(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
 
 
-def _copy(name: str, value: torch.Tensor, new: torch.Tensor) -> None:
+def _check_fits(name: str, value: torch.Tensor, new: torch.Tensor) -> None:
     check_values(name, new)
     if value.shape != new.shape:
         raise CaptureError(f"{name} is {tuple(value.shape)} in the model and {tuple(new.shape)} in the source")
-    with torch.no_grad():
-        value.copy_(new)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -119,7 +118,7 @@ def watching_checkpoints() -> Iterator[None]:
     """
     original = checkpoints._checkpoint_without_reentrant_generator
 
-    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def marked(*args: object, **kwargs: object) -> Iterator[None]:
         del args, kwargs
         mark(CHECKPOINT_BEGIN)
         yield
@@ -138,7 +137,7 @@ def watching(module: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -> 
     names = {id(submodule(module, name)): name for name in points}
     called: set[str] = set()
 
-    def before(child: nn.Module, args: Any) -> None:
+    def before(child: nn.Module, args: object) -> None:
         del args
         name = names.get(id(child))
         if name is not None:
@@ -146,7 +145,7 @@ def watching(module: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -> 
             if SplitPoint.BEGINNING in points[name]:
                 mark(f"the beginning of {name}")
 
-    def after(child: nn.Module, args: Any, output: Any) -> None:
+    def after(child: nn.Module, args: object, output: object) -> None:
         del args, output
         name = names.get(id(child))
         if name is not None and SplitPoint.END in points[name]:

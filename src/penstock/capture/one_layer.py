@@ -6,13 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.capture.stage_module import StageModule
-from penstock.nest import tensors_in
+from penstock.nest import Value, tensors_in
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
 from penstock.stage.elsewhere import THRESHOLD
 from penstock.stage.engine import run_engine
@@ -26,11 +26,11 @@ class LayerSetting:
     LayerSetting((x,), {}, torch.device("cpu"), repeats=3)
     """
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[Value, ...]
+    kwargs: Mapping[str, Value]
     device: torch.device
     loss_fn: Callable[..., Tensor] | None = None
-    target: Any = None
+    target: Value = None
     repeats: int = 5
     enough: float = 1.0  # seconds: a layer that took longer than this is not run again
 
@@ -45,6 +45,7 @@ class Bytes(NamedTuple):
     input_peak: int
     weight_peak: int
     unmoved: int
+    cast_bytes: int
     inputs: tuple[bool, ...]  # which of them its graph keeps
     outputs: tuple[bool, ...]
 
@@ -63,17 +64,20 @@ class Layer:
     """One layer, run alone."""
 
     def __init__(
-        self, module: StageModule, inputs: Sequence[Any], setting: LayerSetting, loss_index: int | None
+        self, module: StageModule, inputs: Sequence[Value], setting: LayerSetting, loss_index: int | None
     ) -> None:
         self.module = module
         self.inputs = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in inputs]
         self.setting = setting
         self.loss_index = loss_index
-        self.last: tuple[Any, ...] = ()
+        self.last: tuple[Value, ...] = ()
         self.deferral = Deferral(module)
+        self.casts = torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(setting.device.type)
 
-    def call(self, *values: Any) -> tuple[Any, ...]:
+    def call(self, *values: Value) -> tuple[Value, ...]:
         """What the backward starts from."""
+        if self.casts:  # autocast keeps casts of leaves; inside a stage no layer is given one
+            values = tuple(v.view_as(v) if isinstance(v, Tensor) and v.requires_grad else v for v in values)
         results = self.last = self.module.run(values)
         if not self.module.is_last:
             return results
@@ -87,15 +91,15 @@ class Layer:
     def measure(self) -> Times:
         self._run()
         rows = []
-        start = self._now()
+        start = clock(self.setting.device)
         for _ in range(self.setting.repeats):
             rows.append(self._run())
-            if self._now() - start > self.setting.enough:
+            if clock(self.setting.device) - start > self.setting.enough:
                 break
         forward, first, second, full = (statistics.median(column) for column in zip(*rows, strict=True))
         return Times(forward, first, second, full, self._bytes())
 
-    def outputs(self) -> tuple[Any, ...]:
+    def outputs(self) -> tuple[Value, ...]:
         """What the next layers get: leaves that say whether a gradient is wanted, and hold nothing of this layer."""
         self.call(*self.inputs)
         results, self.last = self.last, ()
@@ -106,21 +110,21 @@ class Layer:
 
     def _run(self) -> tuple[float, float, float, float]:
         """Seconds of the forward, of both passes of a split backward, and of a full one."""
-        start = self._now()
+        start = clock(self.setting.device)
         results, pending = run_deferred(self.deferral, self.call, tuple(self.inputs), {})
-        middle = self._now()
-        roots, grads = _seeds(results)
-        before = self._now()
+        middle = clock(self.setting.device)
+        roots, grads = seeds(results)
+        before = clock(self.setting.device)
         backward_input(roots, grads, pending, inputs=[v for v in self.inputs if isinstance(v, Tensor)])
-        after = self._now()
+        after = clock(self.setting.device)
         backward_weight(pending)
-        end = self._now()
+        end = clock(self.setting.device)
         self._forget()
-        roots, grads = _seeds(self.call(*self.inputs))
-        again = self._now()
+        roots, grads = seeds(self.call(*self.inputs))
+        again = clock(self.setting.device)
         if roots:
             run_engine(tuple(roots), tuple(grads))
-        full = self._now() - again
+        full = clock(self.setting.device) - again
         self._forget()
         return middle - start, after - before, end - after, full
 
@@ -128,11 +132,6 @@ class Layer:
         self.last = ()
         for tensor in (*self.module.parameters(), *(v for v in self.inputs if isinstance(v, Tensor))):
             tensor.grad = None
-
-    def _now(self) -> float:
-        if self.setting.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
 
     def _bytes(self) -> Bytes:
         """What one microbatch holds, counted as a stage runs. What a layer is given belongs to the layer that made it."""
@@ -144,14 +143,14 @@ class Layer:
             taken = held.now
             results = self.call(*given)
             forward_peak = held.most - taken
-            roots, grads = _seeds(results)
+            roots, grads = seeds(results)
             made = held.most = held.now
             if roots:
                 run_engine(tuple(roots), tuple(grads))
             backward_peak = held.most - made
             self.last, roots, grads, results, given = (), [], [], (), self._fresh()
             results, pending = run_deferred(self.deferral, self.call, given, {})
-            roots, grads = _seeds(results)
+            roots, grads = seeds(results)
             made = held.most = held.now
             backward_input(roots, grads, pending, inputs=[v for v in given if isinstance(v, Tensor)])
             input_peak = held.most - made
@@ -161,9 +160,9 @@ class Layer:
             weight_peak = held.most - waiting
         self._forget()
         peaks = forward_peak, backward_peak, input_peak, weight_peak
-        return Bytes(saved.size, waiting, *peaks, saved.small, saved.inputs, saved.outputs)
+        return Bytes(saved.size, waiting, *peaks, saved.small, saved.casts, saved.inputs, saved.outputs)
 
-    def _fresh(self) -> tuple[Any, ...]:
+    def _fresh(self) -> tuple[object, ...]:
         """The inputs in memory of their own."""
         return tuple(
             v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in self.inputs
@@ -174,33 +173,49 @@ class _Saved:
     """What the graph of one forward keeps: bytes of its own, and which of its inputs and outputs."""
 
     def __init__(self, layer: Layer) -> None:
-        kept: dict[int, Tensor] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            kept[address_of(tensor)] = tensor.detach()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            layer.call(*layer.inputs)
+        kept = _saved(layer)
         self.inputs = tuple(isinstance(v, Tensor) and address_of(v) in kept for v in layer.inputs)
         self.outputs = tuple(isinstance(v, Tensor) and address_of(v) in kept for v in layer.last)
         state = (*layer.module.parameters(), *layer.module.buffers())
-        given = tensors_in((layer.inputs, layer.setting.target))  # what the user gave for the loss is the user's
-        others = {address_of(tensor) for tensor in (*state, *given)}
-        sizes = [tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in others]
+        users = tensors_in((layer.inputs, layer.setting.target))  # what the user gave for the loss is the user's
+        others = {address_of(tensor) for tensor in (*state, *users)}
+        # What the next forward keeps too is kept for all of them: casts of parameters, by autocast.
+        casts = kept.keys() & _saved(layer).keys() - others if layer.casts else set()
+        self.casts = sum(kept[place].untyped_storage().nbytes() for place in casts)
+        sizes = [t.untyped_storage().nbytes() for place, t in kept.items() if place not in others | casts]
         self.size = sum(sizes)
         self.small = sum(size for size in sizes if size < THRESHOLD)
         layer.last = ()
+
+
+def _saved(layer: Layer) -> dict[int, Tensor]:
+    """What a forward saves, by its address."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[address_of(tensor)] = tensor.detach()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer.call(*layer.inputs)
+    return kept
+
+
+def clock(device: torch.device) -> float:
+    """The time in seconds, when the device has done what it was told."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def address_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _seeds(results: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+def seeds(results: Sequence[object]) -> tuple[list[Tensor], list[Tensor]]:
     roots = [value for value in results if isinstance(value, Tensor) and value.requires_grad]
     return roots, [torch.ones_like(value) for value in roots]
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def moved(value: object, device: torch.device) -> Value:
     return value.to(device) if isinstance(value, Tensor) else value

@@ -19,9 +19,11 @@ from penstock.capture.pipe_info import PipeInfo, StageRoutes
 from penstock.capture.stage_module import StageModule
 from penstock.errors import CaptureError
 from penstock.misfits import takes
-from penstock.stage.pipeline_stage import PipelineStage
+from penstock.nest import Value
+from penstock.stage.pipeline_stage import Group, PipelineStage
 
 
+@takes(CaptureError)
 class CapturedStage(PipelineStage):
     """A stage around a captured module: it reads what its wires say, not all that the stage before returns.
 
@@ -36,7 +38,7 @@ class CapturedStage(PipelineStage):
         stage_index: int,
         pipe_info: PipeInfo,
         device: torch.device | str,
-        group: Any = None,
+        group: Group = None,
     ) -> None:
         super().__init__(stage_module.to(device), stage_index, pipe_info.num_stages, device, group=group)
         self.routes = StageRoutes(pipe_info, stage_index)
@@ -45,7 +47,7 @@ class CapturedStage(PipelineStage):
 
 @takes(CaptureError)
 def build_stage(
-    stage_module: StageModule, stage_index: int, pipe_info: PipeInfo, device: torch.device | str, group: Any = None
+    stage_module: StageModule, stage_index: int, pipe_info: PipeInfo, device: torch.device | str, group: Group = None
 ) -> CapturedStage:
     """A stage for a schedule, around a captured module that is moved to `device`.
 
@@ -82,8 +84,8 @@ class Pipe(nn.Module):
     def from_tracing(
         cls,
         mod: nn.Module,
-        example_args: tuple[Any, ...],
-        example_kwargs: Mapping[str, Any] | None = None,
+        example_args: tuple[Value, ...],
+        example_kwargs: Mapping[str, Value] | None = None,
         split_policy: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> Pipe:
@@ -109,13 +111,13 @@ class Pipe(nn.Module):
         assert isinstance(stage, StageModule)
         return stage
 
-    def build_stage(self, stage_index: int, device: torch.device | str, group: Any = None) -> Any:
+    def build_stage(self, stage_index: int, device: torch.device | str, group: Group = None) -> Any:
         """One stage for a schedule, on `device`."""
         return build_stage(self.get_stage_module(stage_index), stage_index, self._info, device, group)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Value, **kwargs: Value) -> Value:
         """All stages, one after the other, in this process: returns what the model returns."""
-        values: dict[str, Any] = {}
+        values: dict[str, Value] = {}
         arguments = self._info.inputs.bind(args, kwargs)
         for k in range(self.num_stages):
             stage = self.get_stage_module(k)
@@ -125,14 +127,14 @@ class Pipe(nn.Module):
             values |= zip([w.name for w in stage.outputs], stage.run(given), strict=True)
         raise AssertionError("a pipe has at least one stage")
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: Value, **kwargs: Value) -> dict[str, Any]:  # type: ignore[override]
         """The tensors of all stages, under the names of the user's model."""
         found: dict[str, Any] = {}
         for stage in self.stages:
             found |= stage.state_dict(*args, **kwargs)
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
         """Load by the names of the user's model."""
         missing: list[str] = []
         known: set[str] = set()
@@ -186,7 +188,7 @@ class LossWrapper(nn.Module):
         self.module = module
         self.loss_fn = loss_fn
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Value, **kwargs: Value) -> Value:
         raise NotImplementedError(
             f"{type(self).__name__} must say how the model and its loss go together: define forward, "
             "or use TrivialLossWrapper for loss_fn(module(x), targets)"
@@ -198,5 +200,5 @@ class TrivialLossWrapper(LossWrapper):
 
     loss_spec = True
 
-    def forward(self, x: Any, targets: Any) -> torch.Tensor:
+    def forward(self, x: Value, targets: Value) -> torch.Tensor:
         return self.loss_fn(self.module(x), targets)

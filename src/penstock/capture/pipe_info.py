@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from penstock.balance import Cuts
 from penstock.capture.arguments import InputTable, ModelCall, model_values
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError
-from penstock.nest import Nest, leaf_names
+from penstock.nest import Nest, Value, leaf_names
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class PipeInfo:
             if wire.source is not None
         )
 
-    def loss_of(self, output: Any) -> Any:
+    def loss_of(self, output: object) -> Value:
         """The model's own loss, out of what the model returned."""
         if self.loss_index is None:
             raise CaptureError(
@@ -76,24 +75,32 @@ class PipeInfo:
             )
         return model_values.flatten(output)[0][self.loss_index]
 
-    def arguments(self, stage: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, stage: int, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Value]:
         """The model's arguments that a stage reads, out of a call; a rank may leave out what its stages do not read."""
         return self.arguments_of_each(stage, [(args, kwargs)])[0]
 
-    def arguments_of_each(self, stage: int, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
+    def arguments_of_each(self, stage: int, calls: Sequence[ModelCall]) -> list[dict[str, Value]]:
         """The same for several calls of one form, such as the microbatches of a step."""
         wanted = [wire.name for wire in self.stage_inputs[stage] if wire.source is None]
         found = self.inputs.bind_each(calls) if wanted else [{} for _ in calls]
         missing = [name for name in wanted if name not in found[0]]
         if missing:
+            taken = next((name for name in missing if name in STEPS_OWN), None)
+            instead = (
+                "" if taken is None else f". {taken}= is an argument of step itself: give the model's by its place"
+            )
             raise CaptureError(
                 f"stage {stage} reads {', '.join(missing)}, and this rank's call does not give it; pass the same "
-                f"arguments on every rank, or at least {', '.join(wanted)} here"
+                f"arguments on every rank, or at least {', '.join(wanted)} here{instead}"
             )
         return [{name: given[name] for name in wanted} for given in found]
 
 
-def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec: Any) -> int | None:
+STEPS_OWN = ("target", "outputs", "losses", "return_outputs", "loss_kwargs")
+"""Names that `step` takes for itself. A model may have arguments of the same names."""
+
+
+def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec: object) -> int | None:
     """Which tensor of the output is the loss: the one that `spec` marks with True, else a single number called "loss".
 
     `fixed` are the places of the leaves that have no wire, because they are always the same.
@@ -118,7 +125,7 @@ def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec
     return None
 
 
-def _marked(spec: Any, path: str) -> list[str]:
+def _marked(spec: object, path: str) -> list[str]:
     if spec is True:
         return [path.removeprefix(".")]
     if isinstance(spec, Mapping):
@@ -158,7 +165,7 @@ class StageRoutes:
         """Whether the model returns its own loss."""
         return self.info.has_loss
 
-    def loss_of(self, output: Any) -> Any:
+    def loss_of(self, output: object) -> Value:
         """The model's own loss, out of what the model returned."""
         return self.info.loss_of(output)
 
@@ -174,8 +181,8 @@ class StageRoutes:
         return tuple(place for place, wire in enumerate(outputs) if wanted & set(wire.stages))
 
     def call(
-        self, values: Mapping[int, Mapping[int, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, values: Mapping[int, Mapping[int, Value]], args: tuple[Value, ...], kwargs: dict[str, Value]
+    ) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """The inputs of the stage, in its order."""
         (own,) = self.bind([args], [kwargs], 1)
         return tuple(
@@ -184,8 +191,8 @@ class StageRoutes:
         ), {}
 
     def bind(
-        self, args: Sequence[tuple[Any, ...]] | None, kwargs: Sequence[dict[str, Any]], num_microbatches: int
-    ) -> Sequence[Sequence[Any]]:
+        self, args: Sequence[tuple[object, ...]] | None, kwargs: Sequence[dict[str, object]], num_microbatches: int
+    ) -> Sequence[Sequence[Value]]:
         """For each microbatch the inputs of the stage, with None where another stage's value goes."""
         names = [wire.name if wire.source is None else "" for wire in self.info.stage_inputs[self.stage]]
         if not any(names):

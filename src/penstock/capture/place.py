@@ -12,6 +12,7 @@ A node belongs to the stage in whose part of the model's code it stands, with th
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,12 @@ def place(flat: Flat, cuts: Sequence[Mark]) -> Placed:
     stage: dict[fx.Node, int] = {}
     current = 0
     boundaries = [cut.position for cut in cuts]
+    transformed = _transformed(flat)
+    if inside := [cut for cut in cuts if cut.position in transformed]:
+        raise CaptureError(
+            f"{inside[0].what} is inside a function that torch.vmap, or another transform of functions, runs: its values cannot "
+            "leave it. Move the cut before or after it"
+        )
     for i, node in enumerate(flat.nodes):
         while current < len(boundaries) and boundaries[current] <= i:
             current += 1
@@ -55,6 +62,35 @@ def place(flat: Flat, cuts: Sequence[Mark]) -> Placed:
     _settle_writes(flat, stage)
     _check_full(flat, stage, cuts)
     return Placed(flat, num_stages, stage)
+
+
+def inseparable(flat: Flat) -> set[int]:
+    """The positions at which `place` would refuse a cut: between what one stage must do."""
+    found = _transformed(flat)
+    for i, node in enumerate(flat.nodes):
+        for target in written(node):
+            family = _family(target)
+            used = {m: [flat.index.get(u, len(flat.nodes)) for u in m.users] for m in family}  # last, what is returned
+            if any(m in flat.traced.origins for m in family):  # one stage writes a buffer, before all others use it
+                found |= set(range(min(min(users) for users in used.values() if users) + 1, i + 1))
+            else:  # what is written to may come from another stage, but under one name
+                made = {m: flat.index[m] for m in family}
+                crosses = Counter(p for m in family for p in range(made[m] + 1, min(max(used[m], default=-1), i) + 1))
+                found |= {p for p, members in crosses.items() if members > 1}
+    return found
+
+
+def _transformed(flat: Flat) -> set[int]:
+    """The positions inside a function that torch.vmap or another transform runs: its values exist there alone."""
+    found: set[int] = set()
+    begun: list[int] = []
+    for i, node in enumerate(flat.nodes):
+        name = getattr(node.target, "__name__", "")
+        if name.endswith("_increment_nesting"):
+            begun.append(i)
+        elif name.endswith("_decrement_nesting") and begun:
+            found |= set(range(begun.pop() + 1, i + 1))
+    return found
 
 
 def _free(flat: Flat) -> dict[fx.Node, bool]:

@@ -28,21 +28,22 @@ from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import Pipe
 from penstock.errors import CaptureError
 from penstock.misfits import takes
+from penstock.nest import Value
 
 
 @takes(CaptureError)
 def profile(
     model: torch.nn.Module,
-    example: tuple[Any, ...] = (),
+    example: tuple[object, ...] = (),
     *,
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_kwargs: Mapping[str, object] | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
-    target: Any = None,
+    target: object = None,
     num_stages: int = 8,
     repeats: int = 5,
     device: torch.device | str | None = None,
     progress: bool | None = None,
-    **options: Any,
+    **options: object,
 ) -> Profile:
     """Measure the layers of a model.
 
@@ -65,6 +66,7 @@ def profile(
     return profile_layers(layers, where, setting, progress=progress)
 
 
+@takes(CaptureError)
 def profile_layers(
     layers: Pipe, where: Sequence[tuple[int, str]] | None, setting: LayerSetting, *, progress: bool | None = None
 ) -> Profile:
@@ -80,8 +82,8 @@ def profile_layers(
 
 def capture_layers(
     model: torch.nn.Module,
-    example: tuple[Any, ...],
-    example_kwargs: Mapping[str, Any] | None,
+    example: tuple[Value, ...],
+    example_kwargs: Mapping[str, Value] | None,
     *,
     num_stages: int,
     **options: Any,

@@ -24,6 +24,7 @@ from penstock.capture.skeleton import Skeleton
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Fixed, Key, Wire, same_wires, size_of, where_shapes_differ
 from penstock.errors import CaptureError
+from penstock.stage.buffers import modes_of
 
 ChooseCuts = Callable[[Flat, int], Sequence[int]]
 Judge = Callable[[Flat, Sequence[Mark]], None]
@@ -39,6 +40,7 @@ class Landmark(NamedTuple):
     after: str  # the module that did something just before this one
     number_after: int  # the same, counted after that module alone
     of: int = 0  # how many of that kind the module has
+    opens: bool = False  # whether the operator before it is another module's
 
 
 def landmarks(flat: Flat) -> list[Landmark]:
@@ -48,9 +50,11 @@ def landmarks(flat: Flat) -> list[Landmark]:
     module = after = ""
     for node in flat.nodes:
         path, operator = module_path(node), str(node.target)
-        if path != module:
+        opens = path != module
+        if opens:
             module, after = path, module
-        found.append(Landmark(path, operator, seen[path, operator], after, seen[path, operator, after]))
+        counts = seen[path, operator], after, seen[path, operator, after]
+        found.append(Landmark(path, operator, *counts, opens=opens))
         seen[path, operator] += 1
         seen[path, operator, after] += 1
     return [mark._replace(of=seen[mark.module, mark.operator]) for mark in found]
@@ -86,6 +90,7 @@ class Retracer:
     policy: Callable[[fx.GraphModule], Any] | None = None
     num_stages: int | None = None
     key: Key = (None, frozenset())
+    modes: tuple[bool, ...] = ()  # of each part of the model when it was captured
     why_static: str = ""
     gave_up: bool = False  # on dynamic sizes
     shapes: tuple[tuple[int | str, ...], ...] = ()
@@ -97,8 +102,8 @@ class Retracer:
 
         `judge` is shown the cuts.
         """
-        modes = {m.training for m in self.skeleton.module.modules()}
-        self.key = (modes.pop() if len(modes) == 1 else None, frozenset())
+        self.modes = modes_of(self.skeleton.module)
+        self.key = (self.modes[0] if len(set(self.modes)) == 1 else None, frozenset())
         cut = self._cut(self.key, choose_cuts, judge)
         self.cuts[self.key] = cut
         return cut
@@ -108,11 +113,14 @@ class Retracer:
             self.cuts[key] = self._checked(self._cut(key), key)
         return self.cuts[key].pieces[stage]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Retracer:
+    def __deepcopy__(self, memo: dict[int, object]) -> Retracer:
         return self
 
     def _cut(self, key: Key, choose_cuts: ChooseCuts | None = None, judge: Judge | None = None) -> Cut:
         mode, fixed = key
+        if mode is None:  # mixed, as captured; an evaluation may have been traced since
+            for part, training in zip(self.skeleton.module.modules(), self.modes, strict=True):
+                part.training = training
         dims = self.dims if not self.gave_up else tuple(None for _ in self.dims)
         traced = trace(
             self.skeleton,
@@ -154,6 +162,8 @@ class Retracer:
                     f"in another mode or size the model has no {mark.operator} in {mark.module or 'its own forward'}, before "
                     "which it was to be cut; name the cuts with split_spec="
                 )
+            while mark.opens and at and not here[at].opens:
+                at -= 1  # a batch norm in training counts its batches before what it does in evaluation, too
             marks.append(Mark(at, f"operator {at} ({mark.operator} in {mark.module})"))
         return marks
 
@@ -281,7 +291,7 @@ def _work(placed: Placed, shapes: Sequence[Sequence[int]], stage: int | None) ->
                     sizes[size.node.expr] = now
     numbers = {node: f"value {i}" for i, node in enumerate(traced.origins)}
 
-    def form(value: Any) -> Any:
+    def form(value: object) -> Any:
         if not isinstance(value, fx.Node):
             return type(value), value
         if not is_size(value):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import CaptureError
+from penstock.nest import Value
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Skeleton:
     device: torch.device
 
     @staticmethod
-    def of(model: nn.Module, leaves: list[Any]) -> Skeleton:
+    def of(model: nn.Module, leaves: list[Value]) -> Skeleton:
         lazy = [name for name, value in model.named_parameters() if is_lazy(value)]
         if lazy:
             raise CaptureError(
                 f"{lazy[0]} has no shape yet: its module is a lazy one; run the model once with the example before the capture"
             )
         device = _main_device(model, leaves)
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
         fake = fake_mode()
         for value in _tensors(model):
             memo[id(value)] = _fake(fake, value, device)
@@ -58,7 +58,7 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
 
 
-def fake_leaves(leaves: list[Any], device: torch.device) -> list[torch.Tensor]:
+def fake_leaves(leaves: list[Value], device: torch.device) -> list[torch.Tensor]:
     """Data-free stand-ins of the example's tensors."""
     mode = fake_mode()
     return [_fake(mode, leaf, device) for leaf in leaves]
@@ -74,7 +74,7 @@ def _fake(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> to
     return made.requires_grad_(value.requires_grad)
 
 
-def _main_device(model: nn.Module, leaves: list[Any]) -> torch.device:
+def _main_device(model: nn.Module, leaves: list[Value]) -> torch.device:
     for value in (*model.parameters(), *model.buffers(), *leaves):
         if not value.is_meta:
             return torch.device(value.device)

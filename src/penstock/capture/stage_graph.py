@@ -22,7 +22,7 @@ from torch import fx
 from penstock.capture.flat import REGION, SIZE, aten
 from penstock.capture.functions import addmm, linear
 
-_LATE: dict[Any, Any] = {aten.linear.default: linear, aten.addmm.default: addmm}
+_LATE: dict[object, object] = {aten.linear.default: linear, aten.addmm.default: addmm}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class OperatorGraph:
     def moved(self, old: torch.device, new: torch.device) -> OperatorGraph:
         """The same program, with another device wherever it names `old`."""
 
-        def replaced(value: Any) -> Any:
+        def replaced(value: object) -> Any:
             return new if isinstance(value, torch.device) and value == old else value
 
         def move(node: fx.Node) -> None:
@@ -96,7 +96,7 @@ class OperatorGraph:
             _copy(self.graph, move), {name: body.moved(old, new) for name, body in self.bodies.items()}
         )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         nodes = [
             (n.op, n.name, _pack_target(n.target), _pack(n.args), _pack(n.kwargs), n.meta.get("path", ""))
             for n in self.graph.nodes
@@ -113,16 +113,16 @@ class OperatorGraph:
         object.__setattr__(self, "graph", graph)
         object.__setattr__(self, "bodies", state["bodies"])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OperatorGraph:
+    def __deepcopy__(self, memo: dict[int, object]) -> OperatorGraph:
         return self
 
 
-def late(target: Any) -> Any:
+def late(target: object) -> Any:
     """Operators that a split backward may replace are looked up at each call."""
     return _LATE.get(target, target) if isinstance(target, torch._ops.OpOverload) else target
 
 
-def _pack_target(target: Any) -> Any:
+def _pack_target(target: object) -> object:
     if isinstance(target, torch._ops.OpOverload):
         return Named(str(target))
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -130,7 +130,7 @@ def _pack_target(target: Any) -> Any:
     return target
 
 
-def _unpack_target(target: Any) -> Any:
+def _unpack_target(target: object) -> Any:
     if not isinstance(target, Named):
         return target
     found: Any = torch.ops

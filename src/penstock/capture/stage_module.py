@@ -24,7 +24,8 @@ from penstock.capture.cutter import StagePiece
 from penstock.capture.stage_graph import OperatorGraph
 from penstock.capture.wires import Fixed, Guard, Key, Wire, check_sizes, sizes_fit, where
 from penstock.errors import CaptureError, ShapeError
-from penstock.nest import Kind
+from penstock.misfits import takes
+from penstock.nest import Kind, Value
 
 if TYPE_CHECKING:
     from penstock.capture.retrace import Retracer
@@ -37,7 +38,7 @@ class OutputRecipe:
     recipe: Any
     fixed: tuple[tuple[int, Any], ...]
 
-    def build(self, values: Sequence[Any]) -> Any:
+    def build(self, values: Sequence[object]) -> Value:
         if self.recipe.kind is Kind.LEAF and values:
             return values[0]
         leaves = list(values)
@@ -46,12 +47,14 @@ class OutputRecipe:
         return model_values.unflatten(self.recipe, leaves)
 
 
+@takes(CaptureError)
 class StageModule(nn.Module):
     """A stage: its parameters and buffers under the names of the user's model, and its part of the graph.
 
     pipe.get_stage_module(0)(x)
     """
 
+    only_operators = True  # nothing of the user's own Python is run by a call
     inputs: tuple[Wire, ...]
     outputs: tuple[Wire, ...]
     _anchor: torch.Tensor  # has no elements; goes wherever the module goes
@@ -76,9 +79,9 @@ class StageModule(nn.Module):
         self._programs: dict[Key, OperatorGraph] = {}
         self._functions: dict[Key, Callable[..., Any]] = {}
         self._results: dict[Key, OutputRecipe] = {}
-        self._places: dict[Key, Sequence[int]] = {}
+        self._places: dict[Key, Sequence[int]] = {}  # of the outputs that the last stage computes itself
         self._guards: dict[Key, tuple[Guard, ...]] = {}
-        self._keys: dict[tuple[Any, ...], Key] = {}  # which graph is for which sizes
+        self._keys: dict[tuple[object, ...], Key] = {}  # which graph is for which sizes
         self._why_not: dict[Key, str] = {}
         self.register_buffer("_anchor", torch.empty(0, device=device), persistent=False)
         self._device = device
@@ -120,40 +123,31 @@ class StageModule(nn.Module):
         """The graph that runs in the present mode."""
         return self._programs[self._key].graph
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Value, **kwargs: Value) -> Value:
         """The inputs in the order of ``inputs``, or by name.
 
         Returns a tuple, in the order of ``outputs``; the last stage returns what the model returns.
         """
         values = args if not kwargs and len(args) == len(self.inputs) else self._bound(args, kwargs)
         key = self._key_of(values)
-        results: tuple[Any, ...] = (self._functions.get(key) or self._function(key))(self, *values)
+        results: tuple[Value, ...] = (self._functions.get(key) or self._function(key))(self, *values)
         if self.own_only and len(results) > 1:
-            results = tuple(results[place] for place in self._computed(key))
+            results = tuple(results[place] for place in self._places[key])
         if self.bare:
             return results[0] if len(results) == 1 else results
         return self._results[key].build(results) if self._results else results
 
-    def _computed(self, key: Key) -> Sequence[int]:
-        """The places of the outputs that are computed here; all, if none is."""
-        if key not in self._places:
-            (output,) = (node for node in self._programs[key].graph.nodes if node.op == "output")
-            values = output.args[0]
-            own = [i for i, value in enumerate(values) if getattr(value, "op", "") != "placeholder"]
-            self._places[key] = own or range(len(values))
-        return self._places[key]
-
-    def model_output(self, values: Sequence[Any]) -> Any:
+    def model_output(self, values: Sequence[object]) -> Value:
         """What the model returns, out of the inputs of the last stage."""
         key = self._key_of(values)
         return self._results[key].build(self.run(values))
 
-    def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
+    def run(self, values: Sequence[object]) -> tuple[Value, ...]:
         """The outputs, in the order of ``outputs``."""
         key = self._key_of(values)
         return (self._functions.get(key) or self._function(key))(self, *values)  # type: ignore[no-any-return]
 
-    def _key_of(self, values: Sequence[Any]) -> Key:
+    def _key_of(self, values: Sequence[object]) -> Key:
         """Which graph is for these inputs: that of the present mode, or one of its own for sizes that need it."""
         if torch.compiler.is_compiling():
             usual = torch.compiler.is_exporting() or sizes_fit(
@@ -162,14 +156,14 @@ class StageModule(nn.Module):
             return self._key if usual else self._unusual_key(values)
         return self._known_key(values)
 
-    def _unusual_key(self, values: Sequence[Any]) -> Key:
+    def _unusual_key(self, values: Sequence[object]) -> Key:
         """Outside of what is compiled: another graph may have to be traced, or the sizes refused."""
         key: Key = torch.compiler.disable(self._known_key)(values)
         return key
 
     _unusual_key._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable would import all of torch._dynamo
 
-    def _known_key(self, values: Sequence[Any]) -> Key:
+    def _known_key(self, values: Sequence[object]) -> Key:
         seen = (self._key, *[value.shape if isinstance(value, torch.Tensor) else None for value in values])
         known = self._keys.get(seen)
         if known is None:
@@ -197,7 +191,7 @@ class StageModule(nn.Module):
                 now = ", ".join(f"{name} = {size}" for name, size in sizes.items())
                 raise ShapeError(f"the model was captured for sizes with {broken[0].text}; this call has {now}")
 
-    def build_output(self, values: Sequence[Any]) -> Any:
+    def build_output(self, values: Sequence[object]) -> Value:
         """What the model returns, out of the outputs of the last stage."""
         return self._results[self._key].build(values)
 
@@ -209,6 +203,15 @@ class StageModule(nn.Module):
         self._key = key
         self.prepare()
         return self
+
+    @property
+    def mode(self) -> Key:
+        """Which graph runs; it can be set to one of before, which `train` cannot if parts of the model are in different modes."""
+        return self._key
+
+    @mode.setter
+    def mode(self, key: Key) -> None:
+        self._key = key
 
     def prepare(self) -> None:
         """Have the function of the present mode ready, so that torch.compile does not come upon its making."""
@@ -232,7 +235,7 @@ class StageModule(nn.Module):
         wires = ", ".join(str(w) for w in self.inputs)
         return f"stage {self.stage_index} of {self.num_stages}, inputs: {wires}"
 
-    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Value, ...]:
         names = [wire.name for wire in self.inputs]
         if len(args) > len(names):
             raise CaptureError(
@@ -276,6 +279,7 @@ class StageModule(nn.Module):
         self._guards[key] = piece.guards
         if self.is_last:
             self._results[key] = OutputRecipe(piece.recipe, piece.fixed)
+            self._places[key] = _computed(piece.graph)
         program = OperatorGraph(piece.graph, piece.bodies).moved(self._device, self._anchor.device)
         self._programs[key] = program
 
@@ -322,7 +326,7 @@ class StageModule(nn.Module):
             self.prepare()
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if self._source is not None:
             for mode in (True, False):
                 try:
@@ -333,11 +337,11 @@ class StageModule(nn.Module):
         state = {k: v for k, v in self.__dict__.items() if not isinstance(v, torch.fx.GraphModule) and k != compiled}
         return state | {"_source": None, "_functions": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.prepare()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageModule:
+    def __deepcopy__(self, memo: dict[int, object]) -> StageModule:
         import copy
 
         made = type(self).__new__(type(self))
@@ -350,3 +354,11 @@ class StageModule(nn.Module):
         made._functions = {}
         made.prepare()
         return made
+
+
+def _computed(graph: torch.fx.Graph) -> Sequence[int]:
+    """The places of the outputs that are computed in this graph; all, if none is."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    values = output.args[0]
+    assert isinstance(values, list | tuple)
+    return [i for i, value in enumerate(values) if getattr(value, "op", "") != "placeholder"] or range(len(values))

@@ -70,7 +70,7 @@ def size_of(size: int | torch.SymInt) -> Size:
     return int(size)
 
 
-def check_sizes(wires: Sequence[Wire], values: Sequence[Any], *, why_static: str, symbols: dict[str, int]) -> None:
+def check_sizes(wires: Sequence[Wire], values: Sequence[object], *, why_static: str, symbols: dict[str, int]) -> None:
     """Refuse values whose sizes are not what was captured; collects what each changing size is now."""
     for wire, value in zip(wires, values, strict=True):
         if wire.kind != "tensor" or not isinstance(value, torch.Tensor):
@@ -133,7 +133,7 @@ class Guard:
         object.__setattr__(self, "_order", order)
         object.__setattr__(self, "_function", eval(f"lambda {', '.join(order)}: {self.text}", {"math": math}))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Guard, (self.text, self.names)
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
@@ -157,7 +157,9 @@ def guards_of(program: torch.export.ExportedProgram) -> tuple[Guard, ...]:
     )
 
 
-def sizes_fit(wires: Sequence[Wire], values: Sequence[Any], partners: Collection[str], guards: Sequence[Guard]) -> bool:
+def sizes_fit(
+    wires: Sequence[Wire], values: Sequence[object], partners: Collection[str], guards: Sequence[Guard]
+) -> bool:
     """Whether values are as captured: no size that changes is 1, and no guard is broken.
 
     torch.compile can look through it, and then guards what it asks. `partners` names the sizes that change.

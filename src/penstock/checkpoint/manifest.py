@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
@@ -26,6 +27,7 @@ from penstock.errors import RunError, StageError
 FILE = "penstock.json"
 FORMAT = 2
 LIMIT = 1 << 30  # bytes of a manifest; a part of a tensor takes about 250
+_RECORD = 1 << 20  # bytes of a record beside its values, at the most: a file may claim any size and hold nothing
 _MOST_ABREAST = 128  # parts of a tensor that lie side by side, whichever way one looks; that takes 128 x 128 ranks
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in the checkpoint's own folder
 
@@ -136,7 +138,10 @@ class Manifest:
 def read_small(file: Path, limit: int) -> bytes:
     """The bytes of a file that is not larger than that."""
     try:
-        size = file.stat().st_size
+        status = file.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged(f"{file} is no plain file")  # a pipe would keep its reader waiting
         if size > limit:
             raise Damaged(f"{file} has {size:,} bytes; at most {limit:,} are read")
         return file.read_bytes()
@@ -170,7 +175,7 @@ def _short(value: object) -> str:
     return text if len(text) < 80 else f"{text[:80]}..."
 
 
-def _manifest(body: dict[str, Any]) -> Manifest:
+def _manifest(body: dict[str, object]) -> Manifest:
     kinds = {f.name: int if f.name in ("step", "ranks", "replicas") else dict for f in fields(Manifest)}
     facts = _known(body, kinds, "the checkpoint")
     for name, version in facts["versions"].items():
@@ -181,6 +186,8 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         _file(name): SmallFile(**_known(one, {"size": int, "sha256": str}, name))
         for name, one in facts["files"].items()
     }
+    if large := [name for name, one in files.items() if one.size > LIMIT]:
+        raise ValueError(f"{large[0]} has {files[large[0]].size:,} bytes; at most {LIMIT:,} are read")
     for name, others in facts["aliases"].items():
         if not isinstance(others, list) or not all(isinstance(other, str) for other in others):
             raise ValueError(f"the other names of {name} are {_short(others)}; expected a list of names")
@@ -216,6 +223,8 @@ def check_entry(name: str, entry: Entry) -> None:
             raise ValueError(f"{name} is {list(shape)}, and a part of {list(part.shape)} begins at {list(part.start)}")
         if max(part.data, 0) + num_bytes(part.shape, dtype) > part.length:
             raise ValueError(f"{name} has a part of {list(part.shape)} {entry.dtype} in {part.length} bytes")
+        if part.length > num_bytes(part.shape, dtype) + _RECORD:
+            raise ValueError(f"{name} has {part.length:,} bytes for a part of {list(part.shape)} {entry.dtype}")
     if sum(math.prod(part.shape) for part in entry.parts) != math.prod(shape):
         raise ValueError(f"the parts of {name} do not make up {list(shape)}")
     _check_blocks(name, entry)

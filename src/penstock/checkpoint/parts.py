@@ -99,7 +99,10 @@ def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
 
 def read_entry(folder: Path, entry: Entry, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """A block of a saved tensor, out of the parts that touch it."""
-    made = torch.zeros(shape, dtype=dtype_named(entry.dtype))
+    try:
+        made = torch.zeros(shape, dtype=dtype_named(entry.dtype))
+    except (RuntimeError, MemoryError) as error:
+        raise Damaged(f"{folder} has a tensor of {list(shape)} {entry.dtype}, for which there is no memory") from error
     for part in entry.parts:
         here, there = _common(start, shape, part)
         if here is not None:
@@ -110,14 +113,14 @@ def read_entry(folder: Path, entry: Entry, *, start: tuple[int, ...], shape: tup
 def read_part(folder: Path, part: Part, dtype: str) -> Tensor:
     """The values of one part, if its bytes are those that were written."""
     kind = dtype_named(dtype)
-    record = bytearray(part.length)
     file = folder / part.file
     try:
+        record = bytearray(part.length)
         with file.open("rb") as stream:
             stream.seek(part.offset)
             got = stream.readinto(record)
-    except OSError as error:
-        raise Damaged(f"{file} cannot be read: {error}") from error
+    except (OSError, MemoryError) as error:
+        raise Damaged(f"{file} cannot be read: {str(error) or 'not enough memory'}") from error
     if got != part.length or hashlib.sha256(record).hexdigest() != part.sha256:
         raise Damaged(
             f"{file} is damaged: bytes {part.offset} to {part.offset + part.length} are not those that were written"

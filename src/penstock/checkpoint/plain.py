@@ -52,7 +52,7 @@ def encode(value: Any) -> Any:
     )
 
 
-def _encode_numpy(value: Any) -> Any:
+def _encode_numpy(value: object) -> object:
     import numpy as np
 
     array = np.asarray(value)
@@ -63,7 +63,7 @@ def _encode_numpy(value: Any) -> Any:
     return {_KIND: kind, _VALUE: [array.dtype.str, list(array.shape), data]}
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
     """What `encode` was given."""
     if isinstance(value, list):
         return [decode(one) for one in value]

@@ -186,7 +186,7 @@ class _Machine:
     def remember(self, number: int) -> None:
         self.memo[number] = self.stack[-1]
 
-    def extend(self, values: list[Any]) -> None:
+    def extend(self, values: list[object]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
             raise ValueError(f"something is added to a {type(target).__name__}")
@@ -229,7 +229,7 @@ _ALLOWED = frozenset(
 # -- what the records mean
 
 
-def _entries(whole: Any, *, most: int) -> dict[str, Entry]:
+def _entries(whole: object, *, most: int) -> dict[str, Entry]:
     """`most`: so many blocks there may be. Tensors may share a list of blocks, so a small file could ask for any number."""
     if not isinstance(whole, _Record) or whole.name != f"{_OF_LISTS}Metadata":
         raise ValueError(f"it holds a {getattr(whole, 'name', type(whole).__name__)}")
@@ -288,7 +288,7 @@ def _part(info: _Record, start: tuple[int, ...], shape: tuple[int, ...]) -> Part
     return Part(info["relative_path"], offset, length, UNKNOWN, "", start, shape)
 
 
-def _size(value: Any) -> tuple[int, ...]:
+def _size(value: object) -> tuple[int, ...]:
     (sizes,) = value.args if isinstance(value, _Record) and value.name == "torch.Size" else (None,)
     if (
         not isinstance(sizes, tuple)
@@ -299,7 +299,7 @@ def _size(value: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """For an error. A list may hold another one twice, and so on: all of it may be longer than any memory."""
     return reprlib.repr(value)
 

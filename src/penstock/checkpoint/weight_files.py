@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from abc import abstractmethod
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,6 +83,7 @@ class TorchFile(WeightFile):
 
     def __init__(self, file: Path) -> None:
         try:
+            _check_archive(file)
             whole = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
         except Exception as error:  # torch's reader raises whatever the bytes lead it to
             raise StageError(
@@ -144,7 +146,10 @@ class CheckpointFolder(WeightFile):
         try:
             with file.open("rb") as stream:
                 stream.seek(part.offset)
-                found = torch.load(io.BytesIO(stream.read(part.length)), map_location="cpu", weights_only=True)
+                record = io.BytesIO(stream.read(part.length))
+            _check_archive(record)
+            record.seek(0)
+            found = torch.load(record, map_location="cpu", weights_only=True)
         except Exception as error:  # torch's reader raises whatever the bytes lead it to
             raise StageError(f"{file} cannot be read: {_said(error)}") from error
         if not isinstance(found, Tensor) or found.layout is not torch.strided or not found.is_cpu:
@@ -170,7 +175,7 @@ class _Together(WeightFile):
         return self._opened[file][name]
 
 
-def check_values(name: str, given: Any) -> None:
+def check_values(name: str, given: object) -> None:
     """Whether a parameter can take these values: torch itself finds out in the middle of copying."""
     if not isinstance(given, Tensor):
         what = f"a {type(given).__name__}"
@@ -233,11 +238,23 @@ def _of_index(index: Path) -> WeightFile:
 
 def _open_file(file: Path) -> WeightFile:
     """By its suffix; if that says nothing, by its first bytes."""
+    if not file.is_file():
+        raise StageError(f"{file} is no plain file")  # a pipe would keep its reader waiting
     if file.suffix == ".safetensors":
         return Safetensors(file)
     if file.suffix in _OF_TORCH or _is_zip(file):
         return TorchFile(file)
     return Safetensors(file)
+
+
+def _check_archive(archive: Path | io.BytesIO) -> None:
+    """What torch.save writes is not compressed: a small file that grows without end is none of its own."""
+    if not zipfile.is_zipfile(archive):
+        return
+    with zipfile.ZipFile(archive) as opened:
+        packed = [one.filename for one in opened.infolist() if one.compress_type or one.file_size != one.compress_size]
+    if packed:
+        raise ValueError(f"{packed[0]:.80} in it is compressed, which torch.save never does")
 
 
 def _is_zip(file: Path) -> bool:

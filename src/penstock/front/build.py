@@ -17,11 +17,10 @@ from penstock.batch import batch_size_of
 from penstock.capture import (
     Pipe,
     cuts_at,
-    materialise,
     pipeline,
     warn_if_uneven,
 )
-from penstock.checkpoint.weight_files import open_weights
+from penstock.capture.load_state import to_materialise
 from penstock.errors import CaptureError, PlanError, RanksDisagree
 from penstock.front.byte_sizes import state_of
 from penstock.front.candidates import Wishes
@@ -30,7 +29,7 @@ from penstock.front.choose import choose
 from penstock.front.copy_speed import copy_bandwidth
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine, together
-from penstock.front.model_profile import estimated_profile, measured_profile
+from penstock.front.model_profile import estimated_profile, measured_profile, with_budgets_of
 from penstock.front.request import Built, Request
 from penstock.front.stage_costs import Machine
 from penstock.plan import Plan
@@ -66,7 +65,9 @@ def build(request: Request, ends: Ends) -> Built:
     pipe = pipes[0]
     here = choice.plan.placement.stages_of(ends.rank)
     modules = [pipe.get_stage_module(k) for k in here]
-    ends.agree("the values of the model", lambda: fill_meta(modules, request, ends.device))
+    pending: list[Callable[[], None]] = []
+    ends.agree("the values of the model", lambda: pending.extend(values_to_fill(modules, request, ends.device)))
+    ends.agree("giving the model its values", lambda: [fill() for fill in pending])
     return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
 
 
@@ -137,6 +138,7 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[]
         optimizer_bytes=optimizer_bytes(request),
         machine=machine,
         offload=_may_offload(request, ends),
+        budgets=of_cut.may_have_budgets,
         microbatches=_sizes(request),
     )
     _check(wishes)
@@ -146,10 +148,22 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[]
     if times is not None and len(times) == wishes.num_ranks:
         wishes = replace(wishes, machine=replace(wishes.machine, ranks=tuple(times)))
     if given is not None:
-        return choose(given, wishes)
+        return _with_budgets(choose(given, wishes), request, ends, wishes)
     if of_cut.split_spec is not None or of_cut.split_policy is not None:
         wishes = _with_stages(wishes, len(found.layers))
-    return choose(found, wishes)
+    return _with_budgets(choose(found, wishes), request, ends, wishes)
+
+
+def _with_budgets(choice: Choice, request: Request, ends: Ends, wishes: Wishes) -> Choice:
+    """Choose again where stages have to hold less and are compiled: a budget for some of them may cost less."""
+    known = choice.profile.metadata.get("budgets", {})
+    if (
+        not wishes.budgets
+        or request.of_cut.profile is False
+        or all(choice.key(one.stage) in known for one in choice.spared)
+    ):
+        return choice
+    return choose(with_budgets_of(choice, request, ends), wishes)
 
 
 def _sizes(request: Request) -> tuple[float, ...] | None:
@@ -215,24 +229,27 @@ def cut(request: Request, choice: Choice) -> Pipe:
     )
 
 
-def fill_meta(modules: Sequence[nn.Module], request: Request, device: torch.device) -> None:
-    """Give stages of a model without data their memory and values, and others the values that were given for them."""
+def values_to_fill(modules: Sequence[nn.Module], request: Request, device: torch.device) -> list[Callable[[], None]]:
+    """What gives stages of a model without data their memory and values, and others the values that were given for them.
+
+    All that can be wrong with these is found out before anything is changed.
+    """
     weights, init = request.of_model.weights, request.of_model.init
     empty = any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
     if weights is None and not empty:
-        return
+        return []
     if weights is None and init is None:
         raise CaptureError(
             "the model is on the meta device and has no values; give weights= (a state dict, files of safetensors or of "
             "torch, a folder of them, a checkpoint) or init=lambda name, tensor: ..."
         )
-    source = None if weights is None else open_weights(weights)
-    report = materialise(modules, source, device=device, fill=init)
+    report, change = to_materialise(modules, weights, device=device, fill=init)
     if report.missing and init is None:
         listed = ", ".join(report.missing[:6]) + (" ..." if len(report.missing) > 6 else "")
         raise CaptureError(
             f"weights= has no value for {listed}; give init=lambda name, tensor: ... for what is to be set otherwise"
         )
+    return [change]
 
 
 def device_of(model: nn.Module | None, given: torch.device | str | None) -> torch.device:

@@ -17,7 +17,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _PROBED = 4096  # numbers in the parameter that an optimizer is tried on
 
 
-def byte_limits(given: Any) -> int | tuple[int, ...]:
+def byte_limits(given: object) -> int | tuple[int, ...]:
     """A limit of a rank, or of each.
 
     >>> byte_limits("1.5 GiB"), byte_limits(["6GB", 100])
@@ -28,7 +28,7 @@ def byte_limits(given: Any) -> int | tuple[int, ...]:
     return _bytes(given, given)
 
 
-def _bytes(size: Any, given: Any) -> int:
+def _bytes(size: object, given: object) -> int:
     if isinstance(size, str):
         match = _SIZE.fullmatch(size.strip())
         if match and match[2] in _UNITS:

@@ -51,7 +51,7 @@ def calibrated(
             if at >= _WARM_UP:
                 steps.append((recording.timeline, seconds - recording.timeline.makespan))
     free = [one for one in steps if is_free(one[0])]
-    used = free if len(free) >= rounds else steps
+    used = free if 2 * len(free) > len(steps) else steps  # where most are disturbed, those of the training will be
     beside = max(ends.gather("what a step takes beside its actions", statistics.median(around for _, around in used)))
     costs = compiled_costs(schedule, measured_costs([timeline for timeline, _ in used], choice.costs))
     return replace(choice, calibrated=costs, machine=replace(choice.machine, around=max(beside, 0.0)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.balance import Profile
 from penstock.comm.decoding import reading
+from penstock.front.budgets import with_budgets
 from penstock.front.stage_costs import FREE, Machine, stage_costs
 from penstock.lower import lower
 from penstock.plan import Placement, Plan, dumps, loads
@@ -25,10 +26,11 @@ class Spared:
     """
 
     stage: int
-    way: str  # "recompute" or "offload"
+    way: str  # "recompute", "offload" or "budget"
     microbatches: int  # of how many
     size: int  # bytes less on its rank
     time: float  # what the step takes longer for it, in the unit of the profile
+    budget: float | None = None  # of a stage that is compiled with one: which share the graph keeps
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Choice:
     spared: tuple[Spared, ...] = ()  # the stages that hold less, to keep to a limit
     smallest_limit: int | None = None  # bytes a rank: the least limit that would have done
     microbatches: tuple[float, ...] | None = None  # how large each is beside the others
+    budgets: tuple[tuple[int, float], ...] = ()  # stages that are compiled with a budget of memory, and it
 
     @property
     def num_stages(self) -> int:
@@ -80,6 +83,11 @@ class Choice:
         edges = [0, *self.boundaries, len(self.profile.layers)]
         return tuple(pairwise(edges))
 
+    def key(self, stage: int) -> str:
+        """The layers of a stage, as the profile names them where it knows more of a stage than the sum of its layers."""
+        start, stop = self.bounds[stage]
+        return f"{start}:{stop}"
+
     @property
     def is_timed(self) -> bool:
         """Whether the costs are seconds, or only say how large one stage is beside another."""
@@ -89,6 +97,11 @@ class Choice:
     def costs(self) -> Costs:
         if self.calibrated is not None:
             return self.calibrated
+        return with_budgets(self.bare_costs, self, dict(self.budgets)) if self.budgets else self.bare_costs
+
+    @cached_property
+    def bare_costs(self) -> Costs:
+        """By the layers alone, without budgets."""
         found = stage_costs(self.profile, self.bounds, self.machine, self.plan.placement)
         return replace(found, microbatches=self.microbatches)
 
@@ -137,6 +150,7 @@ class Choice:
                 "spared": [asdict(spared) for spared in self.spared],
                 "smallest_limit": self.smallest_limit,
                 "microbatches": self.microbatches,
+                "budgets": self.budgets,
             }
         )
 
@@ -164,6 +178,7 @@ class Choice:
             spared=tuple(Spared(**spared) for spared in data.get("spared", ())),
             smallest_limit=data.get("smallest_limit"),
             microbatches=sizes and tuple(sizes),
+            budgets=tuple((int(stage), float(budget)) for stage, budget in data.get("budgets", ())),
         )
 
 

@@ -69,9 +69,8 @@ def rank_rows(choice: Choice) -> list[list[str]]:
     for rank, peak in enumerate(timeline.peak_memory):
         state = choice.state_bytes(choice.plan.placement.stages_of(rank))
         busy = timeline.busy[rank] / timeline.makespan if timeline.makespan else 0.0
-        rows.append(
-            [str(rank), percent(busy), size_text(round(peak)), size_text(state), size_text(round(peak) + state)]
-        )
+        held = size_text(round(peak)) if any(timeline.peak_memory) else "-"
+        rows.append([str(rank), percent(busy), held, size_text(state), size_text(round(peak) + state)])
     return rows
 
 
@@ -139,7 +138,8 @@ def _limit(choice: Choice) -> list[str]:
     for one in choice.spared:
         time = _cost(one.time, choice, whole=choice.timeline.makespan)
         of = f"{one.microbatches} of {choice.plan.num_microbatches}"
-        rows.append([str(one.stage), one.way, of, size_text(one.size), time])
+        way = one.way if one.budget is None else f"memory_budget={one.budget:g}"
+        rows.append([str(one.stage), way, of, size_text(one.size), time])
     table = _table(rows) if choice.spared else ["no stage has to hold less for it"]
     assumed = f"reckoned with {choice.optimizer_bytes:g} bytes of optimizer state for each byte of parameters"
     return [

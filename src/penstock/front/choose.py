@@ -17,7 +17,8 @@ from penstock.errors import BalanceError, PlanError
 from penstock.front.candidates import Wishes
 from penstock.front.choice import Choice, Tried, is_timed
 from penstock.front.stage_costs import FREE
-from penstock.front.within import Fit, fitted, limit_text, nothing_fits, starts, trimmed
+from penstock.front.within import Fit, budgeted, fitted, in_pieces, limit_text, nothing_fits, starts, trimmed
+from penstock.misfits import takes
 from penstock.search import search
 
 # Candidates this near to the fastest count as equally fast: then fewer stages are taken, which send fewer messages, and
@@ -26,6 +27,7 @@ _CLOSE = 1.03
 _TRIMMED = 3  # candidates whose microbatches are weighed one by one
 
 
+@takes(PlanError)
 def choose(profile: Profile, wishes: Wishes) -> Choice:
     """Simulate every candidate with the costs of the profile, and take the fastest that fits.
 
@@ -41,27 +43,34 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
     fits: list[Fit] = []
     tried: list[Tried] = []
     least: Fit | None = None  # under a limit: of all candidates the one that can hold least
-    for start in starts(profile, wishes, tried):
-        found = fitted(start, wishes)
-        fits += [found] if found.fits else []
-        tried.append(found.tried)
-        if wishes.memory_limit is not None:
-            lean = [fit for fit in (least, start, found, start.leanest) if fit is not None]
-            least = min(lean, key=lambda fit: max(fit.choice.memory))
+    for whole in starts(profile, wishes, tried):
+        pieces = [*in_pieces(whole, wishes)] if wishes.memory_limit is not None else []
+        for start in [whole] if whole.fits else [whole, *pieces]:
+            found = fitted(start, wishes)
+            some = [found, *(budgeted(found) if wishes.budgets else ())]
+            fits += [one for one in some if one.fits]
+            tried.append(min(some, key=lambda one: (not one.fits, one.makespan)).tried)
+            if wishes.memory_limit is not None:
+                lean = (least, start, found, start.leanest, *(one.leanest for one in pieces))
+                least = min((fit for fit in lean if fit is not None), key=lambda fit: max(fit.choice.memory))
     if not fits:
         raise BalanceError(f"no schedule can be used:\n{_reasons(tried)}" if least is None else nothing_fits(least))
     fits.sort(key=lambda fit: fit.makespan)
-    fits[:_TRIMMED] = [trimmed(fit) for fit in fits[:_TRIMMED]]
+    fits[:_TRIMMED] = [trimmed(fit, wishes) for fit in fits[:_TRIMMED]]
     fastest = min(fit.makespan for fit in fits)
     near = [fit for fit in fits if fit.makespan <= _CLOSE * fastest]
     best = min(near, key=lambda fit: (fit.choice.num_stages, max(fit.choice.memory)))
     why = "given" if wishes.is_given else _why_chosen(best, len(fits), fastest, profile)
+    measured = not profile.metadata.get("estimated")
+    if least is not None:
+        why += f", within {limit_text(wishes.limits)} a rank"
+        why += "" if measured else " by its parameters: no step was measured"
     return replace(
         best.choice,
         tried=tuple(sorted(tried, key=lambda one: (one.makespan is None, one.makespan or 0.0))),
-        why=why if least is None else f"{why}, within {limit_text(wishes.limits)} a rank",
+        why=why,
         spared=best.spared,
-        smallest_limit=None if least is None else max(least.choice.memory),
+        smallest_limit=None if least is None or not measured else max(least.choice.memory),
     )
 
 

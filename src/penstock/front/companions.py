@@ -22,7 +22,7 @@ class Companions:
     """Each may be missing."""
 
     optimizer: Any = None
-    scheduler: Any = None  # of the learning rate; like the others, anything with state_dict() and load_state_dict()
+    scheduler: object = None  # of the learning rate; like the others, anything with state_dict() and load_state_dict()
     data: Any = None  # a data loader that knows its position
     scaler: Any = None
 
@@ -47,7 +47,7 @@ class Companions:
             raise RunError("the state of a scheduler or of the data contains itself, and cannot be saved") from error
         return json.dumps({**found, "random": encode(random_state(device))}).encode()
 
-    def apply(self, states: dict[str, Any]) -> dict[str, Any]:
+    def apply(self, states: dict[str, object]) -> dict[str, Any]:
         """Give each its state; what they had before comes back. If one refuses, all have what they had."""
         before: dict[str, Any] = {}
         try:
@@ -62,13 +62,13 @@ class Companions:
             raise RunError(f"{name} does not take the state that was saved: {type(error).__name__}: {error}") from error
         return before
 
-    def undo(self, before: dict[str, Any]) -> None:
+    def undo(self, before: dict[str, object]) -> None:
         for name, one in self.parts():
             if name in before:
                 one.load_state_dict(before[name])
 
 
-def read_states(data: bytes, source: str) -> dict[str, Any]:
+def read_states(data: bytes, source: str) -> dict[str, object]:
     """What `dumps` wrote."""
     try:
         found = decode(json.loads(data))
@@ -79,7 +79,7 @@ def read_states(data: bytes, source: str) -> dict[str, Any]:
         raise Damaged(f"{source} cannot be read: {error}") from error
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def random_state(device: torch.device) -> dict[str, object]:
     """The state of the random numbers of torch, of Python, and of numpy if it is in use."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -26,11 +26,15 @@ from penstock.errors import StageError
 from penstock.misfits import takes
 from penstock.stage.pipeline_stage import PipelineStage
 
-Parallelize = Callable[[nn.Module, Any], nn.Module | None]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+Parallelize = Callable[[nn.Module, "DeviceMesh"], nn.Module | None]
 
 
 @takes(StageError)
-def shard_parameters(module: nn.Module, mesh: Any, dims: Mapping[str, int]) -> None:
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int]) -> None:
     """Spread parameters over a dimension of the mesh: `dims` says, by a pattern of their names, along which of their own.
 
     shard_parameters(module, mesh["tp"], {"*.up.weight": 0, "*.down.weight": 1})
@@ -49,13 +53,13 @@ def shard_parameters(module: nn.Module, mesh: Any, dims: Mapping[str, int]) -> N
             _place(module, name, parameter, mesh, Shard(found))
 
 
-def spread(stages: Iterable[PipelineStage], parallelize: Parallelize | None, mesh: Any) -> None:
+def spread(stages: Iterable[PipelineStage], parallelize: Parallelize | None, mesh: DeviceMesh | None) -> None:
     """Let the user's function spread each stage. What it leaves of a captured one is the same on all ranks, and says so."""
-    if parallelize is None:
+    if parallelize is None or mesh is None:
         return
     from torch.distributed.tensor import DTensor, Replicate
 
-    names = tuple(name for name in mesh.mesh_dim_names if name not in ("dp", "pp"))
+    names = tuple(name for name in mesh.mesh_dim_names or () if name not in ("dp", "pp"))
     beside = mesh[names] if len(names) > 1 else mesh[names[0]]
     for stage in stages:
         stage.submod = parallelize(stage.submod, mesh) or stage.submod
@@ -70,21 +74,21 @@ def whole_loss(loss_fn: Callable[..., Tensor] | None, parallelize: Parallelize |
     if loss_fn is None or parallelize is None:
         return loss_fn
 
-    def loss(*args: Any, **kwargs: Any) -> Tensor:
+    def loss(*args: object, **kwargs: object) -> Tensor:
         found: Any = loss_fn(*args, **kwargs)
         return found.full_tensor() if hasattr(found, "full_tensor") else found  # type: ignore[no-any-return]
 
     return loss
 
 
-def plain_means_replicated() -> AbstractContextManager[Any]:
+def plain_means_replicated() -> AbstractContextManager[object]:
     """Inside, a plain tensor that meets a DTensor (an input, a mask, a target) counts as the same on all ranks."""
     from torch.distributed.tensor.experimental import implicit_replication
 
     return implicit_replication()
 
 
-def _place(module: nn.Module, name: str, value: Tensor, mesh: Any, *placements: Any) -> None:
+def _place(module: nn.Module, name: str, value: Tensor, mesh: DeviceMesh, *placements: Placement) -> None:
     from torch.distributed.tensor import distribute_tensor
 
     path, _, leaf = name.rpartition(".")

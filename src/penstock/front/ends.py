@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,10 @@ from penstock.errors import (
     UnknownNameError,
 )
 from penstock.run.meeting import transport_of
-from penstock.stage.pipeline_stage import place_in
+from penstock.stage.pipeline_stage import Group, place_in
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,13 @@ class Ends:
     """This rank's place. `replica` and `num_replicas` count the data-parallel copies of the pipeline."""
 
     transport: Transport
-    group: Any  # what stages are built with: a transport, a process group, or None
+    group: Group  # what stages are built with: a transport, a process group, or None
     device: torch.device
-    mesh: Any = None  # the ranks that hold the same stages, as a DeviceMesh of one dimension, or None
-    data: Any = None  # of these the data-parallel dimension
+    mesh: DeviceMesh | None = None  # the ranks that hold the same stages, of one dimension
+    data: DeviceMesh | None = None  # of these the data-parallel dimension
 
     @classmethod
-    def of(cls, group: Any, mesh: Any, device: torch.device, *, beside: bool = False) -> Ends:
+    def of(cls, group: Group, mesh: DeviceMesh | None, device: torch.device, *, beside: bool = False) -> Ends:
         """`beside`: the mesh has dimensions beside "dp" and "pp", over which the user spreads each stage."""
         same, data = None, None
         if mesh is not None:
@@ -87,6 +90,12 @@ class Ends:
         return 1 if self.mesh is None else int(self.mesh.size())
 
     @property
+    def copies(self) -> dist.ProcessGroup:
+        """The ranks that hold the same stages; asked for only where there are several."""
+        assert self.mesh is not None, "one replica has no others"
+        return self.mesh.get_group()
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank decides for all, and speaks for them."""
         return self.rank == 0 and self.replica == 0
@@ -102,26 +111,28 @@ class Ends:
 
     def decide(self, what: str, make: Callable[[], str]) -> str:
         """The text that the first rank makes, on every rank. If it raises, every rank raises."""
-        raised, data = _attempt(make) if self.is_first else (None, b"")
-        with self.among_replicas():
-            if self.num_replicas > 1 and self.rank == 0:
-                data = host_group(self.mesh.get_group()).gather(data)[0]
-            if self.transport.num_ranks > 1:
-                with self.transport.alone(what):
-                    data = self.transport.gather(what, data)[0]
+        with self.transport.called(what):
+            raised, data = _attempt(make) if self.is_first else (None, b"")
+            with self.among_replicas():
+                if self.num_replicas > 1 and self.rank == 0:
+                    data = host_group(self.copies).gather(data)[0]
+                if self.transport.num_ranks > 1:
+                    with self.transport.alone(what):
+                        data = self.transport.gather(what, data)[0]
         return str(_value(what, raised, [json.loads(data)])[0])
 
     def agree(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """What each rank of each replica makes, on all of them, by `number`. If it raises on one, all raise."""
-        raised, post = _attempt(make)
-        with self.among_replicas():
-            posts = self._gather(what, post)
-            if self.num_replicas > 1:
-                everyone = host_group(self.mesh.get_group()).gather(json.dumps(posts).encode())
-                posts = [one for replica in everyone for one in json.loads(replica)]
+        with self.transport.called(what):
+            raised, post = _attempt(make)
+            with self.among_replicas():
+                posts = self._gather(what, post)
+                if self.num_replicas > 1:
+                    everyone = host_group(self.copies).gather(json.dumps(posts).encode())
+                    posts = [one for replica in everyone for one in json.loads(replica)]
         return _value(what, raised, posts)
 
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather(self, what: str, value: object) -> list[Any]:
         """A small value of each rank of this pipeline, on each of them."""
         return self._gather(what, json.dumps(value).encode())
 
@@ -135,8 +146,8 @@ class Ends:
         """Whether the flag is set on any rank of any replica."""
         total = torch.tensor([float(flag)], dtype=torch.float64)
         with self.among_replicas():
-            if self.transport.num_ranks > 1:
-                with self.transport.alone("any()"):
+            with self.transport.alone("any()"):
+                if self.transport.num_ranks > 1:
                     self.transport.sum(total)
             self.mean_over_replicas(total)
         return total.item() > 0
@@ -146,9 +157,9 @@ class Ends:
         if self.num_replicas > 1:
             with self.among_replicas():
                 if values.device.type == "cpu":
-                    host_group(self.mesh.get_group()).sum(values)
+                    host_group(self.copies).sum(values)
                 else:
-                    dist.all_reduce(values, group=self.mesh.get_group())
+                    dist.all_reduce(values, group=self.copies)
             values /= self.num_replicas
 
     @contextmanager
@@ -158,7 +169,7 @@ class Ends:
         if self.num_replicas == 1:
             yield
             return
-        replicas = host_group(self.mesh.get_group())
+        replicas = host_group(self.copies)
         replicas.begin()
         try:
             with replicas.explained():

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.balance import Grouped, group_rows
 from penstock.batch import Microbatches, batch_size_of
 from penstock.errors import SplitError
-from penstock.nest import map_tensors
+from penstock.nest import Value, map_tensors
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class GroupRows:
     cost: Callable[[int], float] = float
     longest: float | None = None
 
-    def grouped(self, num_microbatches: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Grouped:
+    def grouped(self, num_microbatches: int, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Grouped:
         """The rows of each microbatch of this batch."""
         found = self.lengths(*args, **kwargs)
         try:
@@ -55,9 +55,10 @@ class GroupRows:
 class StepBatch:
     """What a rank was given for a step, its rows in groups if the pipeline groups them."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    target: Any
+    args: tuple[Value, ...]
+    kwargs: Mapping[str, Value]
+    target: Value
+    few: int | None = None  # how many microbatches it has, if fewer than the plan
     rows: Grouped | None = None
     problem: Exception | None = None  # why rows could not be grouped: all ranks hear of it in the step
 
@@ -69,7 +70,7 @@ class StepBatch:
             if self.args or self.kwargs:
                 rows = by.grouped(num_microbatches, self.args, self.kwargs)
                 args, kwargs, target = in_groups(rows, (self.args, self.kwargs, self.target))
-                return StepBatch(args, kwargs, target, rows)
+                return replace(self, args=args, kwargs=kwargs, target=target, rows=rows)
             if self.target is not None or outputs:
                 raise SplitError(
                     "group_rows: step() without the model's arguments on a rank with a target, or with outputs; rows are "
@@ -79,12 +80,12 @@ class StepBatch:
             return replace(self, problem=error)
         return self
 
-    def in_order(self, outputs: Any) -> Any:
+    def in_order(self, outputs: object) -> Value:
         """What came out of the microbatches, its rows as they were in the batch."""
         return outputs if self.rows is None or outputs is None else in_order(self.rows, outputs)
 
 
-def in_groups(grouped: Grouped, value: Any) -> Any:
+def in_groups(grouped: Grouped, value: object) -> Value:
     """The value with every tensor of as many rows cut into these microbatches.
 
     in_groups(Grouped(rows=((0, 2), (1,)), costs=(1.0, 1.0)), torch.arange(3))
@@ -100,7 +101,7 @@ def in_groups(grouped: Grouped, value: Any) -> Any:
     return map_tensors(cut, value)
 
 
-def in_order(grouped: Grouped, value: Any) -> Any:
+def in_order(grouped: Grouped, value: object) -> Value:
     """What came out of the microbatches one after another, in the order of the batch."""
     order = torch.tensor([row for rows in grouped.rows for row in rows])
     place = torch.argsort(order)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Checkpoint:
 
     model: dict[str, Tensor]  # a plain state dict: every name of the model
     optimizer: dict[str, dict[str, Any]]  # by name of the parameter: the state of the optimizer
-    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    param_groups: list[dict[str, object]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     step: int = 0  # training steps that were done
 
@@ -182,6 +182,11 @@ def _change(staged: Staged, tensors: StageTensors, ends: Ends, companions: Compa
 
 def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """From a state dict in memory, by any name of each tensor; nothing is changed if something does not fit."""
+    state_to_copy(tensors, state, strict=strict)()
+
+
+def state_to_copy(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> Callable[[], None]:
+    """The same with all that can be wrong found out, and nothing changed: what comes back does that."""
     if not isinstance(state, Mapping):
         raise StageError(f"the state dict is a {type(state).__name__}; expected a mapping from names to tensors")
     found, missing = [], []
@@ -197,12 +202,16 @@ def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bo
         found.append((value, given))
     if strict and missing:
         raise unknown(missing, state, "the state dict lacks tensors of this rank's stages")
-    with torch.no_grad():
-        for value, given in found:
-            chunk = None if hasattr(given, "placements") else chunk_of(value)
-            if chunk is None:
-                value.copy_(given)
-            else:
-                start, local = chunk
-                local.copy_(given[tuple(slice(a, a + n) for a, n in zip(start, local.shape, strict=True))])
-    tensors.level()
+
+    def change() -> None:
+        with torch.no_grad():
+            for value, given in found:
+                chunk = None if hasattr(given, "placements") else chunk_of(value)
+                if chunk is None:
+                    value.copy_(given)
+                else:
+                    start, local = chunk
+                    local.copy_(given[tuple(slice(a, a + n) for a, n in zip(start, local.shape, strict=True))])
+        tensors.level()
+
+    return change

@@ -26,8 +26,10 @@ from penstock.front.ends import Ends
 from penstock.lower import lower
 from penstock.plan import Plan
 from penstock.plan.actions import text
+from penstock.run.compiled_costs import kept_by_graphs, with_kept
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.schedule import Schedule
+from penstock.simulate import simulate
 from penstock.simulate.memory_levels import levels
 from penstock.stage.dtensors import to_local
 
@@ -102,10 +104,18 @@ class MemoryKeeper:
         return round(self.parameters * (2 + self.optimizer_bytes))
 
     @contextmanager
-    def around(self, schedule: Schedule, shapes: Hashable) -> Iterator[None]:
-        """A step: counted, if it is one of those that are."""
+    def around(self, schedule: Schedule, shapes: Hashable, choice: Choice | None) -> Iterator[None]:
+        """A step: counted, if it is one of those that are.
+
+        What counts on the host would keep compiled code from running. What compiled stages hold is known from their graphs.
+        """
         if not self._wanted(shapes):
             yield
+            return
+        if self.ends.device.type == "cpu" and self._is_compiled():
+            yield
+            if choice is not None:
+                self._check_graphs(schedule, choice)
             return
         with schedule.watch_memory() as watch:
             yield
@@ -122,23 +132,34 @@ class MemoryKeeper:
             return False
         if self.ends.device.type != "cpu":
             return True
-        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for top in self.modules for m in top.modules()):
-            return False  # what counts on the host would keep compiled code from running
         self.counted[shapes] = self.counted.get(shapes, 0) + 1
         return self.counted[shapes] <= _COUNTED
 
+    def _is_compiled(self) -> bool:
+        return any(hasattr(m, "_orig_mod") or m._compiled_call_impl for top in self.modules for m in top.modules())
+
     def _check(self, watch: MemoryWatch) -> None:
-        total = self.state + watch.peak
-        if self.limit is None or total <= self.limit or watch.plan is None:
+        if watch.plan is not None:
+            place = max(range(len(watch.peaks)), key=watch.peaks.__getitem__)
+            self._tell(watch.peak, f"most of it in action {text(watch.plan.codes[self.ends.rank][place])}")
+
+    def _check_graphs(self, schedule: Schedule, choice: Choice) -> None:
+        lowered = schedule.lowered_plan()
+        costs = with_kept(choice.costs, kept_by_graphs(schedule), lowered.placement)
+        peak = simulate(lowered, costs).peak_memory[self.ends.rank]
+        self._tell(round(peak), "as the graphs of its compiled stages say")
+
+    def _tell(self, peak: int, where: str) -> None:
+        """Warn if a step with such a peak held more than it may."""
+        total = self.state + peak
+        if self.limit is None or total <= self.limit:
             return
-        place = max(range(len(watch.peaks)), key=watch.peaks.__getitem__)
-        action = text(watch.plan.codes[self.ends.rank][place])
         warnings.warn(
-            f"rank {self.ends.rank} held {size_text(total)} in this step, most of it in action {action}; memory_limit is "
+            f"rank {self.ends.rank} held {size_text(total)} in this step, {where}; memory_limit is "
             f"{size_text(self.limit)}. Parameters, gradients and optimizer state are {size_text(self.state)}, the step took "
-            f"{size_text(watch.peak)}. Give a smaller memory_limit, so that more is recomputed, or a batch of the example's size",
+            f"{size_text(peak)}. Give a smaller memory_limit, so that more is recomputed, or a batch of the example's size",
             OverLimit,
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def value(self, plan: Plan, choice: Choice | None) -> Memory:
@@ -173,7 +194,7 @@ class MemoryKeeper:
         return Memory(tuple(ranks))
 
 
-def shapes_in(value: Any) -> Hashable:
+def shapes_in(value: object) -> Hashable:
     """What tells one shape of batch from another."""
     from penstock.nest import tensors_in
 

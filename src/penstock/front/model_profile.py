@@ -9,10 +9,13 @@ from typing import Any
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.capture import LayerSetting, Pipe, capture_layers, layer_names, pipeline, profile_layers
+from penstock.capture.stage_budgets import measured_budgets
 from penstock.errors import CaptureError
+from penstock.front.choice import Choice
 from penstock.front.ends import Ends
 from penstock.front.machine import without_calls
 from penstock.front.request import Request
+from penstock.nest import Value
 from penstock.plan import Plan
 
 
@@ -46,7 +49,19 @@ def measured_profile(request: Request, ends: Ends, barrier: Callable[[], None]) 
     return without_calls(measured, ends.device)
 
 
-def microbatch_of(request: Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_budgets_of(choice: Choice, request: Request, ends: Ends) -> Profile:
+    """The profile of a choice, with what its stages that hold less would keep if they were compiled with budgets instead."""
+    args, kwargs = microbatch_of(request)
+    layers, _ = _layers(request, ends)
+    setting = LayerSetting(args, kwargs, ends.device, repeats=3)
+    stages = [layers.get_stage_module(k) for k in range(layers.num_stages)]
+    bounds = [choice.bounds[stage] for stage in sorted({one.stage for one in choice.spared})]
+    found = measured_budgets(stages, layers.info(), setting, bounds)
+    known = choice.profile.metadata.get("budgets", {})
+    return replace(choice.profile, metadata={**choice.profile.metadata, "budgets": {**known, **found}})
+
+
+def microbatch_of(request: Request) -> tuple[tuple[object, ...], dict[str, object]]:
     """One microbatch of the example; an example too small to be cut is taken for one."""
     size = batch_size_of(request.args, request.kwargs)
     if size is None or size < request.microbatches:
@@ -62,7 +77,7 @@ def microbatch_of(request: Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args[0], kwargs[0]
 
 
-def _target_of(request: Request) -> Any:
+def _target_of(request: Request) -> Value:
     target = request.of_model.example_target
     size = None if target is None else batch_size_of((target,))
     return target if size is None or size < request.microbatches else split_target(target, request.microbatches)[0]

@@ -28,7 +28,7 @@ def parts(
     names = {id(p): name for name, p in tensors.parameters.items()}
     copies = {id(p) for _, _, p in tensors.copies}
     state: dict[str, dict[str, Tensor]] = {}
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, object]] = {}
     for parameter, entries in optimizer.state.items():
         if id(parameter) in copies:
             continue
@@ -98,7 +98,7 @@ def _check_groups(optimizer: Any, saved: list[dict[str, Any]], place: Path) -> N
                 )
 
 
-def _value(parameter: Tensor, entry: Entry, place: Path, options: Mapping[str, Any]) -> Tensor:
+def _value(parameter: Tensor, entry: Entry, place: Path, options: Mapping[str, object]) -> Tensor:
     """As the parameter is spread, where it has its shape; else whole, on the host unless the optimizer runs on a device."""
     if entry.shape != tuple(parameter.shape):
         whole = read_entry(place, entry, start=(0,) * len(entry.shape), shape=entry.shape)

@@ -16,7 +16,7 @@ from penstock.run.feed import pinned
 from penstock.stage.dtensors import to_local
 
 
-def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.0, scaler: Any = None) -> float:
+def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.0, scaler: object = None) -> float:
     """The norm of the gradients that count here and of those on the other ranks.
 
     The host reads one tensor: two sums, and what a GradScaler would read of its own after this.
@@ -34,7 +34,7 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
             sums[1] = _spread_term(whole, norm_type, ends.device)
         elif ends.num_replicas > 1:
             most = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(sums[1:], most, group=ends.mesh.get_group())
+            dist.all_reduce(sums[1:], most, group=ends.copies)
         found = unread(scaler)
         flags = [by_device[place].reshape(1).to(sums) for by_device, place in found]
         unsharded, spread, *infinite = ends.transport.read(torch.cat([sums, *flags]))
@@ -72,7 +72,7 @@ def precise_on(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def unread(scaler: Any) -> list[tuple[dict[torch.device, Tensor], torch.device]]:
+def unread(scaler: object) -> list[tuple[dict[torch.device, Tensor], torch.device]]:
     """Where a scaler that has unscaled gradients keeps, on a device, whether it met infinite ones. It reads that in `step`."""
     states = getattr(scaler, "_per_optimizer_states", {}).values()
     findings = [state["found_inf_per_device"] for state in states]

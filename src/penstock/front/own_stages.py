@@ -11,6 +11,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from penstock.balance import Profile
+from penstock.capture.stage_module import StageModule
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.front.choice import Choice
@@ -18,6 +19,7 @@ from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
 from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, stage_tensors
+from penstock.front.one_call import one_call
 from penstock.front.publish import Origin, save_pretrained
 from penstock.front.request import Built
 from penstock.misfits import takes
@@ -85,6 +87,7 @@ class OwnStages:
         """The parameters of this rank, for an optimizer."""
         yield from (parameter for _, parameter in self.tensors.all_parameters())
 
+    @one_call
     @takes(RunError)
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the stages of this rank, as on the model."""
@@ -96,6 +99,7 @@ class OwnStages:
         """Dropout off, batch norm by its statistics."""
         return self.train(False)
 
+    @one_call
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As on a module."""
         for stage in self._built.stages:
@@ -111,15 +115,18 @@ class OwnStages:
 
     # -- what it holds, out and in
 
+    @one_call
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors of this rank's stages, by their names in the user's model; what names share, once."""
         return {name: value.detach() for name, value in self.tensors.state.items()}
 
+    @one_call
     @takes(RunError)
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take this rank's tensors out of a state dict, of the whole model or of these stages."""
         copy_state(self.tensors, state, strict=strict)
 
+    @one_call
     @takes(RunError)
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Write the weights as sharded safetensors, each rank its own; for a transformers model with its config.
@@ -159,7 +166,7 @@ class OwnStages:
         self._ends.decide(what, str)
 
     @takes(RunError)
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather(self, what: str, value: object) -> list[Any]:
         """A small value that JSON can hold, of each rank of each replica, on all of them."""
         return self.agree(what, lambda: value)
 
@@ -178,16 +185,19 @@ class OwnStages:
         """All modules in evaluation mode; afterwards each is in the mode that it was in, frozen ones too."""
         stages = [stage.submod for stage in self._built.stages]
         before = [(module, module.training) for stage in stages for module in stage.modules()]
-        training = [stage for stage in stages if stage.training]
+        captured = [(module, module.mode) for module, _ in before if isinstance(module, StageModule)]
+        training = [stage for stage in stages if stage.training and not captured]
         for stage in stages:
             stage.eval()
         try:
             yield
         finally:
             for stage in training:
-                stage.train()  # a captured one has a graph for each mode
+                stage.train()
             for module, mode in before:
                 module.training = mode
+            for part, graph in captured:
+                part.mode = graph
 
     @property
     def _last_rank(self) -> int:

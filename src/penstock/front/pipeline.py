@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from penstock.balance import Profile
-from penstock.batch import batch_size_of
 from penstock.capture import Pipe
-from penstock.checkpoint.weight_files import open_weights
-from penstock.errors import RunError, SplitError, StageError
+from penstock.checkpoint.weight_files import Source, open_weights
+from penstock.errors import RunError, StageError
 from penstock.front import norm
 from penstock.front.build import build, cut, device_of
 from penstock.front.calibrate import calibrated
@@ -26,13 +26,15 @@ from penstock.front.choice import Choice
 from penstock.front.companions import Companions
 from penstock.front.dimensions import spread, whole_loss
 from penstock.front.ends import Ends
+from penstock.front.few_rows import FewRows
 from penstock.front.garbage import Garbage
 from penstock.front.grouping import StepBatch
-from penstock.front.loading import copy_state, load_into
-from penstock.front.made_by_hand import adopt, forward_plan
+from penstock.front.loading import load_into, state_to_copy
+from penstock.front.made_by_hand import adopt
 from penstock.front.memory_view import Memory, MemoryKeeper, shapes_in
 from penstock.front.on_device import OnDevice
 from penstock.front.on_host import OnHost
+from penstock.front.one_call import one_call
 from penstock.front.own_stages import OwnStages
 from penstock.front.pipeline_options import check_named, sorted_options
 from penstock.front.publish import Origin
@@ -41,10 +43,11 @@ from penstock.front.replan import Undo, until_it_fits
 from penstock.front.request import Request
 from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
-from penstock.front.spread import Where, agree_on_rows, check_where, deliver
+from penstock.front.spread import Where, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
 from penstock.lower import InTurn
 from penstock.misfits import takes
+from penstock.nest import Value
 from penstock.parallel import wrap
 from penstock.plan import Plan
 from penstock.run.compiled_costs import compiled_costs
@@ -91,7 +94,7 @@ class Pipeline(OwnStages):
     def __init__(
         self,
         model: nn.Module | None = None,
-        example: Sequence[Any] = (),
+        example: Sequence[Value] = (),
         *,
         loss_fn: Callable[..., Tensor] | None = None,
         schedule: str | Plan | Recipe = "auto",
@@ -118,8 +121,9 @@ class Pipeline(OwnStages):
         else:
             built, origin = adopt(made, schedule, microbatches, ends), Origin()
         spread(built.stages, self._parallelize, of_ranks.mesh)
+        budgets = {} if built.choice is None else dict(built.choice.budgets)
         for stage in built.stages:
-            compile_in_place(stage.submod, of_cut.compile)
+            compile_in_place(stage.submod, of_cut.compile_with(budgets.get(stage.stage_index)))
             stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
         built = built.with_plan(sparing(built.plan, of_steps.recompute, of_steps.offload))
         super().__init__(built, ends, origin, of_steps.ties)
@@ -141,9 +145,8 @@ class Pipeline(OwnStages):
             self._replanner = Replanner(of_steps.replan, Costs.unit(self.plan) if choice is None else choice.costs)
         self._saving: Saving | None = None  # a checkpoint that is being written
         if made and of_model.weights is not None:
-            copy_state(self.tensors, open_weights(of_model.weights), strict=True)
-        self._smaller: dict[int, WeightedSchedule] = {}  # for evaluations of fewer rows than there are microbatches
-        self._fewer: dict[int, tuple[Plan, WeightedSchedule]] = {}  # for such steps; with the plan that it was made of
+            self._take_weights(of_model.weights)
+        self._few_rows = FewRows(of_steps)
 
     @property
     def schedule(self) -> WeightedSchedule:
@@ -156,13 +159,14 @@ class Pipeline(OwnStages):
 
     # -- steps
 
+    @one_call
     def step(
         self,
-        *args: Any,
-        target: Any = None,
+        *args: Value,
+        target: Value = None,
         outputs: Where = None,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        loss_kwargs: Mapping[str, Value] | None = None,
+        **kwargs: Value,
     ) -> Result:
         """One training step over a batch; gradients add up in `.grad`. The same call on every rank.
 
@@ -170,24 +174,26 @@ class Pipeline(OwnStages):
         """
         self._check_call("step", target, outputs, loss_kwargs)
         keep = outputs is not None
-        batch = StepBatch(args, kwargs, target).grouped(
+        few = self._few_rows.count(self._schedule, args, kwargs)
+        batch = StepBatch(args, kwargs, target, few).grouped(
             self._of_steps.group_rows,
-            self._schedule.num_microbatches,
+            few or self._schedule.num_microbatches,
             outputs=keep and self.rank == self._last_rank,
         )
         losses: list[Tensor] = []
         value = self._run(batch, losses, return_outputs=keep, loss_kwargs=loss_kwargs)
-        ran = self._of_step(batch.args, batch.kwargs)
+        ran = self._of_step(few)
         self._tidy_up()
         return self._result(ran, losses, batch.in_order(value), outputs, self._overflow())
 
+    @one_call
     def evaluate(
         self,
-        *args: Any,
-        target: Any = None,
+        *args: object,
+        target: object = None,
         outputs: Where = None,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        loss_kwargs: Mapping[str, object] | None = None,
+        **kwargs: object,
     ) -> Result:
         """The loss of a batch, without gradients and in evaluation mode; any batch size.
 
@@ -206,7 +212,8 @@ class Pipeline(OwnStages):
             )
         return self._result(schedule, losses, value, outputs)
 
-    def predict(self, *args: Any, outputs: Where = "all", **kwargs: Any) -> Any:
+    @one_call
+    def predict(self, *args: Value, outputs: Where = "all", **kwargs: Value) -> Value:
         """The model's output for a batch, in evaluation mode, on every rank (or where `outputs` says).
 
         scores = pipe.predict(tokens)
@@ -223,8 +230,9 @@ class Pipeline(OwnStages):
         with self._schedule.record() as recording:
             yield recording
 
+    @one_call
     @takes(RunError)
-    def calibrate(self, *args: Any, target: Any = None, rounds: int = 12, **kwargs: Any) -> Choice:
+    def calibrate(self, *args: Value, target: Value = None, rounds: int = 12, **kwargs: Value) -> Choice:
         """Measure what the stages cost while all ranks are at work, with a few steps over a batch; all ranks call it.
 
             pipe.calibrate(tokens, target=labels)
@@ -244,6 +252,7 @@ class Pipeline(OwnStages):
         self._built = replace(self._built, choice=choice)
         return choice
 
+    @one_call
     @takes(RunError)
     def recut(self, timelines: Sequence[Timeline], *, gain: float = 0.05) -> Profile | None:
         """What to cut the model by from now on, if a rank has become slower than the others: all ranks call it.
@@ -281,6 +290,7 @@ class Pipeline(OwnStages):
             yield watch
         self._memory.keep(watch)
 
+    @one_call
     def memory(self) -> Memory:
         """What each rank holds, planned and measured, in bytes, and what it consists of. All ranks call it.
 
@@ -292,6 +302,7 @@ class Pipeline(OwnStages):
             choice = choice if costs == choice.costs else replace(choice, calibrated=costs)
         return self._memory.value(self._schedule.lowered_plan(), choice)
 
+    @one_call
     @takes(RunError)
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; the norm before comes back.
@@ -311,17 +322,19 @@ class Pipeline(OwnStages):
 
     # -- checkpoints
 
+    @one_call
     @takes(RunError)
     def save(
         self,
         folder: str | Path,
         *,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        data: Any = None,
-        extra: Mapping[str, Any] | None = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        data: object = None,
+        extra: Mapping[str, object] | None = None,
         keep: int = 1,
         wait: bool = True,
+        stager: AsyncStager | None = None,
     ) -> Saving | None:
         """Write a checkpoint: all ranks call it. It is there whole, or the one before it still is.
 
@@ -329,27 +342,30 @@ class Pipeline(OwnStages):
 
         `scheduler` and `data` have state_dict() and load_state_dict(); `extra` is anything that JSON can hold. `keep`
         checkpoints stay: the newest in `folder`, older ones beside it. With wait=False the writing goes on beside the
-        next steps, and a `Saving` comes back.
+        next steps, and a `Saving` comes back; `stager`, one of torch.distributed.checkpoint's, then makes the copy.
         """
         began = time.perf_counter()
+        if wait and stager is not None:
+            raise RunError("save(stager=...) with wait=True: nothing is copied then; write save(..., wait=False)")
         if self._saving is not None and not self._saving.told:
             self._saving.wait()
         companions = Companions(optimizer, scheduler, data, self._of_steps.loss_scale)
         contents = Contents(self._schedule.steps, companions, extra or {})
         order = prepare(folder, self.tensors, self._ends, contents, keep=keep)
-        self._saving = None if wait else Saving(order, self._ends, began)
+        self._saving = None if wait else Saving(order, self._ends, began, stager)
         if wait:
             save(order, self._ends)
         return self._saving
 
+    @one_call
     @takes(RunError)
     def load(
         self,
         folder: str | Path,
         *,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        data: Any = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        data: object = None,
         or_older: bool = False,
     ) -> dict[str, Any]:
         """Read a checkpoint that any number of ranks and stages wrote; what `save` was given as `extra` comes back.
@@ -373,6 +389,7 @@ class Pipeline(OwnStages):
             raise StageError("stages made by hand: penstock does not know the whole model")
         return cut(replace(self._request, model=model), self._built.choice)
 
+    @one_call
     @takes(RunError)
     def run_plan(self, plan: Plan) -> None:
         """Go on under another plan for the same stages; all ranks call it, between two steps.
@@ -381,9 +398,19 @@ class Pipeline(OwnStages):
         """
         built = self._built.with_plan(plan, calibrated=None)
         self._schedule.run_plan(plan)  # if it does not fit the stages, all is as it was
-        self._built, self._smaller = built, {}
+        self._built, self._few_rows = built, FewRows(self._of_steps)
 
     # -- inside
+
+    def _take_weights(self, source: Source) -> None:
+        """All ranks read and check theirs before one changes anything."""
+        pending: list[Callable[[], None]] = []
+        tensors = self.tensors
+        self._ends.agree(
+            "the weights of the stages",
+            lambda: pending.append(state_to_copy(tensors, open_weights(source), strict=True)),
+        )
+        pending[0]()
 
     def _look_out(self, folder: str | Path) -> None:
         def start() -> None:
@@ -395,21 +422,25 @@ class Pipeline(OwnStages):
     def _scheduled(self, plan: Plan) -> WeightedSchedule:
         schedule = self._make_schedule(plan)
         schedule.spread = self._ends.beside
+        schedule._transport = (
+            self._ends.transport
+        )  # one rank alone would get one of its own: two calls could not see each other
         return schedule
 
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
         return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
 
-    def _run(self, batch: StepBatch, losses: list[Tensor], **options: Any) -> Any:
+    def _run(self, batch: StepBatch, losses: list[Tensor], **options: Any) -> Value:
         """A step of the schedule, measured and counted where that is wanted; what to do if a rank runs out of memory."""
 
-        def attempt() -> Any:
-            schedule = self._of_step(batch.args, batch.kwargs)
+        def attempt() -> Value:
+            schedule = self._of_step(batch.few)
             schedule.problem = batch.problem
             schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
             usual = schedule is self._schedule  # another one says nothing of the plan
             measured = self._replanner.around(schedule) if usual and self._replanner is not None else nullcontext()
-            counted = self._memory.around(schedule, shapes_in((batch.args, batch.kwargs))) if usual else nullcontext()
+            shapes = shapes_in((batch.args, batch.kwargs))
+            counted = self._memory.around(schedule, shapes, self._built.choice) if usual else nullcontext()
             with measured, counted:
                 value = schedule.step(*batch.args, target=batch.target, losses=losses, **options, **batch.kwargs)
             self._schedule.steps = schedule.steps
@@ -428,7 +459,7 @@ class Pipeline(OwnStages):
         if self._garbage is not None:
             self._garbage.after(self._schedule.steps)
 
-    def _check_call(self, name: str, target: Any, outputs: Where, loss_kwargs: Any) -> None:
+    def _check_call(self, name: str, target: object, outputs: Where, loss_kwargs: object) -> None:
         """Say what cannot be before anything runs."""
         check_where(outputs, self.num_ranks)
         if loss_kwargs is not None and not isinstance(loss_kwargs, Mapping):
@@ -441,46 +472,19 @@ class Pipeline(OwnStages):
                 "reported. Give Pipeline(..., loss_fn=function), or call predict() for the outputs alone"
             )
 
-    def _of_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightedSchedule:
-        """The schedule of a step: with `few_rows` one that cuts no more microbatches than there are rows."""
-        usual, rows = self._schedule, None
-        if self._of_steps.few_rows and (args or kwargs):
-            with suppress(SplitError):  # which the step itself raises, on all ranks
-                rows = self._rows_of(args, kwargs)
-        if not rows or rows >= usual.num_microbatches:
-            return usual
-        plan, found = self._fewer.get(rows, (None, usual))
-        if plan is not usual.plan:
-            found = self._scheduled(usual.plan.of_first(rows))
-            self._fewer[rows] = usual.plan, found
-        found.steps, found._watches = usual.steps, usual._watches
-        return found
+    def _of_step(self, few: int | None) -> WeightedSchedule:
+        """The schedule of a step, or one of its plan with only so many microbatches."""
+        return self._few_rows.of_step(self._schedule, few, self._scheduled)
 
-    def _rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-        specs = self._of_steps
-        return batch_size_of(args, kwargs, args_spec=specs.args_chunk_spec, kwargs_spec=specs.kwargs_chunk_spec)
-
-    def _for_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WeightedSchedule:
-        """A schedule that cuts no more microbatches than there are rows; the same on every rank."""
-        rows, problem = None, None
-        try:
-            rows = self._rows_of(args, kwargs) if args or kwargs else None
-            if rows == 0:
-                raise SplitError("the batch has no rows; expected at least one")
-        except SplitError as error:
-            problem = error
-        rows, plan = agree_on_rows(self._ends, rows, problem), self._built.plan
-        if rows is None or rows >= plan.num_microbatches:
-            return self._schedule
-        if rows not in self._smaller:
-            self._smaller[rows] = self._scheduled(forward_plan(plan.placement, rows))
-        return self._smaller[rows]
+    def _for_batch(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> WeightedSchedule:
+        """The schedule of an evaluation."""
+        return self._few_rows.of_evaluation(self._schedule, args, kwargs, self._ends, self._scheduled)
 
     def _result(
         self,
         schedule: WeightedSchedule,
         losses: list[Tensor],
-        value: Any,
+        value: object,
         outputs: Where,
         overflow: Tensor | None = None,
     ) -> Result:

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,20 +21,24 @@ from penstock.front.byte_sizes import byte_limits
 from penstock.front.grouping import GroupRows
 from penstock.lower import ReceivePolicy
 from penstock.misfits import takes
+from penstock.nest import Value
 from penstock.plan import Placement, Plan
 from penstock.run.planning import Place, Sparing, check_sparing
 from penstock.run.ties import Holders, Tied
 from penstock.schedules import Recipe, get_schedule
-from penstock.stage.pipeline_stage import PipelineStage
+from penstock.stage.pipeline_stage import Group, PipelineStage
 from penstock.stage.twins import CompileOptions, check_compile_options
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """What the model is called with, and where its values come from."""
 
-    example_kwargs: Mapping[str, Any] | None = None  # keyword arguments of the example
-    example_target: Any = None  # lets the profile include the loss
+    example_kwargs: Mapping[str, Value] | None = None  # keyword arguments of the example
+    example_target: Value = None  # lets the profile include the loss
     weights: Any = None  # a state dict; safetensors, .pt or .bin files; a folder of them; a checkpoint of torch's
     init: Callable[[str, torch.Tensor], None] | None = None  # sets what has no value yet: init(name, tensor)
 
@@ -57,9 +61,9 @@ class CutOptions:
     profile: Profile | str | Path | bool | None = None  # measured before, or its file; False: cut by size
     split_spec: Mapping[str, Any] | None = None
     split_policy: Callable[..., Any] | None = None
-    dynamic_shapes: Mapping[str, Any] | None = None
-    output_loss_value_spec: Any = None
-    multi_use_param_spec: Any = None
+    dynamic_shapes: Mapping[str, object] | None = None
+    output_loss_value_spec: object = None
+    multi_use_param_spec: object = None
     compile: CompileOptions = False  # True, or options of torch.compile: compiles each stage in place
 
     def __post_init__(self) -> None:
@@ -98,6 +102,18 @@ class CutOptions:
         return list(self.stages) if isinstance(self.stages, Sequence) else []
 
     @property
+    def may_have_budgets(self) -> bool:
+        """Whether compiled stages may be given budgets of memory, to keep to a limit; a budget of the user's own stays."""
+        given = isinstance(self.compile, Mapping) and "memory_budget" in self.compile
+        return self.memory_limit is not None and bool(self.compile) and not given
+
+    def compile_with(self, budget: float | None) -> CompileOptions:
+        """How to compile a stage that was given this budget."""
+        if budget is None:
+            return self.compile
+        return {**(self.compile if isinstance(self.compile, Mapping) else {}), "memory_budget": budget}
+
+    @property
     def of_capture(self) -> dict[str, Any]:
         """The options that `pipeline` takes."""
         names = ("split_spec", "split_policy", "dynamic_shapes", "output_loss_value_spec", "multi_use_param_spec")
@@ -109,10 +125,9 @@ class CutOptions:
 class RankOptions:
     """Who takes part, and where."""
 
-    group: Any = None  # a process group, or a transport of LocalWorld; else all processes
-    mesh: Any = (
-        None  # a DeviceMesh with the dimensions "dp" and "pp", and those that `parallelize` spreads a stage over
-    )
+    group: Group = None  # a process group, or a transport of LocalWorld; else all processes
+    # With the dimensions "dp" and "pp", and those that `parallelize` spreads a stage over.
+    mesh: DeviceMesh | None = None
     parallelize: Callable[..., Any] | None = None  # parallelize(module, mesh) spreads the module of a stage
     data_parallel: str = "ddp"  # or "fsdp": what the replicas of a mesh are
     device: torch.device | str | None = None  # else that of the model's parameters
@@ -145,7 +160,7 @@ _OWN = ("collect_every", "few_rows", "loss_scale", "on_oom", "run_folder", "shar
 class StepOptions:
     """How a step goes. All but the first eight are those of a `Schedule`."""
 
-    loss_scale: Any = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
+    loss_scale: object = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
     run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
     on_oom: str = "raise"  # or "replan": do the batch again under a plan that holds less
     collect_every: int | None = None  # Python's garbage is collected after so many steps, on all ranks at once
@@ -164,10 +179,10 @@ class StepOptions:
     ties: Iterable[Tied | Holders] = ()
     dynamic: bool = False
     receives: ReceivePolicy | None = None
-    args_chunk_spec: Any = None
-    kwargs_chunk_spec: Any = None
-    target_chunk_spec: Any = None
-    output_merge_spec: Any = None
+    args_chunk_spec: object = None
+    kwargs_chunk_spec: object = None
+    target_chunk_spec: object = None
+    output_merge_spec: object = None
 
     def __post_init__(self) -> None:
         if self.rng not in (None, "per-microbatch"):
@@ -205,7 +220,7 @@ class StepOptions:
             )
         object.__setattr__(self, "ties", list(self.ties))
 
-    def of_schedule(self, loss_fn: Any) -> dict[str, Any]:
+    def of_schedule(self, loss_fn: object) -> dict[str, object]:
         """The options that `Schedule` takes; what `recompute` and `offload` ask for is in the plan that it is given."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_OWN, "recompute", "offload")}
         return {**given, "loss_fn": loss_fn}
@@ -229,7 +244,7 @@ def sorted_options(given: Mapping[str, Any]) -> tuple[ModelOptions, CutOptions, 
     return ModelOptions(**of_model), CutOptions(**of_cut), RankOptions(**of_ranks), StepOptions(**of_steps)
 
 
-def check_named(example: Any, loss_fn: Any, schedule: Any, microbatches: Any) -> None:
+def check_named(example: object, loss_fn: object, schedule: object, microbatches: object) -> None:
     """Check the parameters that have a name in Pipeline itself."""
     if not isinstance(example, tuple | list):
         raise StageError(
@@ -245,7 +260,7 @@ def check_named(example: Any, loss_fn: Any, schedule: Any, microbatches: Any) ->
     _is_count("microbatches", microbatches)
 
 
-def _is_count(name: str, value: Any) -> None:
+def _is_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{name}={value!r}; expected a whole number from 1")
 
@@ -256,7 +271,7 @@ def _is(options: Any, name: str, kind: Any, expected: str) -> None:
         raise StageError(f"{name} is a {type(value).__name__}; expected {expected}")
 
 
-def _is_callable(options: Any, name: str, expected: str) -> None:
+def _is_callable(options: object, name: str, expected: str) -> None:
     value = getattr(options, name)
     if value is not None and not callable(value):
         raise StageError(f"{name} is a {type(value).__name__}; expected {expected}")

@@ -33,7 +33,7 @@ class Origin:
 
     names: frozenset[str] = frozenset()  # the first name of each parameter and buffer
     kind: str = ""
-    configs: Mapping[str, Any] | None = None  # of a transformers model: config, generation_config
+    configs: Mapping[str, object] | None = None  # of a transformers model: config, generation_config
 
     @classmethod
     def of(cls, model: nn.Module) -> Origin:

@@ -10,18 +10,21 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import HoldsLess, OutOfMemory, PeerFailed, ReplicaFailed
 from penstock.lower import recompute
+from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.plan.actions import OP, stage_of
 from penstock.plan.ops import Op
 from penstock.stage.buffers import Before, Buffers, modes_of
-from penstock.stage.recompute import RandomState, accelerators
+from penstock.stage.random_state import RandomState, accelerators
+
+Result = TypeVar("Result")
 
 _OTHERWISE = -1  # in place of the rank that ran out of memory: a step failed for another reason
 
@@ -40,10 +43,10 @@ class Replannable(Protocol):
 
     def run_plan(self, plan: Plan) -> None: ...
 
-    def gather(self, what: str, value: Any) -> list[Any]: ...
+    def gather(self, what: str, value: object) -> list[Any]: ...
 
 
-def until_it_fits(attempt: Callable[[], Any], undo: Undo, pipe: Replannable) -> Any:
+def until_it_fits(attempt: Callable[[], Value], undo: Undo, pipe: Replannable) -> Value:
     """A step that is done again, under a plan that holds less, as long as a rank runs out of memory in it.
 
     Replicas ask one another after every step, whatever became of it: those of a rank that ran out of memory have failed too, but
@@ -52,7 +55,7 @@ def until_it_fits(attempt: Callable[[], Any], undo: Undo, pipe: Replannable) -> 
     alone = pipe.num_replicas == 1
     while True:
         undo.take()
-        value: Any = None
+        value: Value = None
         error: Exception | None = None
         try:
             value = attempt()
@@ -98,7 +101,7 @@ class Undo:
         self.before: Before | None = None
         self.random: RandomState | None = None
 
-    def run(self, attempt: Callable[[], Any]) -> Any:
+    def run(self, attempt: Callable[[], Result]) -> Result:
         """A step; what it has changed is put back if a rank, of this or of another replica, could not do it."""
         self.take()
         try:

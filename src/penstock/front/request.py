@@ -11,6 +11,7 @@ from torch import nn
 from penstock.capture import PipeInfo
 from penstock.front.choice import Choice
 from penstock.front.pipeline_options import CutOptions, ModelOptions, StepOptions
+from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.schedules import Recipe
 from penstock.stage.pipeline_stage import PipelineStage
@@ -21,7 +22,7 @@ class Request:
     """What a Pipeline was asked for."""
 
     model: nn.Module
-    args: tuple[Any, ...]
+    args: tuple[Value, ...]
     loss_fn: Callable[..., Any] | None
     schedule: str | Plan | Recipe
     microbatches: int
@@ -30,7 +31,7 @@ class Request:
     of_steps: StepOptions = field(default_factory=StepOptions)
 
     @property
-    def kwargs(self) -> Mapping[str, Any]:
+    def kwargs(self) -> Mapping[str, Value]:
         return self.of_model.example_kwargs or {}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
+
+from penstock.nest import Value
 
 Numbers = tuple[float | None, tuple[float, ...]]
 
@@ -31,9 +32,9 @@ class Result:
     `losses` makes the host wait for it; whoever does not look does not wait. No other rank need look too.
     """
 
-    outputs: Any  # of the model, on the ranks that asked for them
+    outputs: Value  # of the model, on the ranks that asked for them
 
-    def __init__(self, read: Callable[[], Numbers], outputs: Any = None) -> None:
+    def __init__(self, read: Callable[[], Numbers], outputs: Value = None) -> None:
         self._read = read
         self.outputs = outputs
 

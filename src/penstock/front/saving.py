@@ -15,12 +15,15 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 from penstock import __version__
 from penstock.checkpoint import kept
@@ -35,10 +38,13 @@ from penstock.front import moments
 from penstock.front.companions import Companions
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors
+from penstock.misfits import takes
 
 DISK = Disk()
+_STAGING = 600.0  # seconds that a stager of the caller's may take for a copy
 _PATIENCE = 60.0  # seconds more than ten times what it took itself that the first rank waits for the parts of others
 _NAP = 0.02  # seconds between two looks whether all ranks have written
+_DISK, _SLOWEST = 600.0, 10e6  # seconds for the disk, and one more for so many bytes, after which it counts as stuck
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, contents: Con
     def look() -> dict[str, Any]:
         if keep < 1:
             raise RunError(f"keep={keep}; expected the number of checkpoints to keep, at least 1")
+        if ends.transport.device.type != "cpu":  # what is copied from there below would wait without a bound
+            ends.transport.wait_for_device()
         small.append(contents.companions.dumps(ends.device))
         extra = as_json(dict(contents.extra), "extra")
         state, values, groups = moments.parts(contents.companions.optimizer, tensors)
@@ -149,6 +157,7 @@ def save(order: Order, ends: Ends) -> None:
         raise
 
 
+@takes(RunError)
 class Saving:
     """A checkpoint that is being written while training goes on.
 
@@ -160,15 +169,22 @@ class Saving:
     writing took, once it is done.
     """
 
-    def __init__(self, order: Order, ends: Ends, began: float) -> None:
-        blocks = [(key, start, values.detach().to("cpu", copy=True)) for key, start, values in order.blocks]
+    def __init__(self, order: Order, ends: Ends, began: float, stager: AsyncStager | None = None) -> None:
+        self._error: Exception | None = None
+        blocks: list[Block] = []
+        try:
+            blocks = staged(order.blocks, stager)
+        except Exception as error:  # noqa: BLE001  the other ranks have begun: all hear of it in `wait`
+            self._error = error
         self.blocked = time.perf_counter() - began
         self.seconds = 0.0
         self.told = False  # whether `wait` has said how it ended
         self._order, self._ends = replace(order, blocks=blocks), ends
-        self._error: Exception | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="penstock-checkpoint")
+        everybody = ends.transport.num_ranks * sum(values.nbytes for _, _, values in blocks)  # on one disk, perhaps
+        self._patience = _DISK + everybody / _SLOWEST
+        self._thread = threading.Thread(target=self._run, name="penstock-checkpoint", daemon=True)
+        _UNDER_WAY[self._thread] = self._patience
         self._thread.start()
 
     @property
@@ -178,21 +194,31 @@ class Saving:
 
     def wait(self) -> None:
         """Wait for the end; every rank calls it, and if it went wrong on one, all raise."""
-        ends, place = self._ends, self._order.place
-        self._written.wait()
-        self.told = True
-        try:
-            ends.agree(f"writing the checkpoint {place}", self._outcome)
-            self._thread.join()
-            ends.agree(f"finishing the checkpoint {place}", self._outcome)
-        finally:
-            self._given_up.set()
-            self._thread.join()
-            if ends.is_first:
-                with suppress(OSError):
-                    DISK.remove(self._order.fresh)
+        with self._ends.transport.called(f"waiting for the checkpoint {self._order.place}"):
+            stuck = not self._written.wait(self._patience)
+            self.told = True
+            try:
+                self._ends.agree(f"writing the checkpoint {self._order.place}", lambda: self._outcome(stuck=stuck))
+                stuck = not self._ended()
+                self._ends.agree(f"finishing the checkpoint {self._order.place}", lambda: self._outcome(stuck=stuck))
+            finally:
+                self._given_up.set()
+                if not stuck and self._ended() and self._ends.is_first:
+                    with suppress(OSError):
+                        DISK.remove(self._order.fresh)
 
-    def _outcome(self) -> None:
+    def _ended(self) -> bool:
+        """Wait for what this rank does; whether the disk let it come to its end."""
+        self._thread.join(self._patience)
+        return self.done
+
+    def _outcome(self, *, stuck: bool = False) -> None:
+        if stuck:
+            _UNDER_WAY.pop(self._thread, None)  # whoever ends does not wait for it again
+            raise RunError(
+                f"the disk under {self._order.fresh.parent} did not take what this rank writes for a checkpoint within "
+                f"{self._patience:g} s; see whether that file system answers. The checkpoints from before are whole"
+            )
         if self._error is not None:
             raise self._error
 
@@ -201,6 +227,7 @@ class Saving:
         began = time.perf_counter()
         order = self._order
         try:
+            self._outcome()
             self._tell(order.write())
         except Exception as error:  # noqa: BLE001  raised by `wait`, and told to the first rank if the disk lets us
             self._error = error
@@ -214,17 +241,18 @@ class Saving:
             except Exception as error:  # noqa: BLE001  raised by `wait`
                 self._error = error
         self._order = replace(order, blocks=[])
+        _UNDER_WAY.pop(self._thread, None)
 
     def _file(self, number: int) -> Path:
         return self._order.fresh / f"written-{number}.json"
 
-    def _tell(self, row: Mapping[str, Any]) -> None:
+    def _tell(self, row: Mapping[str, object]) -> None:
         file = self._file(self._order.number)
         file.with_suffix(".part").unlink(missing_ok=True)
         DISK.write_file(file.with_suffix(".part"), json.dumps(row).encode())
         DISK.rename(file.with_suffix(".part"), file)
 
-    def _collect(self) -> list[dict[str, Any]]:
+    def _collect(self) -> list[dict[str, object]]:
         """What all ranks have written, when they have."""
         count, patience = len(self._order.everyone), _PATIENCE + 10 * self.seconds
         rows: dict[int, dict[str, Any]] = {}
@@ -251,6 +279,38 @@ class Saving:
         for number in rows:
             self._file(number).unlink()
         return [rows[number] for number in range(count)]
+
+
+_UNDER_WAY: dict[threading.Thread, float] = {}  # the threads that write, and the seconds that a disk has
+
+
+def let_savings_end() -> None:
+    """A process that ends waits for its checkpoints, but not for a disk that is stuck."""
+    for thread, patience in list(_UNDER_WAY.items()):
+        thread.join(patience)
+
+
+# As concurrent.futures does it: also in a process that multiprocessing has forked, where atexit is not called.
+threading._register_atexit(let_savings_end)  # type: ignore[attr-defined]
+
+
+def staged(blocks: Sequence[Block], stager: AsyncStager | None) -> list[Block]:
+    """The blocks in memory that no step changes: copied by DCP's stager, the caller's or one for this time alone."""
+    own = DefaultStager(StagingOptions(False, False, False, False)) if stager is None else None
+    plain = {str(n): _alone(values.detach().resolve_conj().resolve_neg()) for n, (_, _, values) in enumerate(blocks)}
+    try:
+        copied: Any = (stager or own).stage(plain)  # type: ignore[union-attr]  # one of them is there
+        if isinstance(copied, Future):
+            copied = copied.result(_STAGING)
+    finally:
+        if own is not None:
+            own.close()
+    return [(key, start, copied[str(n)]) for n, (key, start, _) in enumerate(blocks)]
+
+
+def _alone(block: Tensor) -> Tensor:
+    """A stager copies all the memory behind a tensor: of a part of a larger one only that part."""
+    return block if block.untyped_storage().nbytes() <= block.nbytes else block.clone()
 
 
 def as_json(value: dict[str, Any], what: str) -> dict[str, Any]:

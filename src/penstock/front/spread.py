@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from penstock.comm.transport import Transport
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import RanksDisagree, RunError
 from penstock.front.ends import Ends
+from penstock.nest import Value
 from penstock.run.layout import wire
 from penstock.stage.boundary import Spec, flatten, unflatten
 
@@ -21,7 +22,7 @@ Where = Literal["all", "last"] | int | None  # on which ranks the outputs are wa
 _NOTHING, _FAILED = -1, -2  # in place of a number of rows
 
 
-def send_to(transport: Transport, ranks: Sequence[int], value: Any) -> None:
+def send_to(transport: Transport, ranks: Sequence[int], value: object) -> None:
     """Send a tree of tensors to these ranks."""
     tensors, spec = flatten(value)
     local = [wire(tensor.detach()) for tensor in tensors]
@@ -33,7 +34,7 @@ def send_to(transport: Transport, ranks: Sequence[int], value: Any) -> None:
         work.wait()
 
 
-def receive_from(transport: Transport, rank: int) -> Any:
+def receive_from(transport: Transport, rank: int) -> Value:
     """Receive what `send_to` sends."""
 
     def receive(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -46,7 +47,7 @@ def receive_from(transport: Transport, rank: int) -> Any:
     return unflatten(Spec.from_json(spec), [receive(shape, dtype_named(dtype)) for shape, dtype in rows])
 
 
-def deliver(ends: Ends, value: Any, outputs: Where, *, last: int) -> Any:
+def deliver(ends: Ends, value: object, outputs: Where, *, last: int) -> Value:
     """The outputs on the ranks that want them."""
     if outputs is None or outputs == "last":
         return value
@@ -59,7 +60,7 @@ def deliver(ends: Ends, value: Any, outputs: Where, *, last: int) -> Any:
         return receive_from(ends.transport, last) if ends.rank in others else None
 
 
-def check_where(outputs: Any, num_ranks: int) -> None:
+def check_where(outputs: object, num_ranks: int) -> None:
     """Before anything runs: whether there is such a place."""
     if outputs in (None, "all", "last") or (type(outputs) is int and 0 <= outputs < num_ranks):
         return

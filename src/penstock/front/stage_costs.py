@@ -62,6 +62,7 @@ def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Ma
         held_to_input=held,
         held_to_weight=total("activation_to_weight"),
         kept_input=inputs,
+        casts=total("cast_bytes"),
         unmoved=unmoved,
         copy=None if machine.copy_bandwidth is None else tuple(size / machine.copy_bandwidth for size in copied),
         forward_moment=moments[0],

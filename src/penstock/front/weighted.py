@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.front.dimensions import plain_means_replicated
-from penstock.nest import map_tensors
+from penstock.nest import Value, map_tensors
 from penstock.run.feed import Feed
 from penstock.run.inputs import Given, StepInputs
 from penstock.run.runner import Outcome
@@ -24,7 +24,7 @@ class WeightedSchedule(Schedule):
     factor: float | Tensor = 1.0  # of the loss before the backward; the loss that is reported stays as it is
     spread: bool = False  # whether stages are DTensors over dimensions of a mesh beside dp and pp
     problem: Exception | None = None  # what is wrong with this rank's batch: told to the other ranks in the step
-    _shares: Sequence[Any] | None = None
+    _shares: Sequence[float | Tensor] | None = None
     _copies: torch.Stream | None = None  # for copies of the batch to the device
 
     def _cut(self, given: Given, *, train: bool) -> StepInputs:
@@ -50,7 +50,7 @@ class WeightedSchedule(Schedule):
         with plain_means_replicated() if self.spread else nullcontext():
             return super()._run(given, train=train)
 
-    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Any:
+    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Value:
         value = super()._merge(outcome, given, losses)
         return map_tensors(whole_tensor, value) if self.spread and value is not None else value
 
@@ -58,7 +58,7 @@ class WeightedSchedule(Schedule):
     def has_loss(self) -> bool:
         return self.loss_fn is not None
 
-    def total(self, losses: Any) -> Any:
+    def total(self, losses: Tensor | Sequence[Any]) -> Any:
         """The loss of the whole batch, of numbers in a list or in a tensor."""
         if not self.scale_grads or self._shares is None or len(self._shares) != len(losses):
             return sum(losses) if not self.scale_grads else sum(losses) / len(losses)

@@ -1,4 +1,4 @@
-"""Candidates that keep to a limit of memory: cut, schedule, and which stages recompute or offload.
+"""Candidates that keep to a limit of memory: cut, schedule, and which stages recompute, offload or are compiled with a budget.
 
     choice = choose(profile, Wishes(2, 8, memory_limit=6 << 30))
     [(one.stage, one.way, one.size, one.time) for one in choice.spared]
@@ -6,6 +6,7 @@
 Every candidate is simulated with all that a rank holds: parameters, gradients and optimizer state; what forwards saved and the
 inputs they keep; buffers of messages; what operators need for a moment. Where that is more than the limit, the stages of the rank
 hold less one after the other, those first whose activations live longest, until it fits; then as few microbatches as will do.
+Compiled stages are tried with the smallest budget in place of that too, and then with the largest that will do.
 A candidate with one stage a rank that is too large is tried with its stages in pieces too: of a stage that is recomputed piece by
 piece, one piece at a time is held.
 """
@@ -19,14 +20,19 @@ from itertools import accumulate
 from penstock.balance import Profile, leanest
 from penstock.balance.cuts import size_text
 from penstock.errors import BalanceError
+from penstock.front.budgets import least_budget
 from penstock.front.candidates import Wishes, fastest_cut, plans
 from penstock.front.choice import Choice, Spared, Tried, per_rank
 from penstock.lower import divide, offload, recompute
 from penstock.plan import Plan
+from penstock.plan.actions import OP, microbatch_of, stage_of
+from penstock.plan.ops import CHOICES
 
-RECOMPUTE, OFFLOAD = "recompute", "offload"
+RECOMPUTE, OFFLOAD, BUDGET = "recompute", "offload", "budget"
 _PIECES = (2, 4)  # of a stage
-Ways = Mapping[int, tuple[str, int]]  # by stage: how it holds less, and for how many of its microbatches
+Ways = Mapping[
+    int, tuple[str, float]
+]  # by stage: how it holds less; for how many of its microbatches, or with which budget
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class Fit:
         return self.choice.timeline.makespan
 
     def with_ways(self, ways: Ways) -> Fit:
-        choice = replace(self.bare, plan=holding_less(self.bare.plan, ways))
+        budgets = tuple(sorted((stage, amount) for stage, (way, amount) in ways.items() if way == BUDGET))
+        choice = replace(self.bare, plan=holding_less(self.bare.plan, ways), budgets=budgets)
         return Fit(self.bare, choice, dict(ways), self.limits)
 
     @property
@@ -67,11 +74,14 @@ class Fit:
     def spared(self) -> tuple[Spared, ...]:
         """What each stage that holds less saves its rank, and what it costs: the difference to the same without it."""
         found = []
-        for stage, (way, number) in self.ways.items():
+        every = self.bare.plan.num_microbatches
+        for stage, (way, amount) in self.ways.items():
             without = self.with_ways({s: w for s, w in self.ways.items() if s != stage})
             rank = self.choice.plan.placement.rank_of(stage)
             saved = without.choice.memory[rank] - self.choice.memory[rank]
-            found.append(Spared(stage, way, number, max(saved, 0), max(self.makespan - without.makespan, 0.0)))
+            time = max(self.makespan - without.makespan, 0.0)
+            number, budget = (every, amount) if way == BUDGET else (int(amount), None)
+            found.append(Spared(stage, way, number, max(saved, 0), time, budget))
         return tuple(found)
 
     @property
@@ -82,30 +92,39 @@ class Fit:
 
 
 def holding_less(plan: Plan, ways: Ways) -> Plan:
-    """The plan in which some stages recompute or offload, for so many of their microbatches, evenly spread."""
+    """The plan in which some stages recompute or offload, for so many of their microbatches, evenly spread.
+
+    What the plan recomputes or offloads already stays as it is.
+    """
     count = plan.num_microbatches
+    done = {(stage_of(code), microbatch_of(code)) for codes in plan.codes for code in codes if code & OP in CHOICES}
     for way, change in ((OFFLOAD, offload), (RECOMPUTE, recompute)):
         chosen = {
-            stage: [m for m in range(count) if m * number // count != (m + 1) * number // count]
+            stage: [
+                m
+                for m in range(count)
+                if m * int(number) // count != (m + 1) * int(number) // count and (stage, m) not in done
+            ]
             for stage, (how, number) in ways.items()
-            if how == way and number
+            if how == way
         }
-        plan = change(plan, chosen) if chosen else plan
+        plan = change(plan, chosen) if any(chosen.values()) else plan
     return plan
 
 
 def starts(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Fit]:
-    """Every candidate as it is; and in pieces, if it is too large and nobody has said how many stages there are to be."""
-    limits = wishes.limits
-    free = wishes.plan is None and wishes.num_stages is None and wishes.placement is None
+    """Every candidate as it is."""
     for bare in _candidates(profile, wishes, tried):
-        start = Fit(bare, bare, {}, limits)
-        yield start
-        if free and not start.fits and bare.num_stages == bare.plan.num_ranks:
-            for pieces in _PIECES:
-                if all(stop - first >= pieces for first, stop in bare.bounds):
-                    made = _in_pieces(bare, pieces)
-                    yield Fit(made, made, {}, limits)
+        yield Fit(bare, bare, {}, wishes.limits)
+
+
+def in_pieces(start: Fit, wishes: Wishes) -> Iterator[Fit]:
+    """A candidate with its stages in pieces, if nobody has said how many stages there are to be."""
+    bare, free = start.bare, wishes.plan is None and wishes.num_stages is None and wishes.placement is None
+    for pieces in _PIECES if free and bare.num_stages == bare.plan.num_ranks else ():
+        if all(stop - first >= pieces for first, stop in bare.bounds):
+            made = _in_pieces(bare, pieces)
+            yield Fit(made, made, {}, start.limits)
 
 
 def _in_pieces(bare: Choice, pieces: int) -> Choice:
@@ -166,24 +185,49 @@ def fitted(start: Fit, wishes: Wishes) -> Fit:
             for way in ways
         ]
         best = min(options, key=lambda fit: (len(fit.over), fit.makespan))
+    if wishes.offload and not best.fits:  # what is quicker at first may leave too much in the end
+        return fitted(start, replace(wishes, offload=False))
     return best
 
 
-def trimmed(fit: Fit) -> Fit:
-    """Let each stage hold less for as few of its microbatches as will do."""
-    for stage, (way, number) in fit.ways.items():
-        low, high = 0, number
-        while low < high:
-            middle = (low + high) // 2
-            tried = fit.with_ways({**fit.ways, stage: (way, middle)})
-            if tried.fits:
-                high = middle
-            else:
-                low = middle + 1
-        tried = fit.with_ways({s: w for s, w in {**fit.ways, stage: (way, high)}.items() if w[1]})
-        if tried.fits and tried.makespan <= fit.makespan:
-            fit = tried
+def budgeted(fit: Fit) -> Iterator[Fit]:
+    """The candidate with the smallest budget in place of every other way, where that fits too."""
+    least = {stage: least_budget(fit.bare, stage) for stage in fit.ways}
+    ways = {stage: (BUDGET, budget) for stage, budget in least.items() if budget is not None}
+    if ways and (found := fit.with_ways({**fit.ways, **ways})).fits:
+        yield found
+
+
+def trimmed(fit: Fit, wishes: Wishes) -> Fit:
+    """Let each stage hold less for as few of its microbatches as will do, or compile it with the largest budget that will do."""
+    every = fit.bare.plan.num_microbatches
+    for stage in [*fit.ways]:
+        way, amount = fit.ways[stage]
+        number = every if way == BUDGET else int(amount)
+        amounts: dict[str, list[float]] = {RECOMPUTE if way == BUDGET else way: [*range(number, -1, -1)]}
+        least = least_budget(fit.bare, stage) if wishes.budgets else None
+        if least is not None:
+            amounts[BUDGET] = [hundredth / 100 for hundredth in range(round(100 * least), 101)]
+        options = [_as_little_as_will_do(fit, stage, one, found) for one, found in amounts.items()]
+        fit = min([*(one for one in options if one.fits), fit], key=lambda one: one.makespan)
     return fit
+
+
+def _as_little_as_will_do(fit: Fit, stage: int, way: str, amounts: Sequence[float]) -> Fit:
+    """Of amounts from the most that a stage can spare on, to nothing at all, the last one with which it fits."""
+
+    def with_amount(at: int) -> Fit:
+        rest = {s: w for s, w in fit.ways.items() if s != stage}
+        return fit.with_ways(rest if at == len(amounts) - 1 else {**rest, stage: (way, amounts[at])})
+
+    low, high = 0, len(amounts) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if with_amount(middle).fits:
+            low = middle
+        else:
+            high = middle - 1
+    return with_amount(low)
 
 
 def limit_text(limits: Sequence[float]) -> str:

@@ -27,7 +27,7 @@ import re
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
-from penstock.errors import ParseError
+from penstock.errors import ParseError, PlanError
 from penstock.plan.ops import COUNTED, INPUT_GRADIENTS, OPS, OVERLAP, ROWS, Op
 
 STAGE_SHIFT: Final = 5
@@ -150,7 +150,13 @@ def pack(action: AnyAction) -> int:
     """
     if isinstance(action, Overlap):
         return overlap(pack(action.first), pack(action.second))
-    return key_of(action.op, action.stage, action.peer) | (action.microbatch or 0) << MICROBATCH_SHIFT
+    try:
+        op, stage, microbatch, peer = action
+        if 0 <= stage <= MAX_STAGE and 0 <= (microbatch or 0) <= MAX_MICROBATCH and -1 <= (peer or 0) <= MAX_STAGE:
+            return key_of(op, stage, peer) | (microbatch or 0) << MICROBATCH_SHIFT
+    except (TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"pack({action!r:.80}); expected an action, such as Action(Op.F, 2, 0)") from error
+    raise PlanError(f"{action!r}: stages go from 0 to {MAX_STAGE}, microbatches from 0 to {MAX_MICROBATCH}")
 
 
 def is_packed(code: int) -> bool:
@@ -163,10 +169,13 @@ def unpack(code: int) -> AnyAction:
 
     str(unpack(forward(2, 0)))  # "2F0"
     """
-    if code & OP == OVERLAP:
-        first, second = split_overlap(code)
-        return Overlap(_unpack_single(first), _unpack_single(second))
-    return _unpack_single(code)
+    try:
+        if code & OP == OVERLAP:
+            first, second = split_overlap(code)
+            return Overlap(_unpack_single(first), _unpack_single(second))
+        return _unpack_single(code)
+    except (TypeError, IndexError, RuntimeError) as error:
+        raise PlanError(f"unpack({code!r:.80}); expected a packed action, such as Action(Op.F, 2, 0).code") from error
 
 
 def _unpack_single(code: int) -> Action:

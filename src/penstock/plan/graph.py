@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import PlanError
-from penstock.misfits import takes
+from penstock.misfits import entry, takes
 
 
 @takes(PlanError)
@@ -47,10 +47,10 @@ class StageGraph:
         return cls(num_stages, tuple(sorted(set(edges))))
 
     def producers(self, stage: int) -> tuple[int, ...]:
-        return self._producers[stage]
+        return entry(self._producers, stage, "producers(stage")
 
     def consumers(self, stage: int) -> tuple[int, ...]:
-        return self._consumers[stage]
+        return entry(self._consumers, stage, "consumers(stage")
 
     @cached_property
     def _producers(self) -> tuple[tuple[int, ...], ...]:

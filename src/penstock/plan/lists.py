@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import overload
 
 
 class Lists(Sequence[tuple[int, ...]]):
@@ -42,5 +42,5 @@ class Lists(Sequence[tuple[int, ...]]):
     def __hash__(self) -> int:
         return hash(tuple(self))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return tuple, (tuple(self),)  # in a copy or another process, plain values

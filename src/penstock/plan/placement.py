@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import PlanError
-from penstock.misfits import takes
+from penstock.misfits import entry, takes
 
 
 @takes(PlanError)
@@ -66,7 +66,7 @@ class Placement:
         return max(self.ranks) + 1
 
     def rank_of(self, stage: int) -> int:
-        return self.ranks[stage]
+        return entry(self.ranks, stage, "rank_of(stage")
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
@@ -76,7 +76,7 @@ class Placement:
         return tuple(map(tuple, stages))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return self._stages[rank]
+        return entry(self._stages, rank, "stages_of(rank")
 
     @property
     def kind(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.errors import PlanError
-from penstock.misfits import takes
+from penstock.misfits import entry, takes
 from penstock.plan.actions import KEY, OP, AnyAction, microbatch_of, parts, text, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.lists import Lists
@@ -121,6 +121,7 @@ class Plan:
             return self.family.is_lowered and self.num_ranks > 1
         return not self._ops.isdisjoint(MESSAGES)
 
+    @takes(PlanError)
     def has(self, op: Op) -> bool:
         """Whether some rank has an action of this kind, not counting those in overlapped pairs."""
         return op in self._ops
@@ -137,26 +138,30 @@ class Plan:
 
     def actions(self, rank: int) -> tuple[AnyAction, ...]:
         """The actions of one rank, readable."""
-        return tuple(map(unpack, self.codes[rank]))
+        return tuple(map(unpack, entry(self.codes, rank, "actions(rank")))
 
     def lines(self) -> Iterator[str]:
         """One line a rank, for looking at small plans."""
         for rank, codes in enumerate(self.codes):
             yield f"rank {rank}: " + " ".join(map(text, codes))
 
-    def with_codes(self, codes: Iterable[Iterable[int]], *, name: str | None = None) -> Plan:
+    @takes(PlanError)
+    def with_codes(self, codes: Iterable[Iterable[int]]) -> Plan:
         """The same sizes, other actions."""
-        return replace(self, codes=tuple(map(tuple, codes)), name=self.name if name is None else name, family=None)
+        return replace(self, codes=tuple(tuple(some) for some in codes), family=None)
 
+    @takes(PlanError)
     def with_lists(self, make: Callable[[int], Iterable[int]], change: str, *, lowered: bool = False) -> Plan:
         """The same sizes, with lists that are made when they are asked for; `change` says in what a family is another one."""
         family = self.family and Family(f"{self.family.name}, {change}", lowered or self.family.is_lowered)
         return replace(self, codes=Lists(self.num_ranks, make), family=family)
 
+    @takes(PlanError)
     def with_graph(self, graph: StageGraph) -> Plan:
         """The same actions for a model with other connections between its stages."""
         return replace(self, graph=graph, family=self.family if graph == self.graph else None)
 
+    @takes(PlanError)
     def of_first(self, num_microbatches: int) -> Plan:
         """The plan of a smaller batch: the first microbatches alone, in the same order.
 

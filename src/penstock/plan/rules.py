@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from penstock.errors import PlanError
+from penstock.misfits import takes
 from penstock.plan.actions import OP, Action, key_of, partner_of, peer_of, stage_of, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.ops import INPUT_GRADIENTS, Op
@@ -44,20 +46,29 @@ class Rules:
     chosen: frozenset[int] = frozenset()  # the keys of actions that a plan may do without, and that are in this one
     _cache: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
+    @takes(PlanError)
     def requires(self, action: Action) -> tuple[Action, ...]:
         """All actions that must be complete before this one starts. A required I may be there as part of a B.
 
         An action that a plan may do without is required only where it is there.
         """
-        assert action.microbatch is not None, "REDUCE_GRAD, UNSHARD and RESHARD are ruled by the check itself"
+        if action.microbatch is None:
+            raise PlanError(
+                f"requires({action}); expected an action of a microbatch: the check itself rules the others"
+            )
         found = (unpack(need) for need in self.needs(key_of(action.op, action.stage, action.peer)))
         return tuple(need._replace(microbatch=action.microbatch) for need in found if isinstance(need, Action))
 
     def needs(self, key: int) -> tuple[int, ...]:
         """The keys of what the action with this key needs, of the same microbatch."""
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = tuple(self._find(key))
+        try:
+            found = self._cache.get(key)
+            if found is None:
+                found = self._cache[key] = tuple(self._find(key))
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"{key!r:.80} is no key of an action; expected action.code & KEY") from error
         return found
 
     def _find(self, key: int) -> Iterator[int]:
@@ -113,6 +124,7 @@ class Rules:
                     asked.add(there)
                     yield key_of(Op.RECV_B, stage, self.carrier(stage, there))
 
+    @takes(PlanError)
     def sends(self, key: int) -> tuple[int, ...]:
         """The keys of the sends that this compute action (F, I or B) contributes to.
 
@@ -132,6 +144,10 @@ class Rules:
             )
         return ()
 
+    @takes(PlanError)
     def carrier(self, producer: int, rank: int) -> int:
         """The first stage on `rank` that uses the output of `producer`: messages are addressed to it."""
-        return next(c for c in self.graph.consumers(producer) if self.placement.rank_of(c) == rank)
+        for consumer in self.graph.consumers(producer):
+            if self.placement.rank_of(consumer) == rank:
+                return consumer
+        raise PlanError(f"no stage on rank {rank!r:.40} uses the output of stage {producer}")

@@ -21,12 +21,14 @@ from torch import Tensor
 
 from penstock.comm.framing import Receiving, frame
 from penstock.errors import PenstockError
+from penstock.nest import Value
 from penstock.parallel import unwrap
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.layout import DATA, POISON, Description, Layout, TensorLayout
 from penstock.run.stage_run import StageRun
 from penstock.stage.boundary import flatten, unflatten
+from penstock.stage.dtensors import layout_of
 from penstock.stage.rehearsal import CannotRehearse, PartCall, Rehearsal, compile_calls, rehearse
 
 if TYPE_CHECKING:
@@ -99,6 +101,10 @@ class DressRehearsal:
             try:
                 if self.program.setting.adapters[run.stage.stage_index].sharded:
                     raise CannotRehearse("its parameters are gathered as it runs")
+                if self.is_spread(run):
+                    raise CannotRehearse(
+                        "its tensors are spread over a mesh, by hooks that a run without data leaves out"
+                    )
                 found = rehearse(unwrap(run.module), run.compiled, *self.arguments(run))
             except CannotRehearse as error:
                 _log.debug("stage %d cannot be run without data: %s", run.stage.stage_index, error)
@@ -109,7 +115,14 @@ class DressRehearsal:
         if found is not None:
             self.calls += [replace(call, stage=run.stage.stage_index) for call in found.calls]
 
-    def arguments(self, run: StageRun) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def is_spread(self, run: StageRun) -> bool:
+        """Whether a stage holds DTensors, or is given some."""
+        given = [tensor for inbox in run.inboxes for tensor in self.layouts[inbox.producer].tensors]  # type: ignore[union-attr]
+        return any(tensor.distributed is not None for tensor in given) or any(
+            layout_of(parameter) is not None for parameter in run.module.parameters()
+        )
+
+    def arguments(self, run: StageRun) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """What the stage will be called with for the first microbatch: what this rank has itself, and zeros."""
         for inbox in run.inboxes:
             self.fill(inbox)

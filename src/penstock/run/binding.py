@@ -9,7 +9,7 @@ from penstock.comm.transport import Transport
 from penstock.errors import DeadlockError
 from penstock.lower import Ahead, Early, InTurn, ReceivePolicy, add_reduce_grad, add_unshard_reshard, lower
 from penstock.lower.lower import Care, lower_shares
-from penstock.parallel import DataParallel, adapt
+from penstock.parallel import DataParallel, adapt, unwrap
 from penstock.plan import Op, Plan, check
 from penstock.plan.collecting import no_collecting
 from penstock.run.handlers import HANDLERS, receive_in_turn
@@ -17,7 +17,7 @@ from penstock.run.program import Program
 from penstock.run.rng import MicrobatchRng
 from penstock.run.setting import ActionKind, Handler, Handlers, Setting
 from penstock.stage.elsewhere import Elsewhere
-from penstock.stage.pipeline_stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage, compile_once
 
 BLOCKING_FORWARDS_DEADLOCK = frozenset({"loopedbfs"})  # forward only, with receives two ahead
 TRAIN, FORWARD = 0, 1  # modes: a training step, or an evaluation
@@ -57,10 +57,14 @@ class Programs(dict[int, Program]):
     programs[TRAIN]                    # lowered, proved and bound by now
     """
 
+    program = Program
+
     def __init__(self, plan: Plan, stages: Sequence[PipelineStage], transport: Transport, binding: Binding) -> None:
         super().__init__()
         self.plan, self.stages, self.transport, self.binding = plan, stages, transport, binding
         self.compile_ahead = False  # whether some rank has a compiled stage
+        for stage in stages:
+            compile_once(stage, unwrap(stage.submod))
 
     def __missing__(self, mode: int) -> Program:
         program = self[mode] = self.bind(mode)
@@ -70,7 +74,7 @@ class Programs(dict[int, Program]):
         adapters = self.adapters()
         with no_collecting():
             plan = self.lowered(mode, adapters)
-            return Program(self.proved(plan, adapters, grad=mode == TRAIN), self.stages, self.transport)
+            return self.program(self.proved(plan, adapters, grad=mode == TRAIN), self.stages, self.transport)
 
     def current(self, mode: int) -> Program:
         """The program, for the modules that the stages hold now; what is known of messages stays."""

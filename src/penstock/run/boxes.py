@@ -8,19 +8,23 @@ this one), with its graph, until its gradient comes back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from penstock.comm.framing import Receiving
 from penstock.errors import ShapeError
+from penstock.nest import Value
 from penstock.run.channel import Channel
-from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, unwire, wire
+from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, dense, unwire, wire
 from penstock.run.message_box import MessageBox
 from penstock.stage.boundary import SINGLE, Spec, flatten, unflatten
 from penstock.stage.dtensors import DTensorLayout
 
-MeshOf = Callable[[DTensorLayout], Any]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MeshOf = Callable[[DTensorLayout], "DeviceMesh | None"]
 """What an arriving DTensor is put on."""
 
 
@@ -40,7 +44,7 @@ class Inbox(MessageBox):
         self.readers = 1  # how many stages of this rank use it
         self.mesh: MeshOf | None = None
         self.places: tuple[int, ...] = ()  # which outputs of the producer these are, for a captured stage
-        self.values: list[Any] = [None] * num_microbatches
+        self.values: list[Value] = [None] * num_microbatches
         self.reads = [0] * num_microbatches
         self.repeated: frozenset[int] = frozenset()  # microbatches whose value nobody else on this rank holds
 
@@ -58,7 +62,7 @@ class Inbox(MessageBox):
         self.arrived[microbatch] = yield from channel.receive([t.empty(channel.device) for t in description.tensors])
         self.incoming[microbatch] = description.layout()
 
-    def ready(self, microbatch: int) -> Any:
+    def ready(self, microbatch: int) -> Value:
         """The value, as soon as it is there: leaves of a graph of its own."""
         if self.values[microbatch] is None:
             leaves = self.wait_for(microbatch)
@@ -109,7 +113,7 @@ class Inbox(MessageBox):
                     raise self._changed(microbatch, place, leaf, _name(grad))
                 elif expected.distributed is not None and not expected.matches(grad):
                     raise self._changed(microbatch, place, leaf, f"{_name(grad)} spread in another way")
-                grads.append(wire(grad))
+                grads.append(wire(dense(grad)))
             elif grad is not None:
                 what = "none in the first step with inputs of these shapes, and one now"
                 raise self._changed(microbatch, place, leaf, what)
@@ -126,7 +130,7 @@ class Inbox(MessageBox):
     def send_described(self, microbatch: int) -> None:
         """SEND_B of a cold step. There is a message even without a gradient, so that both ends always count alike."""
         leaves = self.arrived[microbatch] or []
-        grads = self.grads(microbatch)
+        grads = [None if grad is None else dense(grad) for grad in self.grads(microbatch)]
         for place, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             if grad is not None and (grad.dtype is not leaf.dtype or grad.shape != leaf.shape):
                 raise self._changed(microbatch, place, leaf, _name(grad))
@@ -156,7 +160,7 @@ class Outbox(MessageBox):
 
     # -- forward
 
-    def keep(self, microbatch: int, output: Any) -> None:
+    def keep(self, microbatch: int, output: object) -> None:
         """After the forward: what goes there, and its nest."""
         tensors, spec = flatten(output if self.select is None else self.chosen(output))
         if self.inbox is not None:
@@ -166,14 +170,14 @@ class Outbox(MessageBox):
         self.tensors[microbatch] = tensors
         self.specs[microbatch] = spec
 
-    def chosen(self, output: Any) -> Any:
+    def chosen(self, output: object) -> Value:
         """What of a stage's output goes there; one value goes as it is, and needs no nest."""
         select = self.select
         if select is None or type(output) is not tuple:
             return output
         return output[select[0]] if len(select) == 1 else tuple([output[place] for place in select])
 
-    def keep_again(self, microbatch: int, output: Any) -> None:
+    def keep_again(self, microbatch: int, output: object) -> None:
         """After a forward that was run again: the same with its graph, from which the backward starts."""
         self.tensors[microbatch], self.specs[microbatch] = flatten(self.chosen(output))
 

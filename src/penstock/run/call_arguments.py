@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
+from penstock.nest import Value
 from penstock.parallel import unwrap
 from penstock.run.boxes import Inbox
 from penstock.run.inputs import StepInputs
@@ -23,29 +24,31 @@ class CallArguments:
         self.num_microbatches = num_microbatches
         self.routes = stage.routes  # None: a chain, in which the module reads all that the stage before returns
         self.accepted = accepted_keywords(unwrap(stage.submod))
-        self.bound: Sequence[Sequence[Any]] | None = None  # a captured stage's arguments, of each microbatch of a step
+        self.bound: Sequence[Sequence[Value]] | None = (
+            None  # a captured stage's arguments, of each microbatch of a step
+        )
         self.taken = [] if stage.routes is None else [(box, _moves(stage.routes, box)) for box in boxes]
         self.box = boxes[0] if boxes else None
         self.inputs = StepInputs()
         self.copies = False  # whether the module changes its inputs in place, and is given copies
+        self.kind = stage.device.type
+        self.eager = True  # whether it is called as it is, not compiled
 
     def begin(self, inputs: StepInputs) -> None:
         self.inputs, self.bound = inputs, None
 
-    def of(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def of(self, microbatch: int) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """The arguments of a microbatch, as soon as they are there."""
         inputs, feed = self.inputs, self.inputs.feed
         if self.routes is None:
-            kwargs: Any = inputs.kwargs and (
+            kwargs: Value = inputs.kwargs and (
                 inputs.kwargs[microbatch] if feed is None else feed.of(inputs.kwargs, microbatch)
             )
             if self.box is None:
-                given: Any = inputs.args
+                given: Value = inputs.args
                 args = given[microbatch] if feed is None else feed.of(given, microbatch)
             else:
-                value = self.box.ready(microbatch)
-                if self.copies:
-                    value = copied(value)
+                value = self.lent(self.box.ready(microbatch))
                 args = (value,) if type(value) is Tensor else positional(value)
             if kwargs and self.accepted is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in self.accepted}
@@ -54,12 +57,18 @@ class CallArguments:
             self.bound = self.routes.bind(inputs.args, inputs.kwargs, self.num_microbatches)
         row = list(self.bound[microbatch] if feed is None else feed.of(self.bound, microbatch))
         for inbox, places in self.taken:
-            value = inbox.ready(microbatch)
-            if self.copies:
-                value = copied(value)
+            value = self.lent(inbox.ready(microbatch))
             for position, place in places:
                 row[position] = value if place is None else value[place]
         return tuple(row), {}
+
+    def lent(self, value: Value) -> Value:
+        """What arrived, as the module gets it. Autocast keeps casts of leaves until the step is over; of views it does not."""
+        if self.copies:
+            return copied(value)
+        if self.eager and torch.is_autocast_enabled(self.kind) and torch.is_autocast_cache_enabled():
+            return changed(value, lambda tensor: tensor.view_as(tensor))
+        return value
 
 
 def _moves(routes: Routes, box: Inbox) -> list[tuple[int, int | None]]:
@@ -72,14 +81,19 @@ def _moves(routes: Routes, box: Inbox) -> list[tuple[int, int | None]]:
     ]
 
 
-def positional(value: Any) -> tuple[Any, ...]:
+def positional(value: object) -> tuple[Value, ...]:
     """A stage gets the tuple (or list) that the stage before it returned as its arguments, and anything else as one."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return value
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> Value:
     """The value, with copies of the leaves that need a gradient: those may be changed in place."""
+    return changed(value, Tensor.clone)
+
+
+def changed(value: object, change: Callable[[Tensor], Tensor]) -> Value:
+    """The value, with something else in place of each leaf that needs a gradient."""
     tensors, spec = flatten(value)
-    return unflatten(spec, [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors])
+    return unflatten(spec, [change(tensor) if tensor.requires_grad else tensor for tensor in tensors])

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.errors import StageError
 from penstock.lower import JustInTime
+from penstock.misfits import takes
 from penstock.run.schedule import Schedule
 from penstock.stage.pipeline_stage import PipelineStage
 
@@ -26,6 +27,7 @@ class PipelineScheduleSingle(Schedule):
         super().__init__([stage], n_microbatches, *args, **options)
 
 
+@takes(StageError)
 class PipelineScheduleMulti(Schedule):
     """Several stages a rank. What follows the number of microbatches is as in `Schedule`.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
+from penstock.plan import Placement
 from penstock.run.binding import TRAIN
 from penstock.run.schedule import Schedule
 from penstock.simulate import Costs
@@ -20,11 +22,24 @@ def compiled_costs(schedule: Schedule, costs: Costs) -> Costs:
     """
     if not schedule._programs.compile_ahead:  # which all ranks know
         return costs
-    program = schedule._programs[TRAIN]
-    mine = {index: run.compiled.held() for index, run in program.runs.items() if run.compiled is not None}
-    known = [[index, *held] for index, held in mine.items() if held is not None]
-    to_input, to_weight = list(costs.held_to_input), list(costs.held_to_weight)
-    for post in program.transport.gather("what compiled stages hold", json.dumps(known).encode()):
-        for index, held_to_input, held_to_weight in json.loads(post):
-            to_input[index], to_weight[index] = float(held_to_input), float(held_to_weight)
+    mine = [[index, *held] for index, held in kept_by_graphs(schedule).items()]
+    posts = schedule._programs[TRAIN].transport.gather("what compiled stages hold", json.dumps(mine).encode())
+    kept = {index: (one, two) for post in posts for index, one, two in json.loads(post)}
+    return with_kept(costs, kept, schedule.plan.placement)
+
+
+def kept_by_graphs(schedule: Schedule) -> dict[int, tuple[int, int]]:
+    """By stage of this rank: bytes to its I and to its W, where its graph is known and has run."""
+    runs = schedule._programs[TRAIN].runs
+    found = {index: run.compiled.held() for index, run in runs.items() if run.compiled is not None}
+    return {index: held for index, held in found.items() if held is not None}
+
+
+def with_kept(costs: Costs, kept: Mapping[int, tuple[int, int]], placement: Placement) -> Costs:
+    """The costs with what some stages are known to hold. What a stage of the same rank gave is that one's."""
+    to_input, to_weight, ranks = list(costs.held_to_input), list(costs.held_to_weight), placement.ranks
+    for index, (held_to_input, held_to_weight) in kept.items():
+        near = index > 0 and ranks[index - 1] == ranks[index] and costs.output_bytes is not None
+        given = costs.output_bytes[index - 1] if near and costs.output_bytes is not None else 0.0
+        to_input[index], to_weight[index] = max(held_to_input - given, 0.0), float(held_to_weight)
     return replace(costs, held_to_input=tuple(to_input), held_to_weight=tuple(to_weight))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from penstock.errors import ShapeError
 from penstock.stage.boundary import flatten
 
 
-def check_given(given: Any, value: tuple[Any, ...], *, stage: int, microbatch: int, name: str) -> None:
+def check_given(given: object, value: tuple[object, ...], *, stage: int, microbatch: int, name: str) -> None:
     """Raise unless the tensors of `value` have the shapes and types of those in `given`; None: anything goes."""
     if given is None:
         return

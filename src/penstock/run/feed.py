@@ -11,12 +11,11 @@ for the copy. Tensors that are on a device already are left alone, and one that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.nest import map_tensors
+from penstock.nest import Value, map_tensors
 
 
 class Feed:
@@ -26,18 +25,18 @@ class Feed:
         self._device, self._stream = device, stream
         self._begun: dict[int, tuple[Tensor, Tensor, torch.Event]] = {}  # by the id of a tensor, which is kept too
 
-    def of(self, values: Sequence[Any], microbatch: int) -> Any:
+    def of(self, values: Sequence[Value], microbatch: int) -> Value:
         """The value of a microbatch, on the device; the copy of the next one begins."""
         self.start(values[microbatch])
         if microbatch + 1 < len(values):
             self.start(values[microbatch + 1])
         return self.take(values[microbatch])
 
-    def start(self, value: Any) -> None:
+    def start(self, value: object) -> None:
         """Begin to copy what is in host memory."""
         map_tensors(self._begin, value)
 
-    def take(self, value: Any) -> Any:
+    def take(self, value: object) -> Value:
         """The value with all its tensors on the device."""
         return map_tensors(self._take, value)
 

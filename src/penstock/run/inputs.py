@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from penstock.batch import Microbatches, sizes_of, weights
 from penstock.errors import StageError
+from penstock.nest import Value
 from penstock.run.feed import Feed
 from penstock.run.preamble import UNKNOWN, Rows
 from penstock.stage.boundary import flatten
@@ -19,10 +19,10 @@ from penstock.stage.boundary import flatten
 class Given:
     """What `step` or `eval` was called with."""
 
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    target: Any = None
-    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    args: tuple[Value, ...] = ()
+    kwargs: dict[str, Value] = field(default_factory=dict)
+    target: Value = None
+    loss_kwargs: Mapping[str, Value] = field(default_factory=dict)
     keep_outputs: bool = True
 
     def rows(self, specs: Specs, *, of_target: bool) -> Rows:
@@ -36,20 +36,20 @@ class Given:
 class Specs:
     """How a batch is cut and put together again; None: by the default rule of `penstock.batch`."""
 
-    args: Any = None
-    kwargs: Any = None
-    target: Any = None
-    output: Any = None
+    args: Value = None
+    kwargs: Value = None
+    target: Value = None
+    output: Value = None
 
 
 @dataclass
 class StepInputs:
     """What the user gave for one step, cut into microbatches."""
 
-    args: list[tuple[Any, ...]] | None = None  # on the rank of the first stage
-    kwargs: list[dict[str, Any]] = field(default_factory=list)
-    targets: list[Any] | None = None  # on the rank of the last stage
-    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    args: list[tuple[Value, ...]] | None = None  # on the rank of the first stage
+    kwargs: list[dict[str, Value]] = field(default_factory=list)
+    targets: list[Value] | None = None  # on the rank of the last stage
+    loss_kwargs: Mapping[str, Value] = field(default_factory=dict)
     weights: Sequence[float | Tensor] | None = None  # of the microbatches in the loss; None: each counts 1
     keep_outputs: bool = False
     loss_fn: Callable[..., Tensor] | None = None
@@ -66,7 +66,7 @@ def shares(inputs: StepInputs, size: int) -> list[float]:
     return [float(weight) for weight in weights(sizes)]
 
 
-def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def shapes_of(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
     """What tells one shape of input from another."""
     if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
         return args[0].shape, args[0].dtype, args[0].requires_grad
@@ -74,7 +74,7 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors), spec
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Value) -> object:
     """What cannot cross a boundary may still be an argument (a mask object, a cache): its type stands for it."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -87,7 +87,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _rows_of(value: Any) -> int:
+def _rows_of(value: object) -> int:
     """How many rows a tensor has. Where those of a nest are, only its owner knows."""
     if isinstance(value, Microbatches):
         return sum(sizes_of(list(value)) or (UNKNOWN,))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ShapeError, StageError
-from penstock.nest import map_tensors
+from penstock.nest import Value, map_tensors
 from penstock.run.inputs import StepInputs
 
 
@@ -22,9 +21,9 @@ class LastStage:
         self.reported: list[Tensor | None] = [None] * num_microbatches  # of `board`, once they are there
         self.board: tuple[Tensor, ...] = ()  # a place for each loss of a step
         self.copies = False  # whether losses are kept as copies, in memory of their own size
-        self.outputs: list[Any] = [None] * num_microbatches
+        self.outputs: list[Value] = [None] * num_microbatches
 
-    def finish(self, microbatch: int, output: Any, inputs: StepInputs) -> None:
+    def finish(self, microbatch: int, output: object, inputs: StepInputs) -> None:
         """After a forward: compute the loss, keep the output if it is asked for."""
         if inputs.loss_fn is not None and inputs.targets is not None:
             feed, targets = inputs.feed, inputs.targets
@@ -64,7 +63,7 @@ class LastStage:
             return loss, weight.to(loss.dtype).expand_as(loss)
         return loss, torch.full_like(loss, weight)
 
-    def results(self, inputs: StepInputs) -> tuple[list[Tensor], list[Any]]:
+    def results(self, inputs: StepInputs) -> tuple[list[Tensor], list[Value]]:
         """The losses of the step, and its outputs if they were asked for; by microbatch."""
         losses = [loss for loss in self.reported if loss is not None]
         return losses, list(self.outputs) if inputs.keep_outputs else []
@@ -75,7 +74,7 @@ class LastStage:
         self.board = ()
 
 
-def refuse_broadcast(output: Any, target: Any) -> None:
+def refuse_broadcast(output: object, target: object) -> None:
     """Input and target of this batch differ in rows: one row of a target must not silently count for several of the output.
 
     >>> refuse_broadcast(torch.zeros(2, 3), torch.zeros(1, 3))
@@ -98,7 +97,7 @@ def refuse_broadcast(output: Any, target: Any) -> None:
         )
 
 
-def detached(value: Any) -> Any:
+def detached(value: object) -> Value:
     """The output without its graph; no copy."""
     return value.detach() if isinstance(value, Tensor) else map_tensors(Tensor.detach, value)
 

@@ -11,16 +11,19 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from penstock.comm.decoding import loads, reading, whole
 from penstock.dtypes import dtype_name, dtype_named
-from penstock.errors import ShapeError
+from penstock.errors import ShapeError, StageError
 from penstock.stage.boundary import SINGLE, Spec
 from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, to_local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 DATA, POISON = 1, 2  # what a frame announces: a message, or that its sender has failed and none will come
 
@@ -37,6 +40,12 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+            raise StageError(
+                f"a {kind} tensor of shape {list(tensor.shape)} cannot be sent to another rank; expected a plain one. "
+                "Send its parts (indices and values, values and offsets), or tensor.to_dense()"
+            )
         distributed = layout_of(tensor)
         local = tensor if distributed is None else to_local(tensor)
         return cls(tuple(local.shape), tensor.dtype, tensor.requires_grad, distributed, tensor.is_cpu)
@@ -47,7 +56,7 @@ class TensorLayout:
         same = tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.is_cpu is self.on_host
         return same and tensor.requires_grad is self.requires_grad
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         spread = None if self.distributed is None else self.distributed.to_json()
         return [list(self.shape), dtype_name(self.dtype), self.requires_grad, spread]
 
@@ -197,6 +206,11 @@ def wire(tensor: Tensor) -> Tensor:
     return local if local.is_contiguous() else local.contiguous()
 
 
-def unwire(local: Tensor, layout: TensorLayout, mesh: Any) -> Tensor:
+def dense(grad: Tensor) -> Tensor:
+    """A gradient as it is sent. That of a table in which few rows were looked up may be sparse."""
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def unwire(local: Tensor, layout: TensorLayout, mesh: DeviceMesh | None) -> Tensor:
     """What the receiver makes of it."""
     return local if layout.distributed is None else from_local(local, layout.distributed, mesh)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,16 +20,27 @@ from penstock.plan import Plan, dumps
 from penstock.plan.actions import text
 from penstock.run.ties import Ties
 from penstock.stage.boundary import flatten
-from penstock.stage.pipeline_stage import PipelineStage, place_in
+from penstock.stage.pipeline_stage import Group, PipelineStage, RankGroup, place_in
+
+_ALONE: WeakKeyDictionary[PipelineStage, Transport] = WeakKeyDictionary()  # of a stage that is on the only rank
 
 
-def transport_of(group: Any, device: torch.device) -> Transport:
-    """The transport of a stage's group: one that was handed over, the process group's, or one rank alone."""
+def transport_of(group: Group, device: torch.device, stage: PipelineStage | None = None) -> Transport:
+    """The transport of a stage's group: one that was handed over, the process group's, or one rank alone.
+
+    All schedules over a stage have the same one, so that a second thread is refused by whichever it calls.
+    """
     if isinstance(group, Transport):
         return group
-    if place_in(group)[1] == 1:
-        return LocalWorld(1).transports[0]
-    return DistributedTransport.of(group, device=device)
+    if place_in(group)[1] > 1:
+        assert not isinstance(group, RankGroup), "what has ranks of its own is a transport"
+        return DistributedTransport.of(group, device=device)
+    alone = _ALONE.get(stage) if stage is not None else None
+    if alone is None:
+        alone = LocalWorld(1).transports[0]
+        if stage is not None:
+            _ALONE[stage] = alone
+    return alone
 
 
 def facts_of(plan: Plan, stages: Sequence[PipelineStage], ties: Ties, *, loss: bool) -> dict[str, str]:

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.comm.whereabouts import Whereabouts
 
@@ -39,7 +39,7 @@ class Position:
         self.program: Program | None = None  # that of the current step; None between steps
         self.at = -1  # the action of it; -1 before the first, and one beyond the last after it
         self.thread = threading.main_thread().ident or 0
-        self._seen: tuple[Any, ...] = ()
+        self._seen: tuple[object, ...] = ()
         self._since = time.monotonic()
 
     def look(self, awaited: int | None) -> Whereabouts:

@@ -67,6 +67,8 @@ class Box(Protocol):
 class Program:
     """One rank's part of a plan, and all that lies between its actions."""
 
+    stage_run = StageRun  # what does the actions of a stage
+
     def __init__(self, setting: Setting, stages: Sequence[PipelineStage], transport: Transport) -> None:
         self.setting = setting
         self.plan = setting.plan
@@ -109,7 +111,7 @@ class Program:
                 box.select, box.inbox = self.selected(index, there), self.inboxes[index] if here else None
                 self.outboxes[index, there] = box
         for index, stage in self.stages.items():
-            self.runs[index] = StageRun(
+            self.runs[index] = self.stage_run(
                 stage,
                 self.setting,
                 inboxes=[self.inboxes[p] for p in graph.producers(index)],
@@ -193,7 +195,7 @@ class Program:
         if cold:
             self.ahead.open()
         size, boxes = self.plan.num_microbatches, (*self.inboxes.values(), *self.outboxes.values())
-        unknown: list[tuple[list[Any], list[Any]]] = [([None] * size, [None] * size) for _ in boxes]
+        unknown: list[tuple[list[object], list[object]]] = [([None] * size, [None] * size) for _ in boxes]
         for box, known in zip(boxes, unknown if cold else self.saved[signature], strict=True):
             box.incoming, box.outgoing = known
 

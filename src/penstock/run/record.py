@@ -72,9 +72,9 @@ class Recorder:
         self.transport = transport
         host = transport.device.type == "cpu"
         self.clock: HostClock | DeviceClock = HostClock() if host else DeviceClock(transport)
-        self.starts: list[Any] = []  # marks of the clock
+        self.starts: list[object] = []  # marks of the clock
         self.ends: list[Any] = []
-        self.waited: Any = None
+        self.waited: object = None
         self.processor: float | None = None  # seconds in which the rank had a processor in the step, if that is known
         self.plan: Plan | None = None
 

@@ -14,33 +14,38 @@ import torch
 
 
 @contextmanager
-def microbatch_rng(*, seed: int, stage: int, microbatch: int, step: int) -> Iterator[None]:
+def microbatch_rng(
+    *, seed: int, stage: int, microbatch: int, step: int, device: torch.device | None = None
+) -> Iterator[None]:
     """Inside, random numbers are those of this seed, stage, microbatch and step; outside, nothing has moved.
 
-    with microbatch_rng(seed=0, stage=1, microbatch=3, step=7):
-        torch.rand(1)
+        with microbatch_rng(seed=0, stage=1, microbatch=3, step=7):
+            torch.rand(1)
+
+    `device`: where the stage computes; None stands for the accelerator of this process, or the CPU if there is none.
     """
     text = f"penstock {seed} {stage} {microbatch} {step}"
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
+    if device is None and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+    if device is None or device.type in ("cpu", "meta"):  # an accelerator that nobody uses stays closed
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(number)
             yield
         return
     # What is seeded is what is put back: torch.manual_seed would seed the other devices as well.
-    with torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=accelerator.type):
+    with torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device.type):
         torch.default_generator.manual_seed(number)
-        torch.get_device_module(accelerator).manual_seed(number)
+        torch.get_device_module(device).manual_seed(number)
         yield
 
 
 class MicrobatchRng:
     """The random state of a schedule with ``rng="per-microbatch"``."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
         self.step = 0  # set by the schedule before each step
 
     def at(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        return microbatch_rng(seed=self.seed, stage=stage, microbatch=microbatch, step=self.step)
+        return microbatch_rng(seed=self.seed, stage=stage, microbatch=microbatch, step=self.step, device=self.device)

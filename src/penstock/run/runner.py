@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from penstock.comm.transport import FailureRecord, Transport
 from penstock.errors import (
+    DeviceFailed,
     OutOfMemory,
     PeerFailed,
     PenstockError,
@@ -21,6 +23,7 @@ from penstock.errors import (
     RunError,
     TransportError,
 )
+from penstock.nest import Value
 from penstock.plan import Action, AnyAction
 from penstock.run.channel import Poisoned
 from penstock.run.draining import drain, meet_replicas
@@ -47,6 +50,7 @@ class Prepared:
 
 
 Watch = TypeVar("Watch", bound=Recorder | MemoryWatch)
+_BLOCKING = "PENSTOCK_BLOCKING"  # in the environment: each action waits for the device
 _REMEMBERED = 64  # shapes of input whose layouts are kept
 
 
@@ -59,7 +63,7 @@ class Outcome:
     """What a step leaves on this rank."""
 
     losses: list[torch.Tensor] = field(default_factory=list)  # by microbatch, on the rank of the last stage
-    outputs: list[Any] = field(default_factory=list)  # likewise, if they were asked for
+    outputs: list[Value] = field(default_factory=list)  # likewise, if they were asked for
 
 
 class Runner:
@@ -76,6 +80,7 @@ class Runner:
         self.preambles: Preambles | None = None
         self.watches = [] if watches is None else watches  # whoever is here watches the actions of a step
         self.position = transport.position = Position(transport.rank)
+        self.blocking = os.environ.get(_BLOCKING, "0") != "0" and transport.device.type != "cpu"
         self._fine = False  # whether the current step went well, as all ranks found
 
     def step(self, programs: Mapping[int, Program], mode: int, prepared: Prepared) -> Outcome:
@@ -100,10 +105,15 @@ class Runner:
             return self.conclude(program, error, preamble, certain=certain)
         finally:
             position.program = self.transport.awaited = None
+            self._release_replicas(programs[mode])  # before connections are ended, for which a device may take its time
             self.transport.end_step(fine=self._fine)
-            if self.transport.unusable is not None:  # until the job is started again: replicas need not wait for it
-                for adapter in programs[mode].setting.adapters.values():
-                    adapter.give_up(self.transport.unusable)
+            self._release_replicas(programs[mode])
+
+    def _release_replicas(self, program: Program) -> None:
+        """Where this pipeline cannot be used until the job is started again, replicas need not wait for it."""
+        if self.transport.unusable is not None:
+            for adapter in program.setting.adapters.values():
+                adapter.give_up(self.transport.unusable)
 
     @contextmanager
     def watched(self, watch: Callable[[Transport], Watch]) -> Iterator[Watch]:
@@ -174,6 +184,11 @@ class Runner:
         failure = BaseException()
         grad = program.setting.grad and torch.is_grad_enabled()
         transport, calls = self.transport, program.cold if cold else program.warm
+        if self.blocking:
+            calls = [
+                partial(_in_turn, transport, call, str(action))
+                for action, call in zip(program.actions, calls, strict=True)
+            ]
         for watch in self.watches:
             calls = watch.watched(program, calls)
         if not self.watches and torch._C._autograd._profiler_enabled():
@@ -199,6 +214,11 @@ class Runner:
                 program.let_go()
             else:
                 failure = _of_replicas(program, error) or error
+                if isinstance(error, torch.AcceleratorError):  # it comes from whatever the device was told before
+                    at = position.at
+                    before = str(program.actions[at]) if 0 <= at < len(program.actions) else ""
+                    failure = DeviceFailed(transport.rank, transport.epoch, str(error), before=before)
+                    failure.__cause__ = error
         else:
             return None
         finally:
@@ -280,6 +300,12 @@ def _of_replicas(program: Program, error: BaseException) -> ReplicaFailed | None
     """What a data-parallel replica that is gone has to do with an error of the step."""
     found = (adapter.explain(error) for adapter in program.setting.adapters.values())
     return next(filter(None, found), None) if isinstance(error, RuntimeError) else None
+
+
+def _in_turn(transport: Transport, call: Call, action: str) -> None:
+    """An action that is over only when the device has done it, so that an error of the device is known to be its own."""
+    call()
+    transport.wait_for_device(action)
 
 
 def _in_range(name: str, call: Call) -> None:

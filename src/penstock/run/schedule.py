@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from os import PathLike
 from typing import Any, ClassVar, Literal, Self
@@ -16,6 +16,7 @@ from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RanksDisagree, RunError, SplitError, StageError
 from penstock.lower import InTurn, ReceivePolicy
 from penstock.misfits import takes
+from penstock.nest import Value
 from penstock.plan import Placement, Plan, load
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
@@ -27,7 +28,7 @@ from penstock.run.program import Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.replanning import agreed_plan
 from penstock.run.rng import MicrobatchRng
-from penstock.run.runner import Outcome, Prepared, Runner
+from penstock.run.runner import Outcome, Prepared, Runner, Watch
 from penstock.run.setting import ActionKind
 from penstock.run.ties import Holders, Tied, Ties, holders_of
 from penstock.simulate import Costs
@@ -68,12 +69,12 @@ class Schedule:
         stages: Sequence[PipelineStage],
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
+        args_chunk_spec: Value = None,
+        kwargs_chunk_spec: Value = None,
+        output_merge_spec: Value = None,
         scale_grads: bool = True,
         *,
-        target_chunk_spec: Any = None,
+        target_chunk_spec: Value = None,
         plan: Plan | None = None,
         receives: ReceivePolicy | None = None,
         rng: Literal["per-microbatch"] | None = None,
@@ -99,7 +100,7 @@ class Schedule:
         self._holds_less = (recompute, offload)
         self._binding = Binding(
             receives,
-            MicrobatchRng(seed) if rng == "per-microbatch" else None,
+            MicrobatchRng(seed, self.stages[0].device) if rng == "per-microbatch" else None,
             elsewhere(offload_to),
         )
         self._dynamic = dynamic
@@ -142,7 +143,9 @@ class Schedule:
 
     def lowered_plan(self, *, forward_only: bool = False) -> Plan:
         """The very plan that is run, messages and all."""
-        return self._programs[FORWARD if forward_only else TRAIN].plan
+        mode = FORWARD if forward_only else TRAIN
+        with nullcontext() if mode in self._programs else self._transport.called("lowered_plan()"):
+            return self._programs[mode].plan
 
     @takes(RunError)
     def replan(
@@ -158,22 +161,35 @@ class Schedule:
         before, and the same numbers come out of the training. `search` may give plans to consider beside the known ones.
         Whether the plan is another one comes back.
         """
-        with self._transport.alone("replan()"):
-            found = agreed_plan(self.plan, costs, self._transport, gain=gain, search=search)
-        if found is not None:
-            self.run_plan(found)
+        with self._transport.called("replan()"):
+            with self._transport.alone("replan()"):
+                found = agreed_plan(self.plan, costs, self._transport, gain=gain, search=search)
+            if found is not None:
+                self.run_plan(found)
         return found is not None
 
+    @takes(RunError)
     def run_plan(self, plan: Plan) -> None:
-        """Go on under another plan for the same stages; all ranks call it, between two steps.
+        """Go on under another plan for the same stages; all ranks call it, between two steps. One that does not fit is refused.
 
         schedule.run_plan(penstock.recompute(schedule.plan))
         """
-        self._given_plan, self.num_microbatches = plan, plan.num_microbatches
-        self._runner = None  # with all that was bound for the plan before
-        for name in ("plan", "_programs", "_ties"):
-            vars(self).pop(name, None)
+        if not isinstance(plan, Plan):
+            raise RunError(f"run_plan(plan={plan!r:.80}); expected a Plan. penstock.load(file) reads one")
+        with self._transport.called("run_plan()"):
+            before = dict(vars(self))
+            self._given_plan, self.num_microbatches = plan, plan.num_microbatches
+            self._runner = None  # with all that was bound for the plan before
+            for name in ("plan", "_programs", "_ties"):
+                vars(self).pop(name, None)
+            try:
+                self._programs[self._mode(train=self._trains)]  # lowered, proved and bound by now
+            except BaseException:
+                vars(self).clear()
+                vars(self).update(before)
+                raise
 
+    @takes(RunError)
     def register_custom_function(self, computation_type: ActionKind, custom_function: CustomFunction) -> None:
         """Do actions of a kind (an `Op`, or `Overlap` for pairs) with a function of your own: ``function(action, context)``.
         Before the first step.
@@ -186,13 +202,13 @@ class Schedule:
 
     def step(
         self,
-        *args: Any,
-        target: Any = None,
+        *args: Value,
+        target: Value = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        loss_kwargs: Mapping[str, Value] | None = None,
+        **kwargs: Value,
+    ) -> Value:
         """One training step over a whole batch: cut into microbatches, forward and backward; gradients add up in `.grad`.
 
         Every rank calls it. The rank of the first stage gives the model's arguments, that of the last stage `target`;
@@ -207,18 +223,18 @@ class Schedule:
 
     def eval(
         self,
-        *args: Any,
-        target: Any = None,
+        *args: Value,
+        target: Value = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        loss_kwargs: Mapping[str, Value] | None = None,
+        **kwargs: Value,
+    ) -> Value:
         """The same forward only, without gradients; any batch size. Modules stay in the mode that they are in."""
         given = Given(args, kwargs, target, loss_kwargs or {}, return_outputs)
         return self._merge(self._run(given, train=False), given, losses)
 
-    def _check_target(self, target: Any) -> None:
+    def _check_target(self, target: object) -> None:
         """A target that nobody would look at: whoever gives one expects gradients. May be overridden."""
         if target is not None and self.loss_fn is None:
             raise RunError(
@@ -288,7 +304,7 @@ class Schedule:
             inputs.weights = self._weights(inputs)
         return inputs
 
-    def _split(self, given: Given) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    def _split(self, given: Given) -> tuple[list[tuple[Value, ...]], list[dict[str, Value]]]:
         specs = self._specs
         return split_batch(
             given.args, given.kwargs, self.num_microbatches, args_spec=specs.args, kwargs_spec=specs.kwargs
@@ -298,7 +314,7 @@ class Schedule:
         """What the loss of each microbatch is multiplied by before its backward; None: nothing. May be overridden."""
         return shares(inputs, self.num_microbatches) if self.scale_grads else None
 
-    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Any:
+    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Value:
         """What the step gives to its caller, on the rank of the last stage."""
         if losses is not None and self._has_last:
             losses[:] = outcome.losses
@@ -323,7 +339,8 @@ class Schedule:
         recording = Recording()
         with self.watch() as recorder:
             yield recording
-        recording.finish(recorder, recorder.transport)
+        with self._transport.alone("the end of record()"):
+            recording.finish(recorder, recorder.transport)
 
     def watch(self) -> AbstractContextManager[Recorder]:
         """Time the actions of this rank in the steps inside; no rank is asked or waited for.
@@ -332,7 +349,7 @@ class Schedule:
             schedule.step(batch, target=labels)
         print(recorder.busy, recorder.span)
         """
-        return self._connect(train=self._trains).watched(Recorder)
+        return self._watched(Recorder)
 
     def watch_memory(self) -> AbstractContextManager[MemoryWatch]:
         """Count the bytes that this rank holds in the steps inside; no rank is asked or waited for.
@@ -341,13 +358,20 @@ class Schedule:
             schedule.step(batch, target=labels)
         print(memory.peak)
         """
-        return self._connect(train=self._trains).watched(MemoryWatch)
+        return self._watched(MemoryWatch)
+
+    @contextmanager
+    def _watched(self, kind: Callable[[Transport], Watch]) -> Iterator[Watch]:
+        with self._transport.called("watching steps"):
+            runner = self._connect(train=self._trains)
+        with runner.watched(kind) as watch:
+            yield watch
 
     # -- before the first step
 
     @cached_property
     def _transport(self) -> Transport:
-        transport = transport_of(self.stages[0].group, self.stages[0].device)
+        transport = transport_of(self.stages[0].group, self.stages[0].device, self.stages[0])
         if isinstance(self._binding.receives, InTurn):
             transport.arrange(self._binding.receives.queues)
         return transport

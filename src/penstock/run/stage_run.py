@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
-from penstock.nest import tensors_in
+from penstock.errors import StageError
+from penstock.nest import Value, tensors_in
+from penstock.parallel import unwrap
 from penstock.plan import Op
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.call_arguments import CallArguments
@@ -27,6 +28,7 @@ from penstock.stage.backward import (
     can_split,
     run_deferred,
 )
+from penstock.stage.buffers import BufferMemory
 from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.elsewhere import HostMemory
 from penstock.stage.engine import run_engine
@@ -34,9 +36,10 @@ from penstock.stage.forward import remember
 from penstock.stage.offload import Moves, Saved
 from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.recompute import Repeats
+from penstock.stage.shortcut import HeldGraph
 from penstock.stage.twins import CompiledParts
 
-ModuleCall = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+ModuleCall = Callable[[int, tuple[Value, ...], dict[str, Value]], Value]
 """Calls the module for a microbatch, with its arguments."""
 
 
@@ -64,28 +67,38 @@ class StageRun:
         self.inputs = StepInputs()
         self.alone: list[Inbox] = []
         self.manual = stage.dw_builder if grad else None
-        self.deferral = Deferral(self.module) if split and self.manual is None else None
+        self.deferral = Deferral(unwrap(self.module)) if split and self.manual is None else None
         # What torch.compile has compiled; its backward comes in two parts if that of any microbatch does.
-        parts = CompiledParts(self.module, split=False) if self.deferral is None else self.deferral.compiled
+        parts = CompiledParts(unwrap(self.module), split=False) if self.deferral is None else self.deferral.compiled
         self.compiled = parts or None
         self.pending: list[Pending | ManualWeight | None] = [None] * num_microbatches  # what I leaves for W
         self.repeated = repeated  # the microbatches whose forward is run again before the backward
         self.repeats: Repeats | None = None
         if repeated:
-            self.repeats = Repeats(self.module, num_microbatches, device=stage.device, keyed=rng is not None)
+            plain = not parts and self.manual is None and getattr(self.module, "only_operators", False)
+            self.repeats = Repeats(
+                self.module, num_microbatches, device=stage.device, keyed=rng is not None, plain=plain
+            )
         self.moved = moved  # those of which what the forward saved is moved away and back
         self.elsewhere = setting.elsewhere or HostMemory()
         self.moves = Moves(self.module, threshold=self.elsewhere.threshold) if moved else None
         self.saved: list[Saved | None] = [None] * num_microbatches
+        self.held: list[HeldGraph | None] = [None] * num_microbatches  # of forwards that autograd knows nothing of
+        # A loss may change the output in place, several boxes would each give a gradient, and a wrapper wants to be called.
+        alone = grad and self.manual is None and not stage.is_last and len(outboxes) == 1
+        alone = alone and unwrap(self.module) is self.module
+        self.unattached = frozenset(range(num_microbatches)) - repeated - moved if alone and parts else frozenset()
         for outbox in outboxes:
             outbox.repeated = repeated
             if outbox.inbox is not None:
                 outbox.inbox.repeated = repeated
         self.last = LastStage(num_microbatches, grad=grad) if stage.is_last else None
         self.given = CallArguments(stage, inboxes, num_microbatches)
+        self.given.eager = not parts
         self.arguments = self.given.of
         self.proved = not grad or not inboxes  # whether a forward has shown that it leaves its inputs alone
         self.checks_output = stage.output_args is not None
+        self.buffers = BufferMemory.of(self.module)
         if split and self.manual is None and not can_split(self.module):
             warnings.warn(
                 f"stage {stage.stage_index} is scripted: its backward cannot be taken apart, so the input slot does all of "
@@ -103,11 +116,17 @@ class StageRun:
             call = partial(self.call_first, call)
         elif microbatch in self.moved:
             call = partial(self.call_saving, call)
-        if self.rng is None:
-            output = call(microbatch, args, kwargs)
-        else:
-            with self.rng.at(self.stage.stage_index, microbatch):
+        try:
+            if self.rng is None:
                 output = call(microbatch, args, kwargs)
+            else:
+                with self.rng.at(self.stage.stage_index, microbatch):
+                    output = call(microbatch, args, kwargs)
+        except RuntimeError as error:
+            if self.given.copies or not self.inboxes or not _changes_a_leaf(error):
+                raise
+            self.given.copies = True
+            raise self.not_again(microbatch) from error
         for outbox in self.outboxes:
             outbox.keep(microbatch, output)
         if not self.grad:
@@ -139,24 +158,40 @@ class StageRun:
         check_given(self.stage.input_args, args, stage=index, microbatch=microbatch, name="input_args")
         self.forward(microbatch)
 
-    def first_call(self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def first_call(self, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]) -> Value:
         """The first forward shows whether the module changes its input in place, which autograd refuses for a leaf.
 
         It then runs again, from the same random state and the same buffers, and gets copies from then on.
         """
         rewind = remember(self.module, args)
+        others = [(one, one._version) for one in tensors_in((args, kwargs)) if not one.requires_grad]
         try:
             output = self.call(microbatch, args, kwargs)
         except RuntimeError as error:
-            if "leaf Variable that requires grad" not in str(error):
+            if self.given.copies or not _changes_a_leaf(error):
                 raise
-            rewind()
             self.given.copies = True
+            if any(one._version != version for one, version in others):
+                raise self.not_again(microbatch) from error
+            rewind()
             output = self.call(microbatch, *self.arguments(microbatch))
         self.proved = True
         return output
 
-    def call_first(self, call: ModuleCall, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def not_again(self, microbatch: int) -> StageError:
+        """A later forward changes its input in place though those before did not, as ``x[x > 9] = 9`` under an ``if`` does.
+
+        By then it may have drawn random numbers, and changed buffers and other inputs, of all of which there is no copy.
+        """
+        return StageError(
+            f"stage {self.stage.stage_index} changes its input in place for microbatch {microbatch}, and did not before, or not "
+            "first of all; it may have changed more by then, so it is not run again. From the next step on it is given copies: "
+            "call step again, or write x = x.clone() first in its forward"
+        )
+
+    def call_first(
+        self, call: ModuleCall, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Value:
         """The first of two runs: its graph, and whatever waits for its backward, is dropped at once."""
         output = self.repeats.first(microbatch, partial(call, microbatch), args, kwargs)  # type: ignore[union-attr]
         if self.repeats.keeps(microbatch):  # type: ignore[union-attr]
@@ -166,7 +201,9 @@ class StageRun:
             self.last.losses[microbatch] = None
         return output
 
-    def call_saving(self, call: ModuleCall, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_saving(
+        self, call: ModuleCall, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """A run of which what autograd saves can be moved away."""
         given = self.inputs
         target = given.targets[microbatch] if given.targets is not None else None
@@ -177,15 +214,20 @@ class StageRun:
         self.saved[microbatch] = saved
         return output
 
-    def call(self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
         """The module, and on the last stage the loss."""
-        if microbatch not in self.split:
+        found = self.compiled.call_held(args, kwargs) if microbatch in self.unattached else None  # type: ignore[union-attr]
+        if found is not None:
+            output, self.held[microbatch] = found
+        elif microbatch not in self.split:
             output = self.module(*args, **kwargs)
         elif self.deferral is not None:
             output, self.pending[microbatch] = run_deferred(self.deferral, self.module, args, kwargs)
         else:
             output = self.module(*args, **kwargs)
             self.pending[microbatch] = ManualWeight(self.manual)  # type: ignore[arg-type]
+        if self.buffers is not None:
+            output = self.buffers.copied_out(output)
         if self.checks_output:
             given = (self.stage.output_args, output if type(output) is tuple else (output,))
             check_given(*given, stage=self.stage.stage_index, microbatch=microbatch, name="output_args")
@@ -196,7 +238,10 @@ class StageRun:
     def backward(self, microbatch: int) -> None:
         """B."""
         roots, grads = self.seeds(microbatch)
-        if roots and self.compiled is not None and self.compiled.split:
+        if (held := self.held[microbatch]) is not None:
+            held.input_pass(roots, grads)
+            self.weight_pass_of(held, microbatch)
+        elif roots and self.compiled is not None and self.compiled.split:
             with collecting() as work:
                 run_engine(tuple(roots), tuple(grads))
             accumulate_graphs(work, self.compiled.listeners)
@@ -212,6 +257,11 @@ class StageRun:
     def backward_input(self, microbatch: int) -> None:
         """I."""
         roots, grads = self.seeds(microbatch)
+        if (held := self.held[microbatch]) is not None:
+            held.input_pass(roots, grads)
+            if self.alone:
+                self.let_go(microbatch)
+            return
         leaves = [leaf for inbox in self.inboxes for leaf in inbox.arrived[microbatch] or ()]
         pending = self.pending[microbatch]
         assert pending is not None, "the check has found its F"
@@ -222,11 +272,18 @@ class StageRun:
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
+        if (held := self.held[microbatch]) is not None:
+            self.weight_pass_of(held, microbatch)
+            return
         pending, self.pending[microbatch] = self.pending[microbatch], None
         assert pending is not None, "the check has found its I"
         backward_weight(pending)
 
     # -- their parts
+
+    def weight_pass_of(self, held: HeldGraph, microbatch: int) -> None:
+        self.held[microbatch] = None
+        held.weight_pass(self.compiled.listeners)  # type: ignore[union-attr]
 
     def let_go(self, microbatch: int) -> None:
         """After the backward: what a stage of this rank gave that is run again itself, and so does not hold its output."""
@@ -261,13 +318,14 @@ class StageRun:
         if self.compiled is not None:
             self.compiled.install()
 
-    def results(self) -> tuple[list[Tensor], list[Any]]:
+    def results(self) -> tuple[list[Tensor], list[Value]]:
         """The losses of the step, and its outputs if they were asked for; by microbatch."""
         return ([], []) if self.last is None else self.last.results(self.inputs)
 
     def left_over(self) -> list[str]:
         index = self.stage.stage_index
-        found = [f"weight work of stage {index}, microbatch {m}" for m, p in enumerate(self.pending) if p is not None]
+        waiting = [m for held in (self.pending, self.held) for m, work in enumerate(held) if work is not None]
+        found = [f"weight work of stage {index}, microbatch {m}" for m in waiting]
         if self.last is not None:
             found += [f"loss of microbatch {m}" for m, loss in enumerate(self.last.losses) if loss is not None]
         found += [f"saved tensors of stage {index}, microbatch {m}" for m, s in enumerate(self.saved) if s is not None]
@@ -279,6 +337,7 @@ class StageRun:
         size = len(self.pending)
         self.pending[:] = [None] * size
         self.saved[:] = [None] * size
+        self.held[:] = [None] * size
         if self.repeats is not None:
             self.repeats.clear()
         if self.last is not None:
@@ -288,3 +347,8 @@ class StageRun:
             self.compiled.remove()
         if self.deferral is not None:
             self.deferral.reset()
+
+
+def _changes_a_leaf(error: RuntimeError) -> bool:
+    """Whether autograd refuses to have an input changed in place."""
+    return "leaf Variable that requires grad" in str(error)

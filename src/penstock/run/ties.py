@@ -3,16 +3,18 @@
 Each rank's part of a step's gradient is kept apart from what `.grad` held before. After a step that succeeded on all
 ranks the parts go to the owner, which adds them up in the order of ranks and sends the sum back; autograd then accumulates
 that sum on every holder. So all holders have the same bits, also when gradients accumulate over steps, and equal
-optimizers keep them equal. (A post-accumulate hook on such a parameter fires once more, for the sum.)
+optimizers keep them equal. A tensor hook on such a parameter gets each microbatch's part, once. (A post-accumulate hook fires
+once more, for the sum.)
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from penstock.dtypes import dtype_name
 from penstock.errors import StageError
 from penstock.parallel import unwrap
 from penstock.plan import Placement
-from penstock.run.layout import wire
+from penstock.run.layout import dense, wire
 from penstock.stage.dtensors import to_local
 from penstock.stage.engine import run_engine
 from penstock.stage.pipeline_stage import PipelineStage
@@ -42,6 +44,10 @@ def holders_of(ties: Iterable[Tied | Holders]) -> list[Holders]:
     return [tie if isinstance(tie, Sequence) else tie.holders for tie in ties]
 
 
+Home: TypeAlias = "tuple[nn.Module, str]"
+"""Where a parameter hangs: its module, and its name there."""
+
+
 @dataclass
 class _TieGroup:
     """One logical parameter, as seen from this rank."""
@@ -50,6 +56,7 @@ class _TieGroup:
     mine: tuple[nn.Parameter, ...]  # the copies on this rank
     name: str
     holders: str  # all of them, for the ranks to compare
+    homes: tuple[tuple[nn.Parameter, Home], ...] = ()  # where `mine` hang, each in one place or several
 
 
 class Ties:
@@ -69,12 +76,14 @@ class Ties:
     def _group(self, holders: Holders, stages: Mapping[int, PipelineStage], placement: Placement) -> _TieGroup:
         ranks = dict.fromkeys(placement.rank_of(stage) for stage, _ in holders)
         mine: dict[int, nn.Parameter] = {}
+        homes: list[tuple[nn.Parameter, Home]] = []
         for stage, name in holders:
             if placement.rank_of(stage) == self.transport.rank:
                 parameter = _named(stages[stage], name)
                 mine[id(parameter)] = parameter
+                homes.append((parameter, _home(stages[stage], name)))
         names = [f"{name} of stage {stage}" for stage, name in holders]
-        return _TieGroup(tuple(ranks), tuple(mine.values()), names[0], " = ".join(names))
+        return _TieGroup(tuple(ranks), tuple(mine.values()), names[0], " = ".join(names), tuple(homes))
 
     @property
     def peers(self) -> set[int]:
@@ -92,6 +101,7 @@ class Ties:
         mine = [[_place(parameter) for parameter in group.mine] for group in self.known]
         posts = self.transport.gather("tied parameters", json.dumps(mine).encode())
         everyone = [json.loads(post) for post in posts]
+        seen: dict[tuple[int, ...], _TieGroup] = {}  # by rank and place there
         for number, group in enumerate(self.known):
             held = {rank: everyone[rank][number] for rank in group.ranks}
             kinds = {rank: sorted({kind for _, kind in copies}) for rank, copies in held.items()}
@@ -103,7 +113,15 @@ class Ties:
                 )
             places = {tuple(place) for copies in held.values() for place, _ in copies}
             # Ranks as threads, or stages of one rank, may hold the very same tensor: autograd sums its gradient already.
-            if group.mine and len(places) > 1:
+            if len(places) < 2:
+                continue
+            for where in ((rank, *place) for rank, copies in held.items() for place, _ in copies if place[1]):
+                if (other := seen.setdefault(where, group)) is not group:
+                    raise StageError(
+                        f"one parameter of rank {where[0]} is in two ties: {other.holders}, and {group.holders}; its gradient "
+                        "would be added up twice. Give one tie with all holders: tie([(0, name), (1, name), ...])"
+                    )
+            if group.mine:
                 self.groups.append(group)
         self._level()
 
@@ -116,6 +134,9 @@ class Ties:
 
     def begin(self) -> None:
         """Keep what `.grad` holds apart from what the step adds."""
+        for group in self.groups:
+            present = [_present(parameter, home) for parameter, home in group.homes]
+            group.mine = tuple({id(parameter): parameter for parameter in present}.values())
         self.before = [[p.grad for p in group.mine] for group in self.groups]
         for group in self.groups:
             for parameter in group.mine:
@@ -134,44 +155,55 @@ class Ties:
         """After a step that succeeded on all ranks."""
         totals = [self._total(group) for group in self.groups]
         self.restore()
-        for group, total in zip(self.groups, totals, strict=True):
+        for group, (total, frozen) in zip(self.groups, totals, strict=True):
+            if total is not None and frozen:
+                here = "" if all(p.requires_grad for p in group.mine) else ", this rank's too"
+                raise StageError(
+                    f"{group.holders} are one parameter, and a holder has it frozen while another trains it (ranks "
+                    f"{sorted(group.ranks)}{here}); call requires_grad_(False) on every rank that holds it, or on none"
+                )
+        for group, (total, _) in zip(self.groups, totals, strict=True):
             if total is not None:
                 for parameter in group.mine:
-                    run_engine((parameter,), (total.clone(),))
+                    with _unheard(parameter):
+                        run_engine((parameter,), (total.clone(),))
 
-    def _total(self, group: _TieGroup) -> Tensor | None:
-        """The gradient of this step over all holders."""
+    def _total(self, group: _TieGroup) -> tuple[Tensor | None, bool]:
+        """The gradient of this step over all holders, and whether one of them has the parameter frozen."""
         part: Tensor | None = None
         for parameter in group.mine:
             if parameter.grad is not None:
-                part = parameter.grad if part is None else part + parameter.grad
+                part = dense(parameter.grad) if part is None else part + parameter.grad
+        frozen = not all(parameter.requires_grad for parameter in group.mine)
         owner, *others = group.ranks
         if self.transport.rank == owner:
             for rank in others:
-                other = self._receive(rank, group)
+                other, theirs = self._receive(rank, group)
                 part = other if part is None else part if other is None else part + other
+                frozen = frozen or theirs
             for rank in others:
-                self._send(rank, part)
-            return part
-        self._send(owner, part)
+                self._send(rank, part, frozen=frozen)
+            return part, frozen
+        self._send(owner, part, frozen=frozen)
         return self._receive(owner, group)
 
-    def _send(self, rank: int, grad: Tensor | None) -> None:
-        flag = torch.tensor([grad is not None], dtype=torch.int64)
-        works = [self.transport.control.isend(flag, rank)]
+    def _send(self, rank: int, grad: Tensor | None, *, frozen: bool) -> None:
+        flags = torch.tensor([grad is not None, frozen], dtype=torch.int64)
+        works = [self.transport.control.isend(flags, rank)]
         if grad is not None:
             works.append(self.transport.isend(wire(grad), rank))
         for work in works:
             work.wait()
 
-    def _receive(self, rank: int, group: _TieGroup) -> Tensor | None:
-        flag = torch.empty(1, dtype=torch.int64)
-        self.transport.control.irecv(flag, rank).wait()
-        if not flag.item():
-            return None
+    def _receive(self, rank: int, group: _TieGroup) -> tuple[Tensor | None, bool]:
+        flags = torch.empty(2, dtype=torch.int64)
+        self.transport.control.irecv(flags, rank).wait()
+        has_grad, frozen = flags.tolist()
+        if not has_grad:
+            return None, bool(frozen)
         grad = torch.empty_like(group.mine[0].detach(), memory_format=torch.contiguous_format)
         self.transport.irecv(to_local(grad), rank).wait()
-        return grad
+        return grad, bool(frozen)
 
     def _from_owner(self, group: _TieGroup, value: Tensor, *, into: Tensor) -> None:
         owner, *others = group.ranks
@@ -199,6 +231,33 @@ def _place(parameter: nn.Parameter) -> tuple[tuple[int, int], str]:
     """Where a parameter lies, and of what kind it is."""
     local = to_local(parameter.detach())
     return (os.getpid(), local.data_ptr()), f"{dtype_name(parameter.dtype)}{list(parameter.shape)}"
+
+
+@contextmanager
+def _unheard(parameter: nn.Parameter) -> Iterator[None]:
+    """Within, its tensor hooks do not fire: they have changed each part of the gradient already."""
+    hooks = parameter._backward_hooks or {}
+    kept = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(kept)
+
+
+def _home(stage: PipelineStage, name: str) -> Home:
+    *path, leaf = name.split(".")
+    module = unwrap(stage.submod)
+    for part in path:
+        module = module._modules[part]  # type: ignore[assignment]  # not by attributes: a stage has some of its own
+    return module, leaf
+
+
+def _present(parameter: nn.Parameter, home: Home) -> nn.Parameter:
+    """The one that hangs in its place now: ``load_state_dict(..., assign=True)`` puts others there. One that is of another
+    type is the same for the time of a step, gathered by a wrapper."""
+    now = home[0]._parameters.get(home[1])
+    return parameter if now is None or type(now) is not type(parameter) else now
 
 
 def _named(stage: PipelineStage, name: str) -> nn.Parameter:

@@ -49,10 +49,10 @@ class Groups:
     manner: Manner
 
     @classmethod
-    def of(cls, job: SearchJob, manner: Manner, *, group: int, more: int = 0) -> Groups:
-        """Equal groups: the order of the generalised interleaved schedules, with `more` forwards ahead."""
+    def of(cls, job: SearchJob, manner: Manner, *, group: int) -> Groups:
+        """Equal groups: the order of the generalised interleaved schedules."""
         sizes = _groups_of(job.num_microbatches, group, group)
-        return cls(sizes, sizes, _ahead(job, group, 1, more), manner)
+        return cls(sizes, sizes, _ahead(job, group, 1, 0), manner)
 
     @classmethod
     def any(cls, job: SearchJob, manner: Manner, rng: random.Random) -> Groups:

@@ -91,7 +91,7 @@ def verdict(planned: Timeline, measured: Timeline) -> str:
         return f"{step}: every assumption held."
     if ratio > 0 and measured.kept_waiting > _CLOSE * step_time(planned):
         much = f"a rank had no processor for {time_text(measured.kept_waiting, 's')} while it computed"
-        return f"{step}. What was off first of all is that the machine is free: {much}."
+        return f"{step}. What was off first of all is the assumption that the machine is free: {much}."
     ranks = measured.plan.num_ranks
     same = [kind for kind in kinds(planned, measured) if (kind.more > 0) == (ratio > 0)]
     worst = max(same, key=lambda kind: abs(kind.more), default=None)

@@ -14,13 +14,14 @@ from penstock.plan import Op, Plan
 from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, PEER_SHIFT, parts, stage_of, with_op
 from penstock.plan.ops import ROWS
 from penstock.show.colours import paint, rank_colour, shades
+from penstock.show.numbers import holds
 from penstock.show.picture_rows import Bar, bars, extent, has_copies
 from penstock.simulate import Timeline
 
 _NONE = -1
 
 
-def timeline_data(name: str, timeline: Timeline) -> dict[str, Any]:
+def timeline_data(name: str, timeline: Timeline) -> dict[str, object]:
     """Everything that the page draws of one timeline, ready for JSON. Times count from its first start.
 
     ``rows``      one a rank, then, where a plan copies, one a copy engine: `k` key, `m` microbatch, `s` start, `e` end of
@@ -50,7 +51,7 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, Any]:
         "curves": [rank_colour(rank, plan.num_ranks) for rank in range(plan.num_ranks)],
         "rows": rows,
         "messages": messages,
-        "memory": [_curve((at(time), held) for time, held in curve) for curve in timeline.memory],
+        "memory": [_curve((at(time), held) for time, held in curve) for curve in timeline.memory if holds(timeline)],
         "keys": keys.listed(),
         "needs": keys.needs(),
     }
@@ -104,7 +105,7 @@ class _Keys:
         return made
 
 
-def _row(bars: Iterable[Bar], keys: _Keys, at: Callable[[float], float]) -> dict[str, Any]:
+def _row(bars: Iterable[Bar], keys: _Keys, at: Callable[[float], float]) -> dict[str, object]:
     row = sorted((at(start), at(end), place, code) for place, (code, start, end) in enumerate(bars))
     firsts = [parts(code)[0] for _, _, _, code in row]
     pairs = {
@@ -136,7 +137,7 @@ def _curve(levels: Iterable[tuple[float, float]]) -> list[float]:
     return [number for level in kept for number in level]
 
 
-def _messages(timeline: Timeline, keys: _Keys, at: Callable[[float], float]) -> dict[str, list[Any]]:
+def _messages(timeline: Timeline, keys: _Keys, at: Callable[[float], float]) -> dict[str, list[object]]:
     if not timeline.plan.is_lowered:
         return {column: [] for column in "ftabmse"}
     found = sorted(timeline.messages(), key=lambda message: message.posted)

@@ -14,14 +14,13 @@ from functools import lru_cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.show.colours import paint
 from penstock.show.data import timeline_data
-from penstock.show.numbers import CAUSES, memory_text, peak, percent, sizes, time_text
+from penstock.show.numbers import CAUSES, holds, memory_text, peak, percent, sizes, time_text
 from penstock.show.svg import ops_of
 from penstock.simulate import Timeline, simulate
 
@@ -102,7 +101,7 @@ def page(title: str, body: str, *, style_text: str, script_text: str) -> str:
     )
 
 
-def embed_json(value: Any) -> str:
+def embed_json(value: object) -> str:
     """JSON that can stand inside a <script> element: no text in it can end the element or open a comment."""
     made = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return made.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -154,7 +153,7 @@ def _block(name: str, timeline: Timeline) -> str:
         ("peak memory", peak(timeline)),
     ]
     listed = "".join(f"<div><dt>{word}</dt><dd>{escape(value)}</dd></div>" for word, value in figures)
-    memory = '<canvas class="ps-memory"></canvas>' if any(timeline.memory) else ""
+    memory = '<canvas class="ps-memory"></canvas>' if holds(timeline) else ""
     label = escape(f"{name}: timeline of {timeline.plan.num_ranks} ranks; the table beside it has the figures")
     return (
         f'<article class="ps-block ps-card"><div class="ps-head"><h2>{escape(name)}</h2>'
@@ -177,12 +176,12 @@ def _side(timeline: Timeline) -> str:
             for cause, value in shares
             if value > 0
         )
-        held = f"<td>{memory_text(peaks[rank])}</td>" if timeline.memory else ""
+        held = f"<td>{memory_text(peaks[rank])}</td>" if holds(timeline) else ""
         rows.append(
             f'<tr><td>rank {rank}</td><td class="ps-share"><div class="ps-stack">{stack}</div></td>'
             f"<td>{percent(busy / whole)}</td>{held}</tr>"
         )
-    peak_head = "<th>peak</th>" if timeline.memory else ""
+    peak_head = "<th>peak</th>" if holds(timeline) else ""
     head = f"<thead><tr><th>rank</th><th></th><th>busy</th>{peak_head}</tr></thead>"
     return f'<aside class="ps-side">{_causes(timeline)}<table>{head}<tbody>{"".join(rows)}</tbody></table></aside>'
 

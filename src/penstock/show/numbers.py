@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
@@ -15,7 +15,7 @@ _SURELY_BYTES: Final = 10_000  # activations are counted in ones, bytes in thous
 
 
 @takes(PlanError)
-def summary(timeline: Timeline) -> dict[str, Any]:
+def summary(timeline: Timeline) -> dict[str, object]:
     """The figures of a timeline, ready for JSON.
 
     >>> from penstock.schedules import get_schedule
@@ -75,9 +75,14 @@ def sizes(timeline: Timeline) -> str:
     return ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts)
 
 
+def holds(timeline: Timeline) -> bool:
+    """Whether anything is known of memory: a plan whose costs have no sizes holds nothing at any time, which nobody need see."""
+    return any(timeline.peak_memory)
+
+
 def peak(timeline: Timeline) -> str:
     """The most that any rank holds, or a dash when nothing is known of memory."""
-    return memory_text(max(timeline.peak_memory)) if timeline.memory else "-"
+    return memory_text(max(timeline.peak_memory)) if holds(timeline) else "-"
 
 
 def percent(share: float) -> str:
@@ -97,12 +102,12 @@ def number(value: float) -> str:
 def time_text(value: float, unit: str = "") -> str:
     """A time: seconds get the prefix that suits them, any other unit stays as it is.
 
-    >>> time_text(0.00125, "s"), time_text(33.0), time_text(1 / 3, "slots")
-    ('1.25 ms', '33', '0.3333 slots')
+    >>> time_text(0.00125, "s"), time_text(33.0), time_text(1 / 3, "slots"), time_text(0.3 - 0.1 * 3, "s")
+    ('1.25 ms', '33', '0.3333 slots', '0 s')
     """
     if unit != "s":
         return number(value) + (f" {unit}" if unit else "")
-    if not value:
+    if abs(value) < 1e-13:  # nothing is measured that finely: what is left is rounding
         return "0 s"
     scale, name = next(((s, n) for s, n in _SECONDS if abs(value) >= s), _SECONDS[-1])
     return f"{number(value / scale)} {name}"

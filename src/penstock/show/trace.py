@@ -117,8 +117,8 @@ class _Trace:
             recv = self.lane(message.receiver, _RECEIVES, opens, arrives)
             yield from recv[1]
             yield self.slice(message.receiver, recv[0], message.recv, begin=opens, end=arrives)
-            yield _arrow("s", number, _flow(message), pid=message.sender, tid=send[0], ts=leaves)
-            yield _arrow("f", number, _flow(message), pid=message.receiver, tid=recv[0], ts=max(leaves, opens))
+            yield _arrow("s", number, _flow(message), row=(message.sender, send[0]), ts=leaves)
+            yield _arrow("f", number, _flow(message), row=(message.receiver, recv[0]), ts=max(leaves, opens))
 
     def _receive_starts(self) -> dict[int, float]:
         return {
@@ -161,15 +161,16 @@ class _Trace:
                 number += 1
                 name = "activation" if need & OP == Op.F else "gradient"
                 begin, end = self.at(source[1]), self.at(source[2])
-                yield _arrow("s", number, name, pid=source[0], tid=_COMPUTE, ts=round(max(begin, end - _SHORTEST), 3))
-                yield _arrow("f", number, name, pid=rank, tid=_COMPUTE, ts=self.at(start))
+                yield _arrow("s", number, name, row=(source[0], _COMPUTE), ts=round(max(begin, end - _SHORTEST), 3))
+                yield _arrow("f", number, name, row=(rank, _COMPUTE), ts=self.at(start))
 
 
 def _flow(message: Message) -> str:
     return "gradient" if isinstance(message.send, Action) and message.send.op.row.training else "activation"
 
 
-def _arrow(phase: str, number: int, name: str, *, pid: int, tid: int, ts: float) -> Event:
+def _arrow(phase: str, number: int, name: str, *, row: tuple[int, int], ts: float) -> Event:
+    pid, tid = row
     arrow: Event = {"ph": phase, "id": number, "name": name, "cat": "message", "pid": pid, "tid": tid, "ts": ts}
     return arrow | {"bp": "e"} if phase == "f" else arrow
 
@@ -179,8 +180,8 @@ def _named(what: str, rank: int, name: str, thread: int | None = None) -> Event:
     return event if thread is None else event | {"tid": thread}
 
 
-def _details(action: AnyAction) -> dict[str, Any]:
+def _details(action: AnyAction) -> dict[str, object]:
     if isinstance(action, Overlap):
         return {"first": str(action.first), "second": str(action.second)}
-    details: dict[str, Any] = {"stage": action.stage}
+    details: dict[str, object] = {"stage": action.stage}
     return details if action.microbatch is None else details | {"microbatch": action.microbatch}

@@ -207,10 +207,11 @@ def explained(what_if: WhatIf) -> str:
 
     step, plan = what_if.step, what_if.plan
     size = f"{plan.num_ranks} ranks, {plan.num_stages} stages, {plan.num_microbatches} microbatches"
-    apart = percent(abs(what_if.measured / step - 1)) if step else "-"
+    share = step / what_if.measured - 1 if what_if.measured else 0.0
+    apart = f"{percent(abs(share))} {'less' if share < 0 else 'more'}"
     lines = [
         f"The step took {seconds(what_if.measured)} ({plan.name or 'a plan'}, {size}).",
-        f"Replayed with the measured costs it takes {seconds(step)}, {apart} from that; all that follows is replayed.",
+        f"Replayed with the measured costs it takes {seconds(step)}, {apart}; all that follows is replayed.",
         "",
         "Where the time goes, and what the step would take without it:",
     ]
@@ -224,7 +225,8 @@ def explained(what_if: WhatIf) -> str:
     for name, taken, memory in others:
         change = f"{percent(abs(taken / step - 1))} {'less' if taken <= step else 'more'}"
         lines.append(
-            f"  - {name} for the same stages: {seconds(taken)} a step, {change}, with {memory:.2f} times the activations"
+            f"  - {name} for the same stages: {seconds(taken)} a step, {change}"
+            + (f", with {memory:.2f} times the activations" if memory else "")
         )
     longer = what_if.more_microbatches()
     if longer is not None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import inf
 from typing import Final, NamedTuple
 
 from penstock.errors import PlanError
@@ -40,6 +39,7 @@ class Link(NamedTuple):
         return [cls(one, other, latency), *([cls(other, one, latency)] if found[2] == "-" else [])]
 
 
+_MOST = 1e60  # of a number: sums and products of a few of them are finite too
 _NOT_PER_STAGE: Final = ("links", "microbatches", "ranks")
 
 
@@ -59,6 +59,7 @@ class Costs:
     held_to_weight: tuple[float, ...]  # bytes that it still holds from its I to its W
     kept_input: tuple[float, ...] | None = None  # bytes that it holds from F to R where it is recomputed; None: none
     unmoved: tuple[float, ...] | None = None  # bytes of it that stay where the rest is offloaded; None: none
+    casts: tuple[float, ...] | None = None  # bytes that a stage holds from its first F on: parameters in another type
     forward_moment: tuple[float, ...] | None = None  # bytes that operators need for a moment in F and R
     backward_moment: tuple[float, ...] | None = None  # and in B
     input_moment: tuple[float, ...] | None = None  # and in I; None: as in B
@@ -90,18 +91,22 @@ class Costs:
         for name in (*stages, "microbatches", "ranks"):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-            if not all(0 <= number < inf for number in numbers):
-                raise PlanError(f"costs: {name}={value}; expected finite numbers >= 0")
+            if not all(0 <= number <= _MOST for number in numbers):
+                raise PlanError(f"costs: {name}={value}; expected finite numbers >= 0, at most {_MOST:g}")
         for link in self.links:
-            slow = link.bandwidth is not None and (not 0 < link.bandwidth < inf or self.output_bytes is None)
-            if min(link[:2]) < 0 or link.sender == link.receiver or not 0 <= link.latency < inf or slow:
+            slow = link.bandwidth is not None and (
+                not 1 / _MOST <= link.bandwidth <= _MOST or self.output_bytes is None
+            )
+            if min(link[:2]) < 0 or link.sender == link.receiver or not 0 <= link.latency <= _MOST or slow:
                 raise PlanError(
                     f"costs: {link}; expected two ranks and a finite latency >= 0; a bandwidth must be above 0 and needs "
                     "output_bytes"
                 )
-        if self.copy_bandwidth == 0:
-            raise PlanError("costs: copy_bandwidth=0; expected more than 0, or None for copies as quick as the forward")
-        if self.bandwidth is not None and (self.bandwidth <= 0 or self.output_bytes is None):
+        if self.copy_bandwidth is not None and self.copy_bandwidth < 1 / _MOST:
+            raise PlanError(
+                f"costs: copy_bandwidth={self.copy_bandwidth}; expected more than 0, or None for copies as quick as the forward"
+            )
+        if self.bandwidth is not None and (self.bandwidth < 1 / _MOST or self.output_bytes is None):
             raise PlanError(
                 "costs: a bandwidth must be above 0 and needs output_bytes, the bytes of each stage's output"
             )
@@ -114,14 +119,17 @@ class Costs:
     def _links(self) -> dict[tuple[int, int], Link]:
         return {link[:2]: link for link in self.links}
 
+    @takes(PlanError)
     def link(self, sender: int, receiver: int) -> Link:
         """The way from one rank to another."""
         return self._links.get((sender, receiver)) or Link(sender, receiver, self.latency, self.bandwidth)
 
+    @takes(PlanError)
     def transfer(self, link: Link, stage: int) -> float:
         """How long what a stage sends (or its gradient) occupies a link, for a microbatch of size 1."""
         return self.output_bytes[stage] / link.bandwidth if link.bandwidth is not None and self.output_bytes else 0.0
 
+    @takes(PlanError)
     def check_sizes(self, num_stages: int, num_ranks: int, num_microbatches: int) -> None:
         """Raises PlanError if these are not the costs of a plan of this size."""
         if self.num_stages != num_stages:
@@ -136,6 +144,7 @@ class Costs:
             if max(link[:2]) >= num_ranks:
                 raise PlanError(f"costs: {link} on {num_ranks} ranks; expected ranks from 0 to {num_ranks - 1}")
 
+    @takes(PlanError)
     def time(self, op: Op, stage: int) -> float:
         """How long an action of this kind takes on this stage, without the overhead of a compute action."""
         cost = getattr(self, op.row.cost)
@@ -149,10 +158,13 @@ class Costs:
         """How many times the times and bytes of a microbatch are those of size 1."""
         return self.microbatches[microbatch] if self.microbatches else 1.0
 
+    @takes(PlanError)
     def sizes(self, what: str | None) -> tuple[float, ...] | None:
         """By stage: what is held under a name from the table of ops; None for None, which changes nothing."""
         if what is None:
             return None
+        if what not in {NOTHING, *self.__dataclass_fields__}:
+            raise PlanError(f"sizes({what!r:.80}); expected a field of Costs, such as 'held_to_input'")
         sizes: tuple[float, ...] | None = None if what == NOTHING else getattr(self, what)
         return (0.0,) * self.num_stages if sizes is None else sizes
 

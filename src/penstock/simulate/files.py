@@ -105,7 +105,7 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no number")
 
 
-def _value(name: str, value: Any) -> Any:
+def _value(name: str, value: object) -> Any:
     if value is None and _NAMES[name].default is None:
         return None
     if name in _LISTS:
@@ -115,7 +115,7 @@ def _value(name: str, value: Any) -> Any:
     return _number(name, value)
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ParseError(f"{name}: {value!r:.60}; expected a number")
     try:
@@ -124,7 +124,7 @@ def _number(name: str, value: Any) -> float:
         raise ParseError(f"{name}: a number of {len(str(value))} digits; expected a finite one") from None
 
 
-def _links(value: Any) -> tuple[Link, ...]:
+def _links(value: object) -> tuple[Link, ...]:
     if not isinstance(value, list):
         raise ParseError(f"links={value!r:.60}; expected a list of objects")
     found = []

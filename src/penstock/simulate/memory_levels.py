@@ -9,7 +9,7 @@ its buffer from when it is posted; a gradient that is to be sent, and the input 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from penstock.plan import Plan
@@ -21,7 +21,8 @@ ACTIVATIONS: Final = "activations"  # what forwards saved for their backwards
 INPUTS: Final = "kept inputs"  # of forwards that are run again, and what an offload leaves here
 BUFFERS: Final = "message buffers"  # receives that are posted, gradients that arrived or are on their way
 MOMENTS: Final = "operators"  # what operators need for a moment
-KINDS: Final = (ACTIVATIONS, INPUTS, BUFFERS, MOMENTS)
+CASTS: Final = "casts"  # of parameters, by autocast; they stay after the step
+KINDS: Final = (ACTIVATIONS, INPUTS, BUFFERS, MOMENTS, CASTS)
 _Key = tuple[str, int, int] | tuple[str, int, int, int]  # what, stages, microbatch
 
 
@@ -78,6 +79,10 @@ class _Ledger:
         forward, backward = costs.sizes("forward_moment"), costs.sizes("backward_moment")
         self.moments = dict.fromkeys(COMPUTES, backward) | {Op.F: forward, Op.R: forward}
         self.moments |= {Op.I: costs.input_moment or backward, Op.W: costs.weight_moment or backward}
+        # Forwards whose backward is split cast for themselves, beside autocast. By stage and kind: before the first of them.
+        self.uncast = {(stage, split): size for stage, size in enumerate(costs.casts or ()) for split in (False, True)}
+        each: Iterable[int] = (part for code in self.codes for part in parts(code)) if any(costs.casts or ()) else ()
+        self.split = {(stage_of(part), microbatch_of(part)) for part in each if part & OP == Op.I}
         self.sent: dict[tuple[int, int], int] = {}  # by stage and microbatch: to how many ranks
 
     def changes(self) -> Iterator[Change]:
@@ -93,6 +98,7 @@ class _Ledger:
         op, stage, microbatch = code & OP, stage_of(code), microbatch_of(code)
         takes = self.sizes[op][0]
         if op == Op.F:
+            yield CASTS, self.uncast.pop((stage, (stage, microbatch) in self.split), 0.0)
             for producer in self.plan.graph.producers(stage):
                 yield from self.drop(("received", producer, stage, microbatch))
         if takes is not None:

@@ -1,0 +1,75 @@
+"""What to say where no cut keeps to the limits of memory: the layer that is too large, or the least that would do."""
+
+from __future__ import annotations
+
+from penstock.balance import chain, ranks
+from penstock.balance.cuts import size_text
+from penstock.balance.problem import Problem
+from penstock.errors import BalanceError
+
+
+def no_room(problem: Problem) -> BalanceError:
+    """Say which layer is too large, or the least memory that would do."""
+    assert problem.limits is not None, "without a limit there is always room"
+    profile, limits = problem.profile, problem.limits
+    for index, layer in enumerate(profile.layers):
+        over, stage = min(
+            (problem.stage_memory(s, index, index + 1) - limits[problem.ranks[s]], s) for s in range(problem.num_stages)
+        )
+        if over > 0:
+            need = problem.stage_memory(stage, index, index + 1)
+            limit = limits[problem.ranks[stage]]
+            return BalanceError(
+                f"layer {layer.name!r} alone needs {need} bytes ({size_text(need)}) even on stage {stage}, "
+                f"and rank {problem.ranks[stage]} may hold {limit} ({size_text(limit)}); "
+                "raise memory_limit, split the layer, or hold fewer microbatches"
+            )
+    excess, sure = _least_excess(problem)
+    least = "the least possible is" if sure else "it takes at least"
+    asked = f"no cut of {len(profile.layers)} layers into {problem.num_stages} stages fits the memory limit"
+    if len(set(limits)) == 1:
+        need = limits[0] + excess
+        return BalanceError(
+            f"{asked} of {limits[0]} bytes ({size_text(limits[0])}) a rank: "
+            f"{least} {need} bytes ({size_text(need)}); raise memory_limit or use more ranks"
+        )
+    return BalanceError(
+        f"{asked} of {list(limits)} bytes: each rank needs at least {excess} bytes ({size_text(excess)}) more; "
+        "raise memory_limit or use more ranks"
+    )
+
+
+def average_excess(problem: Problem) -> int:
+    """Bytes that are missing on each rank on average, however the layers are placed."""
+    if problem.limits is None:
+        return 0
+    lightest: int = sum(map(min, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
+    return -(-(lightest - sum(problem.limits)) // problem.num_ranks)
+
+
+def heaviest(problem: Problem) -> int:
+    """Bytes that hold everything, however the layers are placed."""
+    heaviest: int = sum(map(max, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
+    return heaviest + sum(problem.group_states.values())
+
+
+def _least_excess(problem: Problem) -> tuple[int, bool]:
+    """The bytes by which every limit must grow before a cut fits; whether that is also enough."""
+    assert problem.limits is not None, "an excess is asked for only where there are limits"
+    most = heaviest(problem)
+    low, high = max(0, average_excess(problem)), most
+    while low < high:
+        middle = (low + high) // 2
+        grown = tuple(limit + middle for limit in problem.limits)
+        if chain.sweep(problem, None, chain.windows(problem, grown)) is None:
+            low = middle + 1
+        else:
+            high = middle
+    if problem.num_ranks == problem.num_stages:
+        return low, True
+    try:
+        found = ranks.best(problem, ranks.Goal.EXCESS, least=low, most=most)
+    except ranks.TooLarge:
+        return low, False
+    assert found is not None, "the largest excess holds everything"
+    return found, True
