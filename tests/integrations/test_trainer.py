@@ -153,6 +153,38 @@ def test_other_losses_in_one_process(kind: str, tmp_path: Path) -> None:
         assert one == pytest.approx(other, rel=2e-2 if kind == "bf16" else 1e-4)
 
 
+@pytest.mark.parametrize("kind", ["own loss", "function"])
+def test_a_packed_row_is_cut_between_its_texts(kind: str, tmp_path: Path) -> None:
+    """`DataCollatorWithFlattening` makes one row of a batch: its texts are the microbatches, and the loss is that of the row."""
+    texts = [{"input_ids": (torch.arange(2 + k % 5) * (k + 3) % 37 + 3).tolist()} for k in range(21)]
+    flat = transformers.DataCollatorWithFlattening(
+        **({"return_seq_idx": True, "return_flash_attn_kwargs": True} if kind == "function" else {})
+    )
+    found, cut = [], []
+    for made, options in ((PipelineTrainer, {"pipeline_options": {"microbatches": 3}}), (transformers.Trainer, {})):
+        changes: dict[str, Any] = {"num_train_epochs": 1, "max_steps": -1, "save_strategy": "no", "eval_strategy": "no"}
+        given: dict[str, Any] = {"compute_loss_func": summed} if kind == "function" else {}
+        args = arguments(str(tmp_path), **changes, load_best_model_at_end=False)
+        trainer = made(
+            model=llama(),
+            args=args,
+            train_dataset=texts,
+            eval_dataset=texts[:5],
+            data_collator=flat,
+            **given,
+            **options,
+        )
+        if made is PipelineTrainer:
+            step = trainer.pipe.step
+            trainer.pipe.step = lambda *a, step=step, **b: cut.append(len((r := step(*a, **b)).losses)) or r
+        trainer.train()
+        logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history[:-1]]
+        found.append([*logs, (trainer.evaluate(metric_key_prefix="it")["it_loss"], 0.0)])
+    assert cut == [3, 3, 3, 3, 3, 1]  # the last batch has one text
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
 class OwnLoss(PipelineTrainer):
     def compute_loss(self, *given: Any, **more: Any) -> Any:
         raise AssertionError("a pipeline has no place for it")

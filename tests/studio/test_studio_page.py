@@ -121,6 +121,28 @@ def test_the_comparison_heeds_memory_and_picks_a_schedule(page: Any) -> None:
     assert "st-over" in page.locator("#timeline").get_attribute("class")
 
 
+OVERLAPS = """() => {
+    const boxes = [...document.querySelectorAll("#scatter :is(text, circle)")].map((e) => [e, e.getBBox()]);
+    const meet = (a, b) => a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
+    const words = boxes.filter(([e]) => e.tagName === "text");
+    return words.flatMap(([e, a]) => boxes.filter(([f, b]) => e !== f && meet(a, b)).map(([f]) => e.textContent + f.textContent));
+}"""
+
+
+def test_names_stand_apart_and_nothing_is_wider_than_a_telephone(page: Any) -> None:
+    """Two schedules that are equally good were written over one another, and the table ran out of its card."""
+    page.locator("#scatter text", has_text="interleavedzerobubble, zbv").wait_for()
+    assert page.evaluate(OVERLAPS) == []
+    size = page.viewport_size
+    page.set_viewport_size({"width": 390, "height": 800})
+    try:
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        table, card = (page.locator(at).bounding_box() for at in (".st-compare table", ".st-compare"))
+        assert table["x"] + table["width"] <= card["x"] + card["width"]
+    finally:
+        page.set_viewport_size(size)
+
+
 def test_what_cannot_be_is_said_and_the_page_goes_on(page: Any) -> None:
     page.fill("[name=speeds]", "1, 2")
     page.locator("#problem:not([hidden])").wait_for()

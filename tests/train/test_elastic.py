@@ -23,7 +23,8 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.train import run_report
-from penstock.train.recovery import LOSS, Recovery, fitted, from_json, loss_noted, note_loss, spread_over, to_json
+from penstock.train.history import History
+from penstock.train.recovery import LOSS, Recovery, fitted, loss_noted, note_loss, spread_over
 from penstock.train.train_options import TrainOptions
 from tests.gloo_pool import _free_port
 from tests.train.test_train import ROOT, alive, losses, run, start, steps_done, wait_for
@@ -206,7 +207,8 @@ def test_the_first_word_on_a_loss_stands_and_is_told_once(tmp_path: Path) -> Non
 
 def test_recoveries_go_through_json() -> None:
     found = [Recovery(8, 2.5, 2)]
-    assert from_json(json.loads(json.dumps(to_json(found)))) == found
+    history = History(recoveries=found)
+    assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
     assert str(found[0]) == "a rank was lost; step 8 was done 2.5 s later, on 2 ranks"
 
 

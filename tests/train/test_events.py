@@ -16,15 +16,17 @@ from torch import nn
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.train.events import EventLog, RankFigures, StepEvent
+from penstock.train.events import EventLog, Noted, RankFigures, StepEvent
 from penstock.train.loggers import open_logger
+from penstock.train.train_options import TrainOptions
+from penstock.train.update import check_names
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
 RANKS = (RankFigures(0.5, busy=0.3, span=0.4, memory=1000), RankFigures(0.4, busy=0.4, span=0.4, memory=3000))
 
 
 def events(count: int) -> list[StepEvent]:
-    first = StepEvent.of(0, loss=2.0, norm=1.5, rate=0.1, tokens=100, ranks=RANKS)
+    first = StepEvent.of(0, Noted(2.0, 1.5), rate=0.1, tokens=100, ranks=RANKS)
     return [replace(first, step=step, loss=2.0 - step / 8) for step in range(count)]
 
 
@@ -90,6 +92,32 @@ def test_json_lines(tmp_path: Path) -> None:
     assert [line["kind"] for line in lines] == ["step", "step", "step", "validation"]
     assert (lines[1]["loss"], lines[1]["seconds"], lines[1]["memory"]) == (1.875, 0.5, 3000)
     assert lines[1]["ranks"][1] == {"seconds": 0.4, "busy": 0.4, "span": 0.4, "memory": 3000}
+
+
+def test_losses_that_are_no_numbers_are_written_for_any_reader(tmp_path: Path) -> None:
+    """They were written as NaN and Infinity, which is no JSON: `jq`, browsers and pandas refused the whole file."""
+    logger = open_logger("jsonl", tmp_path)
+    for loss in (float("nan"), float("inf"), float("-inf"), 1.5):
+        logger.step(replace(events(1)[0], loss=loss, norm=float("nan")))
+        logger.validation(0, loss)
+    logger.close()
+    text = (tmp_path / "events.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert [line["loss"] for line in lines] == [None] * 6 + [1.5] * 2
+    assert [line["not_finite"]["loss"] for line in lines[:6]] == ["nan", "nan", "inf", "inf", "-inf", "-inf"]
+    assert (lines[6]["norm"], lines[6]["not_finite"]) == (None, {"norm": "nan"})
+    assert "not_finite" not in lines[7]
+    again = open_logger("jsonl", tmp_path, first_step=1)  # a run that goes on reads them
+    again.close()
+    assert (tmp_path / "events.jsonl").read_text(encoding="utf-8") == text
+
+
+def test_lines_that_are_no_events_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(
+        '3\n[]\nnull\n{"step": "x"}\n{"step": 0}\n{}\n' + "[" * 100_000, encoding="utf-8"
+    )
+    open_logger("jsonl", tmp_path, first_step=1).close()
+    assert (tmp_path / "events.jsonl").read_text(encoding="utf-8") == '{"step": 0}\n'
 
 
 def test_json_lines_of_a_run_that_goes_on_have_each_step_once(tmp_path: Path) -> None:
@@ -184,5 +212,12 @@ def test_a_missing_package_is_named(name: str, package: str, tmp_path: Path, mon
     for loaded in [one for one in sys.modules if one.split(".")[0] == package or one == "torch.utils.tensorboard"]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(PenstockError, match=rf"needs the package {package}.*penstock\[log\]"):
-        open_logger(name, tmp_path)
+    for asked in (
+        lambda: open_logger(name, tmp_path),
+        lambda: check_names(TrainOptions(log=name)),
+    ):  # before a run, too
+        with pytest.raises(PenstockError, match=rf"needs the package {package}.*penstock\[log\]"):
+            asked()
+    check_names(TrainOptions(log=name), opens_loggers=False)  # a rank that opens none does not need it on its host
+    with pytest.raises(PenstockError, match="there is no logger 'excel'"):
+        check_names(TrainOptions(log="excel"), opens_loggers=False)

@@ -6,6 +6,8 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,67 +42,124 @@ COMMON = ["--ranks", "2", "--schedule", "1f1b", "--microbatches", str(MICROBATCH
 
 
 def train(
-    folder: Path, options: str, *, apart: str = "0.0\n", job: str = JOB, build: str = "job:build"
+    folder: Path,
+    options: str,
+    *,
+    apart: str = "0.0\n",
+    job: str = JOB,
+    build: str = "job:build",
+    log: str = "jsonl",
 ) -> list[dict[str, Any]]:
     """Run the command, which compares itself with the unpipelined model first; its events."""
     (folder / "job.py").write_text(job, encoding="utf-8")
     command = [sys.executable, "-m", "penstock", "train", build, *COMMON, "--steps", str(STEPS), *options.split()]
-    command += ["--log", "jsonl", "-o", str(folder / "run")]
+    command += ["--log", log, "-o", str(folder / "run")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"pipelined == unpipelined over 3 steps: largest difference {apart}" in done.stdout, done.stdout
     return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def plain(*, clip: float, accumulate: int, rate: Any, dtype: torch.dtype | None) -> tuple[list[float], list[float]]:
-    """The same in one process: losses and gradient norms."""
+@dataclass
+class Plain:
+    """What the same training in one process gives, step by step; `validations` are the losses after each step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    validations: list[float] = field(default_factory=list)
+
+
+def constant(step: int) -> float:
+    return 1.0
+
+
+def plain(
+    *,
+    clip: float = math.inf,
+    accumulate: int = 1,
+    rate: Callable[[int], float] = constant,
+    dtype: torch.dtype | None = None,
+    replicas: int = 1,
+) -> Plain:
+    """A loop over microbatches. Replicas add up their gradients each for itself, and then take the mean of them."""
     names: dict[str, Any] = {}
     exec(JOB, names)
-    model, batch, loss_fn, make, _ = names["build"]()
+    model, batch, loss_fn, make, validation = names["build"]()
     optimizer = make(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
-    losses, norms = [], []
+    found, each = Plain(), MICROBATCHES // replicas
+
+    def losses_of(x: torch.Tensor, y: torch.Tensor, pieces: int) -> Iterator[torch.Tensor]:
+        for a, b in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                loss = loss_fn(model(a), b)
+            yield loss
+
     for step in range(STEPS):
-        total = 0.0
-        for number in range(accumulate):
-            x, y = batch(step * accumulate + number)
-            for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                    loss = loss_fn(model(a), b)
-                loss.backward(scaler.scale(torch.full_like(loss, 1 / MICROBATCHES)))
-                total += loss.item() / MICROBATCHES
+        batches = [batch(step * accumulate + number) for number in range(accumulate)]
+        total, gradients = 0.0, []
+        for replica in range(replicas):
+            for x, y in batches:
+                for loss in losses_of(x.chunk(replicas)[replica], y.chunk(replicas)[replica], each):
+                    loss.backward(scaler.scale(torch.full_like(loss, 1 / each)))
+                    total += loss.item() / MICROBATCHES
+            gradients.append([p.grad for p in model.parameters()])
+            optimizer.zero_grad()
+        for p, of_replicas in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
+            p.grad = sum(of_replicas) / replicas
         scaler.unscale_(optimizer)
         for p in model.parameters():
             p.grad /= accumulate
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        squares = [torch.linalg.vector_norm(p.grad).double().item() ** 2 for p in model.parameters()]
+        found.norms.append(sum(squares) ** 0.5)
+        for p in model.parameters():
+            p.grad *= min(1.0, clip / (found.norms[-1] + 1e-6))
         optimizer.param_groups[0]["lr"] = 0.25 * rate(step)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        losses.append(total / accumulate)
-    return losses, norms
+        found.losses.append(total / accumulate)
+        with torch.no_grad():
+            found.validations.append(
+                sum(loss.item() for loss in losses_of(*validation[0], MICROBATCHES)) / MICROBATCHES
+            )
+    return found
+
+
+def losses_in(events: list[dict[str, Any]]) -> list[float]:
+    return [event["loss"] for event in events if event["kind"] == "step"]
+
+
+def scalars(folder: Path, name: str) -> list[float]:
+    """What TensorBoard itself reads of it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder / "run" / "tensorboard"))
+    found.Reload()
+    return [point.value for point in found.Scalars(name)]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_rate_clipping_and_accumulation_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     options = "--clip 0.5 --accumulate 2 --rate-schedule cosine --warmup 2 --keep-best --validate-every 2"
-    found = train(tmp_path, options)
+    found = train(tmp_path, options, log="jsonl,tensorboard")
     steps = [event for event in found if event["kind"] == "step"]
 
     def rate(step: int) -> float:
         return (step + 1) / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 4))
 
-    losses, norms = plain(clip=0.5, accumulate=2, rate=rate, dtype=None)
-    assert [event["loss"] for event in steps[:1]] == losses[:1]  # before any rounding can differ: the same bits
-    torch.testing.assert_close([event["loss"] for event in steps], losses, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close([event["norm"] for event in steps], norms, rtol=1e-5, atol=1e-6)
+    expected = plain(clip=0.5, accumulate=2, rate=rate)
+    assert losses_in(found) == expected.losses
+    assert scalars(tmp_path, "train/loss") == pytest.approx(expected.losses)
+    assert min(expected.norms) > 0.5, "otherwise nothing is clipped"
+    torch.testing.assert_close([event["norm"] for event in steps], expected.norms, rtol=1e-12, atol=0.0)
     assert [event["rate"] for event in steps] == [0.25 * rate(step) for step in range(STEPS)]
     for event in steps:
         assert len(event["ranks"]) == 2
         assert event["seconds"] == max(rank["seconds"] for rank in event["ranks"])
     validated = {event["step"]: event["loss"] for event in found if event["kind"] == "validation"}
-    assert list(validated) == [2, 4, 6]
+    assert validated == {step: expected.validations[step - 1] for step in (2, 4, 6)}
     best = penstock.load(tmp_path / "run" / "best")
     assert best.extra["validation"] == min(validated.values())
 
@@ -109,12 +168,12 @@ def test_rate_clipping_and_accumulation_are_those_of_a_plain_loop(tmp_path: Path
 @pytest.mark.slow
 def test_replicas_share_the_rows_of_a_batch_also_in_bfloat16(tmp_path: Path) -> None:
     """Two pipelines of two ranks, two microbatches each: what one process makes of the four."""
-    options = "--dp 2 --data-parallel fsdp --microbatches 2 --precision bf16 --clip 0.5"
-    steps = [event for event in train(tmp_path, options, apart="") if event["kind"] == "step"]
+    found = train(tmp_path, "--dp 2 --data-parallel fsdp --microbatches 2 --precision bf16 --clip 0", apart="")
+    steps = [event for event in found if event["kind"] == "step"]
     assert [len(event["ranks"]) for event in steps] == [4] * STEPS
-    losses, norms = plain(clip=0.5, accumulate=1, rate=lambda step: 1.0, dtype=torch.bfloat16)
-    torch.testing.assert_close([event["loss"] for event in steps], losses, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close([event["norm"] for event in steps], norms, rtol=1e-2, atol=1e-3)
+    expected = plain(dtype=torch.bfloat16, replicas=2)
+    assert losses_in(found) == expected.losses
+    torch.testing.assert_close([event["norm"] for event in steps], expected.norms)  # of shards: summed in another order
 
 
 @pytest.mark.processes
@@ -126,10 +185,8 @@ def test_half_precision_with_a_scaled_loss_is_that_of_a_plain_loop_and_a_run_may
     asked = "Job(*build(), options={'precision': 'fp16', 'patience': 3, 'clip': 9.0})"
     job = opposite + f"\nfrom penstock.train import Job\n\ndef whole():\n    return {asked}\n"
     options = "--clip 0.5 --rate-schedule constant --validate-every 1 --keep-best"
-    events = train(tmp_path, options, job=job, build="job:whole")
-    steps = [event["loss"] for event in events if event["kind"] == "step"]
-    losses, _ = plain(clip=0.5, accumulate=1, rate=lambda step: 1.0, dtype=torch.float16)
-    torch.testing.assert_close(steps, losses[: len(steps)], rtol=1e-3, atol=1e-4)
+    steps = losses_in(train(tmp_path, options, job=job, build="job:whole"))
+    assert steps == plain(clip=0.5, dtype=torch.float16).losses[: len(steps)]
     assert len(steps) == 4  # the first validation was the best, and three more were allowed
     assert penstock.load(tmp_path / "run" / "best").extra["step"] == 1
 
@@ -139,9 +196,7 @@ def test_half_precision_with_a_scaled_loss_is_that_of_a_plain_loop_and_a_run_may
 @pytest.mark.long("compiled stages in tests/parity/test_compiled.py")
 def test_compiled_stages_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     found = train(tmp_path, "--compile --compile-backend aot_eager --schedule zb-h1 --clip 0.5")
-    losses, _ = plain(clip=0.5, accumulate=1, rate=lambda step: 1.0, dtype=None)
-    steps = [event["loss"] for event in found if event["kind"] == "step"]
-    torch.testing.assert_close(steps, losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses_in(found), plain(clip=0.5).losses, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +206,7 @@ def test_compiled_stages_are_those_of_a_plain_loop(tmp_path: Path) -> None:
         (TrainOptions(dp=4), "for --microbatches 8 of --dp 4"),
         (TrainOptions(data_parallel="zero"), "'zero'; expected ddp or fsdp"),
         (TrainOptions(rate_schedule="stairs"), "'stairs'; expected one of constant, linear, cosine"),
+        (TrainOptions(log="jsonl, excel"), "no logger 'excel'; there are jsonl, mlflow, tensorboard, wandb"),
         (TrainOptions(precision="int4"), "'int4'; expected one of fp32, bf16, fp16"),
     ],
 )
@@ -169,6 +225,26 @@ def test_a_warm_up_needs_a_rate_and_a_job_options_that_exist() -> None:
         rate_of(options, Job(nn.Linear(1, 1), [], None, torch.optim.SGD))
     with pytest.raises(PenstockError, match="a job with the option 'ranks'; expected some of accumulate, "):
         options.with_those_of({"ranks": 3}, ["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("brought", "said"),
+    [
+        ({"clip": "0.5"}, "'clip': '0.5'; expected float"),
+        ({"microbatches": 2.5}, "'microbatches': 2.5; expected int"),
+        ({"steps": True}, "'steps': True; expected int"),
+        ({"keep_best": "yes"}, "'keep_best': 'yes'; expected bool"),
+        ({"stages": "2"}, "'stages': '2'; expected int or nothing"),
+        ({"log": ["jsonl"]}, r"'log': \['jsonl'\]; expected str"),
+        ({"accumulate": 0}, "--accumulate 0; expected a number from 1"),
+        ({"clip": float("nan")}, "--clip nan; expected a number from 0"),
+    ],
+)
+def test_options_of_a_job_are_of_their_kind(brought: dict[str, Any], said: str) -> None:
+    """They were taken as they were, and failed somewhere in the run."""
+    with pytest.raises(PenstockError, match=said):
+        TrainOptions().with_those_of(brought, list(brought))
+    assert TrainOptions().with_those_of({"clip": 1, "stages": None}, ["clip", "stages"]).clip == 1
 
 
 def test_a_run_that_goes_on_has_the_options_that_it_had(tmp_path: Path) -> None:

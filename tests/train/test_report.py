@@ -25,13 +25,9 @@ from tests.show.conftest import NASTY, browser, open_page  # noqa: F401 - fixtur
 from tests.simulate.test_measured import recorded
 
 
-def made_choice(unit: str = "s") -> Choice:
-    layers = tuple(
-        LayerCost(
-            f"layers.{i}", 1e-3, 1e-3, 1e-3, activation_to_input=40_000, parameter_bytes=80_000, output_bytes=9_000
-        )
-        for i in range(8)
-    )
+def made_choice(unit: str = "s", held: int = 40_000) -> Choice:
+    sizes = {"activation_to_input": held, "parameter_bytes": 80_000, "output_bytes": 9_000 if held else 0}
+    layers = tuple(LayerCost(f"layers.{i}", 1e-3, 1e-3, 1e-3, **sizes) for i in range(8))
     return choose(Profile(layers, metadata={"unit": unit}), Wishes(2, 6, "1f1b"))
 
 
@@ -50,6 +46,7 @@ def made_data(title: str = "a run", unit: str = "s") -> dict[str, Any]:
         "checked": {"steps": 3, "difference": 0.0, "seconds": 0.2, "against": "the model itself"},
         "measured": run_report._timeline_to_json(measured),
         "memory": [100_000, 200_000],
+        "saving": [0.2, 0.4, 0.3],
         "held": [{"actions": ["0F0", "0B0"], "planned": [900, 0], "measured": [950, 0], "kinds": {"activations": 900}}]
         * 2,
     }
@@ -69,12 +66,18 @@ def test_the_page_shows_everything_and_fetches_nothing(
     words = page.inner_text("main")
     for expected in ("planned", "measured", "Loss", "Speed", "Idle time by cause", "Memory of each rank", "Stages"):
         assert expected in words
+    for expected in ("a checkpoint keeps steps waiting (median of 3)", "300 ms"):
+        assert expected in words
     for expected in ("one process, unpipelined, training", "layers.0 .. layers.3", "97.7 KiB", "largest difference 0"):
         assert expected in words
     assert page.locator("canvas.ps-rows").count() == 2
     assert page.locator(".pr-curve polyline").count() == 2 + 2 * 2, "two losses, and two curves of memory for each rank"
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out to the right"
     drawn = page.locator("canvas.ps-rows").first.bounding_box()
+    cut = "(cards) => cards.filter((card) => card.scrollWidth > card.clientWidth).map((card) => card.innerText)"
+    assert page.locator(":is(.pr-grid, .pr-tables) .pr-scroll").evaluate_all(cut) == [], (
+        "figures are seen without scrolling"
+    )
     assert drawn["width"] > 150
     assert drawn["height"] > 20
 
@@ -97,6 +100,21 @@ def test_the_memory_of_each_rank_is_drawn_planned_over_counted(tmp_path: Path) -
     assert text.count("what a step holds") == 2
     assert "at the peak of the plan: activations 900 B" in text
     assert 'aria-label="memory over 2 actions, at most 950 B"' in text
+
+
+def test_memory_of_which_nothing_is_known_is_not_drawn_as_nothing(tmp_path: Path) -> None:
+    """A run without a profile showed flat lines at 0, a peak of 0, and schedules that hold 0.00 times as much."""
+    data = made_data(unit="")
+    data["choice"] = made_choice("", held=0).dumps()
+    data["held"] = [{**one, "planned": [0, 0], "kinds": {}} for one in data["held"]]
+    text = run_report.write(tmp_path, data).read_text()
+    assert 'class="ps-memory"' not in text
+    assert "<dt>peak memory</dt><dd>-</dd>" in text
+    assert "times the activations" not in text
+    assert text.count('class="pr-valid" points=""') == 2  # what was counted is still there
+    known = run_report.write(tmp_path, made_data()).read_text()
+    assert 'class="ps-memory"' in known
+    assert "times the activations" in known
 
 
 def test_held_counts_what_lives() -> None:

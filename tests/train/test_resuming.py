@@ -6,6 +6,7 @@ moments, dropout, and batches that are drawn from torch's own random numbers.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from penstock.train.rank import run_rank
 from penstock.train.train_options import TrainOptions
 
 JOB = """
+import gc
 import os
 import signal
 import torch
@@ -29,6 +31,7 @@ from torch import nn
 
 STOP_AT = -1
 READ = 0  # rows or batches that were read
+COLLECTS = []  # whether Python collects whenever it likes, at the second step
 
 def stop_at(number):
     global READ
@@ -62,6 +65,8 @@ class Stream:  # knows its place, as torchdata's loaders do
 
 def drawn(number):
     stop_at(number)
+    if number == 1:
+        COLLECTS.append(gc.isenabled())
     x = torch.randn(8, 6)
     return x, x[:, :3] * 2
 
@@ -147,9 +152,13 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(job: str, kind: str, st
     assert module.READ - read == read_again
 
 
-def test_the_signal_is_given_back(job: str) -> None:
-    """What the run does with SIGTERM ends with it."""
+def test_the_signal_and_the_collector_are_given_back(job: str) -> None:
+    """What the run does with SIGTERM ends with it. While it trains, garbage is collected after steps, on all ranks at once."""
     before = signal.getsignal(signal.SIGTERM)
-    assert run_rank(options(job, "run", steps=1, precision="fp32"))
+    assert run_rank(options(job, "run", steps=2, accumulate=1, precision="fp32"))
     assert signal.getsignal(signal.SIGTERM) is before
+    assert import_module("resuming_job").COLLECTS == [False]
+    gc.collect()
+    assert gc.isenabled()
+    assert json.loads(Path("run/report.json").read_text())["saving"][0] > 0  # what a checkpoint cost, for the report
     assert os.path.exists("run/report.html")  # noqa: PTH110

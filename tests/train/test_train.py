@@ -262,6 +262,7 @@ def test_an_exception_ends_the_run_at_once_and_is_shown(tmp_path: Path) -> None:
         (["--size", "huge"], "no size is called 'huge'; there are: tiny, small"),
         (["--microbatches", "32"], "expected at least a row for each"),
         (["my_module"], "write module:function, for example my_module:build"),
+        (["no_such_module:build"], "there is no module 'no_such_module' in"),
         (["--data", "nowhere.txt"], "does not exist"),
         (["--steps", "-1"], "Invalid value for '--steps'"),
         (["--device", "cpus"], "--device 'cpus': "),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -35,7 +35,7 @@ def command(
     stages_per_rank: int | None,
     as_json: bool,
     folder: Path | None,
-    **given: Any,
+    **given: object,
 ) -> None:
     """Time all schedules with the same sizes and costs: a table, the shortest makespan first.
 

@@ -94,7 +94,7 @@ def command(
         return
     wishes = {"memory_limit": memory, "placement": placement, "seed": seed}
 
-    def searched(each: int, share: float, **more: Any) -> Searched:
+    def searched(each: int, share: float, **more: object) -> Searched:
         costs = shared.read_costs(ranks * each, each, given)
         wanted = tries or max(50, _EFFORT // (3 * costs.num_stages * microbatches))
         return _search(ranks, microbatches, costs, tries=max(1, round(wanted * share)), **wishes, **more)

@@ -110,7 +110,7 @@ def _with(command: _Command, options: tuple[Callable[[_Command], _Command], ...]
     return command
 
 
-def costs_of(plan: Plan, given: dict[str, Any]) -> Costs:
+def costs_of(plan: Plan, given: dict[str, object]) -> Costs:
     """What `costs` was given, for this plan: with v stages a rank each costs 1/v."""
     return read_costs(plan.num_stages, -(-plan.num_stages // plan.num_ranks), given)
 

@@ -102,6 +102,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     default = click.core.ParameterSource.DEFAULT
     said = [name for name in given if ctx.get_parameter_source(name) is not default]
     options = TrainOptions(**given).resumed(said)
+    options.check_values()
     by_srun = enter_slurm(os.environ)
     if is_rank():
         finished = _be_rank(options, options.open_to_a_job(said))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.batch import Microbatches
 from penstock.errors import SplitError
 from penstock.front.weighted import WeightedSchedule
 from penstock.run.inputs import StepInputs
 
 IGNORED = -100  # the label of a place that does not count
 ITEMS = "num_items_in_batch"
-_ANYWHERE = (ITEMS, "return_dict", "use_cache")  # what a model may be called with whatever the example had
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # position_ids say the same
+_ANYWHERE = (ITEMS, "return_dict", "use_cache", *_BOUNDS)  # what a model may be called with whatever the example had
 
 
 class TokenSchedule(WeightedSchedule):
@@ -42,6 +45,52 @@ def count_labels(batch: Mapping[str, Any], *, shifted: bool) -> int | None:
     if shifted and "shift_labels" not in batch and labels.dim() > 1:
         labels = labels[..., 1:]
     return int((labels != IGNORED).sum())
+
+
+def keeps_texts_apart(model: nn.Module) -> bool:
+    """Whether no token of the model sees another text of a packed row: not if it looks both ways, or goes through states."""
+    return not any(
+        getattr(module, "is_causal", True) is False or getattr(module, "_is_stateful", False)
+        for module in model.modules()
+    )
+
+
+def texts_apart(batch: Mapping[str, Any], count: int, *, shifted: bool) -> dict[str, Any]:
+    """A packed row (`DataCollatorWithFlattening`) as up to `count` microbatches, cut between its texts; else the batch as it is.
+
+    Texts begin where transformers' masks say so: where `position_ids` do not go on by one. No token sees another text, so each
+    microbatch is a packed row of its own. With `shifted` labels a text whose first label counts belongs to the text before it.
+    """
+    ids, positions = batch.get("input_ids", batch.get("inputs_embeds")), batch.get("position_ids")
+    if not isinstance(ids, Tensor) or not isinstance(positions, Tensor) or batch.get("attention_mask") is not None:
+        return dict(batch)
+    if ids.shape[0] != 1 or positions.shape != ids.shape[:2]:
+        return dict(batch)
+    begins = positions[0].diff() != 1
+    labels = batch.get("labels", batch.get("target"))
+    if shifted and isinstance(labels, Tensor) and labels.shape == positions.shape:
+        begins &= labels[0, 1:] == IGNORED
+    bounds = _even([0, *(begins.nonzero().flatten() + 1).tolist(), ids.shape[1]], count)
+    along = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+    if len(bounds) == 2 or any(value.shape[:2] != ids.shape[:2] for value in along.values()):
+        return dict(batch)
+    apart = {name: Microbatches([value[:, a:b] for a, b in pairwise(bounds)]) for name, value in along.items()}
+    return {**batch, **apart}
+
+
+def _even(bounds: list[int], count: int) -> list[int]:
+    """Of these bounds those of at most `count` parts of about the same length."""
+    count = min(count, len(bounds) - 1)
+    chosen = [0]
+    for k in range(1, count):
+        free = range(chosen[-1] + 1, len(bounds) - (count - k))
+        chosen.append(min(free, key=lambda n: abs(bounds[n] - bounds[-1] * k / count)))
+    return [bounds[n] for n in chosen] + bounds[-1:]
+
+
+def needless(name: str, batch: Mapping[str, Any]) -> bool:
+    """Whether the model can do without this argument: the bounds of texts, as numbers that would differ from batch to batch."""
+    return name in _BOUNDS and batch.get("position_ids") is not None
 
 
 def open_sizes(example: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,16 @@ from penstock.errors import CaptureError, RunError
 from penstock.front import Pipeline, Result
 from penstock.front.publish import Origin
 from penstock.integrations.adapters import is_adapted, save_adapter
-from penstock.integrations.hf_batches import ITEMS, TokenSchedule, completed, count_labels, open_sizes
+from penstock.integrations.hf_batches import (
+    ITEMS,
+    TokenSchedule,
+    completed,
+    count_labels,
+    keeps_texts_apart,
+    needless,
+    open_sizes,
+    texts_apart,
+)
 from penstock.integrations.hf_cuts import cuts_of_plan
 from penstock.integrations.hf_model import BaseNames, ModuleValues, Source, found, on_meta
 from penstock.integrations.hf_names import as_the_model_names_them
@@ -95,7 +104,9 @@ class TransformersPipeline(Pipeline):
         self._part = 1.0
         self.shell = on_meta(model)
         self._shifts = _shifts_labels(model)
-        batch = {name: value for name, value in example.items() if self.own_loss or name != "labels"}
+        batch = {name: value for name, value in example.items() if not needless(name, example)}
+        if not self.own_loss:
+            batch.pop("labels", None)
         if _takes(model, "use_cache"):
             batch.setdefault("use_cache", False)
         if self.own_loss and "labels" in batch and _takes(model, ITEMS):
@@ -131,15 +142,16 @@ class TransformersPipeline(Pipeline):
 
         `part` says how much the mean of this batch counts, if several are accumulated. The loss that is reported is the mean.
         """
+        call = self._apart(self._call(batch))
         self._part = part
-        return super().step(*args, **self._call(batch))
+        return super().step(*args, **call)
 
     def evaluate(self, *args: Any, **batch: Any) -> Result:
         """The loss of a batch, without gradients and in evaluation mode; with the options of `Pipeline.evaluate`.
 
         loss = pipe.evaluate(**batch).loss
         """
-        return super().evaluate(*args, **self._call(batch))
+        return super().evaluate(*args, **self._apart(self._call(batch)))
 
     def predict(self, *args: Any, **batch: Any) -> Any:
         """The model's outputs for a batch without its loss, in evaluation mode, on every rank (or where `outputs=` says).
@@ -161,7 +173,7 @@ class TransformersPipeline(Pipeline):
         def gathered(mine: Tensor) -> Tensor:
             mine = mine.detach().reshape(1) if mine.dim() == 0 else mine.detach().contiguous()
             found = [torch.empty_like(mine) for _ in range(self.num_replicas)]
-            dist.all_gather(found, mine, group=self._ends.mesh.get_group())
+            dist.all_gather(found, mine, group=self._ends.copies)
             return torch.cat(found)
 
         with self._ends.among_replicas():
@@ -193,8 +205,15 @@ class TransformersPipeline(Pipeline):
             call[ITEMS] = torch.tensor(int(count), device=self._ends.device)
         return {**{name: call[name] for name in self._shapes if name in call}, **options}  # in the order of the example
 
-    def _of_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TokenSchedule:
-        schedule = super()._of_step(args, kwargs)
+    def _apart(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A packed row is cut between its texts, if its microbatches can be weighed and nobody wants its outputs in one row."""
+        weighed = (self.own_loss or not self._of_steps.scale_grads) and keeps_texts_apart(self.shell)
+        if not weighed or not self._of_steps.few_rows or call.get("outputs") is not None:
+            return call
+        return texts_apart(call, self._schedule.num_microbatches, shifted=self._shifts or not self.own_loss)
+
+    def _of_step(self, few: int | None) -> TokenSchedule:
+        schedule = super()._of_step(few)
         assert isinstance(schedule, TokenSchedule)
         schedule.part = self._part
         return schedule

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, get_args
 
 from penstock.errors import PenstockError, PlanError
 from penstock.lower import lower
+from penstock.misfits import takes
 from penstock.plan import Plan, check, dumps
 from penstock.schedules import all_schedules, get_schedule
 from penstock.show.html import timeline_section
@@ -21,6 +22,7 @@ Kind = Literal["show", "compare", "svg", "csv"]
 MOST_ACTIONS: Final = 40_000  # what a browser draws at once; a forward and a backward of each stage and microbatch
 
 
+@takes(PlanError)
 @dataclass(frozen=True)
 class Question:
     """What the page asks about. Times are per rank and microbatch, as in `penstock plan`.
@@ -50,10 +52,10 @@ class Question:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(asked) - known):
             raise PlanError(f"a question about {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
-        given = dict(asked)
+        given = {name: value for name, value in asked.items() if value is not None}
         try:
             for name in ("ranks", "microbatches", "stages_per_rank"):
-                if given.get(name) is not None:
+                if name in given:
                     given[name] = int(given[name])
             for name in (
                 "forward",
@@ -64,7 +66,7 @@ class Question:
                 "kept_for_weights",
                 "memory",
             ):
-                if given.get(name) is not None:
+                if name in given:
                     given[name] = float(given[name])
             given["speeds"] = tuple(float(value) for value in given.get("speeds") or ())
             given["links"] = tuple(str(value) for value in given.get("links") or ())
@@ -120,7 +122,7 @@ def answer_json(text: str) -> str:
         return json.dumps({"error": str(error)})
 
 
-def _shown(question: Question) -> dict[str, Any]:
+def _shown(question: Question) -> dict[str, object]:
     timeline = _timeline(question)
     peak = max(timeline.peak_memory, default=0.0)
     return {
@@ -172,7 +174,7 @@ def _costs(plan: Plan, question: Question) -> Costs:
     return replace(costs, links=tuple(links))
 
 
-def _comparison(question: Question) -> list[dict[str, Any]]:
+def _comparison(question: Question) -> list[dict[str, object]]:
     """Every schedule that trains with these sizes and costs; what fits the memory first, then the fastest."""
     rows = []
     for recipe in all_schedules():

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import sys
+import threading
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from penstock.studio import page
 from penstock.studio.answers import answer_json
@@ -20,10 +22,43 @@ from penstock.studio.answers import answer_json
 _KINDS: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "mjs": "text/javascript"}
 _LONGEST: Final = 64 * 1024  # bytes of a question
 _PATIENCE: Final = 30.0  # seconds for a request to arrive
+_CONNECTIONS: Final = 64  # at once; a page has a handful
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
 )
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection, and no more of them than a page can want."""
+
+    daemon_threads = True
+    request_queue_size = 2 * _CONNECTIONS  # with a short one the kernel leaves callers waiting for many seconds
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._room = threading.BoundedSemaphore(_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread could be started
+                self._room.release()
+                raise
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Of whoever went away in the middle of a request nothing is said."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class Studio:
@@ -34,10 +69,10 @@ class Studio:
         studio.serve()                  # until `studio.stop()` from another thread, or Ctrl-C
     """
 
-    def __init__(self, *, port: int = 0) -> None:
+    def __init__(self, *, port: int = 0, patience: float = _PATIENCE) -> None:
+        self._patience = patience  # seconds for a request to arrive
         self.token = secrets.token_urlsafe(24)
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", port), self._handler())
 
     @property
     def address(self) -> str:
@@ -59,10 +94,10 @@ class Studio:
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         files = {f"/{name}": text for name, text in page.files().items()} | {"/": page.index(token=self.token)}
-        token = self.token
+        token, patience = self.token, self._patience
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = _PATIENCE
+            timeout = patience
             server_version, sys_version = "penstock", ""
 
             def do_GET(self) -> None:
@@ -79,7 +114,8 @@ class Studio:
                 if not self._for_us():
                     return
                 length = self.headers.get("Content-Length", "")
-                if self.path != "/ask" or not length.isdecimal() or int(length) > _LONGEST:
+                known = length.isascii() and length.isdecimal() and len(length) < 8
+                if self.path != "/ask" or not known or int(length) > _LONGEST:
                     self._reply(HTTPStatus.BAD_REQUEST, f"a question goes to /ask and has at most {_LONGEST} bytes")
                 elif not hmac.compare_digest(self.headers.get("X-Penstock-Token", "").encode(), token.encode()):
                     self._reply(HTTPStatus.FORBIDDEN, "the question does not come from the page; load it again")

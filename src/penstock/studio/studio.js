@@ -118,7 +118,12 @@
     place.innerHTML = found.html;
     place.classList.toggle("st-over", !found.fits);
     penstock.open(place.querySelector("section"));
-    document.getElementById("command").textContent = found.command || "";
+    const command = document.getElementById("command");  // a line may break between words, not after the dashes of an option
+    command.replaceChildren(...(found.command || "").split(/( )/).map((word) => {
+      const part = document.createElement("span");
+      part.textContent = word;
+      return part;
+    }));
     document.body.dataset.shown = JSON.stringify({ ...question, ...found.figures });
   };
 
@@ -186,6 +191,7 @@
     if (question.memory !== undefined && question.memory <= most * 1.08) {
       draw("line", { class: "limit", x1: left, x2: right, y1: y(question.memory), y2: y(question.memory) });
     }
+    const named = new Map();  // those that no other beats, by their place: schedules that are equal share it
     for (const row of rows) {
       const best = rows.every((other) => other === row || other.makespan > row.makespan || other.peak > row.peak || (other.makespan === row.makespan && other.peak === row.peak));
       const names = [best && row.fits && "best", !row.fits && "st-too-large", row.schedule === question.schedule && "chosen"];
@@ -194,8 +200,22 @@
       hint.textContent = `${row.schedule}: makespan ${text(row.makespan)}, peak ${text(row.peak)}`;
       dot.append(hint);
       dot.addEventListener("click", () => pick(row.schedule));
-      const side = x(row.makespan) > right - 60 ? { x: x(row.makespan) - 9, "text-anchor": "end" } : { x: x(row.makespan) + 9 };
-      if (best && row.fits) draw("text", { ...side, y: y(row.peak) - 5 }, row.schedule);
+      const place = `${x(row.makespan)} ${y(row.peak)}`;
+      if (best && row.fits) named.set(place, [...(named.get(place) || []), row.schedule]);
+    }
+    const taken = rows.map((row) => ({ x: x(row.makespan) - 6, y: y(row.peak) - 6, width: 12, height: 12 }));
+    for (const [place, schedules] of named) {
+      const [at, height] = place.split(" ").map(Number);
+      const label = draw("text", {}, schedules.join(", "));
+      const width = label.getComputedTextLength();
+      const free = (box) => box.x > left && box.x + box.width < right + 6 && taken.every((other) =>
+        box.x + box.width < other.x || other.x + other.width < box.x || box.y + box.height < other.y || other.y + other.height < box.y);
+      const places = [[9, -5], [9, 20], [-9 - width, -5], [-9 - width, 20], [9, -26], [9, 32]].map(([right_by, down_by]) =>
+        ({ x: at + right_by, y: height + down_by - 10, width, height: 12 }));
+      const box = places.find(free) || places[0];
+      taken.push(box);
+      label.setAttribute("x", box.x);
+      label.setAttribute("y", box.y + 10);
     }
   };
 

@@ -26,7 +26,9 @@ from typing import Self
 
 import torch
 
+from penstock.errors import RunError
 from penstock.front import Pipeline
+from penstock.misfits import takes
 from penstock.run.memory_watch import allocator_counts
 from penstock.run.record import Recorder
 from penstock.train.loggers import Logger, open_logger
@@ -44,12 +46,20 @@ class RankFigures:
     memory: int  # bytes: the peak on an accelerator, what is resident on a CPU
 
 
+@dataclass
+class Noted:
+    """What the body of `EventLog.step` fills in."""
+
+    loss: float | None = None
+    norm: float | None = None
+
+
 @dataclass(frozen=True)
 class StepEvent:
     """One step of a run, ready to be written down.
 
     >>> figures = [RankFigures(2.0, busy=1.5, span=2.0, memory=10), RankFigures(1.9, busy=0.5, span=1.0, memory=30)]
-    >>> event = StepEvent.of(7, loss=3.5, norm=1.0, rate=0.1, tokens=100, ranks=figures)
+    >>> event = StepEvent.of(7, Noted(loss=3.5, norm=1.0), rate=0.1, tokens=100, ranks=figures)
     >>> event.seconds, event.memory, event.bubble, event.tokens_per_second
     (2.0, 30, 0.5, 50.0)
     """
@@ -66,23 +76,14 @@ class StepEvent:
     ranks: tuple[RankFigures, ...]
 
     @classmethod
-    def of(
-        cls,
-        step: int,
-        *,
-        loss: float | None,
-        norm: float | None,
-        rate: float | None,
-        tokens: int,
-        ranks: Iterable[RankFigures],
-    ) -> StepEvent:
+    def of(cls, step: int, noted: Noted, *, rate: float | None, tokens: int, ranks: Iterable[RankFigures]) -> StepEvent:
         listed = tuple(ranks)
         seconds = max(rank.seconds for rank in listed)
         whole = max(rank.span for rank in listed) * len(listed)
         return cls(
             step=step,
-            loss=loss,
-            norm=norm,
+            loss=noted.loss,
+            norm=noted.norm,
             rate=rate,
             seconds=seconds,
             tokens_per_second=tokens / seconds if tokens and seconds > 0 else None,
@@ -107,14 +108,7 @@ class StepEvent:
         return {name: float(value) for name, value in found.items() if value is not None}
 
 
-@dataclass
-class Noted:
-    """What the body of `EventLog.step` fills in."""
-
-    loss: float | None = None
-    norm: float | None = None
-
-
+@takes(RunError)
 class EventLog:
     """Writes the events of a run to loggers: names ("jsonl", "tensorboard", "wandb", "mlflow") or objects of your own.
 
@@ -153,7 +147,7 @@ class EventLog:
         mine = RankFigures(time.perf_counter() - began, recorder.busy, recorder.span, self._memory())
         ranks = [RankFigures(**post) for post in self.pipe.gather("figures of a step", asdict(mine))]
         if self.pipe.is_first:
-            event = StepEvent.of(step, loss=noted.loss, norm=noted.norm, rate=rate, tokens=tokens, ranks=ranks)
+            event = StepEvent.of(step, noted, rate=rate, tokens=tokens, ranks=ranks)
             for logger in self._loggers:
                 logger.step(event)
 

@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Final
 
 from penstock.errors import PenstockError
+from penstock.train.owner import owned
 from penstock.train.recovery import LOSS, note_loss, spread_over
 from penstock.train.train_options import TrainOptions
 
@@ -43,6 +44,11 @@ def restarts() -> int:
 
 def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[str], None]) -> None:
     """Run `python -m penstock train ARGUMENTS` as so many ranks, until they end; `say` hears of every restart."""
+    with owned(options.folder):
+        _launch(options, arguments, say)
+
+
+def _launch(options: TrainOptions, arguments: Sequence[str], say: Callable[[str], None]) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

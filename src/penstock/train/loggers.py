@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from penstock.errors import PenstockError, UnknownNameError
+from penstock.train.strict_json import dumps
 
 if TYPE_CHECKING:
     from penstock.train.events import StepEvent
@@ -40,6 +41,24 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
+def check_logger(name: str, *, opens: bool = True) -> None:
+    """Say that there is no such logger, or that its package is missing where somebody `opens` it; nothing is opened here."""
+    if name not in LOGGERS:
+        raise UnknownNameError(f"there is no logger {name!r}; there are {', '.join(sorted(LOGGERS))}")
+    if opens and name != "jsonl" and not _is_installed(name):  # each has the name of its package
+        raise PenstockError(
+            f'the logger {name!r} needs the package {name}, which is not installed: pip install "penstock[log]"'
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        found = find_spec(package)
+    except ValueError:  # a module that somebody has put there
+        return True
+    return found is not None and found.origin is not None  # not a mere folder of that name, such as wandb makes
+
+
 def open_logger(name: str, folder: Path, *, first_step: int = 0) -> Logger:
     """The logger of that name, which writes below `folder`; a run that goes on begins with `first_step`.
 
@@ -47,13 +66,11 @@ def open_logger(name: str, folder: Path, *, first_step: int = 0) -> Logger:
     Traceback (most recent call last):
     penstock.errors.UnknownNameError: there is no logger 'excel'; there are jsonl, mlflow, tensorboard, wandb
     """
-    kind = LOGGERS.get(name)
-    if kind is None:
-        raise UnknownNameError(f"there is no logger {name!r}; there are {', '.join(sorted(LOGGERS))}")
+    check_logger(name)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return kind(folder, first_step)
-    except ModuleNotFoundError as error:
+        return LOGGERS[name](folder, first_step)
+    except ModuleNotFoundError as error:  # something that its package needs in turn
         raise PenstockError(
             f'the logger {name!r} needs the package {error.name}, which is not installed: pip install "penstock[log]"'
         ) from error
@@ -64,16 +81,16 @@ class JsonLines:
 
     {"kind": "step", "step": 0, "loss": 5.5, "seconds": 0.2, ..., "ranks": [{"seconds": 0.2, "busy": 0.17, ...}, ...]}
     {"kind": "validation", "step": 40, "loss": 3.1, "time": 1700000000.0}
+    {"kind": "step", "step": 41, "loss": null, ..., "not_finite": {"loss": "nan"}}
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        file = folder / EVENTS
+        file, fresh = folder / EVENTS, folder / f"{EVENTS}.part"
         before = file.read_text(encoding="utf-8").splitlines() if first_step and file.is_file() else []
-        self._stream = file.open("w", encoding="utf-8")
-        for line in before:
-            with suppress(ValueError):  # a line that a crash cut off
-                if json.loads(line)["step"] < first_step:  # what a crash left beyond the checkpoint happens again
-                    self._stream.write(line + "\n")
+        kept = [f"{line}\n" for line in before if _is_before(line, first_step)]
+        fresh.write_text("".join(kept), encoding="utf-8")
+        fresh.replace(file)  # a run that is killed here has its events all the same
+        self._stream = file.open("a", encoding="utf-8")
 
     def step(self, event: StepEvent) -> None:
         self._write({"kind": "step", **asdict(event)})
@@ -82,11 +99,19 @@ class JsonLines:
         self._write({"kind": "validation", "step": step, "loss": loss, "time": time()})
 
     def _write(self, said: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(said) + "\n")
+        self._stream.write(dumps(said) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _is_before(line: str, first_step: int) -> bool:
+    """What a crash left beyond the checkpoint happens again; of a line that it cut off nothing is known."""
+    try:
+        return bool(json.loads(line)["step"] < first_step)
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return False
 
 
 class TensorBoard:

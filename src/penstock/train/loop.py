@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import time
 from contextlib import nullcontext
@@ -17,21 +16,23 @@ from penstock.errors import PenstockError
 from penstock.front import Pipeline
 from penstock.front.saving import DISK
 from penstock.show.numbers import time_text
-from penstock.train import run_report
+from penstock.train import run_report, strict_json
 from penstock.train.corpus import generate
 from penstock.train.events import EventLog, Noted
+from penstock.train.history import History
+from penstock.train.kept_cut import keep_cut, kept_cut
 from penstock.train.measure import measure_memory, measure_step
-from penstock.train.recovery import Recovery, from_json, loss_noted, to_json
+from penstock.train.recovery import Recovery, loss_noted
 from penstock.train.recutting import Recutter
 from penstock.train.screen import Screen
 from penstock.train.traces import traced
 from penstock.train.train_job import Batch, Job
-from penstock.train.train_options import OPTIONS, TrainOptions, read_json
-from penstock.train.unpipelined import Checked, check
+from penstock.train.train_options import TrainOptions
+from penstock.train.unpipelined import check
 from penstock.train.update import Update
 from penstock.train.where import where_of
 
-CHOICE, LOG, RANKS, PROFILE = "choice.json", "log.jsonl", "ranks.json", "profile.json"
+LOG, RANKS = "log.jsonl", "ranks.json"
 SEEDS_APART = 1_000_003  # replicas draw other random numbers, as the rows of one batch do
 COLLECT_EVERY = 50  # steps between two collections of Python's garbage, on all ranks at once
 
@@ -48,19 +49,14 @@ class Run:
     def __init__(self, options: TrainOptions, job: Job, screen: Screen, stop: Stop) -> None:
         self.options, self.job, self.screen, self.stop = options, job, screen, stop
         self.parent = os.getppid()
-        self.checked: Checked | None = None
-        self.losses: list[float] = []
-        self.validation: list[tuple[int, float]] = []
-        self.seconds: list[float] = []
+        self.history = History()
         self.lost: float | None = None  # when a rank was, if this life of the run follows such a loss
-        self.recoveries: list[Recovery] = []
-        self.saving: list[float] = []  # seconds that each checkpoint kept the steps waiting
         self.replica = int(os.environ.get("RANK", "0")) // self._ranks
         self.update = Update.of(options, job, replica=self.replica)
         self.recutter = Recutter(options.recut, options.checkpoint_every)
         if screen.enabled and not options.resume:
             self._put_aside()
-        self.pipe = self._pipeline(self._kept_choice())
+        self.pipe = self._pipeline(kept_cut(options, self._ranks))
         self.rated = self.update.optimizer(self.pipe.parameters())
         self.log: EventLog | None = None
 
@@ -95,7 +91,7 @@ class Run:
         )
         self.screen.say(pipe.explain(print_output=False))
         if self.screen.enabled:
-            self._keep_choice(pipe)
+            keep_cut(pipe, self.options)
         return pipe
 
     @property
@@ -106,7 +102,7 @@ class Run:
             raise PenstockError(f"{size} processes for --dp {dp}; expected a multiple of {dp}")
         return size // dp
 
-    def _mesh(self) -> Any:
+    def _mesh(self) -> object:
         """The mesh of the replicas and their ranks, if there are several replicas."""
         if self.options.dp == 1:
             return None
@@ -114,37 +110,6 @@ class Run:
 
         kind = where_of(self.options).type
         return init_device_mesh(kind, (self.options.dp, self._ranks), mesh_dim_names=("dp", "pp"))
-
-    def _kept_choice(self) -> dict[str, Any]:
-        """A run that goes on is cut as it was, as long as the same is asked for: the same random numbers, the same run."""
-        options = self.options
-        file = options.folder / CHOICE
-        if not options.resume or not file.is_file():
-            return {}
-        kept = read_json(file)
-        now = {"ranks": self._ranks, "microbatches": options.microbatches, "asked": [options.schedule, options.stages]}
-        if any(kept.get(name) != value for name, value in now.items()) or not {"schedule", "stages"} <= kept.keys():
-            return {}
-        return {
-            "schedule": kept["schedule"],
-            "stages": kept["stages"],
-            "profile": Profile.load(options.folder / PROFILE),
-        }
-
-    def _keep_choice(self, pipe: Pipeline) -> None:
-        folder = self.options.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / OPTIONS).write_text(self.options.dumps(), encoding="utf-8")
-        if pipe.choice is not None:
-            pipe.choice.profile.save(folder / PROFILE)
-        facts = {
-            "schedule": pipe.plan.name,
-            "stages": pipe.plan.num_stages,
-            "ranks": pipe.num_ranks,
-            "microbatches": pipe.plan.num_microbatches,
-            "asked": [self.options.schedule, self.options.stages],
-        }
-        (folder / CHOICE).write_text(json.dumps(facts), encoding="utf-8")
 
     def _begin(self) -> int:
         """The step to begin with."""
@@ -155,15 +120,17 @@ class Run:
         if self.options.measure and self.pipe.choice is not None:
             self._calibrate()
         if start == 0 and self.options.check_steps:
-            self.checked = check(self.pipe, self.update, steps=self.options.check_steps, seed=self.options.seed)
-            self.screen.say(str(self.checked))
+            checked = check(self.pipe, self.update, steps=self.options.check_steps, seed=self.options.seed)
+            self.history.checked = checked
+            self.screen.say(str(checked))
         if self.screen.enabled:
             self._cut_log(start)
             lost = loss_noted(self.options.folder)
             self.lost = lost if self.options.resume else None
         if self.options.loggers:
             self.log = EventLog(self.pipe, *self.options.loggers, folder=self.options.folder, first_step=start)
-            for step, loss in self.validation[-1:]:  # of the step of the checkpoint: the log begins anew from there
+            # Of the step of the checkpoint: the log begins anew from there.
+            for step, loss in self.history.validation[-1:]:
                 if step == start:
                     self.log.validation(step, loss)
         return start
@@ -173,7 +140,9 @@ class Run:
         args, target = self.update.share(self.job.batch(0))
         with self.update.casting(self.pipe.transport.device.type):
             choice = self.pipe.calibrate(*args, target=target, rounds=5)
-        self.screen.say(f"a step is predicted to take {time_text(choice.predicted, 's')}, without the optimizer")
+        self.screen.say(
+            f"by steps with all ranks at work: {time_text(choice.predicted, 's')} a step is predicted, without the optimizer"
+        )
 
     def _resume(self) -> int:
         place = self.options.checkpoint
@@ -181,11 +150,7 @@ class Run:
             self.screen.say("no checkpoint yet: starting at step 0")
             return 0
         extra = self.pipe.load(place, optimizer=self.rated.optimizer, data=self.job.position, or_older=True)
-        self.losses = list(extra["losses"])
-        self.validation = [(step, loss) for step, loss in extra["validation"]]
-        self.seconds = list(extra["seconds"])
-        self.checked = Checked(**extra["checked"]) if extra.get("checked") else None
-        self.recoveries = from_json(extra.get("recoveries", []))
+        self.history = History.from_json(extra)
         self.screen.say(f"resumed from step {extra['step']} ({place})")
         return int(extra["step"])
 
@@ -210,11 +175,11 @@ class Run:
             for step in range(start, options.steps):
                 began = time.perf_counter()
                 loss = self._step(step)
-                self.seconds.append(time.perf_counter() - began)
-                self.losses.append(loss)
+                self.history.seconds.append(time.perf_counter() - began)
+                self.history.losses.append(loss)
                 self._note(step, loss)
                 self._count_from_loss(step)
-                bar.update(step + 1, loss=loss, speed=self._speed(), unit=self._unit)
+                bar.update(step + 1, loss=loss, speed=self.history.speed(self._rows), unit=self._unit)
                 done = step + 1
                 if options.validate_every and self.job.validation and done % options.validate_every == 0:
                     self._validate(done)
@@ -236,8 +201,9 @@ class Run:
         if self.log is not None:
             self.log.close()
         if stopped:
+            done = len(self.history.losses)
             self.screen.say(
-                f"stopped after step {len(self.losses)}; the run goes on with: penstock train --resume -o {options.output}"
+                f"stopped after step {done}; the run goes on with: penstock train --resume -o {options.output}"
             )
             return False
         self._finish()
@@ -281,20 +247,17 @@ class Run:
     def _unit(self) -> str:
         return "tokens" if self.job.tokens else "rows"
 
-    def _speed(self) -> float:
-        recent = self.seconds[-20:]
-        return self._rows * len(recent) / max(sum(recent), 1e-9)
-
     def _note(self, step: int, loss: float) -> None:
         if self.screen.enabled:
             with (self.options.folder / LOG).open("a", encoding="utf-8") as log:
-                log.write(json.dumps({"step": step, "loss": loss, "seconds": self.seconds[-1]}) + "\n")
+                log.write(strict_json.dumps({"step": step, "loss": loss, "seconds": self.history.seconds[-1]}) + "\n")
 
     def _count_from_loss(self, step: int) -> None:
         """After the first good step since a rank was lost: how long that took."""
         if self.lost is not None:
-            self.recoveries.append(Recovery(step, time.time() - self.lost, self._ranks))
-            self.screen.say(str(self.recoveries[-1]))
+            recovery = Recovery(step, time.time() - self.lost, self._ranks)
+            self.history.recoveries.append(recovery)
+            self.screen.say(str(recovery))
             self.lost = None
 
     def _validate(self, step: int) -> None:
@@ -302,8 +265,8 @@ class Run:
             losses = [self.pipe.evaluate(*args, target=target).loss for args, target in self.job.validation]
         rows = [batch_size_of(args) or 1 for args, _ in self.job.validation]
         loss = sum((x or 0.0) * size for x, size in zip(losses, rows, strict=True)) / sum(rows)
-        best = min((known for _, known in self.validation), default=math.inf)
-        self.validation.append((step, loss))
+        best = self.history.best
+        self.history.validation.append((step, loss))
         self.screen.say(f"step {step}: validation loss {loss:.4f}")
         if self.log is not None:
             self.log.validation(step, loss)
@@ -312,27 +275,19 @@ class Run:
 
     def _has_had_enough(self) -> bool:
         """Whether the validation loss has not become better for as long as --patience allows."""
-        losses = [loss for _, loss in self.validation]
         patience = self.options.patience
-        if not patience or len(losses) <= patience or min(losses[-patience:]) < min(losses[:-patience]):
-            return False
-        self.screen.say(f"no better validation loss in {patience} validations: the run ends")
-        return True
+        enough = self.history.is_enough(patience)
+        if enough:
+            self.screen.say(f"no better validation loss in {patience} validations: the run ends")
+        return enough
 
     def _save(self, step: int, *, wait: bool) -> None:
         """In the middle of a run the steps go on as soon as the tensors are copied."""
         began = time.perf_counter()
-        extra = {
-            "step": step,
-            "losses": self.losses,
-            "validation": self.validation,
-            "seconds": self.seconds,
-            "checked": None if self.checked is None else vars(self.checked),
-            "recoveries": to_json(self.recoveries),
-        }
+        extra = {"step": step, **self.history.to_json()}
         place, keep, data = self.options.checkpoint, self.options.keep, self.job.position
         self.pipe.save(place, optimizer=self.rated.optimizer, data=data, extra=extra, keep=keep, wait=wait)
-        self.saving.append(time.perf_counter() - began)
+        self.history.saving.append(time.perf_counter() - began)
 
     # -- after
 
@@ -349,22 +304,10 @@ class Run:
                 self._trace(batch)
         if not self.screen.enabled:
             return
-        data = run_report.collect(
-            self.pipe,
-            title=self.job.title,
-            losses=self.losses,
-            validation=self.validation,
-            seconds=self.seconds,
-            saving=self.saving,
-            recoveries=to_json(self.recoveries),
-            rows=self._rows,
-            unit=self._unit,
-            checked=self.checked,
-            measured=measured,
-            memory=memory,
-        )
-        path = run_report.write(self.options.folder, data)
-        self.screen.say(f"final loss {self.losses[-1]:.4f}" if self.losses else "nothing to do")
+        ended = run_report.EndOfRun(self.job.title, self.history, self._rows, self._unit, measured, memory)
+        path = run_report.write(self.options.folder, run_report.collect(self.pipe, ended))
+        losses = self.history.losses
+        self.screen.say(f"final loss {losses[-1]:.4f}" if losses else "nothing to do")
         self.screen.say(f"report: {path}")
 
     def _trace(self, batch: Batch) -> None:

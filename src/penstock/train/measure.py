@@ -7,8 +7,10 @@ from penstock.front.memory_view import Memory
 from penstock.simulate import Timeline
 from penstock.train.train_job import Batch
 
+_ROUNDS = 3  # of steps that are measured
 
-def measure_step(pipe: Pipeline, batch: Batch, *, rounds: int = 3) -> Timeline:
+
+def measure_step(pipe: Pipeline, batch: Batch) -> Timeline:
     """The timeline of the median of some training steps, with idle time by cause.
 
     Gradients are dropped, random numbers are put back.
@@ -17,13 +19,13 @@ def measure_step(pipe: Pipeline, batch: Batch, *, rounds: int = 3) -> Timeline:
     steps = pipe.schedule.steps
     pipe.step(*args, target=target)
     found = []
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         with pipe.record() as recording:
             pipe.step(*args, target=target)
         found.append(recording.timeline)
     pipe.zero_grad()
     pipe.schedule.steps = steps
-    return sorted(found, key=lambda timeline: timeline.makespan)[rounds // 2]
+    return sorted(found, key=lambda timeline: timeline.makespan)[_ROUNDS // 2]
 
 
 def measure_memory(pipe: Pipeline, batch: Batch) -> Memory:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.train.launch import restarts
+from penstock.front.saving import let_savings_end
+from penstock.train.launch import RESTARTS, restarts
 from penstock.train.loop import Run, Stop
 from penstock.train.meet import connect
+from penstock.train.owner import in_use, owned
 from penstock.train.recovery import fitted
 from penstock.train.screen import Screen
 from penstock.train.train_job import make_job
@@ -27,13 +29,22 @@ from penstock.train.where import backend_of, where_of
 
 def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
     """Train as one rank; whether it went to its end. The job may decide what is `undecided`."""
-    with _connected(options), _stop_requests() as stop:
+    first = int(os.environ.get("RANK", "0")) == 0
+    decides = first and RESTARTS not in os.environ  # else the launcher owns the folder
+    with (
+        owned(options.folder) if decides else nullcontext(),
+        ExitStack() as folder,
+        _connected(options),
+        _stop_requests() as stop,
+    ):
+        folder.enter_context(in_use(options.folder))
+        folder.callback(let_savings_end)  # before the folder is another's
         sys.excepthook = partial(_show_from_here, sys.excepthook)
         job = make_job(options)
         options = options.with_those_of(job.options, undecided)
-        check_names(options)
+        check_names(options, opens_loggers=first)
         options = fitted(options, int(os.environ.get("WORLD_SIZE", "1")))
-        screen = Screen(enabled=int(os.environ.get("RANK", "0")) == 0)
+        screen = Screen(enabled=first)
         return Run(
             replace(options, resume=options.resume or _started_again(where_of(options))), job, screen, stop
         ).train()
@@ -83,7 +94,7 @@ def _stop_requests() -> Iterator[Stop]:
     stop = Stop()
     signals = (signal.SIGINT, signal.SIGTERM)
 
-    def ask(number: int, _: Any) -> None:
+    def ask(number: int, _: object) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.train.train_options import TrainOptions, read_json
@@ -45,14 +44,6 @@ def loss_noted(folder: Path) -> float | None:
     when = read_json(file).get("time")
     file.unlink(missing_ok=True)
     return float(when) if isinstance(when, int | float) else None
-
-
-def to_json(recoveries: list[Recovery]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in recoveries]
-
-
-def from_json(rows: list[dict[str, Any]]) -> list[Recovery]:
-    return [Recovery(**row) for row in rows]
 
 
 def spread_over(options: TrainOptions, ranks: int, *, all_of_them: bool = False) -> tuple[int, int]:

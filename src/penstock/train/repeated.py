@@ -21,6 +21,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.front.companions import random_state, set_random_state
+from penstock.nest import Value
 
 _NOTHING = object()
 _HOST = torch.device("cpu")
@@ -29,7 +30,7 @@ _HOST = torch.device("cpu")
 class Repeated:
     """For example ``Repeated(loader).at(3)``: batch 3 of data that is run through again and again."""
 
-    def __init__(self, data: Iterable[Any]) -> None:
+    def __init__(self, data: Iterable[Value]) -> None:
         self.data = data
         self.knows_its_place = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
         if isinstance(data, Iterator) and not self.knows_its_place:
@@ -39,13 +40,13 @@ class Repeated:
             )
         self._random = _first_numbers()
         self._at_start = (self._random, data.state_dict() if hasattr(data, "state_dict") else None)
-        self._first: Any = _NOTHING
-        self._held: Any = _NOTHING
-        self._iterator: Iterator[Any] = iter(())
+        self._first: object = _NOTHING
+        self._held: object = _NOTHING
+        self._iterator: Iterator[object] = iter(())
         self._next = self._taken = 0
         self._begun = self._random
 
-    def at(self, number: int) -> Any:
+    def at(self, number: int) -> Value:
         """Batch `number`, from 0 over all passes; cheapest in order. What comes after the end is the beginning."""
         if number == 0 and self._first is not _NOTHING:
             return self._first  # asked for again and again, as an example
@@ -118,7 +119,7 @@ class Repeated:
             set_random_state(outside, _HOST)
 
 
-def _first_numbers() -> dict[str, Any]:
+def _first_numbers() -> dict[str, object]:
     """The first numbers of the stream: they follow from torch's seed, which is the same on every rank."""
     outside, seed = random_state(_HOST), torch.initial_seed() % 2**32
     random.seed(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, isfinite, log10
 from typing import Any
@@ -16,11 +17,15 @@ from penstock.simulate import Timeline
 _STYLE = """
 .pr-grid { display: grid; gap: 14px; margin-bottom: 14px; }
 .pr-grid { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
+.pr-tables { display: flex; flex-wrap: wrap; gap: 14px; margin-bottom: 14px; }
+.pr-tables > .pr-card { flex: 1 1 560px; }
 .pr-card { padding: 14px 16px 12px; min-width: 0; }
+main > .pr-card { margin-bottom: 14px; }
 .pr-card h2 { margin: 0 0 8px; font-size: 15px; }
 .pr-card p { margin: 6px 0 0; color: var(--ps-soft); font-size: 12.5px; }
 .pr-basis { margin: 0 2px 14px; color: var(--ps-soft); font-size: 12.5px; }
-.pr-scroll { overflow-x: auto; }
+.pr-scroll { overflow-x: auto; background: linear-gradient(90deg, transparent 95%, var(--ps-line)) 0 0 / 100% 100% scroll; }
+.pr-scroll > * { background: var(--ps-paper); }
 .pr-card table { width: 100%; border-collapse: collapse; font-size: 12.5px; font-variant-numeric: tabular-nums; }
 .pr-card th { color: var(--ps-soft); font-weight: 500; text-align: right; padding: 3px 0 5px 12px; vertical-align: bottom; }
 .pr-card td { text-align: right; padding: 3px 0 3px 12px; white-space: nowrap; border-top: 1px solid var(--ps-line); }
@@ -39,21 +44,31 @@ pre.pr-words { margin: 0; font: 12.5px/1.5 system-ui, "DejaVu Sans", sans-serif;
 .pr-curve circle { fill: var(--ps-needs); }
 .pr-key { display: inline-flex; align-items: center; gap: 6px; margin-right: 14px; }
 .pr-key i { width: 14px; height: 3px; border-radius: 2px; display: inline-block; }
+@media (max-width: 600px) {
+  .pr-card table { font-size: 11.5px; }
+  .pr-card :is(th, td) { padding-left: 7px; }
+  .pr-tables table { font-size: 10px; }
+  .pr-tables :is(th, td) { padding-left: 4px; }
+  .pr-card :is(td:first-child, td.pr-words) { white-space: normal; }
+  .pr-curve text { font-size: 16px; }
+}
 """
 
 
-def render(
-    data: dict[str, Any],
-    *,
-    planned: Timeline,
-    measured: Timeline,
-    stages: list[list[str]],
-    ranks: list[list[str]],
-    speed: list[list[str]],
-    basis: str = "",
-    words: str = "",
-) -> str:
-    """The whole page as text; `basis` says what the planned times rest on, if not on measured costs; `words`, where time goes."""
+@dataclass(frozen=True)
+class PageParts:
+    """The tables of a page, head first, and its words."""
+
+    stages: list[list[str]]
+    ranks: list[list[str]]
+    speed: list[list[str]]
+    basis: str = ""  # what the planned times rest on, if not on measured costs
+    words: str = ""  # where time goes
+
+
+def render(data: dict[str, Any], parts: PageParts, *, planned: Timeline, measured: Timeline) -> str:
+    """The whole page as text."""
+    basis, words = parts.basis, parts.words
     section = timeline_section([("planned", planned), ("measured", measured)])
     head = (
         f'<header class="ps-top"><div><h1>{escape(data["title"])}</h1>'
@@ -65,11 +80,11 @@ def render(
         + _figures(data, planned, measured)
         + '<div class="pr-grid">'
         + _card("Loss", loss_curve(data["losses"], data["validation"]), _key(data))
-        + _card("Speed", _table(speed), _checked(data))
+        + _card("Speed", _table(parts.speed), _checked(data))
         + "</div>"
         + section.html
         + (f'<p class="pr-basis">{escape(basis)}</p>' if basis else "")
-        + '<div class="pr-grid">'
+        + '<div class="pr-tables">'
         + (
             ""
             if basis
@@ -78,7 +93,7 @@ def render(
         + _card("Idle time by cause", _table(_idle_rows(planned, measured), words=(1,)), "share of the makespan")
         + _card(
             "Memory of each rank",
-            _table(ranks),
+            _table(parts.ranks),
             "Activations are those of the microbatches in flight; measured is the most that a step took beside parameters "
             "and gradients, with what operators need for a moment.",
         )
@@ -87,7 +102,7 @@ def render(
         + (_card("Where the time goes", f'<pre class="pr-words">{escape(words)}</pre>') if words else "")
         + _card(
             "Stages",
-            _table(stages, words=(2,)),
+            _table(parts.stages, words=(2,)),
             f"for one microbatch, {'estimated' if basis else 'as measured'} before training",
         )
     )
@@ -102,7 +117,9 @@ def _held(ranks: Sequence[dict[str, Any]]) -> str:
     """For each rank what it holds after each action of a step, the plan over what was counted."""
     cards = "".join(
         _card(
-            f"Rank {number}: what a step holds", memory_curve(one["planned"], one["measured"]), _consists(one["kinds"])
+            f"Rank {number}: what a step holds",
+            memory_curve(one["planned"], one["measured"]),
+            _consists(one["kinds"], planned=any(one["planned"])),
         )
         for number, one in enumerate(ranks)
         if one["measured"] and len(one["measured"]) == len(one["planned"])
@@ -110,8 +127,8 @@ def _held(ranks: Sequence[dict[str, Any]]) -> str:
     return f'<div class="pr-grid">{cards}</div>' if cards else ""
 
 
-def _consists(kinds: dict[str, int]) -> str:
-    keys = '<span class="pr-key"><i style="background:var(--ps-needs)"></i>planned</span>'
+def _consists(kinds: dict[str, int], *, planned: bool) -> str:
+    keys = '<span class="pr-key"><i style="background:var(--ps-needs)"></i>planned</span>' if planned else ""
     keys += '<span class="pr-key"><i style="background:var(--ps-feeds)"></i>counted, after each action</span>'
     parts = ", ".join(f"{escape(kind)} {size_text(size)}" for kind, size in kinds.items())
     return f"{keys}<br>at the peak of the plan: {parts}" if parts else keys
@@ -123,7 +140,7 @@ def memory_curve(planned: Sequence[float], measured: Sequence[float]) -> str:
     >>> memory_curve([1024, 2048, 0], [1000, 2100, 0]).count("<polyline")
     2
     """
-    width, height, left, right, top, bottom = 640.0, 200.0, 62.0, 10.0, 10.0, 22.0
+    width, height, left, right, top, bottom = 640.0, 200.0, 84.0, 10.0, 12.0, 24.0
     most = max((*planned, *measured, 1))
     last = max(len(planned) - 1, 1)
 
@@ -136,7 +153,7 @@ def memory_curve(planned: Sequence[float], measured: Sequence[float]) -> str:
         parts.append(f'<line class="pr-axis" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{size_text(round(share * most))}</text>')
     parts.append(f'<text x="{width - right}" y="{height - 6}" text-anchor="end">action {len(planned)}</text>')
-    for name, curve in (("pr-train", measured), ("pr-valid", planned)):
+    for name, curve in (("pr-train", measured), ("pr-valid", planned if any(planned) else ())):
         parts.append(
             f'<polyline class="{name}" points="{_points(at(place, size) for place, size in enumerate(curve))}"/>'
         )
@@ -164,7 +181,7 @@ def _card(title: str, inner: str, note: str = "") -> str:
     return f'<section class="ps-card pr-card"><h2>{escape(title)}</h2><div class="pr-scroll">{inner}</div>{below}</section>'
 
 
-def _key(data: dict[str, Any]) -> str:
+def _key(data: dict[str, object]) -> str:
     keys = '<span class="pr-key"><i style="background:var(--ps-feeds)"></i>training</span>'
     if data["validation"]:
         keys += '<span class="pr-key"><i style="background:var(--ps-needs)"></i>validation</span>'
@@ -175,7 +192,8 @@ def _checked(data: dict[str, Any]) -> str:
     checked = data["checked"]
     if checked is None:
         return "not compared with the unpipelined model"
-    apart = f"{checked['difference']:.3g}" if checked["difference"] else "0.0"
+    difference = checked["difference"]
+    apart = "not a number" if difference is None else f"{difference:.3g}" if difference else "0.0"
     return (
         f"Before training, {checked['steps']} steps were compared with the unpipelined model ({escape(checked['against'])}): "
         f"largest difference {apart}."
@@ -211,9 +229,9 @@ def loss_curve(losses: Sequence[float], validation: Sequence[Sequence[float]]) -
     >>> loss_curve([3.0, 2.0], [[2, 2.5]]).count("<circle")
     1
     """
-    width, height, left, right, top, bottom = 640.0, 260.0, 46.0, 10.0, 10.0, 26.0
+    width, height, left, right, top, bottom = 640.0, 260.0, 54.0, 10.0, 12.0, 26.0
     points = [(step + 1, loss) for step, loss in enumerate(losses) if loss is not None and isfinite(loss)]
-    marks = [(int(step), loss) for step, loss in validation if isfinite(loss)]
+    marks = [(int(step), loss) for step, loss in validation if loss is not None and isfinite(loss)]
     if not points:
         return "<p>no losses</p>"
     ticks = _ticks(min(y for _, y in points + marks), max(y for _, y in points + marks))

@@ -1,15 +1,14 @@
 """The report of a run: report.json with the figures, and report.html, one page that needs nothing else.
 
-path = write(folder, collect(pipe, ...))        # at the end of a run
+path = write(folder, collect(pipe, ended))      # at the end of a run
 path = rewrite(folder)                          # penstock report FOLDER
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +20,10 @@ from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.show import against
 from penstock.show.what_if import WhatIf, explained
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
-from penstock.train.report_page import render
+from penstock.train import strict_json
+from penstock.train.history import History
+from penstock.train.report_page import PageParts, render
 from penstock.train.train_options import read_json
-from penstock.train.unpipelined import Checked
 
 REPORT, PAGE = "report.json", "report.html"
 _Made = TypeVar("_Made")
@@ -33,40 +33,33 @@ _NOT_MEASURED = (
 )
 
 
-def collect(
-    pipe: Pipeline,
-    *,
-    title: str,
-    losses: Sequence[float],
-    validation: Sequence[tuple[int, float]],
-    seconds: Sequence[float],
-    saving: Sequence[float],
-    recoveries: Sequence[dict[str, Any]],
-    rows: int,
-    unit: str,
-    checked: Checked | None,
-    measured: Timeline,
-    memory: Memory,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class EndOfRun:
+    """A run that has come to its end."""
+
+    title: str
+    history: History
+    rows: int  # of a step, or its tokens
+    unit: str  # which of the two
+    measured: Timeline  # of a step
+    memory: Memory  # likewise
+
+
+def collect(pipe: Pipeline, ended: EndOfRun) -> dict[str, Any]:
     """Everything that the page shows, ready for JSON."""
     assert pipe.choice is not None, "a training run captures its model"
     return {
         "format": _FORMAT,
-        "title": title,
+        "title": ended.title,
         "choice": pipe.choice.dumps(),
-        "losses": list(losses),
-        "validation": [list(point) for point in validation],
-        "seconds": list(seconds),
-        "saving": list(saving),
-        "recoveries": list(recoveries),
-        "rows": rows,
-        "unit": unit,
-        "checked": None if checked is None else asdict(checked),
-        "measured": _timeline_to_json(measured),
-        "memory": [one.measured_peak for one in memory.ranks],
+        **ended.history.to_json(),
+        "rows": ended.rows,
+        "unit": ended.unit,
+        "measured": _timeline_to_json(ended.measured),
+        "memory": [one.measured_peak for one in ended.memory.ranks],
         "held": [
             {"actions": one.actions, "planned": one.planned_curve, "measured": one.measured, "kinds": _kinds(one)}
-            for one in memory.ranks
+            for one in ended.memory.ranks
         ],
     }
 
@@ -77,11 +70,11 @@ def _kinds(rank: RankMemory) -> dict[str, int]:
     return {kind: round(size) for kind, size in fullest.items() if size}
 
 
-def write(folder: str | Path, data: dict[str, Any]) -> Path:
+def write(folder: str | Path, data: dict[str, object]) -> Path:
     """Write the figures and the page; the path of the page comes back."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    (place / REPORT).write_text(json.dumps(data), encoding="utf-8")
+    (place / REPORT).write_text(strict_json.dumps(data), encoding="utf-8")
     return rewrite(place)
 
 
@@ -126,7 +119,15 @@ def _from_figures(folder: str | Path, make: Callable[[dict[str, Any]], _Made]) -
     data = read(folder)
     try:
         return make(data)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        AssertionError,
+    ) as error:
         raise PenstockError(f"{Path(folder) / REPORT} does not hold the figures of a run: {error!r}") from error
 
 
@@ -149,19 +150,14 @@ def _page(folder: str | Path, data: dict[str, Any]) -> Path:
     measured = replace(measured, costs=costs)
     planned = replace(simulate(measured.plan, costs), unit="s")
     page = Path(folder) / PAGE
-    page.write_text(
-        render(
-            data,
-            planned=planned,
-            measured=measured,
-            stages=stage_rows(choice),
-            ranks=_memory_rows(rank_rows(choice), data["memory"]),
-            speed=_speed_rows(data, planned if choice.is_timed else None, measured),
-            basis="" if choice.is_timed else _NOT_MEASURED,
-            words=_explained(choice, measured),
-        ),
-        encoding="utf-8",
+    parts = PageParts(
+        stages=stage_rows(choice),
+        ranks=_memory_rows(rank_rows(choice), data["memory"]),
+        speed=_speed_rows(data, planned if choice.is_timed else None, measured),
+        basis="" if choice.is_timed else _NOT_MEASURED,
+        words=_explained(choice, measured),
     )
+    page.write_text(render(data, parts, planned=planned, measured=measured), encoding="utf-8")
     return page
 
 
@@ -223,7 +219,7 @@ def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeli
     return made
 
 
-def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
+def _timeline_to_json(timeline: Timeline) -> dict[str, object]:
     plan = timeline.plan
     return {
         "plan": dumps(plan),

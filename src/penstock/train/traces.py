@@ -98,7 +98,7 @@ def _unpacked(packed: Tensor) -> list[Event]:
     return events
 
 
-def merged(pipe: Pipeline, ranks: list[list[Event]]) -> dict[str, Any]:
+def merged(pipe: Pipeline, ranks: list[list[Event]]) -> dict[str, object]:
     """The events of all ranks and those that were planned, as one trace that begins at 0."""
     steps = _steps(pipe, ranks)
     begin = min((event["ts"] for events in ranks for event in events if "ts" in event), default=0.0)

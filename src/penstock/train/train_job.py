@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
+from penstock.nest import Value
 from penstock.train.corpus import Text, read_text
 from penstock.train.gpt import GPT, next_byte_loss, size_of
 from penstock.train.repeated import Repeated
 from penstock.train.train_options import TrainOptions
 
-Batch = tuple[tuple[Any, ...], Any]  # the model's arguments, and the target
+Batch = tuple[tuple[Value, ...], Value]  # the model's arguments, and the target
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _users(options: TrainOptions) -> Job:
     )
 
 
-def _maker(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+def _maker(optimizer: object) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """A function of a rank's parameters; an optimizer over the whole model becomes one of its kind."""
     if callable(optimizer):
         made: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = optimizer
@@ -148,7 +149,7 @@ def batches_of(data: Any) -> tuple[Callable[[int], Batch], Repeated | None]:
     return lambda number: normal_batch(source.at(number)), source
 
 
-def normal_batch(batch: Any) -> Batch:
+def normal_batch(batch: object) -> Batch:
     """(inputs, target): inputs may be one tensor or a tuple of the model's arguments."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise PenstockError(f"a batch is {type(batch).__name__}; expected (inputs, target)")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
+import typing
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError, PlanError, SplitError
+from penstock.misfits import fits
 from penstock.plan.reading import read_text
 from penstock.schedules import get_schedule
 
@@ -18,6 +24,9 @@ OF_A_JOB: tuple[str, ...] = (  # what a job may bring
     *("rate_schedule", "schedule", "stages", "steps", "trace", "validate_every", "warmup"),
 )
 _LARGEST = 1 << 28  # bytes of a file that a run writes: a report has the times of every action
+_FROM_ONE = ("ranks", "dp", "microbatches", "stages", "batch", "keep", "accumulate", "threads")
+_MOST = 1 << 62
+_PROCESSES = 1024  # that one command starts on its host, at the most
 
 
 @dataclass(frozen=True)
@@ -84,8 +93,25 @@ class TrainOptions:
     def loggers(self) -> list[str]:
         return [name.strip() for name in self.log.split(",") if name.strip()]
 
+    def check_values(self) -> None:
+        """Say which number or word cannot be, wherever it came from: the command line, a job, or the file of a run."""
+        for name, value in asdict(self).items():
+            _check_kind(name, value, f"--{name.replace('_', '-')}")
+            least = 1 if name in _FROM_ONE else -_MOST if name == "seed" else 0
+            most = math.inf if name == "clip" else _MOST
+            if isinstance(value, int | float) and not least <= value <= most:  # a NaN neither
+                raise PenstockError(f"--{name.replace('_', '-')} {value}; expected a number from {least} to {most:,}")
+        if self.dropout >= 1:
+            raise PenstockError(f"--dropout {self.dropout}; expected less than 1")
+
     def check(self) -> None:
         """Say what cannot be before any process is started; what depends on the model is found later."""
+        self.check_values()
+        if self.ranks * self.dp > _PROCESSES:
+            raise PenstockError(
+                f"--ranks {self.ranks} and --dp {self.dp} are {self.ranks * self.dp} processes on this host; expected at most "
+                f"{_PROCESSES}. On several hosts start them with torchrun or srun"
+            )
         if self.schedule not in ("auto", "search"):
             get_schedule(self.schedule)
         if self.stages is not None and self.stages % self.ranks:
@@ -99,8 +125,8 @@ class TrainOptions:
                 f"--recut {self.recut:g} with --dp {self.dp} and --checkpoint-every {self.checkpoint_every}; expected a share "
                 "of a step such as 0.1, one pipeline, and checkpoints"
             )
-        if self.build is not None and ":" not in self.build:
-            raise PenstockError(f"{self.build!r} names no function; write module:function, for example my_module:build")
+        if self.build is not None:
+            _check_build(self.build)
         if (self.patience or self.keep_best) and not self.validate_every:
             raise PenstockError("--patience and --keep-best go by the validation loss; give --validate-every as well")
         if self.build is None:
@@ -122,23 +148,14 @@ class TrainOptions:
     def of_file(cls, file: Path) -> TrainOptions:
         """The options that a run has written down."""
         data = read_json(file)
-        defaults = asdict(cls())
-        kinds = {
-            **defaults,
-            "build": "",
-            "stages": 1,
-            "data": "",
-            "threads": 1,
-            "rate_schedule": "",
-            "validation": "",
-            "backend": "",
-        }  # those whose default is None
         for name, value in data.items():
-            wanted = type(kinds.get(name))
-            fits = value is None if defaults.get(name, 0) is None and value is None else type(value) is wanted
-            if name not in kinds or not (fits or (wanted is float and type(value) is int)):
-                raise PenstockError(f"{file} says {name!r:.60}: {value!r:.60}, which is no option of penstock train")
-        return cls(**data)
+            _check_kind(name, value, f"{file} says {name!r:.60}:")
+        options = cls(**data)
+        try:
+            options.check_values()
+        except PenstockError as error:
+            raise PenstockError(f"{file}: {error}") from error
+        return options
 
     def resumed(self, given: Collection[str]) -> TrainOptions:
         """With `resume`: the options that the run in the folder had, but for those that are `given` now."""
@@ -161,7 +178,28 @@ class TrainOptions:
         """
         if unknown := sorted(set(job) - set(OF_A_JOB)):
             raise PenstockError(f"a job with the option {unknown[0]!r}; expected some of {', '.join(OF_A_JOB)}")
-        return replace(self, **{name: value for name, value in job.items() if name in undecided})
+        for name, value in job.items():
+            _check_kind(name, value, f"a job with the option {name!r}:")
+        made = replace(self, **{name: value for name, value in job.items() if name in undecided})
+        made.check_values()
+        return made
+
+
+_KINDS: dict[str, Any] = typing.get_type_hints(TrainOptions)
+
+
+def _check_kind(name: str, value: Any, said: str) -> None:
+    """Whether an option may be such a value at all."""
+    kind = _KINDS.get(name)
+    is_bool = isinstance(value, bool)
+    if kind is None or is_bool != (kind is bool) or not fits(value, kind):
+        expected = "which is no option of penstock train" if kind is None else f"expected {_spelled(kind)}"
+        raise PenstockError(f"{said} {value!r:.60}; {expected}")
+
+
+def _spelled(kind: Any) -> str:
+    """The name of a kind, for example "int or nothing"."""
+    return " or ".join("nothing" if one is type(None) else one.__name__ for one in typing.get_args(kind) or (kind,))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -174,3 +212,17 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise PenstockError(f"{file} holds a {type(data).__name__}; expected what penstock train wrote there")
     return data
+
+
+def _check_build(build: str) -> None:
+    """That "module:function" can name something: the module is looked for, not imported."""
+    module, _, function = build.partition(":")
+    if not module or not function:
+        raise PenstockError(f"{build!r} names no function; write module:function, for example my_module:build")
+    package, here = module.partition(".")[0], str(Path.cwd())
+    known = package in sys.modules or PathFinder.find_spec(package, [here]) or find_spec(package)
+    if not known:
+        raise PenstockError(
+            f"{build!r}: there is no module {package!r} in {here}, nor is one installed; go to the folder of {package}.py, "
+            "or put that folder on PYTHONPATH"
+        )

@@ -16,7 +16,7 @@ from penstock.batch import batch_size_of, sizes_of, split_batch, split_target, w
 from penstock.capture import Pipe
 from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
-from penstock.nest import map_tensors
+from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS
@@ -89,15 +89,15 @@ class Unpipelined:
         scaler = self.update.scaler
         return 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self.device)))
 
-    def loss(self, output: Any, target: Any) -> Tensor:
+    def loss(self, output: Value, target: Value) -> Tensor:
         if self.update.job.loss_fn is None:
             return output.loss if hasattr(output, "loss") else output["loss"]  # type: ignore[no-any-return]
         return self.update.job.loss_fn(output, target)
 
-    def output(self, args: tuple[Any, ...], step: int, microbatch: int) -> Any:
+    def output(self, args: tuple[object, ...], step: int, microbatch: int) -> Value:
         if self.whole is None:
             return self.model(*args)
-        values: dict[str, Any] = {}
+        values: dict[str, Value] = {}
         given = self.whole.info().inputs.bind(args, {})
         for k in range(self.whole.num_stages):
             stage = self.whole.get_stage_module(k)
