@@ -21,7 +21,7 @@ READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 PYODIDE := $(VENV)/pyodide/node_modules/pyodide
 
-.PHONY: help train test lint types format soak bench coverage docs dist browser compiler pyodide clean
+.PHONY: help train test lint types format soak bench coverage docs dist browser compiler pyodide others clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -29,7 +29,7 @@ help: ## say what there is
 train: $(RUNS) ## train a small GPT with two pipelined processes, about two minutes; TRAIN="--steps 50" for options
 	$(BIN)/penstock train $(TRAIN)
 
-test: $(READY) browser compiler pyodide ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
+test: $(READY) browser compiler pyodide $(if $(findstring --long,$(ARGS)),others) ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
 	@status=0; $(MAKE) lint || { status=$$?; echo "make test: lint failed, see above"; }; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup \
 		$(if $(DEVICE),tests/accelerator --device $(DEVICE)) $(ARGS) || status=$$?; \
@@ -52,7 +52,7 @@ soak: $(READY) ## random faults and recoveries for SECONDS=60 from SEED=0; print
 bench: $(READY) ## every program in benchmarks/, one after another
 	@for program in $(sort $(wildcard benchmarks/*.py)); do echo "== $$program"; $(BIN)/python $$program; done
 
-coverage: $(READY) browser pyodide ## the tests again, with the share of lines and branches that they run; ends in build/coverage/
+coverage: $(READY) browser compiler pyodide $(if $(findstring --long,$(ARGS)),others) ## the tests again, with the share of lines and branches that they run; ends in build/coverage/
 	@rm -rf build/coverage; mkdir -p build/coverage
 	@status=0; OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || status=$$?; \
 	$(BIN)/coverage combine -q; $(BIN)/coverage html -q; $(BIN)/coverage report --format=total; \
@@ -84,6 +84,16 @@ $(RUNS): pyproject.toml constraints.txt
 $(READY): $(RUNS) tests/package/oldest.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest -r tests/package/oldest.txt
+	@touch $@
+
+# What runs with --long alone, in folders of their own: torchtitan, triton and Ray for two examples (1.6 GB), and the oldest versions of
+# what the extras promise.
+others: $(VENV)/others/.ready $(VENV)/oldest-extras/.ready
+$(VENV)/others/.ready: $(READY) tests/examples/others.txt
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/others -r tests/examples/others.txt
+	@touch $@
+$(VENV)/oldest-extras/.ready: $(READY) tests/package/oldest-extras.txt
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest-extras -r tests/package/oldest-extras.txt
 	@touch $@
 
 # Python for the browser, with which the planner page needs no server; where npm is. Its version is pinned here.

@@ -6,10 +6,10 @@ Simulated: times are in forwards of one rank for one microbatch (F = I = W = 1),
 microbatch, as in the tables of the papers. A kept input is 1/16 of an activation, and a copy takes as long as the forward of its
 stage.
 
-Measured: transformer blocks of width 256, six on each of two ranks, 16 microbatches, GPipe and 1F1B: as they are; recomputed by
-the plan (R), whole stages and stages in six pieces of one block; and recomputed by hand with torch.utils.checkpoint around the
-same stages and the same blocks; all in one run, rounds taking turns. Memory is the most live bytes that a rank holds in a step,
-beside parameters and gradients. Exits with 1 when a target is missed.
+Measured: transformer blocks of width 256, six on each of two ranks, 16 microbatches, GPipe and 1F1B: as they are, also in six
+pieces of one block; recomputed by the plan (R), whole stages and in these pieces; and recomputed by hand with
+torch.utils.checkpoint around the same stages and the same blocks; all in one run, rounds taking turns. Memory is the most live
+bytes that a rank holds in a step, beside parameters and gradients. Exits with 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def ways(schedule: str) -> dict[str, tuple[Plan, str]]:
     half = [stage for stage in range(pieces.num_stages) if stage % BLOCKS < BLOCKS // 2]
     return {
         "as it is": (plan, ""),
+        "in pieces, no R": (pieces, ""),
         "R, each block": (recompute(pieces), ""),
         "R, half of the blocks": (recompute(pieces, half), ""),
         "by hand, each block": (plan, "block"),
@@ -216,9 +217,11 @@ def report(schedule: str, ranks: list[Any], targets: Targets) -> None:
     targets.hold(f"{schedule}: R brings the peak to {share:.3f} of before (target 0.25)", share <= 0.25)
     targets.hold(f"{schedule}: R takes {longer:.2f} times as long (target 1.4)", longer <= 1.4)
     saved = (peak_of - peaks["R, half of the blocks"]) / (peak_of - peaks["R, each block"])
-    paid = (times["R, half of the blocks"] - time_of) / (times["R, each block"] - time_of)
+    # Both are in pieces, so they are weighed against the pieces as they are.
+    whole = times["in pieces, no R"]
+    paid = (times["R, half of the blocks"] - whole) / (times["R, each block"] - whole)
     targets.hold(f"{schedule}: half of the stages save {saved:.2f} of it (target 0.4 to 0.6)", 0.4 <= saved <= 0.6)
-    targets.hold(f"{schedule}: and cost {paid:.2f} of it (target 0.4 to 0.6)", 0.4 <= paid <= 0.6)
+    targets.hold(f"{schedule}: and cost {paid:.2f} of it, beside the pieces (target 0.4 to 0.6)", 0.4 <= paid <= 0.6)
     for what in ("each block", "each stage"):
         slower, larger = (of[f"R, {what}"] / of[f"by hand, {what}"] for of in (times, peaks))
         text = f"of checkpoint by hand around {what} (target 1)"

@@ -28,6 +28,7 @@ PROJECT = {"CHANGELOG.md": "Changelog", "CONTRIBUTING.md": "Contributing", "SECU
 PROJECT |= {"CODE_OF_CONDUCT.md": "Code of conduct"}
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 WORKER = re.compile(r'src="https://unpkg.com/iframe-worker/shim"')
+CARD = re.compile(r"^- (\[[^\]]*\]\([^)]*\)):? *(.*)$", re.MULTILINE)
 FENCED = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -46,7 +47,7 @@ def on_config(config: Any) -> Any:
         *({name: pages} for name, pages in groups.items() if pages),
         {"Gallery": "gallery.md"},
         {"Examples": ["examples/index.md", *(f"examples/{path.stem}.md" for path in examples())]},
-        {"Reference": ["reference/index.md", *(f"reference/{name}.md" for name in PACKAGES)]},
+        {"Reference": ["reference/index.md", *({name.split(".")[-1]: f"reference/{name}.md"} for name in PACKAGES)]},
         {"Project": [{name: f"project/{file}"} for file, name in PROJECT.items()]},
     ]
     return config
@@ -68,10 +69,15 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     """Marks of the tests leave the code blocks; links to files of the repository lead to their pages here."""
     source = source_of(page.file.src_uri)
     parts, end = [], 0
-    if page.file.src_uri == "guides/studio.md" and PYODIDE.is_dir():
+    planner = ""
+    if PYODIDE.is_dir():
         href = get_relative_url("studio/index.html", page.url)
-        button = f'<a class="md-button md-button--primary" href="{href}">Open the planner</a>'
-        markdown = markdown.replace("\n\n", f"\n\n{button}\n\n", 1)
+        planner = f'<a class="md-button md-button--primary" href="{href}">Open the planner</a>'
+    if page.file.src_uri == "guides/studio.md":
+        markdown = markdown.replace("\n\n", f"\n\n{planner}\n\n", 1)
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]  # it is a table of contents
+        markdown = home_page(markdown, planner)
     for fence in FENCED.finditer(markdown):
         parts += [linked(markdown[end : fence.start()], source, page.file.src_uri), fenced(fence)]
         end = fence.end()
@@ -103,6 +109,18 @@ def example_page(path: Path) -> str:
     said = text.split('"""')[1].strip()
     rest = text.split('"""', 2)[2].strip()
     return f'# {path.stem.replace("_", " ").capitalize()}\n\n{said}\n\n```python title="{path.name}"\n{rest}\n```\n'
+
+
+def home_page(markdown: str, planner: str) -> str:
+    """Buttons below the first paragraph, and each page of a list as a card: its name, and below it what it is about."""
+    title, said, rest = markdown.split("\n\n", 2)
+    buttons = [
+        "[Get started](start/get-started.md){ .md-button .md-button--primary }",
+        "[Gallery](gallery.md){ .md-button }",
+    ]
+    buttons.append(planner.replace(" md-button--primary", ""))
+    cards = CARD.sub(r"- **\1**<br>\2", rest)
+    return f'<div class="home" markdown>\n\n{title}\n\n{said}\n\n{" ".join(buttons)}\n\n{cards}\n</div>\n'
 
 
 def names_page() -> str:

@@ -83,6 +83,8 @@ def test_every_page_opens_and_every_link_leads_somewhere(site: Path, visit: Visi
 def test_a_reader_clicks_from_page_to_page_and_searches(site: Path, visit: Visit) -> None:
     page = visit.page
     page.goto((site / "index.html").as_uri())
+    assert not page.locator(".md-sidebar--primary").is_visible(), "the page itself is the table of contents"
+    assert page.locator(".home li strong a").count() == page.locator(".home li").count() > 20, "a card for each page"
     for group, heading in (
         ("Guides", "How to cut a model"),
         ("Reference", "Reference"),

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.examples.beside import installed_beside
 from tests.gloo_pool import GlooPool
 
 ROOT = Path(__file__).parents[2]
@@ -87,15 +88,15 @@ def test_the_example_runs(example: Example, gloo_pool: GlooPool, tmp_path: Path)
     assert re.search(example.prints, printed, re.DOTALL), printed
 
 
+@pytest.mark.long(
+    "tests/compat/test_programs.py: torchtitan and triton take 1.1 GB; `make test ARGS=--long` installs them"
+)
 def test_torchtitan(tmp_path: Path) -> None:
     """In processes of its own: penstock.compat stands in for a package of torch's there."""
-    for package in ("torchtitan", "triton"):
-        pytest.importorskip(
-            package, reason=f"{package} is not installed; with triton it takes 1 GB: pip install torchtitan triton"
-        )
+    others = installed_beside("torchtitan")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "examples" / "torchtitan_llama.py"), "--steps", "3", "--layers", "4", "--length", "16"]
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "src"), others, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200
     )

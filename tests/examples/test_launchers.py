@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from torch.distributed.run import get_args_parser
 
 import penstock
 from penstock.cli.main import main
+from tests.examples.beside import installed_beside
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "examples" / "launch"
@@ -35,12 +37,33 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.long("tests/compat/test_programs.py::test_torchrun")
-def test_torchrun(tmp_path: Path) -> None:
-    given = environment(OUTPUT=str(tmp_path / "run"), PORT=str(free_port()))
-    command = ["sh", str(LAUNCH / "torchrun.sh"), *SIZES, "--steps", "3", "--check-steps", "0"]
-    done = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+def pods() -> tuple[dict[str, str], list[str], dict[str, Any]]:
+    """What the container is given, what it runs, and the job."""
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    return {one["name"]: one["value"] for one in container["env"]}, container["command"], job
+
+
+@pytest.mark.long("test_the_pods_of_kubernetes_run_a_line_that_torchrun_and_penstock_take")
+def test_two_pods_of_kubernetes_train_together(tmp_path: Path) -> None:
+    """The container's own command, torchrun.sh, twice: as two hosts that find one another at HOST and PORT, one rank on each."""
+    given, command, _ = pods()
+    given |= {"HOST": "localhost", "PORT": str(free_port()), "RANKS": "1", "OUTPUT": str(tmp_path / "run")}
+    command = [*command[:-1], str(LAUNCH / command[-1]), *SIZES, "--steps", "3", "--check-steps", "0"]
+    logs = [tmp_path / f"pod-{number}.txt" for number in range(int(given["NODES"]))]
+    started = []
+    for log in logs:
+        with log.open("w") as stream:
+            started.append(
+                subprocess.Popen(command, env=environment(**given), cwd=tmp_path, stdout=stream, stderr=stream)
+            )
+    try:
+        codes = [pod.wait(200) for pod in started]
+    finally:
+        for pod in started:
+            pod.kill()
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
     assert penstock.load(tmp_path / "run" / "checkpoint").extra["step"] == 3
 
 
@@ -106,32 +129,32 @@ def said(folder: Path) -> str:
 
 def test_the_pods_of_kubernetes_run_a_line_that_torchrun_and_penstock_take(tmp_path: Path) -> None:
     """The container's own command and environment, with a torchrun that only says what it was asked for."""
-    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    assert pod["subdomain"] == service["metadata"]["name"]
-    container = pod["containers"][0]
+    given, command, job = pods()
     stand_in(tmp_path, "torchrun", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    given = environment(**{one["name"]: one["value"] for one in container["env"]})
+    given = environment(**given)
     given["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{given['PATH']}"
-    done = subprocess.run(container["command"], env=given, cwd=LAUNCH, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=given, cwd=LAUNCH, capture_output=True, text=True, timeout=60)
+    spec = job["spec"]["template"]["spec"]
     asked = get_args_parser().parse_args(done.stdout.splitlines())
     assert (asked.nnodes, asked.nproc_per_node) == (str(job["spec"]["completions"]), "4")
-    assert asked.rdzv_endpoint == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29500"
+    assert asked.rdzv_endpoint == f"{job['metadata']['name']}-0.{spec['subdomain']}:29500"
     assert (asked.module, asked.training_script) == (True, "penstock")
     with main.make_context("penstock", asked.training_script_args) as context:
-        name, command, rest = main.resolve_command(context, ["train", *asked.training_script_args[1:]])
-        assert command is not None
-        options = command.make_context(name, rest, parent=context).params
-    mounted = container["volumeMounts"][0]["mountPath"]
+        name, taker, rest = main.resolve_command(context, ["train", *asked.training_script_args[1:]])
+        assert taker is not None
+        options = taker.make_context(name, rest, parent=context).params
+    mounted = spec["containers"][0]["volumeMounts"][0]["mountPath"]
     assert options["resume"]
     assert options["output"].startswith(mounted)
 
 
+@pytest.mark.long("nothing: Ray takes 500 MB and the better part of a minute; `make test ARGS=--long` installs it")
 def test_ray(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason='ray is not installed, 80 MB that only this test needs: pip install "ray[train]"')
+    others = installed_beside("ray")
     given = environment(
         OUTPUT=str(tmp_path / "run"), STEPS="4", WORKERS="2", HOME=str(tmp_path), RAY_USAGE_STATS_ENABLED="0"
     )
+    given["PYTHONPATH"] = os.pathsep.join([given["PYTHONPATH"], others])
     command = [sys.executable, str(LAUNCH / "ray_job.py")]
     done = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OLDEST = Path(sys.prefix) / "oldest"
+EXTRAS = Path(sys.prefix) / "oldest-extras"
 
 
 def pins(file: Path) -> dict[str, str]:
@@ -30,6 +31,16 @@ def test_the_oldest_are_what_the_metadata_promises() -> None:
         (bound,) = wanted.specifier
         assert bound.operator == ">="
         assert used[wanted.name].startswith(bound.version + "."), f"{text}: the tests have {used[wanted.name]}"
+
+
+def test_the_oldest_of_the_extras_are_what_the_metadata_promises() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    used = {**pins(ROOT / "constraints.txt"), **pins(HERE / "oldest-extras.txt")}
+    for text in (text for extra in ("hf", "lightning", "log", "solver") for text in extras[extra]):
+        wanted = Requirement(text)
+        for bound in wanted.specifier:
+            assert bound.operator == ">="
+            assert used[wanted.name].startswith(bound.version + "."), f"{text}: the tests have {used[wanted.name]}"
 
 
 PROGRAM = """
@@ -62,3 +73,24 @@ def test_commands_and_checkpoints_work_with_them(tmp_path: Path) -> None:
     versions = [pins(HERE / "oldest.txt")[name] for name in ("click", "numpy", "rich")]
     assert done.stdout.splitlines()[0].split() == versions
     assert "makespan" in done.stdout
+
+
+@pytest.mark.skipif(
+    not EXTRAS.is_dir(), reason=f"{EXTRAS} is not there: `make others` fills it, from oldest-extras.txt"
+)
+@pytest.mark.timeout(600)
+@pytest.mark.long(
+    "the newest versions, in tests/train/test_events.py, tests/search/test_exact.py and tests/integrations"
+)
+def test_loggers_solver_and_integrations_work_with_them() -> None:
+    """peft 0.17 and mlflow 3.0 were promised, and could not be imported beside what pip installs with them."""
+    tests = [
+        "train/test_events.py",
+        "search/test_exact.py",
+        "integrations/test_lightning.py",
+        "integrations/test_peft.py",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{file}" for file in tests)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXTRAS), str(ROOT / "src")])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -51,12 +51,15 @@ def description(wheel: Path) -> Message:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that finds the wheel and what it asks for, and nothing else."""
-    place = tmp_path_factory.mktemp("empty")
+    return environment(wheel, tmp_path_factory.mktemp("empty"))
+
+
+def environment(wheel: Path, place: Path, extra: str = "") -> Path:
+    """An interpreter that finds the wheel and what it asks for, with an extra or without, and nothing else."""
     run([sys.executable, "-m", "venv", "--without-pip", str(place)], folder=place)
     python = place / "bin" / "python"
     installed = next(place.glob("lib/python*/site-packages"))
-    for distribution in needed_by(wheel):
+    for distribution in needed_by(wheel, extra):
         lend(distribution, installed)
     run(
         [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)],
@@ -65,20 +68,24 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def needed_by(wheel: Path) -> Iterator[metadata.Distribution]:
+def needed_by(wheel: Path, extra: str) -> Iterator[metadata.Distribution]:
     """What pip would install beside the wheel, as this environment has it."""
     with zipfile.ZipFile(wheel) as opened:
         text = next(opened.read(name).decode() for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
-    wanted = Parser().parsestr(text).get_all("Requires-Dist", [])
-    seen: set[str] = set()
+    wanted = [(line, {"", extra}) for line in Parser().parsestr(text).get_all("Requires-Dist", [])]
+    seen: set[tuple[str, frozenset[str]]] = set()
     while wanted:
-        requirement = Requirement(wanted.pop())
+        line, extras = wanted.pop()
+        requirement = Requirement(line)
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-        if name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        once = name, frozenset(requirement.extras)
+        if once in seen or not any(
+            requirement.marker is None or requirement.marker.evaluate({"extra": e}) for e in extras
+        ):
             continue
-        seen.add(name)
+        seen.add(once)
         found = metadata.distribution(name)
-        wanted += found.requires or []
+        wanted += [(line, {"", *requirement.extras}) for line in found.requires or []]
         yield found
 
 
@@ -145,3 +152,38 @@ def test_the_quick_start_runs_in_it(python: Path, tmp_path: Path) -> None:
             (tmp_path / block.file).write_text(block.text, encoding="utf-8")
     torchrun = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert "step 29: loss 2.9" in run([*torchrun, "train.py"], folder=tmp_path)
+
+
+EXTRAS = {
+    "hf": "import peft, safetensors\nfrom penstock.integrations.transformers import PipelineTrainer as found",
+    "lightning": "from penstock.integrations.lightning import PipelineStrategy as found",
+    "log": """
+import wandb, mlflow.store.tracking.sqlalchemy_store  # what keeps mlflow's runs in a file
+from pathlib import Path
+from penstock.train.loggers import LOGGERS, check_logger, open_logger
+for name in LOGGERS:
+    check_logger(name)
+found = open_logger("tensorboard", Path("run"))
+found.close()
+""",
+    "solver": """
+from penstock.cli.main import main
+found = main("search -p 2 -m 2 --tries 1 --exact 1".split(), standalone_mode=False) or "searched"
+""",
+}
+
+
+WEEKLY = pytest.mark.long(
+    "the other extras, tests/integrations and tests/train/test_events.py with all of them; these import for six seconds each"
+)
+
+
+@pytest.mark.parametrize(
+    "extra", [pytest.param(extra, marks=WEEKLY if extra in ("hf", "lightning", "log") else ()) for extra in EXTRAS]
+)
+def test_an_extra_brings_all_that_it_is_for(wheel: Path, tmp_path: Path, extra: str) -> None:
+    """Each in an environment of its own: nothing that another extra brings is there by chance."""
+    place = tmp_path / "environment"
+    place.mkdir()
+    python = environment(wheel, place, extra)
+    run([str(python), "-W", "ignore", "-c", f"{EXTRAS[extra]}\nassert found"], folder=tmp_path)
