@@ -60,6 +60,6 @@ class Replanner:
                 tries=_TRIES,
                 reorder=False,  # the weight gradients are to be added up as now
             )
-        except PlanError:  # backwards in one piece may hold less than any that is split
+        except PlanError:  # what is recomputed or offloaded may hold less than any that is not
             return []
         return [found.plan]

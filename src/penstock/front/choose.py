@@ -85,7 +85,7 @@ def _searched(known: Choice, wishes: Wishes) -> Choice:
         room = [limit - known.state_bytes(placement.stages_of(rank)) for rank, limit in enumerate(wishes.limits)]
     try:
         found = search(wishes.num_ranks, wishes.num_microbatches, known.costs, memory_limit=room, placement=placement)
-    except PlanError:  # backwards in one piece may hold less than any that is split
+    except PlanError:  # one microbatch does not fit
         return replace(known, why=f"{known.why}; a search found none that fits")
     choice = replace(known, plan=replace(found.plan, name="searched"))
     ratio = choice.timeline.makespan / known.timeline.makespan

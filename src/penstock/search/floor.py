@@ -98,8 +98,7 @@ def least_times(job: SearchJob) -> tuple[tuple[float, ...], tuple[float, ...], t
         for number in range(size):
             task, mirror = stage * size + number, (2 * half - 1 - stage) * size + number
             f, i, w = job.time[task], job.time[mirror], job.weight_time[mirror]
-            whole = i + w - costs.overhead if job.whole_time is None else job.whole_time[mirror]
-            both = min(i + w, whole)
+            both = min(i + w, job.whole_time[mirror])
             if costs.overlap is not None:
                 fused = (costs.overlap + costs.overhead) / 2
                 f, both = min(f, fused), min(both, fused)
@@ -113,7 +112,7 @@ def _of_rank(job: SearchJob, ways: _Ways, rank: int) -> float:
     size, half = job.num_microbatches, job.placement.num_stages
     stages = job.placement.stages_of(rank)
     cells = [stage * size + number for stage in stages for number in range(size)]
-    held, kept = job.held, job.kept
+    held, kept = job.held, tuple(map(min, job.held, job.kept))  # a backward in one piece keeps no more than was held
     limit = within(job.limits[rank], (one for cell in cells for one in (held[cell], kept[cell]))) * (1 + 1e-9)
 
     def forwards_of(stage: int) -> list[_Item]:

@@ -111,8 +111,7 @@ def _levels(placements: Iterable[Placement], costs: Costs, known: Sequence[Point
     ranks, least = 1, 0.0
     for placement in placements:
         ranks = placement.num_ranks
-        most = [*map(max, costs.held_to_input, costs.held_to_weight)]
-        held = (sum(most[stage] for stage in placement.stages_of(rank)) for rank in range(ranks))
+        held = (sum(costs.held_to_input[stage] for stage in placement.stages_of(rank)) for rank in range(ranks))
         least = max(least, max(costs.microbatches or (1.0,)) * max(held))
     even = [least * (1 + (ranks - 1) * step / (_LEVELS - 1)) for step in range(_LEVELS)]
     levels = (*even, *(point.memory for point in known))

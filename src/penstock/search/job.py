@@ -16,7 +16,7 @@ from math import inf
 
 from penstock.errors import PlanError
 from penstock.plan import Op, Placement, Rules, StageGraph
-from penstock.plan.actions import backward_input, backward_weight, forward, key_of, stage_of
+from penstock.plan.actions import backward, backward_input, backward_weight, forward, key_of, stage_of
 from penstock.simulate import Costs, Timeline
 
 
@@ -125,9 +125,20 @@ class SearchJob:
         return self._times((self.costs.backward_weight, self.costs.backward_weight))
 
     @cached_property
-    def whole_time(self) -> tuple[float, ...] | None:
-        """By task: how long a backward in one piece takes, if that is no sum of the two halves."""
-        return None if self.costs.backward is None else self._times((self.costs.backward, self.costs.backward))
+    def whole_time(self) -> tuple[float, ...]:
+        """By task: how long the backward of its stage takes in one piece."""
+        whole = [self.costs.time(Op.B, stage) for stage in range(self.placement.num_stages)]
+        return self._times((whole, whole))
+
+    @cached_property
+    def merges(self) -> bool:
+        """Whether a backward in one piece takes less time than its halves, or holds less than between them."""
+        back = range(self.num_tasks // 2, self.num_tasks)
+        return any(
+            self.whole_time[task] < (self.time[task] + self.weight_time[task]) * (1 - 1e-9)
+            or self.kept[task] > self.held[task]
+            for task in back
+        )
 
     @cached_property
     def crossing(self) -> tuple[float, ...]:
@@ -172,6 +183,11 @@ class SearchJob:
         """The packed weight gradient that the task, an input gradient, leaves to be done."""
         link, microbatch = divmod(task, self.num_microbatches)
         return backward_weight(self.stage_of_link[link], microbatch)
+
+    def whole_code(self, task: int) -> int:
+        """The packed backward in one piece of the task, an input gradient."""
+        link, microbatch = divmod(task, self.num_microbatches)
+        return backward(self.stage_of_link[link], microbatch)
 
     @cached_property
     def pace(self) -> float:

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import islice, product
 from math import inf
 
+from penstock.lower import merge_backward
 from penstock.plan import Plan, StageGraph
 from penstock.plan.actions import MICROBATCH_FIELD, MICROBATCH_SHIFT, microbatch_of
 from penstock.schedules import all_schedules, generalised_interleaved
@@ -19,7 +20,7 @@ from penstock.search.exact import solve
 from penstock.search.floor import floor
 from penstock.search.job import SearchJob
 from penstock.search.listing import list_schedule
-from penstock.search.patterns import AsPlanned, BlockPattern, Groups, Manner, Pattern
+from penstock.search.patterns import AsPlanned, BlockPattern, Groups, Manner, Pattern, late_splits
 from penstock.simulate import Costs, Timeline, simulate
 
 _ROUNDING = 1e-9
@@ -84,7 +85,7 @@ class Lane:
     def known(self) -> Iterator[Searched]:
         """The known schedules that fit the memory; they take the microbatches as they are."""
         for plan in self._plans if self.order is None else ():
-            found = Searched(plan, self.job.costs, self.bound, plan.name)
+            found = self._made(plan, plan.name)
             if found.makespan < self.end and self.job.holds(found.timeline):
                 self.end, self.best = found.makespan, found
                 yield found
@@ -138,12 +139,18 @@ class Lane:
             worse = _WORSE * max(0.0, 1 - number / (tries * _PATIENT))
             self._keep(LaneEntry(listing.end, pattern), parent, worse)
             if listing.end < self.end * (1 - 1e-12):
-                self.end = listing.end
-                plan = Plan(
-                    self.job.placement, self.graph, self.job.num_microbatches, listing.codes(self.job), "searched"
-                )
-                self.best = Searched(plan, self.job.costs, self.bound, "search")
+                self.best = self._made(self._plan(listing.codes(self.job)), "search")
+                self.end = self.best.makespan
                 yield self.best
+
+    def _plan(self, codes: tuple[tuple[int, ...], ...]) -> Plan:
+        return Plan(self.job.placement, self.graph, self.job.num_microbatches, codes, "searched")
+
+    def _made(self, plan: Plan, origin: str) -> Searched:
+        """What was found; where an input gradient and its weight gradient stand side by side, in one piece if that is shorter."""
+        plans = [plan, *(merge_backward(plan, everywhere=one) for one in (False, True))] if self.job.merges else [plan]
+        found = (Searched(one, self.job.costs, self.bound, origin) for one in plans)
+        return min(found, key=lambda one: one.makespan)
 
     def solve(self, effort: float, seed: int) -> Iterator[Searched]:
         """Let the exact solver go on from the best so far: it may give a better one, and raises the floor of the lane."""
@@ -152,8 +159,7 @@ class Lane:
         self.bound = min(solved.floor, self.end)
         if solved.codes is None:
             return
-        plan = Plan(self.job.placement, self.graph, self.job.num_microbatches, solved.codes, "searched")
-        found = Searched(plan, self.job.costs, self.bound, "solver")
+        found = self._made(self._plan(solved.codes), "solver")
         if found.makespan < self.end * (1 - 1e-12) and self.job.holds(found.timeline):
             self.end, self.best = found.makespan, found
             yield found
@@ -180,13 +186,14 @@ class Lane:
     def _starts(self) -> Iterator[Pattern]:
         """First what never fails: one microbatch after another. Then what is usual for the placement, then anything."""
         job, rng = self.job, self.rng
-        yield Groups.of(job, Manner(), group=1)
+        wholes = late_splits(job) if job.merges else [()]
+        yield Groups.of(job, Manner(whole=wholes[0]), group=1)
         loop = job.placement.kind == "loop"
         if loop:
-            for manner, group in product(_USUAL[:3], self._groups):
-                yield Groups.of(job, manner, group=group)
-        for manner, plan in product(_USUAL[1:3], self._plans):
-            yield AsPlanned.of(job, plan, manner)
+            for whole, manner, group in product(wholes, _USUAL[:3], self._groups):
+                yield Groups.of(job, replace(manner, whole=whole), group=group)
+        for whole, manner, plan in product(wholes, _USUAL[1:3], self._plans):
+            yield AsPlanned.of(job, plan, replace(manner, whole=whole))
         while True:
             if rng.random() < (0.2 if loop else 0.9):
                 yield BlockPattern.any(job, rng)

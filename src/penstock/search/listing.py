@@ -3,7 +3,7 @@
 Each rank does its forwards in one fixed order, so that memory cannot fill up with microbatches that are half-way, while
 an input gradient may overtake another. Weight gradients, which nobody waits for, fill the gaps; the oldest is done at once
 when the memory is full and that lets a more urgent forward begin. A rank may also wait a little for something more urgent
-that is under way instead of doing what is ready.
+that is under way instead of doing what is ready. Where a backward in one piece is the cheaper one, some are not split.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Urgency:
     keys: list[float]  # by task; within a link they grow with the microbatch
     patience: float  # a weight gradient fills a gap of at least `patience` times its own time
     hold: float  # how long a rank waits for a more urgent task that is under way, as a share of a microbatch's time
+    whole: tuple[int, ...] = ()  # by rank: the backwards of microbatches before this one are not split; (): all are
 
     def forwards(self, job: SearchJob) -> list[list[int]]:
         """By rank: its forwards, in order."""
@@ -35,6 +36,16 @@ class Urgency:
             for rank in range(job.placement.num_ranks)
         ]
 
+    def unsplit(self, job: SearchJob) -> list[int]:
+        """The input gradients that are done together with their weight gradients."""
+        size = job.num_microbatches
+        return [
+            link * size + number
+            for rank, before in enumerate(self.whole)
+            for link in job.backward_links[rank]
+            for number in range(min(before, size))
+        ]
+
 
 @dataclass(frozen=True)
 class Listing:
@@ -42,10 +53,17 @@ class Listing:
 
     end: float
     done: list[list[int]]  # by rank: tasks; -1 - task stands for the weight gradient of that task's stage
+    unsplit: frozenset[int]
 
     def codes(self, job: SearchJob) -> tuple[tuple[int, ...], ...]:
         """The packed actions of each rank."""
-        return tuple(tuple(job.codes[t] if t >= 0 else job.weight_code(-1 - t) for t in done) for done in self.done)
+
+        def code(task: int) -> int:
+            if task < 0:
+                return job.weight_code(-1 - task)
+            return job.whole_code(task) if task in self.unsplit else job.codes[task]
+
+        return tuple(tuple(map(code, done)) for done in self.done)
 
 
 def list_schedule(job: SearchJob, urgency: Urgency) -> Listing | None:
@@ -54,7 +72,11 @@ def list_schedule(job: SearchJob, urgency: Urgency) -> Listing | None:
     One long function, because the search is as good as it is fast: every name in the loop is a local one.
     """
     size, num_tasks, half = job.num_microbatches, job.num_tasks, job.num_tasks // 2
-    times, weight_times, crossing, held, kept = job.time, job.weight_time, job.crossing, job.reserved, job.kept
+    times, held, kept = list(job.time), list(job.reserved), list(job.kept)
+    weight_times, crossing, unsplit = job.weight_time, job.crossing, frozenset(urgency.unsplit(job))
+    for task in unsplit:
+        times[task], kept[task] = job.whole_time[task], 0.0
+        held[task] = held[(job.num_links - 1 - task // size) * size + task % size] = job.held[task]
     rank_of_link, backward_links = job.rank_of_link, job.backward_links
     keys, patience, hold = urgency.keys, urgency.patience, urgency.hold * job.pace
     ranks = range(job.placement.num_ranks)
@@ -122,7 +144,8 @@ def list_schedule(job: SearchJob, urgency: Urgency) -> Listing | None:
             begun[rank] += 1
         else:
             room[rank] += held[best] - kept[best]
-            waiting.append(best)
+            if best not in unsplit:
+                waiting.append(best)
             next_back[best // size] = best + 1 if (best + 1) % size else num_tasks
         # 3. Tell the rank that goes on with it.
         after = best + size
@@ -132,4 +155,4 @@ def list_schedule(job: SearchJob, urgency: Urgency) -> Listing | None:
             if clock[other] < due[other] and arrival < due[other]:
                 due[other] = arrival if arrival > clock[other] else clock[other]
                 heappush(queue, (due[other], other))
-    return Listing(max(clock), done) if sum(map(len, done)) == half * 3 else None
+    return Listing(max(clock), done, unsplit) if sum(map(len, done)) == half * 3 - len(unsplit) else None

@@ -32,11 +32,25 @@ class Manner:
 
     patience: float = 0.5
     hold: float = 0.0
+    whole: tuple[int, ...] = ()
 
-    def shaken(self, rng: random.Random) -> Manner:
+    def urgency(self, keys: list[float]) -> Urgency:
+        return Urgency(keys, self.patience, self.hold, self.whole)
+
+    def shaken(self, job: SearchJob, rng: random.Random) -> Manner:
+        if job.merges and rng.random() < 0.7:
+            whole = self.whole or (0,) * job.placement.num_ranks
+            return replace(self, whole=_nudged(whole, rng) if rng.random() < 0.8 else rng.choice(late_splits(job)))
         if rng.random() < 0.5:
             return replace(self, patience=rng.choice(PATIENCES))
         return replace(self, hold=rng.choice(HOLDS))
+
+
+def late_splits(job: SearchJob) -> list[tuple[int, ...]]:
+    """`Urgency.whole` if the last microbatches alone have split backwards, as many as the ranks have in flight, or none."""
+    ranks, count = job.placement.num_ranks, job.num_microbatches
+    last = (0, -(-ranks // 2), ranks, 2 * ranks, count)
+    return [*dict.fromkeys((max(0, count - split),) * ranks for split in last)]
 
 
 @dataclass(frozen=True)
@@ -73,12 +87,12 @@ class Groups:
                 keys[task] = place if place < ahead else 2 * place - ahead
             for place, task in enumerate(_grouped(self.backward, [(links - 1 - s) * size for s in reversed(stages)])):
                 keys[task] = 2 * place + ahead + 1
-        return Urgency(keys, self.manner.patience, self.manner.hold)
+        return self.manner.urgency(keys)
 
     def shaken(self, job: SearchJob, rng: random.Random) -> Groups:
         found = self
         for _ in range(rng.choice((1, 1, 2, 3))):
-            match rng.choices(("forward", "backward", "ahead", "manner"), (3, 3, 3, 1))[0]:
+            match rng.choices(("forward", "backward", "ahead", "manner"), (3, 3, 3, 4 if job.merges else 1))[0]:
                 case "forward":
                     found = replace(found, forward=_regrouped(found.forward, rng))
                 case "backward":
@@ -86,7 +100,7 @@ class Groups:
                 case "ahead":
                     found = replace(found, ahead=_nudged(found.ahead, rng))
                 case _:
-                    found = replace(found, manner=found.manner.shaken(rng))
+                    found = replace(found, manner=found.manner.shaken(job, rng))
         return found
 
 
@@ -175,12 +189,12 @@ class BlockPattern:
             offset += (self.hops[leg] if place else self.turns[leg]) * unit
             first = offset + (self.shift[rank] * job.pace if link >= half else 0.0)
             keys += (first + number * job.pace for number in range(size))
-        return Urgency(keys, self.manner.patience, self.manner.hold)
+        return self.manner.urgency(keys)
 
     def shaken(self, job: SearchJob, rng: random.Random) -> BlockPattern:
         found = self
         for _ in range(rng.choice((1, 1, 2, 3))):
-            match rng.choices(("hops", "turns", "shift", "manner"), (4, 3, 2, 1))[0]:
+            match rng.choices(("hops", "turns", "shift", "manner"), (4, 3, 2, 4 if job.merges else 1))[0]:
                 case "hops":
                     found = replace(found, hops=_stretched(found.hops, rng, spread=0.5, least=0.5))
                 case "turns":
@@ -188,7 +202,7 @@ class BlockPattern:
                 case "shift":
                     found = replace(found, shift=_nudged(found.shift, rng))
                 case _:
-                    found = replace(found, manner=found.manner.shaken(rng))
+                    found = replace(found, manner=found.manner.shaken(job, rng))
         return found
 
 
@@ -217,12 +231,12 @@ class AsPlanned:
         return cls(tuple(keys), manner)
 
     def urgency(self, job: SearchJob) -> Urgency:
-        return Urgency(list(self.keys), self.manner.patience, self.manner.hold)
+        return self.manner.urgency(list(self.keys))
 
     def shaken(self, job: SearchJob, rng: random.Random) -> AsPlanned:
         """Each link, and a few microbatches, a little more or less urgent."""
-        if rng.random() < 0.2:
-            return replace(self, manner=self.manner.shaken(rng))
+        if rng.random() < (0.5 if job.merges else 0.2):
+            return replace(self, manner=self.manner.shaken(job, rng))
         spread, size = rng.choice(_SPREADS), job.num_microbatches
         keys: list[float] = []
         for first in range(0, job.num_tasks, size):
