@@ -30,10 +30,11 @@ train: $(RUNS) ## train a small GPT with two pipelined processes, about two minu
 	$(BIN)/penstock train $(TRAIN)
 
 test: $(READY) browser compiler pyodide $(if $(findstring --long,$(ARGS)),others) ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
-	@status=0; $(MAKE) lint || { status=$$?; echo "make test: lint failed, see above"; }; \
+	@said=$$(mktemp); $(MAKE) lint >"$$said" 2>&1 & lint=$$!; status=0; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup \
 		$(if $(DEVICE),tests/accelerator --device $(DEVICE)) $(ARGS) || status=$$?; \
-	exit $$status
+	wait $$lint || { status=$$?; cat "$$said"; echo "make test: lint failed, see above"; }; \
+	rm -f "$$said"; exit $$status
 
 lint: $(READY) ## ruff check, ruff format --check, strict mypy
 	@status=0; \
