@@ -13,7 +13,7 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.front import Choice, choose
 from penstock.front.candidates import Machine, Wishes
 from penstock.front.ends import Ends
-from penstock.front.links import measure_links, rounds, unlike
+from penstock.front.links import LARGE, measure_links, rounds, unlike
 from penstock.simulate import Link
 
 
@@ -49,10 +49,26 @@ def test_a_slow_link_is_found_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(LocalTransport, "isend", isend)
     found = LocalWorld(4).run(lambda transport: measure_links(Ends.of(transport, None, torch.device("cpu"))))
     assert all(links == found[0] for links in found)
-    assert {link[:2] for link in found[0]} == {(0, 1), (1, 2), (2, 3), (3, 0)}
+    assert {link[:2] for link in found[0]} == {(0, 1), (1, 2), (2, 3), (3, 0), (1, 0), (2, 1), (3, 2), (0, 3)}
     far = unlike(found[0], 1e-4)
     assert {(1, 2), (2, 1)} <= {link[:2] for link in far}
     assert min(link.latency for link in far if set(link[:2]) == {1, 2}) > 0.015
+
+
+def test_a_link_that_is_narrow_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LocalTransport.isend
+
+    def isend(self: LocalTransport, tensor: torch.Tensor, peer: int) -> Any:
+        work = plain(self, tensor, peer)
+        return Slow(work) if tensor.numel() > 1 and self.rank == 1 else work
+
+    monkeypatch.setattr(LocalTransport, "isend", isend)
+    there, back = LocalWorld(2).run(lambda transport: measure_links(Ends.of(transport, None, torch.device("cpu"))))[0]
+    assert (there[:2], back[:2]) == ((0, 1), (1, 0))
+    assert there.latency == back.latency
+    assert back.bandwidth is not None
+    assert back.bandwidth < 4 * LARGE / 0.02
+    assert there.bandwidth is None or there.bandwidth > 1.5 * back.bandwidth
 
 
 def test_one_rank_has_no_links() -> None:

@@ -37,7 +37,12 @@ def rounds(num_ranks: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_links(ends: Ends) -> list[Link]:
-    """Every pair of neighbours, in the order of the rounds: latency in seconds, and bytes a second if there is a limit."""
+    """Every pair of neighbours, both ways, in the order of the rounds: latency in seconds, and bytes a second if there is a
+    limit.
+
+    How long a small message takes is known there and back together alone, since the ranks have clocks of their own; how long
+    many bytes take, is known each way.
+    """
     if ends.num_ranks < 2:
         return []
     transport, number = ends.transport, ends.num_ranks
@@ -47,30 +52,34 @@ def measure_links(ends: Ends) -> list[Link]:
     for pairs in rounds(number):
         for one, other in pairs:
             if ends.rank in (one, other):
-                link = _measured(transport, one, other)
-                mine += [link] if ends.rank == one else []
+                links = _measured(transport, one, other)
+                mine += links if ends.rank == one else []
     return [Link(*link) for links in ends.gather("how far the ranks are from one another", mine) for link in links]
 
 
-def _measured(transport: Transport, one: int, other: int) -> Link:
-    latency = _ping(transport, one, other, SMALL)
-    extra = _ping(transport, one, other, LARGE) - latency
-    return Link(one, other, latency, 4 * (LARGE - SMALL) / extra if extra > 1e-7 else None)
+def _measured(transport: Transport, one: int, other: int) -> list[Link]:
+    """One way, and the other."""
+    both = _ping(transport, one, other, (SMALL, SMALL))
+    found = []
+    for pair, sizes in (((one, other), (LARGE, SMALL)), ((other, one), (SMALL, LARGE))):
+        extra = _ping(transport, one, other, sizes) - both
+        found.append(Link(*pair, both / 2, 4 * (LARGE - SMALL) / extra if extra > 1e-7 else None))
+    return found
 
 
-def _ping(transport: Transport, one: int, other: int, size: int) -> float:
-    """Seconds of a message one way, the quickest of a few."""
+def _ping(transport: Transport, one: int, other: int, sizes: tuple[int, int]) -> float:
+    """Seconds of a message there and one back, the quickest of a few."""
     leads = transport.rank == one
     peer = other if leads else one
-    buffer = torch.zeros(size, dtype=torch.float32, device=transport.device)
+    buffers = [torch.zeros(size, dtype=torch.float32, device=transport.device) for size in sizes]
     found = []
     for _ in range(_TIMES):
         began = time.perf_counter()
-        for sends in (leads, not leads):
+        for buffer, sends in zip(buffers, (leads, not leads), strict=True):
             (transport.isend(buffer, peer) if sends else transport.irecv(buffer, peer)).wait()
         if transport.device.type != "cpu":
             transport.wait_for_device()
-        found.append((time.perf_counter() - began) / 2)
+        found.append(time.perf_counter() - began)
     return min(found)
 
 
@@ -81,7 +90,7 @@ def usual_bandwidth(links: Sequence[Link]) -> float | None:
 
 
 def unlike(links: Sequence[Link], latency: float) -> tuple[Link, ...]:
-    """The links that are far slower than the others, in both directions; `latency` is that of a usual message in a step.
+    """The links that are far slower than the others; `latency` is that of a usual message in a step.
 
     >>> near, far = Link(0, 1, 1e-5, 1e9), Link(1, 2, 5e-3, 1e7)
     >>> unlike([near, near, far], 3e-5)[0]
@@ -96,6 +105,5 @@ def unlike(links: Sequence[Link], latency: float) -> tuple[Link, ...]:
         narrow = link.bandwidth is not None and width is not None and link.bandwidth * _UNLIKE < width
         if late or narrow:
             seconds = latency + max(link.latency - usual, 0.0)
-            both = ((link.sender, link.receiver), (link.receiver, link.sender))
-            found += [Link(*pair, round(seconds, 9), link.bandwidth if narrow else width) for pair in both]
+            found.append(link._replace(latency=round(seconds, 9), bandwidth=link.bandwidth if narrow else width))
     return tuple(found)
