@@ -11,9 +11,10 @@ from click.testing import CliRunner
 
 from penstock.cli.main import main
 from penstock.plan import Placement, check
+from penstock.schedules import all_schedules
 from penstock.search import front
 from penstock.show.chart import Dot, front_page, front_svg
-from penstock.simulate import Costs
+from penstock.simulate import Costs, simulate
 
 COSTS = Costs.per_rank(num_stages=6, stages_per_rank=2, forward=1.2, backward_weight=0.7, latency=0.1)
 
@@ -25,6 +26,7 @@ def test_no_known_schedule_lies_below_the_front() -> None:
     assert memories == sorted(set(memories))
     assert times == sorted(set(times), reverse=True)
     assert memories[0] == 1.0
+    assert {known.name for known in found.known} == {recipe.name for recipe in all_schedules()} - {"forward"}
     for known in found.known:
         if known.memory <= 6.0:
             best = min(point.makespan for point in found.searched if point.memory <= known.memory * (1 + 1e-9))
@@ -33,6 +35,18 @@ def test_no_known_schedule_lies_below_the_front() -> None:
         check(point.plan)
         assert point.floor is not None
         assert point.floor <= point.makespan * (1 + 1e-9)
+
+
+def test_fewer_stages_may_be_on_the_front() -> None:
+    """Where messages take long, one stage a rank sends fewer of them: 1F1B joins two stages, and is on the front."""
+    costs = Costs.per_rank(num_stages=4, stages_per_rank=2, latency=6.0)
+    found = front(2, 3, costs, limits=(1.0, 2.0, 3.0), tries=10)
+    joined = next(point for point in found.known if point.name == "1f1b")
+    assert joined.plan.num_stages == 2
+    assert joined.makespan == simulate(joined.plan, Costs.per_rank(num_stages=2, latency=6.0)).makespan
+    for point in found.known:
+        assert any(one.memory <= point.memory and one.makespan <= point.makespan for one in found.searched), point.name
+    assert any(one.plan.num_stages == 2 and one.gap is None for one in found.searched)
 
 
 def test_limits_and_a_placement_of_ones_own() -> None:

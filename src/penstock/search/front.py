@@ -37,7 +37,8 @@ class Point(NamedTuple):
 
 
 class Front(NamedTuple):
-    """`searched`: each is faster than all with less memory. `known`: every known schedule for as many stages.
+    """`searched`: each is faster than all with less memory. `known`: every known schedule; one that has fewer stages a rank
+    than were asked for has them joined.
 
     front(job).searched[0].makespan
     """
@@ -90,17 +91,28 @@ def front(
             searched.append(Point(held, found.makespan, timeline.bubble_makespan, name, found.floor, found.plan))
             if progress is not None:
                 progress(searched[-1])
-    return Front(tuple(searched), known)
+    fewer = [point for point in known if point.plan.num_stages < costs.num_stages]  # what no search here can find
+    return Front(_pareto([*searched, *fewer]), known)
+
+
+def _pareto(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Those that are faster than all with no more memory."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: point[:2]):
+        if not found or point.makespan < found[-1].makespan * (1 - 1e-9):
+            found.append(point)
+    return tuple(found)
 
 
 def _known(num_ranks: int, num_microbatches: int, costs: Costs) -> tuple[Point, ...]:
     per_rank, rest = divmod(costs.num_stages, num_ranks)
     found = []
     for recipe in all_schedules():
-        if not rest and recipe.stages_per_rank in (None, per_rank):
-            plan = recipe(num_ranks, num_microbatches, stages_per_rank=per_rank)
+        each = recipe.stages_per_rank or per_rank
+        if not rest and per_rank % each == 0:
+            plan = recipe(num_ranks, num_microbatches, stages_per_rank=each)
             if plan.has_backward:
-                timeline = simulate(plan, costs)
+                timeline = simulate(plan, costs.joined(per_rank // each))
                 held = max(timeline.peak_memory)
                 found.append(Point(held, timeline.makespan, timeline.bubble_makespan, recipe.name, None, plan))
     return tuple(sorted(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -41,6 +41,11 @@ class Link(NamedTuple):
 
 _MOST = 1e60  # of a number: sums and products of a few of them are finite too
 _NOT_PER_STAGE: Final = ("links", "microbatches", "ranks")
+_JOINED: Final = {
+    "kept_input": lambda each: each[0],
+    "output_bytes": lambda each: each[-1],
+}  # of stages that become one
+_JOINED_MOMENTS: Final = ("forward_moment", "backward_moment", "input_moment", "weight_moment")
 
 
 @takes(PlanError)
@@ -167,6 +172,23 @@ class Costs:
             raise PlanError(f"sizes({what!r:.80}); expected a field of Costs, such as 'held_to_input'")
         sizes: tuple[float, ...] | None = None if what == NOTHING else getattr(self, what)
         return (0.0,) * self.num_stages if sizes is None else sizes
+
+    @takes(PlanError)
+    def joined(self, count: int) -> Costs:
+        """The costs if every `count` stages, one after another, were one.
+
+        >>> Costs.per_rank(num_stages=4, stages_per_rank=2).joined(2).forward
+        (1.0, 1.0)
+        """
+        if count < 1 or self.num_stages % count:
+            raise PlanError(f"joined({count}) of {self.num_stages} stages; expected a number that divides them")
+        changed: dict[str, tuple[float, ...]] = {}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            if isinstance(column, tuple) and field.name not in _NOT_PER_STAGE:
+                join = _JOINED.get(field.name, max if field.name in _JOINED_MOMENTS else sum)
+                changed[field.name] = tuple(join(column[at : at + count]) for at in range(0, self.num_stages, count))
+        return replace(self, **changed)
 
     @classmethod
     @takes(PlanError)
