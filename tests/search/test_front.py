@@ -92,7 +92,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert ET.parse(svg).getroot().tag.endswith("svg")
     assert "v-min" in page.read_text(encoding="utf-8")
     found = json.loads(CliRunner().invoke(main, [*sizes, "--json"]).output)
-    assert {point["name"] for point in found["known"]} >= {"v-min", "zbv", "gis"}
+    assert {point["name"] for point in found["known"]} >= {"v-min", "zbv", "gis", "1f1b"}
+    far = CliRunner().invoke(
+        main, ["search", "-p", "2", "-m", "3", "-v", "2", "--latency", "6", "--front", "--tries", "2"]
+    )
+    assert [line.split()[-2:] for line in far.output.splitlines() if "zb-h2" in line] == [["zb-h2", "*"]], "once"
     refused = CliRunner().invoke(main, [*sizes, "--memory", "3"])
     assert refused.exit_code == 2
     assert "leave out --memory" in refused.output

@@ -68,9 +68,10 @@ def command(
     Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. Without
     --stages-per-rank 1, 2 and 4 are tried, and the search goes on with the best of them. The result comes with a floor,
     which no schedule with as many stages and as much memory can beat, and the gap to it: at 0 % it is proved to be the
-    best there is. --front gives the Pareto list of memory against makespan instead, beside all known schedules with as many
-    stages (two a rank unless said otherwise); --svg and --html draw it. With --exact CP-SAT of OR-Tools goes on from
-    the best that was found: it may find a better one, and raises the floor; small ones it proves to the end.
+    best there is. --front gives the Pareto list of memory against makespan instead, beside all known schedules (two stages
+    a rank unless said otherwise; schedules that want one have them joined); --svg and --html draw it. With --exact CP-SAT
+    of OR-Tools goes on from the best that was found: it may find a better one, and raises the floor; small ones it proves
+    to the end.
 
     \b
     Examples:
@@ -143,7 +144,8 @@ def _front(ranks: int, microbatches: int, costs: Costs, given: dict[str, Any], *
 
     found = front(ranks, microbatches, costs, **wishes)
     title = f"{ranks} ranks, {costs.num_stages} stages, {microbatches} microbatches: memory against makespan"
-    marks = [Dot(p.memory, p.makespan, p.name, p in found.searched) for p in (*found.searched, *found.known)]
+    points = [*found.searched, *(point for point in found.known if point not in found.searched)]
+    marks = [Dot(p.memory, p.makespan, p.name, p in found.searched) for p in points]
     if given["svg"] is not None:
         given["svg"].write_text(front_svg(marks, title=title), encoding="utf-8")
     if given["html"] is not None:
@@ -156,7 +158,7 @@ def _front(ranks: int, microbatches: int, costs: Costs, given: dict[str, Any], *
         click.echo(json.dumps(each, indent=2))
         return
     click.echo(f"{title}\n{'memory':>10}{'makespan':>12}{'bubble':>9}{'to floor':>10}  schedule")
-    for point in sorted((*found.searched, *found.known), key=lambda point: (point.memory, point.makespan)):
+    for point in sorted(points, key=lambda point: (point.memory, point.makespan)):
         gap = "-" if point.gap is None else percent(point.gap)
         click.echo(
             f"{memory_text(point.memory):>10}{time_text(point.makespan):>12}{percent(point.bubble):>9}{gap:>10}  {point.name}"

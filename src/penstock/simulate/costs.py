@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
@@ -182,7 +182,7 @@ class Costs:
         """
         if count < 1 or self.num_stages % count:
             raise PlanError(f"joined({count}) of {self.num_stages} stages; expected a number that divides them")
-        changed: dict[str, tuple[float, ...]] = {}
+        changed: dict[str, Any] = {}
         for field in fields(self):
             column = getattr(self, field.name)
             if isinstance(column, tuple) and field.name not in _NOT_PER_STAGE:
