@@ -14,6 +14,7 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import StageError
 from penstock.run import Schedule, Schedule1F1B
 from penstock.stage import PipelineStage
+from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.shortcut import HeldGraph
 from penstock.stage.twins import CompiledParts
 from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, on_ranks
@@ -169,6 +170,76 @@ def test_a_parameter_that_changes_before_the_backward_is_found_out() -> None:
             module.second.weight.mul_(2)
         with pytest.raises(StageError, match="changed in place between a forward and its backward"):
             found[1].input_pass(found[0][:1], [torch.ones(3, 4)])
+
+
+def test_an_output_that_changes_before_the_backward_is_found_out() -> None:
+    """The stage after it may be on the same rank, and read the same memory."""
+    _, compiled, parts = made(Layers)
+    with parts.running():
+        compiled(leaf())
+        found = parts.call_held((leaf(),), {})
+        assert found is not None
+        handed_over = found[0][1].detach()
+        handed_over.mul_(2)
+        with pytest.raises(StageError, match="changed in place between a forward and its backward"):
+            found[1].input_pass(found[0][:1], [torch.ones(3, 4)])
+
+
+class Adding(nn.Module):
+    """The gradient of its input is also what the weight pass needs; that of the skip is the same once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.layer = nn.Parameter(torch.zeros(3, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return self.layer((x + skip + self.shift).view(3, 4))
+
+
+@pytest.mark.parametrize("way", ["held", "by autograd"])
+def test_others_may_add_to_the_gradient_of_an_input_before_the_weight_pass(way: str) -> None:
+    """Another stage of the rank that reads the same value does, in place. The gradient of `shift` then grew by it, too."""
+    torch.manual_seed(0)
+    module = Adding()
+    compiled: Any = torch.compile(module, backend="aot_eager")
+    parts = CompiledParts(compiled, split=True)
+    x, skip, want = leaf(), leaf(), torch.ones(3, 4) @ module.layer.weight.detach()
+    with parts.running():
+        output = compiled(x, skip)
+        if way == "held":
+            found = parts.call_held((x, skip), {})
+            assert found is not None
+            found[1].input_pass([found[0]], [torch.ones(3, 4)])
+        else:
+            with collecting() as work:
+                output.backward(torch.ones(3, 4))
+        assert x.grad is not None
+        x.grad.add_(5)
+        found[1].weight_pass(None) if way == "held" else accumulate_graphs(work)
+    assert module.shift.grad is not None
+    assert skip.grad is not None
+    torch.testing.assert_close(module.shift.grad, want)
+    torch.testing.assert_close(skip.grad, want)
+
+
+def test_code_that_is_to_run_eagerly_does_for_every_microbatch() -> None:
+    """A user who looks for something in a forward; from the second call on, what had been compiled before was run."""
+    _, compiled, parts = made(Layers)
+    with parts.running():
+        compiled(leaf())
+    with torch.compiler.set_stance("force_eager"), parts.running():
+        for _ in range(2):
+            assert parts.call_held((leaf(),), {}) is None
+            assert compiled(leaf())[0].grad_fn.name() == "AddmmBackward0"
+
+
+def test_anomalies_are_looked_for_by_autograd() -> None:
+    _, compiled, parts = made(Layers)
+    with parts.running():
+        compiled(leaf())
+        with torch.autograd.set_detect_anomaly(True):
+            assert parts.call_held((leaf(),), {}) is None
+        assert parts.call_held((leaf(),), {}) is not None
 
 
 class Entry:

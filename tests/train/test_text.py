@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_the_screen_shows_step_loss_speed_and_time_left(terminal: bool) -> None:
     assert "[step 40]: validation loss" in shown, "not taken for markup"
     if not terminal:
         assert 15 <= shown.count("loss 3.25") <= 32, "a line now and then"
+
+
+def test_what_penstock_tells_its_logger_is_shown() -> None:
+    """`--compile` showed nothing for as long as stages were being compiled."""
+    out, logger = io.StringIO(), logging.getLogger("penstock")
+    for enabled in (True, False):
+        with Screen(enabled=enabled, console=Console(file=out)).hearing():
+            logger.info("rank %d compiles stage %s", 0, "0, 3")
+    logger.info("afterwards")
+    assert out.getvalue() == "rank 0 compiles stage 0, 3\n"
 
 
 def test_other_ranks_say_nothing() -> None:

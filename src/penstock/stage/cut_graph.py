@@ -181,6 +181,7 @@ class BackwardParts:
         self.first: Compiled | None = None
         self.second: Compiled = _nothing
         self.packing: Packing | None = None  # of what the second returns
+        self.shared: list[int] | None = None  # places of gradients in memory of one another or of `kept`, once it ran
 
     def inputs(self, given: list[object]) -> tuple[list[Any], list[Any]]:
         """The first part: the gradients, without those of parameters, and what is kept for the second. Empties `given`."""
@@ -195,6 +196,11 @@ class BackwardParts:
         for place, value in zip(self.places, values, strict=False):
             found[place] = value
         kept += values[len(self.places) :]
+        if self.shared is None:
+            memory = [memory_of(value) for value in (*found, *kept)]
+            self.shared = [place for place in self.places if memory[place] and memory.count(memory[place]) > 1]
+        for place in self.shared:  # whoever takes a gradient may add to it in place
+            found[place] = found[place].clone()
         return found, kept
 
     def run(self, given: list[object]) -> list[Any]:
@@ -235,6 +241,11 @@ def called_shortly(compiled: Compiled) -> Compiled:
         return graph(given)  # type: ignore[no-any-return]
 
     return run if hasattr(graph, "current_callable") else compiled
+
+
+def memory_of(value: object) -> int:
+    """Where a tensor lies; 0: nowhere."""
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
 
 
 def _nothing(given: list[object]) -> Sequence[object]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from penstock.errors import StageError
-from penstock.stage.cut_graph import BackwardParts, Compiled, GraphWork, called_shortly, hand_over
+from penstock.stage.cut_graph import BackwardParts, Compiled, GraphWork, called_shortly, hand_over, memory_of
 
 _C: Any = torch._C
 _ANCHOR = torch.zeros((), requires_grad=True)  # where no input needs a gradient, the outputs still do
@@ -76,7 +76,7 @@ class Joint:
         self.places = [self.backward.sources.index(place) for place in wanted]
         self.held_to_input: int | None = None  # bytes that a microbatch holds after its forward, once one ran
         self.held_to_weight: int | None = None  # and after its input pass
-        self.given: list[int] | None = None  # which of the saved values are inputs, or views of them, once one ran
+        self.given: list[int] | None = None  # which of the saved values somebody else can change, once one ran
 
     @classmethod
     def of(cls, noted: TracedGraph, examples: Sequence[Any], weights: frozenset[int]) -> Joint | None:
@@ -97,12 +97,12 @@ class Joint:
         leaves = [args[place] for place in self.wanted] or [_ANCHOR]
         return _JointFunction.apply(self, args, *leaves)  # type: ignore[no-untyped-call]
 
-    def versions(self, args: Sequence[Any], saved: Sequence[Any]) -> list[int]:
-        """How often those saved values were changed in place that somebody else can change."""
+    def versions(self, others: Sequence[Any], saved: Sequence[Any]) -> list[int]:
+        """How often those saved values were changed in place that somebody else can change: inputs, outputs, and views."""
         if self.given is None:
-            known = {id(value) for value in args}
+            known = {memory_of(value) for value in others}
             tensors = [(place, value) for place, value in enumerate(saved) if isinstance(value, Tensor)]
-            self.given = [place for place, value in tensors if id(value) in known or value._is_view()]
+            self.given = [place for place, value in tensors if memory_of(value) in known or value._is_view()]
         return [saved[place]._version for place in self.given]
 
     def weight_work(self, kept: list[Any], parameters: Sequence[Tensor]) -> GraphWork:

@@ -44,13 +44,13 @@ class HeldGraph:
 
     __slots__ = ("grads", "joint", "leaves", "outputs", "parameters", "saved", "versions", "work")
 
-    def __init__(self, joint: Joint, args: Sequence[Any], saved: list[Any]) -> None:
+    def __init__(self, joint: Joint, args: Sequence[Any], outputs: Sequence[Any], saved: list[Any]) -> None:
         self.joint = joint
         self.saved = saved
         self.leaves = [args[place] for place in joint.wanted]
         self.parameters = [args[place] for place in joint.weights]
         self.outputs: list[Tensor] = []
-        self.versions = joint.versions(args, saved)
+        self.versions = joint.versions((*args, *outputs), saved)
         self.grads: list[Tensor | None] | None = None  # of the outputs, while nothing is to be hurried for
         self.work: GraphWork | None = None
 
@@ -123,7 +123,7 @@ class _Graph:
                 raise _NotHeldError
         values = joint.run(joint.forward, list(args))
         outputs = list(values[: joint.num_outputs])
-        held = self.held = HeldGraph(joint, args, list(values[joint.num_outputs :]))
+        held = self.held = HeldGraph(joint, args, outputs, list(values[joint.num_outputs :]))
         for place in joint.rooted:
             outputs[place] = outputs[place].detach().requires_grad_()
             held.outputs.append(outputs[place])
@@ -154,8 +154,8 @@ class Shortcuts:
         return output
 
     def held(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, HeldGraph] | None:
-        """Call without autograd; None if that is not possible, or not known to be, or if somebody wants what autograd saves."""
-        if _C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        """Call without autograd; None if that is not possible, or not known to be, or if somebody looks at what autograd does."""
+        if _C._autograd._top_saved_tensors_default_hooks(False) is not None or torch.is_anomaly_enabled():
             return None
         frame = {"args": args, "kwargs": kwargs, "module": self.module}
         for holds, written in self.found:
@@ -170,11 +170,15 @@ class Shortcuts:
         return None
 
     def _learn(self, frame: dict[str, Any], output: Any) -> None:
-        """After a call in the long way: find the code that it has run."""
+        """After a call in the long way: find the code that it has run, if it was compiled code (see `torch.compiler.set_stance`)."""
+        tensors = tensors_in(output)
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        if not trained or not all(map(is_output_of_joint, trained)) or len(set(map(id, tensors))) < len(tensors):
+            return
         for entry in _entries(self.eager.__code__)[:1]:  # the last that ran
             code = entry.code
             if code not in self.read:
-                self.read[code] = _written(code, self.eager, output)
+                self.read[code] = _written(code, self.eager)
             written = self.read[code]
             if written is not None and entry.guard_manager.check(frame):
                 self.found.append((entry.guard_manager.check, written))
@@ -192,7 +196,7 @@ _INSTRUCTIONS = """
 _KNOWN = frozenset(_INSTRUCTIONS.split())
 
 
-def _written(code: CodeType, eager: Any, output: Any) -> _Written | None:
+def _written(code: CodeType, eager: Any) -> _Written | None:
     """The code, if it does nothing but call one graph and returns that graph's outputs."""
     steps = list(dis.get_instructions(code))
     names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
@@ -208,10 +212,7 @@ def _written(code: CodeType, eager: Any, output: Any) -> _Written | None:
     while hasattr(call, "_torchdynamo_orig_callable"):  # what torch.compile wraps around it
         call = call._torchdynamo_orig_callable
     joint = getattr(call, "joint", None)
-    tensors = tensors_in(output)
-    if joint is None or len({id(tensor) for tensor in tensors}) < len(tensors):
-        return None
-    if not all(is_output_of_joint(tensor) for tensor in tensors if tensor.requires_grad):
+    if joint is None:
         return None
     graph = _Graph(joint)
     made = [

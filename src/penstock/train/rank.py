@@ -45,9 +45,9 @@ def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
         check_names(options, opens_loggers=first)
         options = fitted(options, int(os.environ.get("WORLD_SIZE", "1")))
         screen = Screen(enabled=first)
-        return Run(
-            replace(options, resume=options.resume or _started_again(where_of(options))), job, screen, stop
-        ).train()
+        options = replace(options, resume=options.resume or _started_again(where_of(options)))
+        with screen.hearing():
+            return Run(options, job, screen, stop).train()
 
 
 def _show_from_here(show: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,22 @@ class Screen:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Inside, what penstock tells its logger is said here: which stages are being compiled, and how long that took."""
+        if not self.enabled:
+            yield
+            return
+        logger, handler = logging.getLogger("penstock"), _Saying(self)
+        before = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(before)
+
+    @contextmanager
     def bar(self, total: int, start: int) -> Iterator[ProgressBar]:
         if not self.enabled:
             yield _Silent()
@@ -43,6 +60,15 @@ class Screen:
                 yield _Moving(progress, progress.add_task("", total=total, completed=start, figures=""))
         else:
             yield _Lines(self, total, start)
+
+
+class _Saying(logging.Handler):
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(logging.INFO)
+        self.screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.screen.say(record.getMessage())
 
 
 class _Silent:
