@@ -170,7 +170,7 @@ class Shortcuts:
         return None
 
     def _learn(self, frame: dict[str, Any], output: Any) -> None:
-        """After a call in the long way: find the code that it has run, if it was compiled code (see `torch.compiler.set_stance`)."""
+        """After a call in the long way: find the code that it has run, if that was compiled (see `torch.compiler.set_stance`)."""
         tensors = tensors_in(output)
         trained = [tensor for tensor in tensors if tensor.requires_grad]
         if not trained or not all(map(is_output_of_joint, trained)) or len(set(map(id, tensors))) < len(tensors):
