@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -120,6 +120,29 @@ def test_batches_that_differ_are_refused_everywhere(
     said = LocalWorld(3).run(step_with, inputs, targets)
     assert all(text in each for each in said), said
     assert any(each.startswith(RanksDisagree.__name__) for each in said)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")  # torch's, which was the only sign
+@pytest.mark.parametrize(("rows", "target_rows"), [(8, 4), (4, 8)])
+@pytest.mark.parametrize("name", ["", "x"])
+def test_a_row_of_a_target_on_the_last_rank_never_counts_for_several(rows: int, target_rows: int, name: str) -> None:
+    """The rank with the target saw no input, the one with the input no target, and 8 are twice 4: a loss over broadcast rows."""
+
+    class Named(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    def step(transport: Transport) -> str:
+        stage = PipelineStage(Named(4, 4), transport.rank, 2, "cpu", group=transport)
+        schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+        x, y = torch.randn(rows, 4), torch.randn(target_rows, 4)
+        given: dict[str, Any] = {"target": y} if transport.rank else {name: x} if name else {}
+        with pytest.raises(PenstockError) as caught:
+            schedule.step(*() if given else (x,), **given)
+        return str(caught.value)
+
+    for text in LocalWorld(2).run(step):
+        assert f"an output of shape [{rows // 4}, 4] and a target of shape [{target_rows // 4}, 4]" in text
 
 
 @pytest.mark.parametrize("targets", [[None, None, 8], [8, 8, 8]])

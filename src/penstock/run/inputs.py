@@ -25,10 +25,13 @@ class Given:
     loss_kwargs: Mapping[str, Value] = field(default_factory=dict)
     keep_outputs: bool = True
 
-    def rows(self, specs: Specs, *, of_target: bool) -> Rows:
+    def rows(self, specs: Specs, *, of_target: bool, of_kwargs: bool) -> Rows:
         """How many rows there are, where the default rule cuts: along the first dimension."""
-        cut_otherwise = specs.args is not None or not self.args
-        arguments = UNKNOWN if cut_otherwise else _rows_of(self.args[0])
+        if self.args:
+            arguments = UNKNOWN if specs.args is not None else _rows_of(self.args[0])
+        else:  # all that have rows have as many
+            known = map(_rows_of, self.kwargs.values()) if of_kwargs and specs.kwargs is None else ()
+            arguments = next((rows for rows in known if rows != UNKNOWN), UNKNOWN)
         return Rows(arguments, _rows_of(self.target) if of_target and specs.target is None else UNKNOWN)
 
 

@@ -151,6 +151,7 @@ class Runner:
         error = error or unreachable
         mine = replace(preamble, epoch=self.transport.epoch, mode=mode, num_microbatches=size)
         rows = prepared.rows.differs_from(Rows(preamble.rows, preamble.target_rows))
+        prepared.inputs.uneven |= Rows(preamble.rows, prepared.rows.target).uneven
         if (mine != preamble or rows) and error is None and not preamble.failed:
             what = rows or f"this rank is about to run {mine}, rank {self.preambles.parent} {preamble}"
             error = RanksDisagree(

@@ -272,7 +272,8 @@ class Schedule:
                 raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
             if program.setting.grad:
                 self._ties.begin()
-            rows = given.rows(self._specs, of_target=self._has_first or self._has_last)
+            several = self._has_first and self.num_microbatches > 1  # one is handed on whole, whatever its rows are
+            rows = given.rows(self._specs, of_target=self._has_first or self._has_last, of_kwargs=several)
             inputs = self._cut(given, train=program.setting.grad)
             if self.loss_fn is not None and (differs := rows.differs_from(rows)):
                 raise SplitError(f"{differs}. Give a target for the rows of the input, or target_chunk_spec")
