@@ -71,6 +71,32 @@ def test_stages_cut_from_another_model_are_refused(cut: Any, other: dict[str, An
         assert "parameters, " in text
 
 
+@pytest.mark.parametrize("other", [nn.ReLU(), nn.Dropout(0.2)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_same_parameters_under_other_operations_are_another_model(other: nn.Module, whole: bool) -> None:
+    """Names, shapes and wires were the same: one rank trained with another activation, or another share of dropout."""
+
+    def run(transport: LocalTransport) -> str:
+        model = Chain(4)
+        model.layers[3] = nn.Sequential(nn.Linear(4, 4), other if transport.rank else nn.Dropout(0.1), nn.Linear(4, 4))
+        x, y = torch.randn(2, 4, 4)
+
+        def begin() -> None:
+            if whole:
+                penstock.Pipeline(model, (x,), group=transport, profile=False)
+            else:
+                stage = by_capture(model, transport)
+                penstock.Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss).step(x, target=y)
+
+        with pytest.raises(RanksDisagree) as caught:
+            begin()
+        return str(caught.value)
+
+    for text in LocalWorld(2).run(run):
+        assert "wires" not in text
+        assert "operators" in text or "parameters, " in text
+
+
 @pytest.mark.parametrize("cut", [by_modules, by_capture])
 def test_stages_of_one_model_are_accepted(cut: Any) -> None:
     def run(transport: LocalTransport) -> None:

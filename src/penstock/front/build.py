@@ -34,6 +34,7 @@ from penstock.front.request import Built, Request
 from penstock.front.stage_costs import Machine
 from penstock.plan import Plan
 from penstock.schedules import Recipe, get_schedule
+from penstock.stage.digest import operators_of
 from penstock.stage.elsewhere import elsewhere
 
 
@@ -87,6 +88,7 @@ def stage_facts(pipe: Pipe, request: Request) -> dict[str, str]:
     parts = {
         "parameters": [[[n, list(p.shape), str(p.dtype)] for n, p in m.named_parameters()] for m in modules],
         "buffers": [[[n, list(b.shape), str(b.dtype)] for n, b in m.named_buffers()] for m in modules],
+        "operators": [operators_of(m) for m in modules],
         "shared parameters": sorted(str(shared.holders) for shared in info.shared.values()),
         "wires": [[str(wire) for wire in wires] for wires in (*info.stage_inputs, *info.stage_outputs)],
     }

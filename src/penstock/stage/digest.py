@@ -1,4 +1,4 @@
-"""What ranks compare to know that they cut the same model: names, shapes and types of all that its stages hold."""
+"""What ranks compare to know that they cut the same model: what its stages hold, and what they do with it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,43 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from torch import nn
+from torch import fx, nn
 
 
 def model_digest(stages: Iterable[nn.Module]) -> str:
     """All stages of a model, in a few words.
 
     >>> model_digest([nn.Linear(2, 2), nn.Linear(2, 1)])
-    '9 parameters, 7a2e22f395cf'
+    '9 parameters, 1783063ea8b5'
     """
     modules = list(stages)
     rows = [
-        [[name, list(value.shape), str(value.dtype)] for name, value in found]
+        [
+            [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()],
+            [[name, list(b.shape), str(b.dtype)] for name, b in module.named_buffers()],
+            operators_of(module),
+        ]
         for module in modules
-        for found in (module.named_parameters(), module.named_buffers())
     ]
     count = sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
     return f"{count:,} parameters, {hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:12]}"
+
+
+def operators_of(module: nn.Module) -> list[str]:
+    """Those of a captured stage, and the numbers they are given (the share of a dropout, say), sorted; of no other module.
+
+    Sizes and devices are left out: they may differ between ranks that run the same model.
+    """
+    graph = getattr(module, "graph", None)
+    if not isinstance(graph, fx.Graph):
+        return []
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return sorted(
+        " ".join(
+            [
+                getattr(node.target, "__name__", str(node.target)),
+                *(f"{value:.6g}" for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)),
+            ]
+        )
+        for node in calls
+    )
