@@ -17,6 +17,7 @@ from torch import nn
 import penstock
 import penstock.balance
 import penstock.plan
+import penstock.show
 import penstock.simulate
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError, RanksDisagree, RunError, SplitError
@@ -178,6 +179,22 @@ def test_files_that_cannot_be_opened_are_errors_of_penstock(read: Any, name: str
     (tmp_path / "folder").mkdir()
     with pytest.raises(PenstockError, match=r"cannot be read|is no name of a file"):
         read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["none/plan", "folder", "zero\0byte"])
+def test_files_that_cannot_be_written_are_errors_of_penstock(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    plan = penstock.get_schedule("1f1b")(2, 4)
+    costs, file = penstock.Costs.unit(plan), str(tmp_path / name)
+    profile = penstock.balance.Profile((penstock.balance.LayerCost("layer"),))
+    for write in (
+        lambda: penstock.plan.dump(plan, file),
+        lambda: penstock.simulate.dump_costs(costs, file),
+        lambda: penstock.show.dump_trace(plan, file),
+        lambda: profile.save(file),
+    ):
+        with pytest.raises(PenstockError, match=r"cannot be written|is no name of a file"):
+            write()
 
 
 @pytest.mark.parametrize("norm", [-1.0, float("nan"), "1"])

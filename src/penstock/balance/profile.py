@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import BalanceError
 from penstock.misfits import takes
-from penstock.plan.reading import read_text
+from penstock.plan.reading import read_text, write_text
 
 _FORMAT = "penstock-profile"
 _LARGEST = 64 * 1024 * 1024  # bytes of a file: a line for each layer
@@ -181,7 +181,7 @@ class Profile:
     @takes(BalanceError)
     def save(self, path: str | Path) -> None:
         """Write the profile to a JSON file."""
-        Path(path).write_text(self.dumps(), encoding="utf-8")
+        write_text(path, self.dumps(), BalanceError)
 
     @classmethod
     @takes(BalanceError)

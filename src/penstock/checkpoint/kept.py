@@ -35,8 +35,11 @@ def older(place: Path) -> list[Path]:
 
 def candidates(place: Path) -> list[Path]:
     """The checkpoint of that name and the older ones, newest first; an error if there is none."""
-    found = [place] if (place / FILE).is_file() else []
-    found += older(place)
+    try:
+        found = [place] if (place / FILE).is_file() else []
+        found += older(place)
+    except OSError as error:
+        raise RunError(f"{place} cannot be read: {error.strerror}") from error
     if not found:
         raise RunError(f"{place} is no checkpoint: it has no {FILE}; give the folder that pipe.save() was given")
     return found

@@ -267,4 +267,5 @@ def _is_zip(file: Path) -> bool:
 
 def _said(error: Exception) -> str:
     """The first line of an error, which may have none."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    first = next(iter(str(error).splitlines()), "").partition(". ")[0]  # what torch advises next is to trust the file
+    return f"{type(error).__name__}: {first}"

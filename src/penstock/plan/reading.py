@@ -1,6 +1,7 @@
-"""Reading a file that somebody else wrote: bounded, and with errors of penstock's own.
+"""Files: what somebody else wrote is read up to a bound, and what cannot be read or written is an error of penstock's own.
 
 read_text("plan.csv", ParseError, limit=1 << 20)
+write_text("plan.csv", "0F0,0B0", PlanError)
 """
 
 from __future__ import annotations
@@ -9,6 +10,15 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.errors import PenstockError
+
+
+def write_text(path: str | PathLike[str], text: str, error: type[PenstockError]) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise error(f"{path} cannot be written: {problem.strerror or problem}") from problem
+    except ValueError as problem:  # a name with a zero byte in it
+        raise error(f"{str(path)!r} is no name of a file: {problem}") from problem
 
 
 def read_text(

@@ -10,7 +10,6 @@ import csv
 from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from os import PathLike
-from pathlib import Path
 
 from penstock.errors import ParseError, PlanError
 from penstock.misfits import takes
@@ -35,7 +34,7 @@ from penstock.plan.graph import StageGraph
 from penstock.plan.ops import COMPUTES, COUNTED, MESSAGES, TRAINING
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
-from penstock.plan.reading import read_text
+from penstock.plan.reading import read_text, write_text
 
 _ACTIVATIONS = MESSAGES - TRAINING
 LIMIT = 16_000_000  # bytes of a plan file: about two million actions
@@ -74,7 +73,7 @@ def dump(plan: Plan, path: str | PathLike[str]) -> None:
 
     dump(get_schedule("1f1b")(2, 4), "plan.csv")
     """
-    Path(path).write_text(dumps(plan), encoding="utf-8")
+    write_text(path, dumps(plan), PlanError)
 
 
 @takes(PlanError)

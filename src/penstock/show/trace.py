@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from os import PathLike
-from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import PlanError
@@ -19,6 +18,7 @@ from penstock.misfits import takes
 from penstock.plan import Action, AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
 from penstock.plan.ops import COMPUTES, COPIES, MESSAGES, RECEIVES, doing
+from penstock.plan.reading import write_text
 from penstock.show.picture_rows import extent, has_copies
 from penstock.simulate import Message, Timeline, simulate
 
@@ -53,7 +53,7 @@ def dump_trace(shown: Timeline | Plan, path: str | PathLike[str]) -> None:
 
     dump_trace(timeline, "trace.json")
     """
-    Path(path).write_text(json.dumps(to_trace(shown), separators=(",", ":")), encoding="utf-8")
+    write_text(path, json.dumps(to_trace(shown), separators=(",", ":")), PlanError)
 
 
 class _Trace:

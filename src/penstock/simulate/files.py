@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from penstock.errors import ParseError
 from penstock.misfits import takes
-from penstock.plan.reading import read_text
+from penstock.plan.reading import read_text, write_text
 from penstock.simulate.costs import Costs, Link
 
 FORMAT: Final = "penstock-costs"
@@ -52,7 +52,7 @@ def dump_costs(costs: Costs, path: Path | str) -> None:
 
     dump_costs(Costs.unit(plan), "costs.json")
     """
-    Path(path).write_text(dumps_costs(costs), encoding="utf-8")
+    write_text(path, dumps_costs(costs), ParseError)
 
 
 @takes(ParseError)
