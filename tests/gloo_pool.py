@@ -33,8 +33,8 @@ from typing import Any
 
 import pytest
 
-_STARTUP = 60.0  # seconds for processes to start and import torch on a busy machine
-_AFTERMATH = 15.0  # seconds that ranks may live on after another one raised or died
+_STARTUP = 90.0  # seconds for processes to start and import torch on a busy machine
+_AFTERMATH = 60.0  # seconds that ranks may live on after another one raised or died
 _PARTING = 5.0  # seconds in which workers that are no longer needed may end by themselves
 
 
@@ -97,7 +97,7 @@ class GlooPool:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = 90.0,
         group_timeout: float = 1800.0,
         store: str = "file",
     ) -> list[Outcome]:

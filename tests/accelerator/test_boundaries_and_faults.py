@@ -22,6 +22,7 @@ from penstock.stage.pipeline_stage import PipelineStage
 from tests.accelerator.pipes import ROWS, batch, block
 from tests.accelerator.pipes import expected as plain_gradients
 from tests.accelerator.pool import Mode, SimPool
+from tests.faults.fragile import SOON
 from tests.run import test_conjugates as conjugates
 
 MICROBATCHES = 4
@@ -216,7 +217,7 @@ def _check_exception(told: list[tuple[list[str], float]], *, victim: int) -> Non
         else:
             assert found[1].startswith(f"PeerFailed: rank {victim} failed"), found
             assert "ArithmeticError: on purpose" in found[1]
-        assert seconds < 20.0
+        assert seconds < SOON
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def test_a_rank_that_dies_or_stops_is_named_and_no_stream_stays_stuck(
         assert found[0] == ""
         assert found[1].startswith("PeerFailed: rank 1 failed"), found
         assert "tart the job again" in found[2] or "rank 1 failed" in found[2], found
-        assert seconds < 20.0
+        assert seconds < SOON
 
 
 def leaves(device: torch.device, queues: str, *, lost: bool = False) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from penstock.comm.store import DistributedStore
 from penstock.comm.switchboard import Switchboard
 from penstock.run import Schedule1F1B, ScheduleGPipe
 from penstock.stage.pipeline_stage import PipelineStage
+from tests.faults.fragile import until
 from tests.gloo_pool import GlooPool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool]
@@ -105,7 +107,7 @@ def test_messages_arrive_in_order_whoever_waits_first(
         arrivals = [there.receive([buffer]) for buffer in buffers]
         order.shuffle(arrivals)  # type: ignore[attr-defined]
         for arrival in arrivals:
-            arrival.wait(timedelta(seconds=5))
+            arrival.wait(timedelta(seconds=30))
         assert all(map(same, given_, buffers))
 
 
@@ -116,7 +118,7 @@ def test_a_scalar_and_a_tensor_with_a_graph_are_sent(ends: tuple[Line, Line]) ->
     here.send([graph])
     first, second = torch.empty(()), torch.empty(4)
     there.receive([first])
-    there.receive([second]).wait(timedelta(seconds=5))  # takes the one before, too
+    there.receive([second]).wait(timedelta(seconds=30))  # takes the one before, too
     assert first == 3.5
     assert second.tolist() == [2.0] * 4
 
@@ -129,10 +131,10 @@ def test_sending_never_blocks_and_takes_a_copy(ends: tuple[Line, Line]) -> None:
         here.send([tensor.fill_(number)])
     buffer = torch.empty_like(tensor)
     for number in range(count):
-        there.receive([buffer]).wait(timedelta(seconds=5))
+        there.receive([buffer]).wait(timedelta(seconds=30))
         assert buffer.unique().tolist() == [number]
     here.send([tensor.fill_(7)])  # the thread has sent all of it, and this one goes straight
-    there.receive([buffer]).wait(timedelta(seconds=5))
+    there.receive([buffer]).wait(timedelta(seconds=30))
     assert buffer.unique().tolist() == [7]
 
 
@@ -142,7 +144,7 @@ def test_a_wait_is_bounded_and_ends_the_line_for_both(ends: tuple[Line, Line]) -
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="Timed out"):
         arrival.wait(timedelta(seconds=0.05))
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 30.0
     with pytest.raises(RuntimeError, match="Connection closed"):
         here.send([torch.ones(1)])
 
@@ -169,7 +171,7 @@ def test_a_forked_child_does_not_end_its_parents_line(ends: tuple[Line, Line]) -
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     here.send([torch.ones(1)])
-    there.receive([torch.empty(1)]).wait(timedelta(seconds=5))
+    there.receive([torch.empty(1)]).wait(timedelta(seconds=30))
 
 
 def test_what_was_sent_before_closing_arrives(ends: tuple[Line, Line]) -> None:
@@ -177,10 +179,10 @@ def test_what_was_sent_before_closing_arrives(ends: tuple[Line, Line]) -> None:
     here.send([torch.ones(3)])
     here.close()
     buffer = torch.empty(3)
-    there.receive([buffer]).wait(timedelta(seconds=5))
+    there.receive([buffer]).wait(timedelta(seconds=30))
     assert buffer.tolist() == [1.0] * 3
     with pytest.raises(RuntimeError, match="Connection closed"):
-        there.receive([buffer]).wait(timedelta(seconds=5))
+        there.receive([buffer]).wait(timedelta(seconds=30))
 
 
 def test_a_message_of_another_step_is_refused(ends: tuple[Line, Line]) -> None:
@@ -188,7 +190,7 @@ def test_a_message_of_another_step_is_refused(ends: tuple[Line, Line]) -> None:
     here.send([torch.ones(3)])
     there.step = 2
     with pytest.raises(RuntimeError, match="message 1 of step 1 with 12 bytes, where message 1 of step 2"):
-        there.receive([torch.empty(3)]).wait(timedelta(seconds=5))
+        there.receive([torch.empty(3)]).wait(timedelta(seconds=30))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -196,7 +198,7 @@ def test_a_message_of_another_size_is_refused(ends: tuple[Line, Line], size: int
     here, there = ends
     here.send([torch.ones(3)])
     with pytest.raises(RuntimeError, match=f"with 12 bytes, where message 1 of step 1 with {4 * size} bytes"):
-        there.receive([torch.empty(size)]).wait(timedelta(seconds=5))
+        there.receive([torch.empty(size)]).wait(timedelta(seconds=30))
 
 
 def test_ctrl_c_is_raised_when_the_message_is_there(ends: tuple[Line, Line]) -> None:
@@ -205,13 +207,15 @@ def test_ctrl_c_is_raised_when_the_message_is_there(ends: tuple[Line, Line]) -> 
     arrivals = [there.receive([buffer]) for buffer in buffers]
 
     def interrupt() -> None:
+        main = threading.main_thread().ident
+        until(lambda: main is not None and sys._current_frames()[main].f_code is Line.pull.__code__)
         os.kill(os.getpid(), signal.SIGINT)
         for number in range(2):
             here.send([torch.full((2,), number + 1.0)])
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Timer(0.1, interrupt).start()
+        threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             arrivals[1].wait()
     finally:
@@ -237,7 +241,7 @@ def test_a_message_that_arrived_as_ctrl_c_broke_in_is_not_waited_for_again(
     with pytest.raises(KeyboardInterrupt):
         arrival.wait()
     monkeypatch.undo()
-    there.receive([second]).wait(timedelta(seconds=5))
+    there.receive([second]).wait(timedelta(seconds=30))
     assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0])
 
 
@@ -247,7 +251,7 @@ def test_every_pair_has_a_socket_and_a_second_connect_keeps_it() -> None:
     boards[0].lines[2].send([torch.ones(1)])
     connected(*boards)
     buffer = torch.empty(1)
-    boards[2].lines[0].receive([buffer]).wait(timedelta(seconds=5))
+    boards[2].lines[0].receive([buffer]).wait(timedelta(seconds=30))
     assert buffer.item() == 1.0
     for board in boards:
         board.close()
@@ -265,7 +269,7 @@ def test_after_a_step_that_failed_the_backend_is_used_until_one_goes_well() -> N
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda board: board.end(fine=True), boards))
     assert boards[0].lines[1].send([torch.full((1,), 2.0)]) is None
-    boards[1].lines[0].receive([buffer]).wait(timedelta(seconds=5))
+    boards[1].lines[0].receive([buffer]).wait(timedelta(seconds=30))
     assert buffer.item() == 2.0
     for board in boards:
         board.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from penstock.comm import DistributedTransport, FailureRecord, LocalWorld, Transport
 from penstock.errors import PeerFailed, RanksDisagree, StepTimeout
+from tests.faults.fragile import SOON
 from tests.gloo_pool import GlooPool
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
@@ -178,11 +180,12 @@ def test_ranks_at_different_meetings_disagree_on_what_they_are_about_to_do(run: 
 
 def one_stays_away(transport: Transport) -> str:
     if transport.rank == 1:
-        with pytest.raises(StepTimeout):
-            transport.store.get("never set", 1.5)
+        with suppress(StepTimeout):  # threads find out at once that all of them wait
+            transport.store.get("over", SOON)
         return ""
     with pytest.raises(StepTimeout) as caught:
         transport.agree("train", {}, timeout=0.5)
+    transport.store.set("over", b"")
     return str(caught.value)
 
 
@@ -203,7 +206,7 @@ def hear_of_failure(transport: Transport) -> tuple[float, str, bool]:
         assert transport.report_failure(FailureRecord(1, cause="a later one")) == record
     while transport.failed is None and transport.rank != 1:
         # A loop of messages, as a step is one; rank 1 drains along.
-        assert time.monotonic() < start + 5.0
+        assert time.monotonic() < start + SOON
         _exchange(transport, ball, peers, more=True)
     took = time.monotonic() - start
     if transport.rank == 1:
@@ -244,7 +247,7 @@ def test_a_failure_is_heard_by_all_within_seconds_and_the_next_step_is_clean(run
     text = "rank 1 failed in action 5F2 (stage 5, microbatch 2): ValueError: no"
     assert [heard for _, heard, _ in results] == [text, "", text]
     assert all(clean for _, _, clean in results)
-    assert all(took < 5.0 for took, _, _ in results)
+    assert all(took < SOON for took, _, _ in results)
 
 
 def leave_early(transport: Transport) -> tuple[int, float]:
@@ -266,7 +269,7 @@ def leave_early(transport: Transport) -> tuple[int, float]:
 def test_waiting_for_a_rank_that_has_left_names_it(run: Runner) -> None:
     results = run(3, leave_early)
     assert [rank for rank, _ in results] == [1, 1, 1]
-    assert all(took < 5.0 for _, took in results)
+    assert all(took < SOON for _, took in results)
 
 
 def read_clock(transport: Transport) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.stage.pipeline_stage import PipelineStage, place_in
 from tests.parity.harness import left_in
 
 WIDTH = 4
+SOON = 45.0  # seconds: more than a busy machine takes, and nothing beside the 30 minutes of a process group
 
 
 class Trip:
@@ -58,6 +60,14 @@ class Fragile(nn.Module):
         if y.requires_grad:
             y.register_hook(lambda grad: self.trip("backward", microbatch))
         return self.second(y)
+
+
+def until(found: Callable[[], object]) -> None:
+    """Wait for something that another rank or thread does; how long that takes is a matter of the machine."""
+    end = time.monotonic() + SOON
+    while not found():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
 
 
 def make_modules(num_stages: int, trips: list[Trip]) -> list[Fragile]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from penstock.comm import DistributedTransport
 from penstock.errors import PenstockError
 from penstock.run import ScheduleGPipe
 from penstock.stage.pipeline_stage import PipelineStage
-from tests.faults.fragile import loss_fn, make_batch, make_modules
+from tests.faults.fragile import loss_fn, make_batch, make_modules, until
 from tests.gloo_pool import GlooPool
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
@@ -28,8 +28,7 @@ def outside() -> list[str]:
     group = dist.new_group([1, 2])
     store = _get_default_store()
     if dist.get_rank() == 0:
-        store.wait(["ready 1", "ready 2"])
-        time.sleep(0.3)
+        store.wait(["in a step"])
         os.kill(os.getpid(), signal.SIGKILL)
     transport = DistributedTransport.of(group)
     rank = transport.rank
@@ -37,8 +36,13 @@ def outside() -> list[str]:
     schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, "cpu", group=group), 4, loss_fn=loss_fn)
     x, y = make_batch(8)
     schedule.step(x, target=y)
-    store.set(f"ready {dist.get_rank()}", "")
-    modules[rank].register_forward_pre_hook(lambda *_: time.sleep(0.5))  # the store ends while a step runs
+    if rank == 0:
+
+        def wait_for_the_end(*_: Any) -> None:  # the store ends while a step runs
+            store.set("in a step", "")
+            until(lambda: transport.failed)
+
+        modules[rank].register_forward_pre_hook(wait_for_the_end)
     found = []
     for _ in range(2):
         try:

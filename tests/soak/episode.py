@@ -25,7 +25,7 @@ from penstock.errors import PenstockError
 from tests.soak.model import Bomb, Boom, batch, make_stages, plain_loop
 from tests.soak.script import EXCEPTIONS, LAST, Event, Script
 
-HEARTBEAT = 2.0
+HEARTBEAT = 3.0
 _FINE = "fine"
 
 
@@ -76,6 +76,7 @@ class Episode:
         )
         self.processes = self.pipe.gather("the process of each rank", os.getpid())
         self.done = 0  # good steps
+        self.over = threading.Event()  # the step in which a process was stopped has ended here
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         last = self.stages[-1]
@@ -136,10 +137,14 @@ class Episode:
         after = self.script.event(step + 1)
         if after is not None and after.kind == "kill":
             self.pipe.save(self.last_checkpoint, extra={"done": self.done})
+        guard: threading.Thread | None = None
+        self.over.clear()
         mine = event is not None and self.plan.placement.rank_of(event.stage) == self.rank
         self.bomb.event = event if mine else None
         if event is not None and event.kind in ("pause", "stop") and not mine:
-            self._watch_over(self.processes[self.plan.placement.rank_of(event.stage)], patient=event.kind == "stop")
+            process = self.processes[self.plan.placement.rank_of(event.stage)]
+            guard = threading.Thread(target=self._watch_over, args=(process, event.kind == "stop"), name="soak")
+            guard.start()
         try:
             loss = self.pipe.step(x, target=y).loss
             outcome = _FINE
@@ -148,6 +153,9 @@ class Episode:
             self._expect(event, error, mine=mine)
         finally:
             self.bomb.event = None
+            self.over.set()
+            if guard is not None:
+                guard.join()
         self.told.outcomes.append(outcome)
         if outcome == _FINE:
             self._compare(step, loss)
@@ -174,18 +182,14 @@ class Episode:
         if loss is None or abs(loss - want) > 1e-9 * max(1.0, abs(want)):
             self.told.wrong.append(f"step {step}: the loss is {loss}, that of the plain loop {want}")
 
-    def _watch_over(self, process: int, *, patient: bool) -> None:
-        """Let a process that stops go on: soon after it did, or when the heartbeat must have named it."""
-
-        def look() -> None:
-            end = time.monotonic() + 60.0
-            while state_of(process)[0] != "T" and time.monotonic() < end:
-                time.sleep(0.02)
-            time.sleep(4 * HEARTBEAT if patient else 0.2)
-            if state_of(process)[0] == "T":
-                os.kill(process, signal.SIGCONT)
-
-        threading.Thread(target=look, name="soak", daemon=True).start()
+    def _watch_over(self, process: int, patient: bool) -> None:
+        """Let a process that stops go on: soon after it did, or when the heartbeat has named it."""
+        end = time.monotonic() + 60.0
+        while state_of(process)[0] != "T" and time.monotonic() < end and not self.over.is_set():
+            time.sleep(0.02)
+        self.over.wait(60.0 if patient else 0.2)
+        if state_of(process)[0] == "T":
+            os.kill(process, signal.SIGCONT)
 
     # -- disks
 

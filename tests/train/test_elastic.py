@@ -31,8 +31,10 @@ from tests.train.test_train import ROOT, alive, losses, run, start, steps_done, 
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-JOB = """
+HELD = 14  # the step at which a job waits until a rank has been killed, however long that takes
+JOB = f"""
 import time
+from pathlib import Path
 import torch
 from torch import nn
 
@@ -41,7 +43,8 @@ def build():
     torch.set_default_dtype(torch.float64)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)])
     def data(step):
-        time.sleep(0.05)
+        while step == {HELD} and not Path("killed").exists():
+            time.sleep(0.02)
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         return (x,), x.flip(1)
     return model, data, nn.functional.mse_loss, lambda p: torch.optim.Adam(p, lr=0.01)
@@ -53,7 +56,7 @@ def plain_losses() -> list[float]:
     scope: dict[str, Any] = {}
     before = torch.get_default_dtype()
     try:
-        exec(JOB.replace("time.sleep(0.05)", "pass"), scope)
+        exec(JOB.replace(f"step == {HELD}", "False"), scope)
         model, data, loss_fn, make = scope["build"]()
         optimizer, found = make(model.parameters()), []
         for step in range(STEPS):
@@ -93,6 +96,7 @@ def test_a_job_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
         first = json.loads((folder / "ranks.json").read_text())
         killed = time.time()
         os.kill(first[1], signal.SIGKILL)
+        (tmp_path / "killed").touch()
         output, _ = process.communicate(timeout=250)
     finally:
         if process.poll() is None:
@@ -150,6 +154,7 @@ def test_under_torchrun_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Pat
         (gone,) = (pid for pid in first if parent_of(pid) == hosts[1].pid)
         os.killpg(hosts[1].pid, signal.SIGKILL)
         os.kill(gone, signal.SIGKILL)
+        (tmp_path / "killed").touch()
         output, _ = hosts[0].communicate(timeout=200)
     finally:
         for each in hosts:
