@@ -283,7 +283,7 @@ def disagree(how: str) -> tuple[str, str, float]:
     odd = rank == 1
     modules = make_modules(2, [])
     stage = PipelineStage(modules[rank], rank, 2, "cpu")
-    x, y = make_batch(8)
+    x, y = make_batch(4 if how.startswith("rows") and odd else 8)
     kind = ScheduleGPipe if how == "schedule" and odd else Schedule1F1B
     schedule: Schedule = kind(stage, 2 if how == "microbatches" and odd else 4, loss_fn=loss_fn)
     if how == "plan" and odd:  # the same name, another order
@@ -297,7 +297,7 @@ def disagree(how: str) -> tuple[str, str, float]:
     error = ""
     torch.set_default_dtype(torch.float64 if how == "dtype" and odd else torch.float32)
     try:
-        if how.startswith("mode") and odd:
+        if (how.startswith("mode") and odd) or how == "rows of an evaluation":
             schedule.eval(x, target=y)
         else:
             schedule.step(x, target=y)
@@ -308,25 +308,31 @@ def disagree(how: str) -> tuple[str, str, float]:
     seconds = time.monotonic() - start
     after = ""
     try:
+        x, y = make_batch(8)
         Schedule1F1B(stage, 4, loss_fn=loss_fn).step(x, target=y)
+        dist.barrier()
     except PenstockError as caught:
         after = f"{type(caught).__name__}: {caught}"
     return error, after, seconds
 
 
-@pytest.mark.parametrize("how", ["schedule", "plan", "microbatches", "dtype", "mode", "mode later"])
+@pytest.mark.parametrize(
+    "how", ["schedule", "plan", "microbatches", "dtype", "mode", "mode later", "rows", "rows of an evaluation"]
+)
 def test_ranks_that_disagree_are_told_the_difference(gloo_pool: GlooPool, how: str) -> None:
     results = gloo_pool.run(2, disagree, how)
     for error, after, seconds in results:
         assert seconds < SOON
         assert after == ""
-        if not how.startswith("mode"):
+        if not how.startswith(("mode", "rows")):
             assert error.startswith("RanksDisagree")
         differences = {
             "schedule": ("1f1b", "gpipe"),
             "microbatches": ("4", "2"),
             "plan": ("rank  plan", "0", "1"),
             "dtype": ("float32", "float64"),
+            "rows": ("rank 1: 4 rows of the input here, 8 there",),
+            "rows of an evaluation": ("rank 1: 4 rows of the input here, 8 there",),
         }
         words = differences.get(how, ("training step", "evaluation"))
         assert all(word in error for word in words), error
