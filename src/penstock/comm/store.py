@@ -156,7 +156,7 @@ class DistributedStore:
 
     # -- where everybody is
 
-    def ask_around(self, patience: float = 4.0) -> list[Whereabouts]:
+    def ask_around(self, patience: float = 3.0) -> list[Whereabouts]:
         """Where the other ranks are, as far as their watchers answer within so many seconds."""
         number = self.add("where/asked", 1)
         end, found = time.monotonic() + patience, dict[int, Whereabouts]()
