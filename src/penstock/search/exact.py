@@ -92,6 +92,10 @@ class _Model:
             for packed, start in zip(codes, starts, strict=True)
             for code in parts(packed)
         }
+        for task in range(half, job.num_tasks):  # what is done in one piece begins with the input gradient
+            start = hints.get(job.whole_code(task))
+            if start is not None:
+                hints |= {job.codes[task]: start, job.weight_code(task): start + back[self._cell(task)]}
         for task, code in enumerate(job.codes):
             rank, cell = job.rank_of_link[task // size], self._cell(task)
             self._action(code, (forward if task < half else back)[cell], rank, hints)
