@@ -433,6 +433,45 @@ def test_what_programs_set_between_steps_holds() -> None:
     same_gradients(others, expected)
 
 
+def test_given_shapes_that_say_nothing_of_gradients() -> None:
+    """`torch.empty(..., device="meta")`, as programs write it: whether there is a gradient is found out."""
+    modules = layers(3)
+    modules[0].requires_grad_(False)
+    x, y = batch()
+    shape = (torch.empty(8 // MICROBATCHES, WIDTH, dtype=torch.float64, device="meta"),)
+
+    def rank(transport: Transport) -> list[tuple[bool, ...]]:
+        index = transport.rank
+        stage = PipelineStage(modules[index], index, 3, "cpu", input_args=shape, output_args=shape, group=transport)
+        calls: list[str] = []
+        own = stage.backward_maybe_with_nosync
+
+        def mine(kind: str, request: dict[str, Any], last_backward: bool = False) -> Any:
+            calls.append(kind)
+            return own(kind, request, last_backward=last_backward)
+
+        stage.backward_maybe_with_nosync = mine  # type: ignore[method-assign]
+        Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.MSELoss()).step(x, target=y)
+        assert len(calls) == MICROBATCHES
+        grads = stage._stage_meta.input_grads or (), stage._stage_meta.output_grads or ()
+        return [tuple(meta is not None for meta in metas) for metas in grads]
+
+    assert LocalWorld(3).run(rank) == [[(False,), (False,)], [(False,), (True,)], [(True,), (True,)]]
+    same_gradients(modules[1:], plain(3)[1:])
+
+
+def test_metadata_can_be_read_after_a_step_and_reset() -> None:
+    stage = PipelineStage(nn.Linear(WIDTH, 2), 0, 1, "cpu")
+    schedule = Schedule1F1B(stage, 2, loss_fn=nn.MSELoss())
+    for length in (3, 5):
+        for metas in (stage._user_meta, stage._stage_meta):
+            metas.inputs = metas.outputs = metas.input_grads = metas.output_grads = None
+        schedule.step(torch.randn(4, length, WIDTH), target=torch.zeros(4, length, 2))
+        assert stage._stage_meta.inputs is not None
+        assert list(stage._stage_meta.inputs[0].shape) == [2, length, WIDTH]  # type: ignore[union-attr]
+        assert [list(tensor.shape) for tensor in stage.get_outputs_meta()] == [[2, length, 2]]
+
+
 def test_a_captured_stage_is_driven_too() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,11 +111,24 @@ class PipelineStage(_PipelineStageBase):
             validate_tensors_metadata(f"stage {self.stage_index}, input_args and what it gets", user.inputs, found)
         inputs = found if found or user.inputs is None else user.inputs
         self._mesh_cache.update_from_tensors(as_tuple(args) if self.is_first else ())
-        self._stage_meta = _StageMeta(inputs, user.outputs, user.input_grads, user.output_grads)
+        outputs = self._with_gradients(inputs) if has_backward else user.outputs
+        self._stage_meta = _StageMeta(inputs, outputs, user.input_grads, user.output_grads)
         if user.outputs is None:
             example = as_tuple(args) if self.is_first else None
             self._configure_outputs_meta(self._shape_inference(example, kwargs))
         return _StageForwardMeta(self._stage_meta.outputs or ())
+
+    def _with_gradients(self, inputs: Metas | None) -> Metas | None:
+        """The outputs that the user gave. Shapes of which none requires a gradient (`torch.empty(..., device="meta")`) say
+        nothing of gradients: an output then has one if the module has something to train, or an input that requires one.
+        """
+        user = self._user_meta
+        silent = not any(meta.requires_grad for metas in (user.inputs, user.outputs) for meta in metas or () if meta)
+        if user.outputs is None or not silent or user.has_dtensors() or user.input_grads or user.output_grads:
+            return user.outputs
+        trains = any(parameter.requires_grad for parameter in self.submod.parameters())
+        trains = trains or any(meta.requires_grad for meta in inputs or () if meta)
+        return tuple(meta and replace(meta, requires_grad=trains and meta.differentiable) for meta in user.outputs)
 
     def _metas_from(self, heard: Mapping[int, Metas | None]) -> Metas | None:
         """What this stage receives, out of what earlier stages have said of their outputs."""
