@@ -72,25 +72,33 @@ def profile(cast: bool = False) -> Profile:
     return replace(found, layers=tuple(layers))
 
 
+PIPES: dict[tuple[int, ...], Pipe] = {}
+
+
+def stages(choice: Choice) -> Pipe:
+    """Captured once for all that are cut at the same places."""
+    if choice.boundaries not in PIPES:
+        request = Request(model(), (data()[0],), None, "gpipe", MICROBATCHES, ModelOptions(), CutOptions())
+        PIPES[choice.boundaries] = cut(request, choice)
+    return PIPES[choice.boundaries]
+
+
 @cache
-def stages(boundaries: tuple[int, ...], schedule: str, per_rank: int) -> Pipe:
-    request = Request(model(), (data()[0],), None, schedule, MICROBATCHES, ModelOptions(), CutOptions())
-    return cut(request, choose(profile(), Wishes(RANKS, MICROBATCHES, schedule, num_stages=RANKS * per_rank)))
+def chosen(schedule: str, cast: bool = False) -> Choice:
+    return choose(profile(cast), Wishes(RANKS, MICROBATCHES, schedule))
 
 
 def watched(
     schedule: str, options: dict[str, Any], *, return_outputs: bool = False, cast: bool = False
 ) -> list[dict[str, Any]]:
     """Of each rank: what a warm step held after each action, counted and planned."""
-    choice = choose(profile(cast), Wishes(RANKS, MICROBATCHES, schedule))
-    pipe = stages(choice.boundaries, schedule, choice.num_stages // RANKS)
-    return run_choice(choice, pipe, options, return_outputs=return_outputs, cast=cast)
+    return run_choice(chosen(schedule, cast), options, return_outputs=return_outputs, cast=cast)
 
 
 def run_choice(
-    choice: Choice, pipe: Pipe, options: dict[str, Any], *, return_outputs: bool, cast: bool = False
+    choice: Choice, options: dict[str, Any], *, return_outputs: bool, cast: bool = False
 ) -> list[dict[str, Any]]:
-    x, y = data()
+    (x, y), pipe = data(), stages(choice)
 
     def rank(transport: LocalTransport) -> dict[str, Any]:
         own = [pipe.build_stage(k, "cpu", transport) for k in choice.plan.placement.stages_of(transport.rank)]
@@ -143,8 +151,7 @@ def test_pieces_that_are_recomputed_hold_what_was_planned(schedule: str) -> None
     smallest = int(str(caught.value).split("would do is ")[1].split()[0])
     choice = choose(profile(), replace(free, memory_limit=smallest))
     assert "pieces" in choice.plan.name
-    request = Request(model(), (data()[0],), None, schedule, MICROBATCHES, ModelOptions(), CutOptions())
-    for rank, found in enumerate(run_choice(choice, cut(request, choice), {}, return_outputs=False)):
+    for rank, found in enumerate(run_choice(choice, {}, return_outputs=False)):
         planned = [sum(level.values()) for level in found["planned"]]
         for code, counted, expected in zip(found["plan"].codes[rank], found["counted"], planned, strict=True):
             assert counted == pytest.approx(expected, abs=LOSSES), f"rank {rank}, after {unpack(code)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ def wishes(limit: int | list[int], schedule: str = "gpipe", **options: object) -
     return Wishes(2, 8, schedule, memory_limit=limit, **options)  # type: ignore[arg-type]
 
 
+@cache
 def free(schedule: str = "gpipe") -> Choice:
     return choose(profile(), Wishes(2, 8, schedule))
 

@@ -18,7 +18,7 @@ from penstock.stage import buffers
 from penstock.stage.elsewhere import Folder, HostMemory
 from penstock.stage.forward import remember
 from penstock.stage.offload import Moves
-from penstock.stage.repeated_hooks import only
+from penstock.stage.repeated_hooks import RepeatedHooks
 from tests.parity.test_holding_less import state, train
 
 WIDTH = 4
@@ -141,7 +141,7 @@ def test_hooks_of_a_part_with_two_parents_are_put_back() -> None:
     """Its table was emptied twice, which raised, and the hooks were gone."""
     shared = nn.Linear(2, 2)
     hook = shared.register_forward_hook(lambda *_: None)
-    with only([nn.ModuleList([nn.Sequential(shared), nn.Sequential(shared)])], frozenset()):
+    with RepeatedHooks([nn.ModuleList([nn.Sequential(shared), nn.Sequential(shared)])]).only(frozenset()):
         assert not shared._forward_hooks
     assert list(shared._forward_hooks) == [hook.id]
 

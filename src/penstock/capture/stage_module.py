@@ -54,7 +54,6 @@ class StageModule(nn.Module):
     pipe.get_stage_module(0)(x)
     """
 
-    only_operators = True  # nothing of the user's own Python is run by a call
     inputs: tuple[Wire, ...]
     outputs: tuple[Wire, ...]
     _anchor: torch.Tensor  # has no elements; goes wherever the module goes

@@ -75,10 +75,7 @@ class StageRun:
         self.repeated = repeated  # the microbatches whose forward is run again before the backward
         self.repeats: Repeats | None = None
         if repeated:
-            plain = not parts and self.manual is None and getattr(self.module, "only_operators", False)
-            self.repeats = Repeats(
-                self.module, num_microbatches, device=stage.device, keyed=rng is not None, plain=plain
-            )
+            self.repeats = Repeats(self.module, num_microbatches, device=stage.device, keyed=rng is not None)
         self.moved = moved  # those of which what the forward saved is moved away and back
         self.elsewhere = setting.elsewhere or HostMemory()
         self.moves = Moves(self.module, threshold=self.elsewhere.threshold) if moved else None
@@ -193,8 +190,12 @@ class StageRun:
         self, call: ModuleCall, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Value:
         """The first of two runs: its graph, and whatever waits for its backward, is dropped at once."""
-        output = self.repeats.first(microbatch, partial(call, microbatch), args, kwargs)  # type: ignore[union-attr]
-        if self.repeats.keeps(microbatch):  # type: ignore[union-attr]
+        repeats = self.repeats
+        assert repeats is not None, "the plan has an R of this microbatch"
+        # What a compiled graph saves is its own business; what waits for W is not autograd's.
+        whole = self.compiled is not None or microbatch in self.split
+        output = repeats.first(microbatch, partial(call, microbatch), args, kwargs, whole=whole)
+        if repeats.keeps(microbatch):
             return output
         self.pending[microbatch] = None
         if self.last is not None:
@@ -313,8 +314,8 @@ class StageRun:
         self.inputs = inputs
         self.given.begin(inputs)
         self.alone = [inbox for inbox in self.inboxes if inbox.repeated]  # whose values nobody but this stage may hold
-        if self.repeats is not None and self.last is not None and inputs.loss_fn is not None:
-            self.repeats.take_in(inputs.loss_fn)
+        if self.repeats is not None:
+            self.repeats.begin(inputs.loss_fn if self.last is not None else None)
         if self.compiled is not None:
             self.compiled.install()
 
@@ -342,7 +343,8 @@ class StageRun:
             self.repeats.clear()
         if self.last is not None:
             self.last.clear()
-        self.begin(StepInputs())
+        self.inputs = StepInputs()
+        self.given.begin(self.inputs)
         if self.compiled is not None:
             self.compiled.remove()
         if self.deferral is not None:

@@ -1,7 +1,7 @@
 """A forward that is run twice: the first time (F) for its output alone, the second time (R) for its backward.
 
     repeats = Repeats(module, num_microbatches=8, device=device)
-    output = repeats.first(0, call, (x,), {})                    # call((x,), {}) without a graph, nothing saved
+    output = repeats.first(0, call, (x,), {})                    # call((x,), {}), of which nothing is kept
     ...
     output = repeats.again(0, lambda: module(x))                 # the same numbers, with a graph
 
@@ -9,7 +9,7 @@ The second run gets the random numbers and the buffers of the first, and leaves 
 the same to the bit and a batch norm counts each microbatch once. Forward hooks that only look on are not called a second
 time (`stage/repeated_hooks.py`).
 
-Where nothing else follows from it, the first run builds no graph at all (`stage/without_graph.py`).
+What the graph of the first run would save is let go at once (`stage/drop_saved.py`).
 
 A forward may change what those before it left alone: its input in every tenth call, or a buffer too large to be copied for
 that. There is nothing to run it again from. So of such a microbatch the first run is kept, and R has nothing to do.
@@ -18,7 +18,7 @@ that. There is nothing to run it again from. So of such a microbatch the first r
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from penstock.errors import StageError
 from penstock.nest import Value, map_tensors, tensors_in
-from penstock.stage.buffers import Before, Buffers, modes_of
+from penstock.stage.buffers import Before, Buffers
+from penstock.stage.drop_saved import DropSaved
 from penstock.stage.random_state import RandomState, accelerators
-from penstock.stage.repeated_hooks import noting, only
-from penstock.stage.without_graph import WithoutGraph
+from penstock.stage.repeated_hooks import RepeatedHooks
 
 
 @dataclass(frozen=True)
@@ -54,57 +54,64 @@ class Repeats:
         *,
         device: torch.device,
         keyed: bool = False,
-        plain: bool = False,  # whether a forward is a list of operators: no Python of a user's, not compiled, not wrapped
     ) -> None:
         self.module = module
         self.keyed = keyed  # random numbers are set from outside, for each microbatch
         self.kept: list[_First | None] = [None] * num_microbatches
-        self.modules: tuple[nn.Module, ...] = (module,)
-        self.buffers = Buffers(self.modules)
+        self.parts: list[nn.Module] = []
+        self.begin(None)
         self.spoils: bool | None = None  # whether a forward changes its input in place, once one has run
         self.devices = accelerators(device, (*module.parameters(), *module.buffers()))
-        self.bare = WithoutGraph(self.modules, self.devices) if plain else None
+        self.drop = DropSaved()
 
-    def take_in(self, loss: object) -> None:
-        """The loss is run again with the last stage. If it is a module, its buffers and hooks are treated like the stage's."""
-        if loss is not None:
-            self.bare = None
-        modules = (self.module, loss) if isinstance(loss, nn.Module) else (self.module,)
-        if modules != self.modules:
-            self.modules, self.buffers = modules, Buffers(modules)
+    def begin(self, loss: object) -> None:
+        """Before a step. The loss is run again with the last stage; if it is a module, its buffers and hooks count too."""
+        modules = [self.module, loss] if isinstance(loss, nn.Module) else [self.module]
+        parts = [part for module in modules for part in module.modules()]
+        if parts != self.parts:
+            self.parts, self.buffers, self.hooks = parts, Buffers(modules), RepeatedHooks(modules)
 
     def first(
-        self, microbatch: int, run: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        microbatch: int,
+        run: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        *,
+        whole: bool = False,
     ) -> Value:
         """F: the output, as tensors without a graph that require a gradient where those of the module do.
 
         A forward that changes its input in place is given a copy, since the second run starts from the same input. (An input
-        that requires a gradient cannot be changed in place.)
+        that requires a gradient cannot be changed in place.) Its graph is `whole` if others than autograd hold what it saves.
         """
-        random = None if self.keyed else RandomState(self.devices)
+        random = RandomState(self.devices)
         # A batch norm changes its statistics in one of its modes only.
-        before = self.buffers.look(tuple(mode for module in self.modules for mode in modes_of(module)))
-        key = None if self.bare is None else self.bare.key(before, (args, kwargs))
-        copied = self.spoils is not False or key is not None
-        if copied:
-            args, kwargs = map_tensors(
-                lambda tensor: tensor if tensor.requires_grad else tensor.clone(), (args, kwargs)
-            )
-        given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs)) if not tensor.requires_grad]
-        flags = None
-        with noting(self.modules) as acting:
-            if self.bare is None:
-                output = run(args, kwargs)
-            else:
-                output, flags = self.bare.run(key, run, args, kwargs)
-        spoiled = any(tensor._version != version for tensor, version in given)
+        before = self.buffers.look(tuple([part.training for part in self.parts]))
+        # If there is a buffer of which there is no copy, this run may be all there is.
+        whole = whole or self.drop.may(before.modes) is False or any(one.value is None for one in before.seen)
+        copied = self.spoils is not False or not whole
+        given = _copies(args, kwargs) if copied else (args, kwargs)
+        versions = [(tensor, tensor._version) for tensor in tensors_in(given) if not tensor.requires_grad]
+        with self.hooks.noting() as acting:
+            try:
+                with nullcontext() if whole else self.drop.around(before.modes):
+                    output = run(*given)
+            except RuntimeError as error:
+                if whole or not self.drop.is_refused(before.modes, error):
+                    raise
+                random.set()
+                before.put_back()
+                output = run(*_copies(args, kwargs))
+        spoiled = any(tensor._version != version for tensor, version in versions)
         self.spoils = bool(self.spoils) or spoiled
         keep = (spoiled and not copied) or bool(before.lost())
         self.buffers.learn(before)
         gave = [_name(tensor) for tensor in tensors_in(output)]
-        self.kept[microbatch] = _First(random, before, frozenset(acting), gave, output if keep else None)
-        needs = iter(flags or [tensor.requires_grad for tensor in tensors_in(output)])
-        return map_tensors(lambda tensor: tensor.detach().requires_grad_(next(needs)), output)
+        self.kept[microbatch] = _First(
+            None if self.keyed else random, before, frozenset(acting), gave, output if keep else None
+        )
+        return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output)
 
     def keeps(self, microbatch: int) -> bool:
         """Whether the first run is all there is: its graph is there already, and so is whatever waits for its backward."""
@@ -127,7 +134,7 @@ class Repeats:
             if first.random is not None:
                 stack.enter_context(first.random.once_more())
             stack.enter_context(first.buffers.once_more())
-            stack.enter_context(only(self.modules, first.acting))
+            stack.enter_context(self.hooks.only(first.acting))
             output = run()
         gives = [_name(tensor) for tensor in tensors_in(output)]
         if gives != first.gave:
@@ -143,6 +150,10 @@ class Repeats:
 
     def clear(self) -> None:
         self.kept[:] = [None] * len(self.kept)
+
+
+def _copies(args: Value, kwargs: Value) -> Value:
+    return map_tensors(lambda tensor: tensor if tensor.requires_grad else tensor.clone(), (args, kwargs))
 
 
 def _name(tensor: Tensor) -> str:

@@ -1,8 +1,9 @@
 """Forward hooks of modules that are run twice: those that only look on see one forward, those that take part see both.
 
-    with noting([module]) as acting:
+    hooks = RepeatedHooks([module])
+    with hooks.noting() as acting:
         output = module(x)                  # all hooks are called
-    with only([module], acting):
+    with hooks.only(acting):
         output = module(x)                  # only those that took part the first time
 
 A hook takes part if it returns something, or if it leaves a trace in what is computed: it changes a tensor that it was given
@@ -22,77 +23,73 @@ from torch.nn.modules import module as of_all_modules
 
 from penstock.nest import tensors_in
 
-_BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
 Hook = Callable[..., Any]
 Table = dict[int, Hook]
 
 
-def _tables(modules: Iterable[nn.Module]) -> list[tuple[Table, bool]]:
-    """The tables of forward hooks that are not empty, and whether they are called before the forward.
+class RepeatedHooks:
+    """The forward hooks of some modules and of their parts, and those of all modules.
 
-    Those of all modules count too. Those inside a compiled part belong to its graph, and stay out.
+    Those inside a compiled part belong to its graph, and stay out.
     """
-    every = (of_all_modules._global_forward_pre_hooks, True), (of_all_modules._global_forward_hooks, False)
-    found: list[tuple[Table, bool]] = [(table, before) for table, before in every if table]
-    parts = [*modules]
-    while parts:
-        part = parts.pop()
-        found += [(table, name == _BEFORE) for name in (_BEFORE, _AFTER) if (table := getattr(part, name))]
-        if not hasattr(part, "_orig_mod") and part._compiled_call_impl is None:
-            parts += part.children()
-    return found
 
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.tables: list[tuple[Table, bool]] = [  # and whether it is called before the forward
+            (of_all_modules._global_forward_pre_hooks, True),
+            (of_all_modules._global_forward_hooks, False),
+        ]
+        parts = [*modules]
+        while parts:
+            part = parts.pop()
+            self.tables += [(part._forward_pre_hooks, True), (part._forward_hooks, False)]
+            if "_orig_mod" not in part._modules and part._compiled_call_impl is None:
+                parts += part.children()
 
-def any_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether a forward of these modules calls a hook."""
-    return bool(_tables(modules))
+    @contextmanager
+    def noting(self) -> Iterator[set[int]]:
+        """Inside, hooks run as ever, and those that take part are noted by the number of their handle."""
+        acting: set[int] = set()
 
+        def note(number: int, hook: Hook, *, before: bool) -> Hook:
+            def noted(part: nn.Module, *args: object, **kwargs: object) -> Any:
+                given = list(tensors_in((args, kwargs)))
+                held = {**vars(part), **part._buffers, **part._parameters}  # so that no address is used again meanwhile
+                was = _trace(part, given)
+                result = hook(part, *args, **kwargs)
+                if result is not None or _trace(part, given) != was or (before and _sets_tensors(part, held, given)):
+                    acting.add(number)
+                return result
 
-@contextmanager
-def noting(modules: Iterable[nn.Module]) -> Iterator[set[int]]:
-    """Inside, hooks run as ever, and those that take part are noted by the number of their handle."""
-    acting: set[int] = set()
+            return noted
 
-    def note(number: int, hook: Hook, *, before: bool) -> Hook:
-        def noted(part: nn.Module, *args: object, **kwargs: object) -> Any:
-            given = list(tensors_in((args, kwargs)))
-            held = {**vars(part), **part._buffers, **part._parameters}  # so that no address is used again meanwhile
-            was = _trace(part, given)
-            result = hook(part, *args, **kwargs)
-            if result is not None or _trace(part, given) != was or (before and _sets_tensors(part, held, given)):
-                acting.add(number)
-            return result
+        tables = [
+            (table, dict(table), {key: note(key, hook, before=before) for key, hook in table.items()})
+            for table, before in self.tables
+            if table
+        ]
+        for table, _, notes in tables:
+            table.update(notes)
+        try:
+            yield acting
+        finally:
+            for table, hooks, notes in tables:
+                for key, noted in notes.items():
+                    if table.get(key) is noted:  # else it has removed itself
+                        table[key] = hooks[key]
 
-        return noted
-
-    tables = [
-        (table, dict(table), {key: note(key, hook, before=before) for key, hook in table.items()})
-        for table, before in _tables(modules)
-    ]
-    for table, _, notes in tables:
-        table.update(notes)
-    try:
-        yield acting
-    finally:
-        for table, hooks, notes in tables:
-            for key, noted in notes.items():
-                if table.get(key) is noted:  # else it has removed itself
-                    table[key] = hooks[key]
-
-
-@contextmanager
-def only(modules: Iterable[nn.Module], acting: frozenset[int]) -> Iterator[None]:
-    """Inside, only these hooks are there."""
-    tables = [(table, dict(table)) for table, _ in _tables(modules)]
-    try:
-        for table, hooks in tables:
-            for key in hooks.keys() - acting:
-                table.pop(key, None)  # a module that has two parents is met twice
-        yield
-    finally:
-        for table, hooks in tables:
-            table.clear()
-            table.update(hooks)
+    @contextmanager
+    def only(self, acting: frozenset[int]) -> Iterator[None]:
+        """Inside, only these hooks are there."""
+        tables = [(table, dict(table)) for table, _ in self.tables if table]
+        try:
+            for table, hooks in tables:
+                for key in hooks.keys() - acting:
+                    table.pop(key, None)  # a module that has two parents is met twice
+            yield
+        finally:
+            for table, hooks in tables:
+                table.clear()
+                table.update(hooks)
 
 
 def _trace(part: nn.Module, given: list[Tensor]) -> list[object]:
