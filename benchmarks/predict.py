@@ -1,17 +1,18 @@
-"""Predicted against measured step times: two gloo ranks, one thread each.
+"""Predicted against measured step times: two gloo ranks, one thread each, on a processor of its own.
 
     .venv/bin/python benchmarks/predict.py                     # four models, four schedules
     .venv/bin/python benchmarks/predict.py --models gpt --rounds 3
 
 For each model and schedule a Pipeline is made, which predicts the step from layers that all ranks measure at the same time
-(*by layers*). Then it is calibrated by some steps, which predicts the next two; and again, until 20 steps were measured: one and
+(*by layers*). Then it is calibrated by some steps, which predicts the next one; and again, until 20 steps were measured: one and
 the same step takes up to half as long again from one second to the next on a small machine, whatever is predicted, so both sides
 are taken in turns. *calibrated* is the median of the predictions, *measured* that of the 20 steps. They may differ by 10 %. Exits
 with 1 where they do. *first* is the first prediction, made before all 20 steps, over what these took.
 
-Two more figures say what was off where it does. *others* is the share of the processors that other programs had during the
-20 steps: the machine is quiet if that is next to nothing. *same steps* are some steps as predicted from their own costs, over
-what they took: how good a prediction is if nothing changes between measuring and running.
+Three more figures say what was off where it does. *again* are 20 more steps, each right after one of the 20, over these: the same
+work under the same conditions, to which no prediction can be nearer than the steps are to themselves. *others* is the share of
+the processors that other programs had meanwhile: the machine is quiet if that is next to nothing. *same steps* are some steps as
+predicted from their own costs, over what they took: how good a prediction is if nothing changes between measuring and running.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 SCHEDULES = ("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbv")
 MODELS = ("gpt", "llama", "bert", "mixtral")
-RANKS, MICROBATCHES, TURNS, STEPS = 2, 8, 10, 2  # steps in each turn
+RANKS, MICROBATCHES, STEPS = 2, 8, 20
 WITHIN = 0.10
 
 
@@ -85,6 +86,9 @@ def same_steps(pipe: Any, step: Any) -> float:
 
 def rank_main(rank: int, meeting: str, models: list[str], schedules: list[str], rounds: int, out: str) -> None:
     torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        mine = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {mine[rank % len(mine)]})  # a rank that is moved about takes longer, now and then
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     from penstock import Pipeline
@@ -101,20 +105,21 @@ def rank_main(rank: int, meeting: str, models: list[str], schedules: list[str], 
                 assert pipe.choice is not None
                 before = pipe.choice.predicted
                 step = partial(pipe.step, *args, target=target, **kwargs)
-                predicted, taken = [], []
-                first, busy, mine = time.perf_counter(), processors_busy(), time.process_time()
-                for _ in range(TURNS):
+                predicted: list[float] = []
+                taken: tuple[list[float], list[float]] = ([], [])
+                first, busy, spent = time.perf_counter(), processors_busy(), time.process_time()
+                for _ in range(STEPS):
                     predicted.append(pipe.calibrate(*args, target=target, rounds=4, **kwargs).predicted)
-                    for _ in range(STEPS):
+                    for steps in taken:
                         dist.barrier()
                         began = time.perf_counter()
                         step()
-                        taken.append(time.perf_counter() - began)
+                        steps.append(time.perf_counter() - began)
                         pipe.zero_grad()
-                ours = sum(pipe.gather("own processor time", time.process_time() - mine))
+                ours = sum(pipe.gather("own processor time", time.process_time() - spent))
                 others = (processors_busy() - busy - ours) / ((time.perf_counter() - first) * (os.cpu_count() or 1))
-                measured = max(pipe.gather("seconds", statistics.median(taken)))
-                row = Row(name, schedule, before, predicted, measured, max(others, 0.0), same_steps(pipe, step))
+                measured, again = (max(pipe.gather("seconds", statistics.median(steps))) for steps in taken)
+                row = Row(name, schedule, before, predicted, measured, again, max(others, 0.0), same_steps(pipe, step))
                 rows.append(row)
                 if rank == 0:
                     print(row, flush=True)
@@ -131,6 +136,7 @@ class Row(NamedTuple):
     by_layers: float
     predicted: list[float]
     measured: float
+    again: float
     others: float
     same_steps: float
 
@@ -146,7 +152,8 @@ class Row(NamedTuple):
         cells = [f"{1e3 * one:7.2f} ms ({one / self.measured:.2f})" for one in (self.by_layers, self.calibrated)]
         return (
             f"{self.model:<8} {self.schedule:<22} by layers {cells[0]}  calibrated {cells[1]}  measured "
-            f"{1e3 * self.measured:7.2f} ms  first {self.predicted[0] / self.measured:.2f}  others {self.others:4.0%}  "
+            f"{1e3 * self.measured:7.2f} ms  first {self.predicted[0] / self.measured:.2f}  "
+            f"again {self.again / self.measured:.2f}  others {self.others:4.0%}  "
             f"same steps {self.same_steps:.2f}  {'ok' if self.holds else 'MISSED'}"
         )
 
