@@ -22,7 +22,7 @@ from penstock import __version__
 from tests.docs.test_examples import blocks_of
 
 ROOT = Path(__file__).parents[2]
-MADE = (".git", ".venv", "build", "dist", "runs", "site", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+MADE = (".git", ".venv", "build", "dist", "runs", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 NEEDED = {"torch", "numpy", "click", "rich"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("package")]
@@ -130,6 +130,7 @@ def test_the_source_distribution_can_be_tested(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as opened:
         names = {name.split("/", 1)[1] for name in opened.getnames() if "/" in name}
     assert {"Makefile", "constraints.txt", "LICENSE", "tests/conftest.py", "docs/index.md", ".ci/run"} <= names
+    assert {".github/workflows/ci.yml", ".pre-commit-config.yaml", "docs/site/hooks.py"} <= names, "which tests read"
 
 
 def test_the_empty_environment_is_empty(python: Path, tmp_path: Path) -> None:

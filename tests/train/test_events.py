@@ -86,6 +86,44 @@ def test_a_step_is_that_of_all_ranks() -> None:
         assert all(0 < rank.busy <= rank.span <= rank.seconds for rank in event.ranks)
 
 
+def test_a_loop_needs_one_line_for_its_log(tmp_path: Path) -> None:
+    """Two batches for each step of the optimizer; one batch fails, and nothing is written of its step."""
+
+    def train(transport: Any) -> list[tuple[float, float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        pipe = penstock.Pipeline(
+            model, (X,), loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=4, profile=False, group=transport
+        )
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.25)
+        log = EventLog(pipe, "jsonl", folder=tmp_path, optimizer=optimizer, first_step=5)
+        expected = []
+        for _ in range(2):
+            with pytest.raises(PenstockError):
+                pipe.step(X, X, target=Y)
+            losses = [pipe.step(X, target=Y).loss, pipe.step(-X, target=Y).loss]
+            norm = pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append((sum(losses) / 2, norm))
+        pipe.step(X, target=Y)
+        log.close()
+        optimizer.step()  # of which the log knows nothing
+        pipe.step(X, target=Y)
+        return expected
+
+    expected, _ = penstock.LocalWorld(2).run(train)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(line["step"], line["loss"], line["norm"]) for line in lines] == [
+        (5, *expected[0]),
+        (6, *expected[1]),
+    ]
+    assert [line["rate"] for line in lines] == [0.25, 0.25]
+    for line in lines:
+        assert line["tokens_per_second"] == 16 / line["seconds"]
+        assert len(line["ranks"]) == 2
+
+
 def test_json_lines(tmp_path: Path) -> None:
     written("jsonl", tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]

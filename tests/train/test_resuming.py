@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.errors import PenstockError
 from penstock.front.loading import Checkpoint
 from penstock.train.rank import run_rank
 from penstock.train.train_options import TrainOptions
@@ -83,6 +85,10 @@ def shuffled():
 
 def streamed():
     return made(Stream())
+
+def settled():  # learns nothing, so that no validation is better than the first
+    model, data, loss, _ = made(drawn)
+    return model, data, loss, lambda p: torch.optim.SGD(p, lr=0.0), [(torch.ones(8, 6), torch.ones(8, 3))]
 """
 
 
@@ -150,6 +156,25 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(job: str, kind: str, st
     assert one.param_groups == other.param_groups, "the learning rate"
     assert "scaler" in of_one
     assert module.READ - read == read_again
+
+
+def test_a_run_that_ended_early_stays_where_it_was(job: str) -> None:
+    """Each time that it was resumed it did one step more, and found then that it had ended."""
+    patient = options("resuming_job:settled", "run", validate_every=1, patience=2, accumulate=1)
+    assert run_rank(patient)
+    assert len(losses("run")) == 3  # the first validation was the best
+    assert run_rank(replace(patient, resume=True))
+    assert len(losses("run")) == 3
+    assert run_rank(replace(patient, resume=True, patience=0, steps=5))
+    assert len(losses("run")) == 5
+
+
+def test_what_goes_by_a_validation_loss_needs_one(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was said, and nothing was kept. Nor was anything said of options that are the small GPT's."""
+    with pytest.raises(PenstockError, match="resuming_job:build brings no batches to validate on"):
+        run_rank(options(job, "run", keep_best=True, validate_every=2))
+    assert run_rank(options(job, "run", steps=1, learning_rate=0.5, dropout=0.5))
+    assert "not used: --dropout, --learning-rate; resuming_job:build makes" in capsys.readouterr().out
 
 
 def test_the_signal_and_the_collector_are_given_back(job: str) -> None:

@@ -1,5 +1,9 @@
 """What happens in a training run, as a stream of events: one for each step, with the figures of all ranks.
 
+    log = penstock.train.EventLog(pipe, "tensorboard", folder="runs/mine", optimizer=optimizer)
+
+This line before a loop is enough: a step begins with `pipe.step` and ends with `optimizer.step`. Or the loop says it itself:
+
     log = penstock.train.EventLog(pipe, "tensorboard", folder="runs/mine")
     for step, (tokens, labels) in enumerate(loader):
         with log.step(step, optimizer=optimizer, tokens=tokens.numel()) as event:
@@ -31,6 +35,7 @@ from penstock.front import Pipeline
 from penstock.misfits import takes
 from penstock.run.memory_watch import allocator_counts
 from penstock.run.record import Recorder
+from penstock.train.followed import Followed
 from penstock.train.loggers import Logger, open_logger
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -52,6 +57,7 @@ class Noted:
 
     loss: float | None = None
     norm: float | None = None
+    tokens: int = 0  # or rows
 
 
 @dataclass(frozen=True)
@@ -114,17 +120,25 @@ class EventLog:
 
         log = EventLog(pipe, "jsonl", "tensorboard", folder="runs/mine")
 
-    Every rank makes it and calls `step`; the first rank writes.
+    Every rank makes it and calls `step`; the first rank writes. With an `optimizer` nobody calls `step`: every step of the
+    optimizer is one of the log, with the mean loss of the batches since the one before, the norm by which `pipe` clipped,
+    and their rows; a step that a scaler skips counts with the next one.
     """
 
     def __init__(
-        self, pipe: Pipeline, *loggers: str | Logger, folder: str | Path = "runs", first_step: int = 0
+        self,
+        pipe: Pipeline,
+        *loggers: str | Logger,
+        folder: str | Path = "runs",
+        first_step: int = 0,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.pipe = pipe
         self.recorder: Recorder | None = None  # of the step that was the last
         self._loggers: list[Logger] = []
         self._allocator_counts = pipe.transport.device.type != "cpu" and allocator_counts()
         pipe.decide("the loggers of a run", lambda: self._open(loggers, Path(folder), first_step))
+        self._followed = None if optimizer is None else Followed(self, optimizer, first_step)
 
     def _open(self, loggers: Iterable[str | Logger], folder: Path, first_step: int) -> str:
         """On the first rank; the others hear of it if that fails."""
@@ -136,7 +150,7 @@ class EventLog:
     @contextmanager
     def step(self, step: int, *, optimizer: torch.optim.Optimizer | None = None, tokens: int = 0) -> Iterator[Noted]:
         """Around a training step: `tokens` (or rows) that it takes; the body fills in the loss and the norm."""
-        noted = Noted()
+        noted = Noted(tokens=tokens)
         rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None
         if self._allocator_counts:
             torch.accelerator.reset_peak_memory_stats()
@@ -147,7 +161,7 @@ class EventLog:
         mine = RankFigures(time.perf_counter() - began, recorder.busy, recorder.span, self._memory())
         ranks = [RankFigures(**post) for post in self.pipe.gather("figures of a step", asdict(mine))]
         if self.pipe.is_first:
-            event = StepEvent.of(step, noted, rate=rate, tokens=tokens, ranks=ranks)
+            event = StepEvent.of(step, noted, rate=rate, tokens=noted.tokens, ranks=ranks)
             for logger in self._loggers:
                 logger.step(event)
 
@@ -165,6 +179,8 @@ class EventLog:
 
     def close(self) -> None:
         """Write what is still held back."""
+        if self._followed is not None:
+            self._followed.leave()
         while self._loggers:
             self._loggers.pop().close()
 

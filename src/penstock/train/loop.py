@@ -171,8 +171,11 @@ class Run:
         options = self.options
         start = self._begin()
         stopped = False
+        end = (
+            start if self._has_had_enough() else options.steps
+        )  # a run that ended early and is resumed stays where it was
         with self.screen.bar(options.steps, start) as bar:
-            for step in range(start, options.steps):
+            for step in range(start, end):
                 began = time.perf_counter()
                 loss = self._step(step)
                 self.history.seconds.append(time.perf_counter() - began)
@@ -278,7 +281,9 @@ class Run:
         patience = self.options.patience
         enough = self.history.is_enough(patience)
         if enough:
-            self.screen.say(f"no better validation loss in {patience} validations: the run ends")
+            self.screen.say(
+                f"no better validation loss in {patience} validations: the run ends; --resume --patience 0 goes on"
+            )
         return enough
 
     def _save(self, step: int, *, wait: bool) -> None:

@@ -21,7 +21,7 @@ from penstock.train.meet import connect
 from penstock.train.owner import in_use, owned
 from penstock.train.recovery import fitted
 from penstock.train.screen import Screen
-from penstock.train.train_job import make_job
+from penstock.train.train_job import make_job, options_unheard
 from penstock.train.train_options import TrainOptions
 from penstock.train.update import check_names
 from penstock.train.where import backend_of, where_of
@@ -43,8 +43,11 @@ def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
         job = make_job(options)
         options = options.with_those_of(job.options, undecided)
         check_names(options, opens_loggers=first)
+        options.check_validated(job.validation)
         options = fitted(options, int(os.environ.get("WORLD_SIZE", "1")))
         screen = Screen(enabled=first)
+        if unheard := options_unheard(options):
+            screen.say(unheard)
         options = replace(options, resume=options.resume or _started_again(where_of(options)))
         with screen.hearing():
             return Run(options, job, screen, stop).train()

@@ -30,6 +30,7 @@ from penstock.train.repeated import Repeated
 from penstock.train.train_options import TrainOptions
 
 Batch = tuple[tuple[Value, ...], Value]  # the model's arguments, and the target
+_OF_GPT = ("size", "batch", "dropout", "learning_rate", "data", "validation", "sample")  # options of the small GPT
 
 
 @dataclass(frozen=True)
@@ -93,17 +94,39 @@ def _gpt(options: TrainOptions) -> Job:
     )
 
 
-def _users(options: TrainOptions) -> Job:
-    assert options.build is not None, "only for jobs of the user"
-    module_name, _, function_name = options.build.partition(":")
+def options_unheard(options: TrainOptions) -> str:
+    """What to say of options that are the small GPT's, and were given for a model of the user's; nothing if all are heard."""
+    usual = TrainOptions()
+    given = [f"--{name.replace('_', '-')}" for name in _OF_GPT if getattr(options, name) != getattr(usual, name)]
+    if options.build is None or not given or _asks_for_options(_builder(options.build)):
+        return ""
+    function = options.build.partition(":")[2]
+    return (
+        f"not used: {', '.join(given)}; {options.build} makes model, data and optimizer by itself. To hear of them let it be "
+        f"{function}(options), a penstock.train.TrainOptions"
+    )
+
+
+def _builder(build: str) -> Callable[..., object]:
+    """The user's function."""
+    module_name, _, function_name = build.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        build = getattr(import_module(module_name), function_name)
+        found: Callable[..., object] = getattr(import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
-        raise PenstockError(f"{options.build!r} cannot be found: {error}") from error
-    wanted = inspect.signature(build).parameters
-    made = build(**({"options": options} if "options" in wanted else {}))
+        raise PenstockError(f"{build!r} cannot be found: {error}") from error
+    return found
+
+
+def _asks_for_options(builder: Callable[..., object]) -> bool:
+    return "options" in inspect.signature(builder).parameters
+
+
+def _users(options: TrainOptions) -> Job:
+    assert options.build is not None, "only for jobs of the user"
+    builder = _builder(options.build)
+    made = builder(options=options) if _asks_for_options(builder) else builder()
     if isinstance(made, tuple) and 4 <= len(made) <= 5:
         made = Job(*made)
     if not isinstance(made, Job):

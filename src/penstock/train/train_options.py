@@ -127,8 +127,7 @@ class TrainOptions:
             )
         if self.build is not None:
             _check_build(self.build)
-        if (self.patience or self.keep_best) and not self.validate_every:
-            raise PenstockError("--patience and --keep-best go by the validation loss; give --validate-every as well")
+        self.check_validated()
         if self.build is None:
             from penstock.train.gpt import size_of
 
@@ -140,6 +139,18 @@ class TrainOptions:
                     f"--batch {self.batch} rows for --microbatches {self.microbatches} of --dp {self.dp}; expected at "
                     "least a row for each"
                 )
+
+    def check_validated(self, batches: Collection[Any] | None = None) -> None:
+        """Say that what goes by the validation loss would wait for it in vain; the batches are known once there is a job."""
+        if not self.patience and not self.keep_best:
+            return
+        if not self.validate_every:
+            raise PenstockError("--patience and --keep-best go by the validation loss; give --validate-every as well")
+        if batches is not None and not batches:
+            raise PenstockError(
+                f"--patience and --keep-best go by the validation loss, and {self.build} brings no batches to validate on; "
+                "return (model, data, loss, optimizer, validation), or a penstock.train.Job with validation=[...]"
+            )
 
     def dumps(self) -> str:
         return json.dumps(asdict(self), indent=1)
