@@ -14,8 +14,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,11 +45,6 @@ REACT = """async ([name, value]) => {
 }"""
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args: object) -> None:
-        """Only the figures are printed."""
-
-
 @contextmanager
 def served(kind: str) -> Iterator[str]:
     if kind == "server":
@@ -63,13 +56,7 @@ def served(kind: str) -> Iterator[str]:
             thread.join(10)
         return
     with tempfile.TemporaryDirectory() as folder:
-        build(folder, PYODIDE)
-        with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
-            yield f"http://127.0.0.1:{server.server_port}/"
-            server.shutdown()
-            thread.join(10)
+        yield build(folder, PYODIDE).as_uri()
 
 
 def measure(page: Any, rounds: int = 5) -> None:

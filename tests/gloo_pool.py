@@ -15,6 +15,7 @@ Each call gets a fresh process group in the same processes. A worker that dies o
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -25,6 +26,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -223,6 +225,28 @@ def _work(job: Job) -> tuple[Any, str | None, str, int | None]:
     except BaseException as error:  # noqa: BLE001 - reported to the test
         return None, type(error).__name__, f"{error}\n{traceback.format_exc()}", unusable
     return value, None, "", None
+
+
+@contextmanager
+def as_torchrun(port: int) -> Iterator[io.StringIO]:
+    """Inside, a worker is a process that torchrun has started and that makes its group itself; what it prints is kept."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    environment, path, hook = dict(os.environ), list(sys.path), sys.excepthook
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield printed
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:], sys.excepthook = path, hook
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the pool to close
 
 
 _POOL: GlooPool | None = None

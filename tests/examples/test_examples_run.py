@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,10 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.examples.beside import installed_beside
-from tests.gloo_pool import GlooPool
+from tests.gloo_pool import GlooPool, _free_port, as_torchrun
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
@@ -58,33 +54,15 @@ EXAMPLES = [
 
 def run_main(name: str, arguments: list[str], port: int) -> str:
     """The program's `main`, as torchrun would call it; what it printed."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    before = dict(os.environ)
-    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            import_module(f"examples.{name}").main(arguments)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the pool to close
+    with as_torchrun(port) as printed:
+        import_module(f"examples.{name}").main(arguments)
     return printed.getvalue()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("example", [pytest.param(example, id=example.name) for example in EXAMPLES])
 def test_the_example_runs(example: Example, gloo_pool: GlooPool, tmp_path: Path) -> None:
     arguments = example.arguments.format(tmp=tmp_path).split()
-    printed = "\n".join(gloo_pool.run(example.ranks, run_main, example.name, arguments, free_port(), timeout=100.0))
+    printed = "\n".join(gloo_pool.run(example.ranks, run_main, example.name, arguments, _free_port(), timeout=100.0))
     assert re.search(example.prints, printed, re.DOTALL), printed
 
 

@@ -27,7 +27,7 @@ from penstock.train.history import History
 from penstock.train.recovery import LOSS, Recovery, fitted, loss_noted, note_loss, spread_over
 from penstock.train.train_options import TrainOptions
 from tests.gloo_pool import _free_port
-from tests.train.test_train import ROOT, alive, losses, run, start, steps_done, wait_for
+from tests.train.test_train import ROOT, alive, losses, start, steps_done, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -215,8 +215,3 @@ def test_recoveries_go_through_json() -> None:
     history = History(recoveries=found)
     assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
     assert str(found[0]) == "a rank was lost; step 8 was done 2.5 s later, on 2 ranks"
-
-
-@pytest.mark.xdist_group("own")
-def test_more_than_there_are_is_refused(tmp_path: Path) -> None:
-    assert "--min-ranks 3 with --ranks 2" in run(tmp_path, "--ranks", "2", "--min-ranks", "3", code=1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,8 @@ from penstock.errors import PenstockError
 from penstock.train import Job
 from penstock.train.train_options import TrainOptions
 from penstock.train.update import check_names, rate_of
+from tests.gloo_pool import GlooPool
+from tests.train.test_train import under_torchrun
 
 JOB = """
 import torch
@@ -38,10 +38,12 @@ def build():
     return model(), batch, nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.25, momentum=0.5), [batch(1000)]
 """
 STEPS, MICROBATCHES = 6, 4
-COMMON = ["--ranks", "2", "--schedule", "1f1b", "--microbatches", str(MICROBATCHES), "--no-measure", "--batch", "8"]
+COMMON = ["--schedule", "1f1b", "--microbatches", str(MICROBATCHES), "--no-measure"]
 
 
 def train(
+    pool: GlooPool,
+    ranks: int,
     folder: Path,
     options: str,
     *,
@@ -52,11 +54,9 @@ def train(
 ) -> list[dict[str, Any]]:
     """Run the command, which compares itself with the unpipelined model first; its events."""
     (folder / "job.py").write_text(job, encoding="utf-8")
-    command = [sys.executable, "-m", "penstock", "train", build, *COMMON, "--steps", str(STEPS), *options.split()]
-    command += ["--log", log, "-o", str(folder / "run")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"pipelined == unpipelined over 3 steps: largest difference {apart}" in done.stdout, done.stdout
+    asked = [build, *COMMON, "--steps", str(STEPS), *options.split(), "--log", log, "-o", "run"]
+    output = under_torchrun(pool, ranks, folder, *asked)
+    assert f"pipelined == unpipelined over 3 steps: largest difference {apart}" in output, output
     return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -140,10 +140,10 @@ def scalars(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-def test_rate_clipping_and_accumulation_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("gloo")
+def test_rate_clipping_and_accumulation_are_those_of_a_plain_loop(gloo_pool: GlooPool, tmp_path: Path) -> None:
     options = "--clip 0.5 --accumulate 2 --rate-schedule cosine --warmup 2 --keep-best --validate-every 2"
-    found = train(tmp_path, options, log="jsonl,tensorboard")
+    found = train(gloo_pool, 2, tmp_path, options, log="jsonl,tensorboard")
     steps = [event for event in found if event["kind"] == "step"]
 
     def rate(step: int) -> float:
@@ -165,10 +165,11 @@ def test_rate_clipping_and_accumulation_are_those_of_a_plain_loop(tmp_path: Path
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-def test_replicas_share_the_rows_of_a_batch_also_in_bfloat16(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("gloo")
+def test_replicas_share_the_rows_of_a_batch_also_in_bfloat16(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """Two pipelines of two ranks, two microbatches each: what one process makes of the four."""
-    found = train(tmp_path, "--dp 2 --data-parallel fsdp --microbatches 2 --precision bf16 --clip 0", apart="")
+    asked = "--dp 2 --data-parallel fsdp --microbatches 2 --precision bf16 --clip 0"
+    found = train(gloo_pool, 4, tmp_path, asked, apart="")
     steps = [event for event in found if event["kind"] == "step"]
     assert [len(event["ranks"]) for event in steps] == [4] * STEPS
     expected = plain(dtype=torch.bfloat16, replicas=2)
@@ -177,25 +178,27 @@ def test_replicas_share_the_rows_of_a_batch_also_in_bfloat16(tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.slow
-def test_half_precision_with_a_scaled_loss_is_that_of_a_plain_loop_and_a_run_may_end_early(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("gloo")
+def test_half_precision_with_a_scaled_loss_is_that_of_a_plain_loop_and_a_run_may_end_early(
+    gloo_pool: GlooPool, tmp_path: Path
+) -> None:
     """What is validated wants the opposite, so that each validation is worse than the one before it. The job brings
     options of its own; what the command line says goes before them."""
     opposite = JOB.replace("[batch(1000)]", "[(batch(1000)[0], -batch(1000)[1])]")
     asked = "Job(*build(), options={'precision': 'fp16', 'patience': 3, 'clip': 9.0})"
     job = opposite + f"\nfrom penstock.train import Job\n\ndef whole():\n    return {asked}\n"
     options = "--clip 0.5 --rate-schedule constant --validate-every 1 --keep-best"
-    steps = losses_in(train(tmp_path, options, job=job, build="job:whole"))
+    steps = losses_in(train(gloo_pool, 2, tmp_path, options, job=job, build="job:whole"))
     assert steps == plain(clip=0.5, dtype=torch.float16).losses[: len(steps)]
     assert len(steps) == 4  # the first validation was the best, and three more were allowed
     assert penstock.load(tmp_path / "run" / "best").extra["step"] == 1
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.xdist_group("gloo")
 @pytest.mark.long("compiled stages in tests/parity/test_compiled.py")
-def test_compiled_stages_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    found = train(tmp_path, "--compile --compile-backend aot_eager --schedule zb-h1 --clip 0.5")
+def test_compiled_stages_are_those_of_a_plain_loop(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    found = train(gloo_pool, 2, tmp_path, "--compile --compile-backend aot_eager --schedule zb-h1 --clip 0.5")
     torch.testing.assert_close(losses_in(found), plain(clip=0.5).losses, rtol=1e-5, atol=1e-6)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from penstock.train.train_job import Job, batches_of, make_job
 from penstock.train.train_options import OPTIONS, TrainOptions
 from penstock.train.unpipelined import Unpipelined
 from penstock.train.update import Update
+from tests.gloo_pool import GlooPool, _free_port, as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--size", "tiny", "--batch", "8", "--microbatches", "4", "--steps", "24", "--checkpoint-every", "5")
@@ -62,6 +65,25 @@ def run(folder: Path, *arguments: str, code: int = 0) -> str:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == code, output
+    return output
+
+
+def be_rank(arguments: list[str], folder: str, port: int) -> str:
+    with as_torchrun(port) as printed, chdir(folder):
+        main(["train", *arguments], standalone_mode=False)
+        for name in [name for name, module in sys.modules.items() if is_in(module, folder)]:
+            del sys.modules[name]  # the next job may have the same name
+        gc.collect()  # which a run has put off
+    return printed.getvalue()
+
+
+def is_in(module: object, folder: str) -> bool:
+    return str(getattr(module, "__file__", None) or "").startswith(folder)
+
+
+def under_torchrun(pool: GlooPool, ranks: int, folder: Path, *arguments: str) -> str:
+    """What `torchrun -m penstock train ARGUMENTS` says, in processes that are there already."""
+    output: str = pool.run(ranks, be_rank, list(arguments), str(folder), _free_port(), timeout=110.0)[0]
     return output
 
 
@@ -213,16 +235,14 @@ def build():
 """
 
 
-@pytest.mark.xdist_group("own")
-def test_a_model_of_ones_own_and_resuming_with_other_ranks_and_schedule(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("gloo")
+def test_a_model_of_ones_own_and_resuming_with_other_ranks_and_schedule(gloo_pool: GlooPool, tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text(JOB)
-    options = ("--microbatches", "2", "--validate-every", "3", "-o", "run")
-    output = run(tmp_path, "my_module:build", *options, "--ranks", "2", "--steps", "6")
+    options = ("my_module:build", "--microbatches", "2", "--validate-every", "3", "-o", "run")
+    output = under_torchrun(gloo_pool, 2, tmp_path, *options, "--steps", "6")
     assert "Sequential of" in output
     assert "pipelined == unpipelined over 3 steps: largest difference 0.0" in output
-    output = run(
-        tmp_path, "my_module:build", *options, "--ranks", "1", "--steps", "8", "--schedule", "gpipe", "--resume"
-    )
+    output = under_torchrun(gloo_pool, 1, tmp_path, *options, "--steps", "8", "--schedule", "gpipe", "--resume")
     assert "resumed from step 6" in output
     assert "1 stage on 1 rank (loop), 2 microbatches, schedule gpipe: given" in output
     scope: dict[str, Any] = {}
@@ -258,6 +278,7 @@ def test_an_exception_ends_the_run_at_once_and_is_shown(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["--schedule", "1f1c"], "Did you mean '1f1b'?"),
+        (["--ranks", "2", "--min-ranks", "3"], "--min-ranks 3 with --ranks 2"),
         (["--stages", "3"], "expected a multiple of 2"),
         (["--size", "huge"], "no size is called 'huge'; there are: tiny, small"),
         (["--microbatches", "32"], "expected at least a row for each"),

@@ -16,7 +16,7 @@ import click
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write the page with Python inside it instead, for any web server.",
+    help="Write the page with Python inside it instead: a folder to open, or for any web server.",
 )
 @click.option(
     "--pyodide",
@@ -36,14 +36,12 @@ def command(*, port: int, show: bool, folder: Path | None, pyodide: Path) -> Non
     Examples:
       penstock studio
       penstock studio --port 8765 --no-open
-      npm install pyodide && penstock studio --build site/studio
+      npm install pyodide && penstock studio --build planner
     """
     if folder is not None:
         from penstock.studio.static import build
 
-        click.echo(
-            f"{build(folder, pyodide)}: to be opened through a web server, e.g. python -m http.server -d {folder}"
-        )
+        click.echo(f"{build(folder, pyodide)}: open it in a browser, here or from any web server")
         return
     from penstock.studio.server import Studio
 

@@ -10,7 +10,7 @@ from penstock.simulate import Timeline
 
 CAUSES: Final = ("filling", "draining", "communication", "imbalance")
 _SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-_BYTES: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_BYTES: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _SURELY_BYTES: Final = 10_000  # activations are counted in ones, bytes in thousands
 
 
@@ -117,7 +117,7 @@ def memory_text(value: float) -> str:
     """What is held: a count of activations as it is, bytes with a prefix.
 
     >>> memory_text(4.0), memory_text(3_500_000.0)
-    ('4', '3.5 MB')
+    ('4', '3.338 MiB')
     """
     if abs(value) < _SURELY_BYTES:
         return number(value)

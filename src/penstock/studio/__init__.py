@@ -1,7 +1,7 @@
 """The planner to play with: a page that asks, and the answers that the planning half gives.
 
     penstock studio                       # a small server on this machine, and the page in a browser
-    penstock studio --build FOLDER        # the same page with the planning half inside it, for any web server
+    penstock studio --build FOLDER        # the same page with the planning half inside it, to open or to send
 
 `answer` makes the answers, with or without a browser:
 

@@ -1,9 +1,12 @@
-"""The page with Python inside it: a folder for any web server, which then only hands out files."""
+"""The page with Python inside it: a folder that opens as it lies there, or from any web server."""
 
 from __future__ import annotations
 
-import shutil
+import gzip
+import io
+import json
 import zipfile
+from base64 import b64encode
 from pathlib import Path
 from typing import Final
 
@@ -24,22 +27,28 @@ def build(folder: str | Path, pyodide: str | Path) -> Path:
         raise PenstockError(
             f"{given} has no {missing[0]}; expected the npm package pyodide: `npm install pyodide`, then node_modules/pyodide"
         )
-    (place / "pyodide").mkdir(parents=True, exist_ok=True)
-    for name in _OF_PYODIDE:
-        shutil.copyfile(given / name, place / "pyodide" / name)
-    for name, text in {**page.files(), "index.html": page.index()}.items():
+    place.mkdir(parents=True, exist_ok=True)
+    python = {name: (given / name).read_bytes() for name in _OF_PYODIDE} | {"planning.zip": bundle()}
+    for name, text in {**page.files(), "index.html": page.index(), "python.js": _as_script(python)}.items():
         (place / name).write_text(text, encoding="utf-8")
-    shutil.copyfile(Path(__file__).with_name("worker.mjs"), place / "worker.mjs")
-    _bundle(place / "planning.zip")
     return place / "index.html"
 
 
-def _bundle(archive: Path) -> None:
+def _as_script(files: dict[str, bytes]) -> str:
+    """Files inside a script: a page that lies in a folder may load scripts from there, and nothing else."""
+    packed = {name: b64encode(gzip.compress(data, mtime=0)).decode() for name, data in files.items()}
+    worker = Path(__file__).with_name("worker.mjs").read_text(encoding="utf-8")
+    return f"globalThis.penstockPython = {json.dumps({'worker': worker, 'files': packed})};\n"
+
+
+def bundle() -> bytes:
     """The planning half as a zip file; the same files give the same bytes."""
     home = Path(__file__).parents[1]
     kept = sorted(home.glob("*.py"))  # some of these need torch, and nobody here imports them
     kept += [path for name in PLANNING for path in (home / name).iterdir() if path.suffix in (".py", ".js", ".css")]
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as made:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as made:
         for path in sorted(kept):
             entry = zipfile.ZipInfo(str(Path("penstock") / path.relative_to(home)))
             made.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return held.getvalue()

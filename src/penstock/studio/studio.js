@@ -21,24 +21,37 @@
   };
 
   const inPage = () => {
-    if (location.protocol === "file:") {
-      complain("Browsers start Python only in pages that come from a web server. In this folder: python -m http.server --bind 127.0.0.1, then open http://127.0.0.1:8000");
-      return () => new Promise(() => {});
-    }
-    const worker = new Worker("worker.mjs", { type: "module" });
     const waiting = new Map();
     let count = 0;
-    worker.addEventListener("message", ({ data }) => {
-      if (data.status) document.getElementById("status").textContent = data.status;
-      if (!waiting.has(data.number)) return;
-      waiting.get(data.number)(JSON.parse(data.text));
-      waiting.delete(data.number);
+    const started = new Promise((done, fail) => {
+      const script = document.createElement("script");
+      script.src = "python.js";
+      script.addEventListener("load", done);
+      script.addEventListener("error", () => fail(new Error("python.js, which lay beside this page, is not there")));
+      document.head.append(script);
+    }).then(() => {
+      const { worker: source, files } = globalThis.penstockPython;
+      // Of the workers that Pyodide takes, a page from a folder may start only those whose source is their address.
+      const worker = new Worker(`data:text/javascript,${encodeURIComponent(source)}`, { type: "module" });
+      worker.addEventListener("message", ({ data }) => {
+        if (data.status) document.getElementById("status").textContent = data.status;
+        if (data.problem) complain(data.problem);
+        if (!waiting.has(data.number)) return;
+        waiting.get(data.number)(JSON.parse(data.text));
+        waiting.delete(data.number);
+      });
+      worker.addEventListener("error", (event) => complain(`Python could not be started in this page: ${event.message}`));
+      worker.postMessage({ files });
+      delete globalThis.penstockPython;
+      return worker;
     });
-    worker.addEventListener("error", (event) => complain(`Python could not be started in this page: ${event.message}`));
-    return (asked) => new Promise((done) => {
-      waiting.set(++count, done);
-      worker.postMessage({ number: count, text: JSON.stringify(asked) });
-    });
+    return async (asked) => {
+      const worker = await started;
+      return new Promise((done) => {
+        waiting.set(++count, done);
+        worker.postMessage({ number: count, text: JSON.stringify(asked) });
+      });
+    };
   };
 
   const { token } = document.body.dataset;
@@ -117,6 +130,10 @@
     for (const view of penstock.views.splice(0)) view.close();
     place.innerHTML = found.html;
     place.classList.toggle("st-over", !found.fits);
+    if (!found.fits) {
+      const told = `A rank holds ${found.figures["peak memory"]} at its peak, more than the limit of ${question.memory}.`;
+      place.prepend(Object.assign(document.createElement("p"), { className: "st-note", textContent: told }));
+    }
     penstock.open(place.querySelector("section"));
     const command = document.getElementById("command");  // a line may break between words, not after the dashes of an option
     command.replaceChildren(...(found.command || "").split(/( )/).map((word) => {

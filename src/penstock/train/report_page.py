@@ -47,8 +47,9 @@ pre.pr-words { margin: 0; font: 12.5px/1.5 system-ui, "DejaVu Sans", sans-serif;
 @media (max-width: 600px) {
   .pr-card table { font-size: 11.5px; }
   .pr-card :is(th, td) { padding-left: 7px; }
-  .pr-tables table { font-size: 10px; }
-  .pr-tables :is(th, td) { padding-left: 4px; }
+  .pr-tables .pr-card { padding: 12px 10px 10px; }
+  .pr-tables table { font-size: 9.5px; }
+  .pr-tables :is(th, td) { padding-left: 3px; }
   .pr-card :is(td:first-child, td.pr-words) { white-space: normal; }
   .pr-curve text { font-size: 16px; }
 }
@@ -100,11 +101,13 @@ def render(data: dict[str, Any], parts: PageParts, *, planned: Timeline, measure
         + "</div>"
         + _held(data.get("held", []))
         + (_card("Where the time goes", f'<pre class="pr-words">{escape(words)}</pre>') if words else "")
+        + '<div class="pr-tables">'
         + _card(
             "Stages",
             _table(parts.stages, words=(2,)),
             f"for one microbatch, {'estimated' if basis else 'as measured'} before training",
         )
+        + "</div>"
     )
     return page(data["title"], body, style_text=section.style + _STYLE, script_text=section.script)
 
