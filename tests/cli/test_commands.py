@@ -232,6 +232,7 @@ def test_show(tmp_path: Path) -> None:
         (["check", "/no/such/file.csv"], 2, "does not exist"),
         (["check", "/"], 2, "is a directory"),
         (["fly"], 2, "No such command 'fly'"),
+        (["trian"], 2, "Did you mean 'train'? There are: train, top, report"),
         (["plan", "1f1b", "--fast"], 2, "No such option"),
     ],
 )

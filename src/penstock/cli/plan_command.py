@@ -32,7 +32,7 @@ def command(
     output: Path | None,
     **given: Any,
 ) -> None:
-    """Make a plan of the schedule NAME, prove it, time it and show it.
+    """Make a plan of the schedule NAME, prove it, time it and show it. `penstock compare` lists the names.
 
     Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. The memory
     is in units of one rank's activations for one microbatch.
