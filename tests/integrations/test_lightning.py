@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -40,17 +41,33 @@ class Module(lightning.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
         self.seen: list[float] = []
+        self.off = torchmetrics.MeanAbsoluteError()
+        kinds = {"off": torchmetrics.MeanAbsoluteError(), "square": torchmetrics.MeanSquaredError(squared=False)}
+        self.several = torchmetrics.MetricCollection({**kinds, "mean": torchmetrics.MeanSquaredError()}, prefix="of_")
+        self.rows = torchmetrics.CatMetric()  # keeps every row that it was shown
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         x, y = batch
-        loss = nn.functional.mse_loss(self.net(2 * x), y)
+        out = self.net(2 * x)
+        loss = nn.functional.mse_loss(out, y)
+        self.off(out, y)
         self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=False)
+        self.log("off", self.off, on_step=True, on_epoch=True)
+        self.log("rows", float(len(x)), reduce_fx="sum", on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
         x, y = batch
         out = self.net(2 * x)
+        self.several.update(out, y)
+        self.rows.update(out[:, 0])
         self.log_dict({"validation": nn.functional.mse_loss(out, y), "size": out.abs().mean()})
+        self.log("most", out.max(), reduce_fx="max")
+        self.log_dict(self.several)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("middle", self.rows.compute().median())
+        self.rows.reset()
 
     def predict_step(self, batch: Any, index: int) -> Tensor:
         return self.net(2 * batch[0]).sum(1)
@@ -179,13 +196,6 @@ def test_what_cannot_be_is_said() -> None:
         steps.call_of("test_step", batch, 0)
 
 
-class Accuracy:
-    """As metrics of torchmetrics are: they have no number before they are asked."""
-
-    def compute(self) -> Tensor:
-        return torch.tensor(0.5)
-
-
 def test_what_steps_log() -> None:
     from penstock.integrations.lightning_steps import LoggedSteps, Stand
 
@@ -194,14 +204,18 @@ def test_what_steps_log() -> None:
         LoggedSteps(module, Stand())
     module.net = Stand()
     steps = LoggedSteps(module, module.net)
-    logged: Any = []
-    with steps._collecting(logged):
-        module.log("accuracy", Accuracy(), True)
-        module.log_dict({"a": 1, "b": 2}, False, on_epoch=True)
-        with pytest.raises(RunError, match="what microbatches log is averaged"):
-            module.log("rows", 3.0, reduce_fx="sum")
-    assert logged == [
-        ("accuracy", 0.5, {"prog_bar": True}),
-        ("a", 1.0, {"prog_bar": False, "on_epoch": True}),
-        ("b", 2.0, {"prog_bar": False, "on_epoch": True}),
-    ]
+    logged: dict[str, Any] = {}
+    with steps._collecting(logged.__setitem__):
+        module.log("off", module.off, True)
+        module.log_dict({"a": 1, "b": 2}, False, on_epoch=True, sync_dist=True)
+        with pytest.raises(RunError, match="their mean, sum, min or max"):
+            module.log("rows", 3.0, reduce_fx=torch.median)
+        with pytest.raises(RunError, match="a SumMetric that is no attribute of Module"):
+            module.log("sum", torchmetrics.SumMetric())
+    found = {name: (one.value, one.metric, one.options) for name, one in logged.items()}
+    flags = {"prog_bar": False, "on_epoch": True, "reduce_fx": "mean"}
+    assert found == {
+        "off": (None, "off", {"prog_bar": True, "metric_attribute": "off"}),
+        "a": (1.0, None, flags),
+        "b": (2.0, None, flags),
+    }

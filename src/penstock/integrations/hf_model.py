@@ -29,7 +29,9 @@ def found(source: Source, config: Any) -> tuple[nn.Module, str | Path | None]:
     transformers = needed("transformers", "hf")
     if isinstance(source, nn.Module):
         return source, None
-    if isinstance(source, type) and issubclass(source, transformers.PreTrainedModel):
+    if isinstance(source, type) and (
+        issubclass(source, transformers.PreTrainedModel) or hasattr(source, "from_config")
+    ):
         if config is None:
             raise CaptureError(f"pipeline({source.__name__}, ...) without config=; which sizes has the model?")
         return _on_meta(source, config), None
@@ -47,8 +49,9 @@ def found(source: Source, config: Any) -> tuple[nn.Module, str | Path | None]:
 
 
 def _on_meta(kind: Any, config: Any) -> nn.Module:
+    make = getattr(kind, "from_config", None) or kind._from_config  # AutoModelForCausalLM and its like have the first
     with torch.device("meta"):
-        model: nn.Module = kind._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
+        model: nn.Module = make(config, dtype=getattr(config, "dtype", None) or torch.float32)
     return model
 
 

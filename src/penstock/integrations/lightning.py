@@ -45,12 +45,21 @@ class PipelineStrategy(DDPStrategy):
     last stage, for each microbatch; what is logged there is logged everywhere, as the mean over the microbatches.
 
     A LightningModule may have the method `pipeline_example()`: a batch to trace the model with, in place of the first one of the
-    loader. All other options are those of `penstock.Pipeline`. `strategy.pipe` is the pipeline.
+    loader. With `whole_outputs=True` what comes after the call in `validation_step` and `test_step` runs on every rank, with the
+    output of the whole batch. All other options are those of `penstock.Pipeline`. `strategy.pipe` is the pipeline.
     """
 
-    def __init__(self, model: str = "model", *, process_group_backend: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = "model",
+        *,
+        whole_outputs: bool = False,
+        process_group_backend: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(process_group_backend=process_group_backend)
         self._name = model
+        self._whole_outputs = whole_outputs
         self._pipeline_options = options
         self._steps: LoggedSteps | None = None
         self._trainer: Any = None
@@ -157,19 +166,22 @@ class PipelineStrategy(DDPStrategy):
         return closure_loss
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None
         with self.precision_plugin.val_step_context():
-            return self._steps.evaluate("validation_step", *args, **kwargs)
+            return self._evaluated("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None
         with self.precision_plugin.test_step_context():
-            return self._steps.evaluate("test_step", *args, **kwargs)
+            return self._evaluated("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None
         with self.precision_plugin.predict_step_context():
-            return self._steps.predict(*args, **kwargs)
+            return self._steps.whole("predict_step", *args, **kwargs)
+
+    def _evaluated(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None
+        run = self._steps.whole if self._whole_outputs else self._steps.evaluate
+        return run(method, *args, **kwargs)
 
     # -- checkpoints
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from penstock.batch import batch_size_of
 from penstock.errors import RunError
 from penstock.front import Pipeline
-
-Logged = list[tuple[str, float, dict[str, Any]]]
-
+from penstock.integrations.lightning_metrics import SharedMetrics
 
 _FLAGS = (
     "prog_bar",
@@ -29,6 +29,17 @@ _FLAGS = (
     "enable_graph",
     "sync_dist",
 )  # of LightningModule.log
+_REDUCED = {"mean": "mean", "avg": "mean", "sum": "sum", "amax": "max", "max": "max", "amin": "min", "min": "min"}
+_WHERE = ("sync_dist", "sync_dist_group", "rank_zero_only")  # every rank logs the same, so none of them is asked
+
+
+@dataclass
+class _Logged:
+    """What one microbatch logged under a name."""
+
+    value: float | None  # None: of a metric that is asked for its value later
+    options: dict[str, Any]
+    metric: str | None = None  # its name in the LightningModule
 
 
 class _Called(Exception):
@@ -69,19 +80,19 @@ class LoggedSteps:
             )
         self.module = module
         self.stand = stand
-        self._rest: tuple[str, tuple[Any, ...]] = (
-            "training_step",
-            (),
-        )  # the step that is running, and its other arguments
+        self.metrics = SharedMetrics(module)
+        # The step that is running, and its other arguments.
+        self._rest: tuple[str, tuple[Any, ...]] = ("training_step", ())
         self._divide = 1.0
-        self._logged: list[tuple[int, Logged]] = []  # for each microbatch its rows, and what was logged
+        # What was logged, by name: for each microbatch its rows and the value.
+        self._logged: dict[str, list[tuple[int, _Logged]]] = {}
 
     def train(self, batch: Any, *rest: Any, divide: int) -> Tensor:
         """A training step; the loss of the batch, on every rank."""
         args, kwargs = self.call_of("training_step", batch, *rest)
         self._begin("training_step", rest, divide)
         result = self.pipe.step(*args, target=batch, **kwargs)
-        self._tell(batch)
+        self._tell()
         assert result.loss is not None
         return torch.tensor(result.loss * divide, device=self.module.device)
 
@@ -89,16 +100,16 @@ class LoggedSteps:
         args, kwargs = self.call_of(method, batch, *rest)
         self._begin(method, rest, 1)
         result = self.pipe.evaluate(*args, target=batch, **kwargs)
-        self._tell(batch)
+        self._tell()
         assert result.loss is not None
         return torch.tensor(result.loss, device=self.module.device)
 
-    def predict(self, batch: Any, *rest: Any) -> Any:
-        """What `predict_step` makes of the model's output for the whole batch, on every rank."""
-        args, kwargs = self.call_of("predict_step", batch, *rest)
+    def whole(self, method: str, batch: Any, *rest: Any) -> Any:
+        """What the step makes of the model's output for the whole batch, on every rank."""
+        args, kwargs = self.call_of(method, batch, *rest)
         output = self.pipe.predict(*args, **kwargs)
         self.stand.answer = lambda *args, **kwargs: output
-        return self.module.predict_step(batch, *rest)
+        return getattr(self.module, method)(batch, *rest)
 
     def call_of(self, method: str, batch: Any, *rest: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the step calls its model with."""
@@ -110,7 +121,7 @@ class LoggedSteps:
 
         self.stand.answer = answer
         try:
-            with self._collecting([]), torch.no_grad():
+            with self._collecting(lambda name, logged: None), torch.no_grad():
                 getattr(self.module, method)(batch, *rest)
         except _Called:
             return found[0]
@@ -121,11 +132,10 @@ class LoggedSteps:
     def loss(self, output: Any, batch: Any) -> Tensor:
         """On the last stage, for one microbatch: the rest of the step."""
         method, rest = self._rest
-        logged: Logged = []
+        rows = batch_size_of((batch,)) or 1
         self.stand.answer = lambda *args, **kwargs: output
-        with self._collecting(logged):
+        with self._collecting(lambda name, logged: self._logged.setdefault(name, []).append((rows, logged))):
             found = getattr(self.module, method)(batch, *rest)
-        self._logged.append((batch_size_of((batch,)) or 1, logged))
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if isinstance(loss, Tensor):
             return loss / self._divide if self._divide != 1 else loss
@@ -135,20 +145,16 @@ class LoggedSteps:
 
     def _begin(self, method: str, rest: tuple[Any, ...], divide: float) -> None:
         self._rest, self._divide = (method, rest), divide
-        self._logged = []
+        self._logged = {}
+        self.metrics.begin()
 
     @contextmanager
-    def _collecting(self, logged: Logged) -> Iterator[None]:
+    def _collecting(self, keep: Callable[[str, _Logged], None]) -> Iterator[None]:
         """What is logged inside is kept for later."""
 
         def log(name: str, value: Any, *flags: Any, **options: Any) -> None:
             options |= dict(zip(_FLAGS, flags, strict=False))
-            if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
-                raise RunError(
-                    f"log({name!r}, reduce_fx={options['reduce_fx']!r}): what microbatches log is averaged; log a mean"
-                )
-            known = value.compute() if hasattr(value, "compute") else value  # a metric of torchmetrics
-            logged.append((name, float(known), options))
+            keep(name, self._value_of(name, value, {k: v for k, v in options.items() if k not in _WHERE}))
 
         def log_dict(values: Mapping[str, Any], *flags: Any, **options: Any) -> None:
             for name, value in values.items():
@@ -160,17 +166,55 @@ class LoggedSteps:
         finally:
             del self.module.log, self.module.log_dict
 
-    def _tell(self, batch: Any) -> None:
-        """The mean over the microbatches of each thing that was logged, on every rank."""
-        sums: dict[str, list[Any]] = {}
-        for rows, logged in self._logged:
-            for name, value, options in logged:
-                plain = {k: v for k, v in options.items() if isinstance(v, bool | int | str) and k != "batch_size"}
-                entry = sums.setdefault(name, [0.0, 0, plain])
-                entry[0] += rows * value
-                entry[1] += rows
-        everyone = self.pipe.gather("what was logged", sums)
-        size = batch_size_of((batch,))
-        for told in everyone:
-            for name, (total, rows, options) in told.items():
-                self.module.log(name, total / rows, **options, batch_size=size)
+    def _value_of(self, name: str, value: Any, options: dict[str, Any]) -> _Logged:
+        if isinstance(value, Metric):
+            metric = self.metrics.name_of(value)
+            if metric is None:
+                raise RunError(
+                    f"log({name!r}, ...) of a {type(value).__name__} that is no attribute of {type(self.module).__name__}; make "
+                    "it one, so that every rank has it"
+                )
+            now = value._forward_cache  # what the metric was for these rows; None after update()
+            known = float(now) if isinstance(now, Tensor) and now.numel() == 1 else None
+            return _Logged(known, {"metric_attribute": metric, **options}, metric)
+        given = options.pop("reduce_fx", "mean")
+        kind = _REDUCED.get((given if isinstance(given, str) else getattr(given, "__name__", "")).lower())
+        if kind is None:
+            raise RunError(
+                f"log({name!r}, reduce_fx={given!r}): what microbatches log is put together by their mean, sum, min or max"
+            )
+        return _Logged(float(value.detach() if isinstance(value, Tensor) else value), {**options, "reduce_fx": kind})
+
+    def _tell(self) -> None:
+        """Log on every rank what the last stage has logged for the microbatches of a batch, as one value for the batch."""
+        last = self.pipe.plan.placement.ranks[-1]
+        mine = {name: _of_batch(logged) for name, logged in self._logged.items()}
+        changes = self.metrics.changes() if self.pipe.rank == last else {}
+        logged, changes = self.pipe.gather("what was logged", [mine, changes])[last]
+        self.metrics.share(self.pipe, changes)
+        for name, (value, metric, options) in logged.items():
+            known = value
+            if metric is not None:
+                known = self.metrics.by_name[metric]
+                known._forward_cache = None if value is None else torch.tensor(value, device=self.module.device)
+            self.module.log(name, known, **options)
+
+
+def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, str | None, dict[str, Any]]:
+    """The value of a batch, of those of its microbatches; a mean counts by rows, or by the `batch_size` that was logged too."""
+    one = logged[0][1]
+    sizes = [int(each.options.get("batch_size") or rows) for rows, each in logged]
+    values = [each.value for _, each in logged if each.value is not None]
+    options = {k: v for k, v in one.options.items() if isinstance(v, bool | int | str)} | {"batch_size": sum(sizes)}
+    if len(values) < len(logged):
+        return None, one.metric, options
+    match options.get("reduce_fx", "mean"):
+        case "sum":
+            value = sum(values)
+        case "max":
+            value = max(values)
+        case "min":
+            value = min(values)
+        case _:
+            value = sum(size * value for size, value in zip(sizes, values, strict=True)) / sum(sizes)
+    return value, one.metric, options

@@ -160,11 +160,6 @@ class TransformersPipeline(Pipeline):
         """
         return without_loss(super().predict(*args, **self._call(batch)))
 
-    @property
-    def num_replicas(self) -> int:
-        """How many data-parallel copies of the pipeline there are."""
-        return self._ends.num_replicas
-
     def gather_rows(self, tree: Any) -> Any:
         """The rows that each replica has, one after another, on all of them: every rank calls it, with as many rows."""
         if self.num_replicas == 1:
