@@ -54,7 +54,7 @@ class SharedMetrics:
             count, lists = self._before[name]
             if count or metric.update_count:
                 state = metric.metric_state
-                found[name] = (metric.update_count, {key: _same(old, state[key]) for key, old in lists.items()})
+                found[name] = (metric.update_count, {key: _same(old, [*state[key]]) for key, old in lists.items()})
         return found
 
     def share(self, pipe: Pipeline, changes: dict[str, tuple[int, Kept]]) -> None:

@@ -193,7 +193,7 @@ class LoggedSteps:
         logged, changes = self.pipe.gather("what was logged", [mine, changes])[last]
         self.metrics.share(self.pipe, changes)
         for name, (value, metric, options) in logged.items():
-            known = value
+            known: Any = value
             if metric is not None:
                 known = self.metrics.by_name[metric]
                 known._forward_cache = None if value is None else torch.tensor(value, device=self.module.device)
