@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import penstock
+import penstock.capture
 from penstock.checkpoint import kept, manifest
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Damaged, Manifest
@@ -248,6 +249,7 @@ import os, signal, sys, warnings
 from pathlib import Path
 import torch
 import penstock
+import penstock.capture
 from penstock.comm import LocalWorld
 from penstock.front import saving
 from tests.checkpoint.pipes import make
@@ -568,6 +570,28 @@ def test_tensors_are_copied_by_dcps_stager_and_all_ranks_hear_if_it_cannot(tmp_p
     first, second = LocalWorld(2).run(run)
     assert min(first[:2] + second) > 0
     assert penstock.load(place).step == 2  # the last whole one
+
+
+def test_13_2_an_expanded_buffer_is_filled(tmp_path: Path) -> None:
+    """Torch refuses to copy into it: that was raised as it was, in the middle, when the parameters were those of the file."""
+
+    class Expanded(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("shift", torch.full((1, 4), value).expand(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.after(self.before(x) + self.get_buffer("shift")[0])  # type: ignore[no-any-return]
+
+    made = [penstock.Pipeline(Expanded(value), (torch.ones(2, 4),), profile=False) for value in (1.0, 2.0, 3.0, 4.0)]
+    first, *others = made
+    first.save(tmp_path / "checkpoint")
+    others[0].load(tmp_path / "checkpoint")
+    others[1].load_state_dict(first.state_dict())
+    penstock.capture.load([stage.submod for stage in others[2].stages], tmp_path / "checkpoint")
+    for other in others:
+        assert all(torch.equal(value, other.state_dict()[name]) for name, value in first.state_dict().items())
 
 
 def _forged(place: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.capture.stage_module import StageModule
-from penstock.checkpoint.weight_files import Source, check_values, open_weights
+from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
 from penstock.errors import CaptureError
 from penstock.misfits import takes
 
@@ -168,7 +168,7 @@ def _copy(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor]) -
             for name, _, _, value in _entries(stage):
                 found = _spelling(stage, name, weights)
                 if found is not None:
-                    value.copy_(weights[found])
+                    put(value, weights[found])
 
 
 def _spelling(stage: StageModule, name: str, weights: Mapping[str, torch.Tensor]) -> str | None:

@@ -188,6 +188,14 @@ def check_values(name: str, given: object) -> None:
     raise StageError(f"the weights have {what} for {name}; expected a plain tensor")
 
 
+def put(target: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor; of an expanded one, which torch refuses, into the elements that have memory of their own."""
+    if 0 in target.stride():
+        own = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+        target, values = target[own], values[own]
+    target.copy_(values)
+
+
 @takes(StageError)
 def open_weights(source: Source) -> Mapping[str, Tensor]:
     """Weights by name out of a dictionary, a file, several, a folder, or a checkpoint."""

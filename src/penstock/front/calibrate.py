@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from penstock.checkpoint.weight_files import put
 from penstock.errors import RunError
 from penstock.front.choice import Choice
 from penstock.front.ends import Ends
@@ -98,4 +99,4 @@ def leaving_no_trace(schedule: Schedule) -> Iterator[Callable[[], None]]:
             parameter.grad = gradient
         with torch.no_grad():
             for buffer, value in buffers:
-                buffer.copy_(value)
+                put(buffer, value)

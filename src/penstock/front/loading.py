@@ -20,7 +20,7 @@ from penstock.checkpoint import kept
 from penstock.checkpoint.manifest import Damaged, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.torch_list import LIST
-from penstock.checkpoint.weight_files import check_values
+from penstock.checkpoint.weight_files import check_values, put
 from penstock.errors import RanksDisagree, RunError, StageError
 from penstock.front import moments
 from penstock.front.companions import Companions, check_random_state, read_states, set_random_state
@@ -172,7 +172,7 @@ def _states(place: Path, manifest: Manifest, ends: Ends, companions: Companions)
 def _change(staged: Staged, tensors: StageTensors, ends: Ends, companions: Companions) -> None:
     with torch.no_grad():
         for target, value in staged.tensors:
-            target.copy_(value)
+            put(target, value)
     tensors.level()
     if companions.optimizer is not None:
         moments.fill(companions.optimizer, tensors, staged.manifest.optimizer, staged.moments)
@@ -208,10 +208,10 @@ def state_to_copy(tensors: StageTensors, state: Mapping[str, Tensor], *, strict:
             for value, given in found:
                 chunk = None if hasattr(given, "placements") else chunk_of(value)
                 if chunk is None:
-                    value.copy_(given)
+                    put(value, given)
                 else:
                     start, local = chunk
-                    local.copy_(given[tuple(slice(a, a + n) for a, n in zip(start, local.shape, strict=True))])
+                    put(local, given[tuple(slice(a, a + n) for a, n in zip(start, local.shape, strict=True))])
         tensors.level()
 
     return change
