@@ -433,6 +433,33 @@ def test_what_programs_set_between_steps_holds() -> None:
     same_gradients(others, expected)
 
 
+@pytest.mark.parametrize("kind", [PipelineStage, Watched])
+def test_stages_learn_their_shapes_before_a_step(kind: type[PipelineStage]) -> None:
+    """Programs trace the stages then, from what is known of their inputs and of the gradients of their outputs."""
+    modules = layers(4)
+    x, y = batch()
+
+    def rank(transport: Transport) -> list[list[int]]:
+        indices = (transport.rank, transport.rank + 2)
+        stages = [kind(modules[index], index, 4, "cpu", group=transport) for index in indices]
+        schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=nn.MSELoss())
+        for rows in (2, 3, 2):
+            arguments = (torch.zeros(rows, WIDTH, dtype=torch.float64),) if transport.rank == 0 else ()
+            schedule._initialize_stages(arguments, {}, torch.zeros(rows, WIDTH, dtype=torch.float64))
+            assert all(parameter.grad is None for stage in stages for parameter in stage.submod.parameters())
+            metas = [
+                m
+                for stage in stages
+                for m in (*(stage._stage_meta.inputs or ()), *(stage._stage_meta.output_grads or ()))
+            ]
+            assert [list(stages[1]._to_tensor(meta).shape) for meta in metas] == [[rows, WIDTH]] * 4
+        schedule.step(x, target=y)
+        return [list(stage.get_outputs_meta()[0].shape) for stage in stages]
+
+    assert LocalWorld(2).run(rank) == [[[2, WIDTH]] * 2] * 2
+    same_gradients(modules, plain(4))
+
+
 def test_given_shapes_that_say_nothing_of_gradients() -> None:
     """`torch.empty(..., device="meta")`, as programs write it: whether there is a gradient is found out."""
     modules = layers(3)

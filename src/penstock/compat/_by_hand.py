@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.compat._schedule import _PipelineSchedule
 
 HAND = 2  # added to a mode: through the stages' own methods
+MEET = 4  # added to both: nothing but what comes before the first microbatch
 HOOKS = (
     *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),
     *("forward_maybe_with_nosync", "backward_maybe_with_nosync", "scale_grads", "perform_reduce_grad"),
@@ -206,6 +207,23 @@ class LoopProgram(HandProgram):
         Program.finish(self)
 
 
+class MeetingProgram(HandProgram):
+    """A step that ends when the stages know what their values look like."""
+
+    def bind(self, action: AnyAction, *, cold: bool) -> Call:
+        return nothing
+
+    def begin(self, inputs: StepInputs) -> None:
+        super().begin(inputs)
+        self.known = False  # there will be no messages
+
+    def save_layouts(self, signature: int) -> None:
+        """Nothing: whoever asks again has new shapes."""
+
+    def finish(self) -> None:
+        Program.finish(self)
+
+
 def _care(program: HandProgram, action: Action, cold: bool) -> Call:
     run = program.hand(action.stage)
     return {Op.UNSHARD: run.unshard, Op.RESHARD: run.reshard, Op.REDUCE_GRAD: run.reduce_grad}[action.op]
@@ -263,11 +281,11 @@ class HandPrograms(Programs):
                     "penstock.compat.PipelineStage"
                 )
         plan = schedule._hand_plan()
-        plan = plan if mode == HAND + TRAIN else plan.forward_only()
-        setting = self.proved(plan, self.adapters(), grad=mode == HAND + TRAIN)
+        trains = mode in (HAND + TRAIN, HAND + MEET + TRAIN)
+        setting = self.proved(plan if trains else plan.forward_only(), self.adapters(), grad=trains)
         custom = {to_op(kind): handled_by(function) for kind, function in schedule._hand_functions.items()}
         setting = replace(setting, handlers=HAND_HANDLERS, custom=custom)
-        program = LoopProgram if schedule._steps_itself() else HandProgram
+        program = MeetingProgram if mode >= MEET else LoopProgram if schedule._steps_itself() else HandProgram
         return program(setting, self.stages, self.transport, schedule)  # type: ignore[arg-type]
 
     def adapters(self) -> dict[int, DataParallel]:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from penstock.batch import split_target
-from penstock.compat._by_hand import HAND, HandPrograms, is_driven_by_hand
+from penstock.compat._by_hand import HAND, MEET, HandPrograms, is_driven_by_hand
 from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage
 from penstock.compat._stage_base import _PipelineStageBase
@@ -29,7 +29,7 @@ from penstock.plan import Plan
 from penstock.run.binding import FORWARD, TRAIN
 from penstock.run.context import CustomFunction
 from penstock.run.inputs import Given, StepInputs
-from penstock.run.runner import Outcome, Runner
+from penstock.run.runner import Outcome, Prepared, Runner
 from penstock.run.setting import ActionKind
 from penstock.schedules import get_schedule
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage
@@ -195,9 +195,9 @@ class _PipelineSchedule(StageCare):
             self._backward_wanted = wanted
 
     def _run(self, given: Given, *, train: bool) -> Outcome:
-        first = self.stages[0]
-        if place_in(first.group) != (first.group_rank, first.group_size):
-            return self._rehearse(given)  # stages that stand for others: nobody is there to talk with
+        if self._stands_for_others():
+            self._meet(StepInputs(*self._split(given)))
+            return Outcome()
         with self._transport.called("step() or eval()"):  # nothing of a step that another thread is in is touched
             return self._run_here(given, train=train)
 
@@ -279,13 +279,21 @@ class _PipelineSchedule(StageCare):
             arg_mbs, kwarg_mbs = self._split(given)
             stage._validate_ahead(arg_mbs[0], kwarg_mbs[0])
 
-    def _rehearse(self, given: Given) -> Outcome:
-        arg_mbs, kwarg_mbs = self._split(given)
-        context = PipelineContext(self, arg_mbs, kwarg_mbs)
-        for stage in self.stages:
-            self._prepare_forward(stage, None, context)
-        self._prepare_backward(context, {})
-        return Outcome()
+    def _stands_for_others(self) -> bool:
+        """Whether the stages are made for other ranks than this one: nobody is there to talk with."""
+        first = self.stages[0]
+        return place_in(first.group) != (first.group_rank, first.group_size)
+
+    def _meet(self, inputs: StepInputs) -> None:
+        if self._stands_for_others():
+            context = PipelineContext(self, inputs.args, inputs.kwargs, inputs.targets)
+            for stage in self.stages:
+                self._prepare_forward(stage, None, context)
+            self._prepare_backward(context, inputs.loss_kwargs)
+            return
+        with self._transport.alone("_initialize_stages()"):
+            runner = self._connect(train=self._trains)
+            runner.step(self._programs, HAND + MEET + (TRAIN if self._trains else FORWARD), Prepared(inputs))
 
 
 _MESSAGES = (ComputationType.SEND_F, ComputationType.RECV_F, ComputationType.SEND_B, ComputationType.RECV_B)

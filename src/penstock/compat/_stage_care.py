@@ -17,6 +17,7 @@ from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._vocabulary import ComputationType
 from penstock.errors import RunError
 from penstock.nest import Value
+from penstock.run.inputs import StepInputs
 
 
 class Both:
@@ -81,9 +82,18 @@ class StageCare(Orders, Parts):
                 stage._choose_inference_mode(has_backward)
 
     def _initialize_stages(self, args: Value, kwargs: Value, target: Value = None, loss_kwargs: Value = None) -> None:
-        """A loop of the user's own calls it before its first microbatch; a step has seen to it already."""
+        """Have the stages learn what they receive, for a microbatch like this one; every rank calls it, before a step. In a loop
+        of the user's own there is nothing left to do: its step has seen to it.
+        """
+        if not any(getattr(stage, "_in_step", False) for stage in self.stages):
+            targets = None if target is None else [target]
+            self._meet(StepInputs([tuple(args or ())], [dict(kwargs or {})], targets, loss_kwargs or {}))
 
     _initialize_stage = _initialize_stages
+
+    def _meet(self, inputs: StepInputs) -> None:
+        """What comes before the first microbatch of a step, and no more."""
+        raise NotImplementedError("_PipelineSchedule has the ranks to meet")
 
     def _initialize_pp_stages(
         self,
@@ -96,6 +106,8 @@ class StageCare(Orders, Parts):
         loss_kwargs: Value = None,
     ) -> tuple[bool, bool]:
         """Likewise; what is initialized afterwards."""
+        if not fwd_initialized or bwd_initialized != self._has_backward:
+            self._initialize_stages(args, kwargs, target, loss_kwargs)
         return True, self._has_backward
 
     def _ready_modes(self) -> set[bool]:
