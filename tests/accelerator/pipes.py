@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,20 +114,23 @@ def train_torch(device: torch.device, name: str, stages_per_rank: int, microbatc
 def run(
     device: torch.device, schedule: Any, modules: dict[int, nn.Module], total: int, microbatches: int, steps: int
 ) -> Trained:
+    """The simulated device does nothing until the host has issued the last step: whatever the host waited for would not come."""
     x, y = (part.to(device) for part in batch(microbatches))
     last = total - 1 in modules
     sim = simulation(device)
     losses: list[Tensor] = []
-    for step in range(steps):
-        for module in modules.values():
-            module.zero_grad()
-        if sim is not None and step == steps - 1:
-            torch.accelerator.synchronize()
-            sim.reset()
-        arguments = (x,) if 0 in modules else ()
-        schedule.step(*arguments, target=y if last else None, losses=losses if last else None)
-    waits = sim.waits() if sim is not None else []
-    unfinished = not torch.accelerator.current_stream().query()
+    with ExitStack() as held:
+        for step in range(steps):
+            for module in modules.values():
+                module.zero_grad()
+            if sim is not None and step == steps - 1:
+                torch.accelerator.synchronize()
+                sim.reset()
+                held.callback(sim.hold().open)
+            arguments = (x,) if 0 in modules else ()
+            schedule.step(*arguments, target=y if last else None, losses=losses if last else None)
+        waits = sim.waits() if sim is not None else []
+        unfinished = not torch.accelerator.current_stream().query()
     torch.accelerator.synchronize()
     return Trained(
         {f"{i}.{n}": p.grad.cpu() for i, m in modules.items() for n, p in m.named_parameters() if p.grad is not None},

@@ -370,11 +370,13 @@ class Lasts(torch.autograd.Function):
 class Known(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = block(dist.get_rank())
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.kernels: dict[str, list[Any]] = {"F": [], "B": []}
+        self.lasts = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return Lasts.apply(self.inner(x), self.kernels)
+        x = x * self.scale
+        return Lasts.apply(x, self.kernels) if self.lasts else x
 
 
 FORWARD, BACKWARD = 0.15, 0.3  # seconds: a tenth is more than another process keeps a thread of the device waiting
@@ -385,8 +387,7 @@ def measured(device: torch.device) -> tuple[float, dict[str, list[tuple[float, f
     module, rank = Known(), dist.get_rank()
     schedule = schedule_of(device, module)
     raised_in_steps(schedule, device, 1)
-    module.kernels["F"].clear()
-    module.kernels["B"].clear()
+    module.lasts = True
     with schedule.record() as recording:
         raised_in_steps(schedule, device, 1)
     torch.accelerator.synchronize()

@@ -25,7 +25,7 @@ from penstock.stage.pipeline_stage import PipelineStage
 from tests.accelerator.pipes import batch, block
 from tests.accelerator.pool import SimPool
 from tests.accelerator.test_boundaries_and_faults import MICROBATCHES, die, raised_in_steps, schedule_of, squares
-from tests.accelerator.test_device import loaded
+from tests.accelerator.test_device import held
 from tests.faults.fragile import SOON, until
 from tests.faults.test_heartbeat import SHORT, NoNamespaces, cut_the_network, two_hosts
 from tests.gloo_pool import _free_port
@@ -171,10 +171,10 @@ def slow_device(device: torch.device) -> str:
     transport = DistributedTransport.of(device=device)
     stepped(device, {}, steps=1)
     if transport.rank == 0:
-        loaded().busy(3.0)
         patient, transport.timeout = transport.timeout, 0.5
         try:
-            transport.read(torch.ones(1, device=device))
+            with held():
+                transport.read(torch.ones(1, device=device))
         except PenstockError as error:
             return f"{type(error).__name__}: {error}"
         finally:

@@ -16,7 +16,7 @@ from penstock.comm import DistributedTransport, accelerator
 from penstock.comm.communicators import Maker, abort_all
 from penstock.plan.queues import QueueLayout
 from tests.accelerator.pool import Mode, SimPool
-from tests.accelerator.test_device import loaded
+from tests.accelerator.test_device import held, loaded
 from tests.gloo_pool import _free_port
 
 
@@ -107,8 +107,10 @@ def left_alone(device: torch.device) -> bool:
     x = torch.ones(4, device=device)
     if rank == 0:
         dist.isend(x, 1).wait()
+        torch.accelerator.synchronize()
         return True
     dist.irecv(x, 0).wait()
+    torch.accelerator.synchronize()  # an abort now would leave rank 0 in its send for ever
     work = dist.irecv(x, 0)  # which rank 0 never sends
     time.sleep(0.3)
     assert not work.is_completed()
@@ -158,6 +160,7 @@ def aborts(device: torch.device) -> bool:
     made = [maker.make(name, PrefixStore(name, _get_default_store()), rank=rank, ranks=[0, 1]) for name in "ab"]
     for each in made:
         (each.send if rank == 0 else each.recv)([x], 1 - rank, 0).wait()
+    torch.accelerator.synchronize()  # else an abort might come before the message, and rank 0 wait in its send for ever
     if rank == 0:
         return True
     works = [each.recv([torch.empty_like(x)], 0, 0) for each in made]
@@ -178,7 +181,6 @@ def test_communicators_are_like_the_users_group(sim: SimPool) -> None:
 
 def alike(device: torch.device, port: int) -> bool:
     """Timeout and options are the group's; an error does not end the process, unless the user says that it shall."""
-    accelerator._FAREWELL = 100.0  # a busy machine takes its time, and nothing here is about the bound
     rank, options = dist.get_rank(), loaded().StrictGroup.Options()
     options.is_high_priority_stream, options.config.min_ctas = True, 3
     bound = timedelta(seconds=117)
@@ -208,6 +210,41 @@ def alike(device: torch.device, port: int) -> bool:
     for each in made:  # nothing is left to be told of by torch when the program ends
         with pytest.raises(RuntimeError, match="make a new one"):
             each.send([torch.ones(1, device=device)], 1 - rank, 0)
+    return True
+
+
+def test_who_leaves_lets_its_device_finish_and_ends_what_never_will(sim: SimPool) -> None:
+    assert sim.run(2, "lazy", leaves) == [True] * 2
+
+
+def leaves(device: torch.device) -> bool:
+    """Rank 0 leaves when its message is not taken yet; it would wait for a moment only if something had gone wrong."""
+    transport: Any = DistributedTransport.of(device=device)
+    rank, store, x = transport.rank, _get_default_store(), torch.ones(4, device=device)
+    transport.connect([1 - rank])
+    torch.accelerator.synchronize()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "_FAREWELL", 0.05)
+        patch.setattr(accelerator, "_ABORT", 60.0)
+        if rank == 0:
+            transport.isend(x, 1).wait()
+            store.set("about to leave", "")
+            transport.close()
+            assert torch.accelerator.current_stream().query()
+            assert transport._aborted is False
+        else:
+            with held():
+                store.wait(["about to leave"])
+                y = torch.empty_like(x)
+                transport.irecv(y, 0).wait()
+            assert y.tolist() == [1.0] * 4
+            transport.irecv(y, 0).wait()  # which rank 0 never sends
+            transport.close()
+            with pytest.raises(RuntimeError, match="was aborted"):
+                torch.accelerator.synchronize()
+        for each in transport._communicators():  # nothing is left to be told of by torch when the program ends
+            with pytest.raises(RuntimeError, match="make a new one"):
+                each.send([x], 1 - rank, 0)
     return True
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from penstock.comm import DistributedTransport
-from tests.accelerator.pipes import Trained, expected, train
+from penstock.lower import InTurn
+from tests.accelerator.pipes import Trained, block, expected, train
 from tests.accelerator.pool import SimPool
+from tests.accelerator.test_boundaries_and_faults import MICROBATCHES as BATCHES
+from tests.accelerator.test_boundaries_and_faults import raised_in_steps, schedule_of
 from tests.accelerator.test_device import loaded
 from tests.gloo_pool import _free_port
 
@@ -52,24 +56,90 @@ class OwnGroup(dist.ProcessGroup):
         return OwnWork(self._inside.recv(tensors, peer, tag))
 
 
-def trained(device: torch.device, port: int) -> Trained:
+class ShortGroup(OwnGroup):
+    """Made the short way: its ranks meet in the store that they are given. To end it is more than it can do."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        dist.ProcessGroup.__init__(self, rank, size)
+        MADE[f"penstock/{len(MADE)}"] = [*range(size)]
+        options = loaded().StrictGroup.Options()
+        options._timeout = timeout
+        assert timeout == BOUND
+        self._inside = loaded().StrictGroup(store, rank, size, options)
+
+    def abort(self) -> None:
+        raise ValueError("no")
+
+    shutdown = abort
+
+
+class FussyGroup(OwnGroup):
+    """Refuses a message, when it is told to, in its own words."""
+
+    refused = -1  # sends that go well before
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> OwnWork:
+        FussyGroup.refused -= 1
+        if FussyGroup.refused == -1:
+            raise ValueError("not this one")
+        return super().send(tensors, peer, tag)
+
+    def abort(self) -> None:
+        self._inside.abort()
+
+
+def refused(device: torch.device, port: int) -> tuple[list[str], dict[str, torch.Tensor]]:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if "FUSSY" not in dist.Backend._plugins:
+        dist.Backend.register_backend("fussy", FussyGroup, extended_api=True, devices=["sim"])
+    MADE.clear()
+    dist.init_process_group("fussy", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, timeout=BOUND)
+    module = block(rank)
+    schedule = schedule_of(device, module)
+    found = raised_in_steps(schedule, device, 2)
+    FussyGroup.refused = 1 if rank == 1 else -1
+    found += raised_in_steps(schedule, device, 1)
+    module.zero_grad()
+    found += raised_in_steps(schedule, device, 1)
+    return found, {f"{rank}.{name}": p.grad.cpu() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def test_a_message_that_a_group_refuses_does_not_shift_those_after_it(sim: SimPool) -> None:
+    """The other end would take each message of the next step for the one before it, of the same size."""
+    told = sim.run(3, "lazy", refused, _free_port())
+    for rank, (found, _) in enumerate(told):
+        assert found[0] == found[1] == found[3] == "", found
+        assert "ValueError: not this one" in found[2]
+        assert found[2].startswith("TransportError: " if rank == 1 else "PeerFailed: rank 1 failed"), found
+    grads = {name: grad for _, each in told for name, grad in each.items()}
+    for name, grad in expected(3, BATCHES).items():
+        torch.testing.assert_close(grads[name], grad)
+
+
+def trained(device: torch.device, port: int, name: str, receives: InTurn | None) -> Trained:
     rank = dist.get_rank()
     dist.destroy_process_group()
     if "OWN" not in dist.Backend._plugins:
         dist.Backend.register_backend("own", OwnGroup, extended_api=True, devices=["sim"])
+        dist.Backend.register_backend("short", ShortGroup, devices=["sim"])
     MADE.clear()
-    dist.init_process_group("own", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, timeout=BOUND)
-    found = train(device, "interleavedzerobubble", STAGES, MICROBATCHES)
+    dist.init_process_group(name, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, timeout=BOUND)
+    found = train(device, "interleavedzerobubble", STAGES, MICROBATCHES, receives=receives)
     transport: Any = DistributedTransport.of(device=device)
     ours = [ranks for name, ranks in MADE.items() if name.startswith("penstock/")]
-    assert sorted(ours) == sorted(sorted((rank, peer)) for peer in range(3) if peer != rank for _ in range(2)), MADE
+    if name == "own":
+        assert sorted(ours) == sorted(sorted((rank, peer)) for peer in range(3) if peer != rank for _ in range(2)), MADE
+    else:
+        assert len(ours) == 2  # the user's, and one
     assert transport.timeout == BOUND.total_seconds()
     return found
 
 
-def test_a_group_that_is_written_in_python_trains(sim: SimPool) -> None:
+@pytest.mark.parametrize(("name", "receives"), [("own", None), ("short", InTurn("one"))])
+def test_a_group_that_is_written_in_python_trains(sim: SimPool, name: str, receives: InTurn | None) -> None:
     """It has no backend, no options and no name of its own: each of these was taken for granted."""
-    everyone = sim.run(3, "lazy", trained, _free_port())
+    everyone = sim.run(3, "lazy", trained, _free_port(), name, receives)
     wanted = expected(3 * STAGES, MICROBATCHES)
     found = {name: grad for each in everyone for name, grad in each.grads.items()}
     assert found.keys() == wanted.keys()

@@ -204,7 +204,7 @@ def _saved(layer: Layer) -> dict[int, Tensor]:
 def clock(device: torch.device) -> float:
     """The time in seconds, when the device has done what it was told."""
     if device.type != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 

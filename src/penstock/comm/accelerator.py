@@ -30,19 +30,20 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.comm.communicators import Maker, abort_all, all_at_once, shut_down_all
 from penstock.comm.device_wait import wait_for_device
-from penstock.comm.distributed import DistributedTransport, place_in_store
+from penstock.comm.distributed import DistributedTransport, last_words, place_in_store
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
 from penstock.plan.queues import QueueLayout
 
-_TAG = 0x9E57
+_TAG = 0  # communicators have none: NCCL's ignore it
 _CARRIED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
 """The types that every backend knows. Others travel as bytes."""
-_FAREWELL = 10.0  # seconds that the device may take, when this rank leaves, to finish what was sent
-_ABORT = 2.0  # seconds to wait for communicators to end: a device that is stuck in a group of the user's own goes on without us
+_FAREWELL = 10.0  # seconds that the device may take, when this rank leaves after a failure, to finish what was sent
+_SHUTDOWN = 10.0  # seconds to wait for communicators to end when nothing is on its way
+_ABORT = 2.0  # and when something is: a device that is stuck in a group of the user's own goes on without us
 
 
 class AcceleratorTransport(DistributedTransport):
@@ -88,7 +89,8 @@ class AcceleratorTransport(DistributedTransport):
     def _open(self, peers: Collection[int]) -> None:
         if self.queues == "one" and self.whole is None:
             self.whole = self.communicator("whole", range(self.num_ranks))
-            self.whole.eager_connect_single_device(self.device)  # else it would make one for each pair
+            if hasattr(self.whole, "eager_connect_single_device"):  # else it may make one for each pair
+                self.whole.eager_connect_single_device(self.device)
         # Two ranks that meet in this order meet without a cycle: everybody takes the pairs in the order of the lower rank.
         for peer in sorted(peers, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
             self._way(peer).open()
@@ -155,6 +157,16 @@ class AcceleratorTransport(DistributedTransport):
         gone = self.pulse.look() or self.pulse.ended()
         if gone is not None:
             raise gone.error()
+
+    def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
+        """A message that could not be posted is missing at its other end, where all later ones would be taken for the one before
+        them: communicators are made anew before the next step. All ranks know that before they hear that this step has failed."""
+        told = super().explain(error, peer=peer, what=what)
+        if self._torn is None and told is not error:
+            self._torn = FailureRecord(self.rank, cause=f"{type(told).__name__}: {told}")
+            with suppress(TransportError):
+                self.store.set(self._torn_key, b"1")
+        return told
 
     def _way(self, peer: int) -> Way:
         if peer not in self._ways:
@@ -228,14 +240,30 @@ class AcceleratorTransport(DistributedTransport):
     def close(self) -> None:
         ended = self._closed or self._aborted or os.getpid() != self._owner  # a forked child has no device
         communicators = [] if ended else self._communicators()
+        end = partial(shut_down_all, bound=_SHUTDOWN)
         try:
-            if communicators:  # what was issued may still be on its way to others
-                wait_for_device(self.device, _FAREWELL)
-        except StepTimeout:
-            communicators.clear()  # they would not end either
+            if communicators:
+                self._finish()
+        except StepTimeout:  # the device waits for what never comes
+            end = partial(abort_all, bound=_ABORT)
         finally:  # a device that fails says so, and the others hear all the same that this rank has left
             super().close()
-        shut_down_all(communicators, bound=_FAREWELL)
+        end(communicators)
+
+    def _finish(self) -> None:
+        """Let the device do what it was told: some of it may still be on its way to others, who wait for it."""
+        try:
+            well = self._fine and not last_words()
+            wait_for_device(self.device, self.timeout if well else _FAREWELL, look=self._look_for_others)
+        except (PeerFailed, TransportError):
+            wait_for_device(self.device, _FAREWELL)
+
+    def _look_for_others(self) -> None:
+        """Raise if nobody is there any more who could wait for this rank, or one is gone without a word."""
+        left = {each.rank: FailureRecord(each.rank, cause=each.cause) for each in self.store.departures()}
+        gone = [one for one in (self.pulse.look(), *self.pulse.all_ended()) if one is not None and one.rank not in left]
+        if gone or (left and self._connected <= left.keys()):
+            raise (gone or list(left.values()))[0].error()
 
 
 class Control(Messages):
@@ -333,13 +361,18 @@ class Way:
         sent, tensor = self._sent, _as_carried(tensors[0])
         while sent and sent[0][0].is_completed():
             sent.popleft()[0].wait()  # nothing waits, but the memory is now seen to be free on this stream as well
-        sent.append((self._out.send([tensor], self._there, _TAG), tensor))
+        sent.append((self._posted(self._out.send, tensor), tensor))
 
     def receive(self, tensors: list[Tensor]) -> Work:
         if self._back is None:
             self.open()
-        work: Work = self._back.recv([_as_carried(tensors[0])], self._there, _TAG)
-        return work
+        return self._posted(self._back.recv, _as_carried(tensors[0]))
+
+    def _posted(self, post: Callable[..., Any], tensor: Tensor) -> Any:
+        try:
+            return post([tensor], self._there, _TAG)
+        except (TypeError, ValueError) as error:  # groups that are written in Python raise what they like
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def settle(self) -> None:
         """After a step: what comes on the current stream, perhaps a change of what was sent, waits for the sends."""

@@ -107,7 +107,7 @@ def all_at_once(acts: list[Callable[[], object]], bound: float) -> None:
     """Do these beside one another, for no longer than the bound; what is not done by then goes on, and nobody waits for it."""
 
     def quietly(act: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # it was ended before, or cannot be
+        with suppress(Exception):  # it was ended before, or cannot be
             act()
 
     threads = [threading.Thread(target=quietly, args=(act,), name="penstock end", daemon=True) for act in acts]

@@ -268,7 +268,7 @@ class DistributedTransport(Transport):
         with suppress(TransportError):
             whole = not self._in_step and self.failure() is None
             done = self.epoch if whole else self.epoch - 1
-            self.store.depart(Departure(self.rank, done, f"it left after step {done}{_last_words()}"))
+            self.store.depart(Departure(self.rank, done, f"it left after step {done}{last_words()}"))
         self.pulse.close()  # last: whoever sees its lines end finds out why
 
 
@@ -289,7 +289,7 @@ def _look(kinds: KindsOfDevice, pulse: Pulse) -> FailureRecord | None:
     return kinds.look() or pulse.look()
 
 
-def _last_words() -> str:
+def last_words() -> str:
     """The exception that ends this program, if one does."""
     error = getattr(sys, "last_value", None)
     return "" if error is None else f": {type(error).__name__}: {error}"

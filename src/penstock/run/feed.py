@@ -23,7 +23,8 @@ class Feed:
 
     def __init__(self, device: torch.device, stream: torch.Stream) -> None:
         self._device, self._stream = device, stream
-        self._begun: dict[int, tuple[Tensor, Tensor, torch.Event]] = {}  # by the id of a tensor, which is kept too
+        # By the id of a tensor: the tensor, its pinned copy, that on the device, and when it is there. All are kept for the step.
+        self._begun: dict[int, tuple[Tensor, Tensor, Tensor, torch.Event]] = {}
 
     def of(self, values: Sequence[Value], microbatch: int) -> Value:
         """The value of a microbatch, on the device; the copy of the next one begins."""
@@ -47,7 +48,7 @@ class Feed:
                 there = source.to(self._device, non_blocking=True)
             done = torch.Event(device=self._device)
             done.record(self._stream)
-            self._begun[id(tensor)] = tensor, there, done
+            self._begun[id(tensor)] = tensor, source, there, done
         return tensor
 
     def _take(self, tensor: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class Feed:
         if tensor.requires_grad:  # its copy is a part of the graph
             return tensor.to(self._device)
         self._begin(tensor)
-        _, there, done = self._begun[id(tensor)]
+        _, _, there, done = self._begun[id(tensor)]
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(done)
         there.record_stream(current)  # its memory belongs to the feed's stream

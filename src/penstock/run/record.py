@@ -57,7 +57,7 @@ class DeviceClock:
 
     def mark(self) -> torch.Event:
         event = torch.Event(device=self._device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(self._device))  # which need not be the current device
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:

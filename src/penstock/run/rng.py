@@ -34,9 +34,11 @@ def microbatch_rng(
             yield
         return
     # What is seeded is what is put back: torch.manual_seed would seed the other devices as well.
-    with torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device.type):
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    with torch.random.fork_rng(devices=[index], device_type=device.type):
         torch.default_generator.manual_seed(number)
-        torch.get_device_module(device).manual_seed(number)
+        with torch.accelerator.device_index(index):
+            torch.get_device_module(device).manual_seed(number)
         yield
 
 

@@ -31,8 +31,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   c10::Stream getStream(c10::Device device) const override { return torch_stream(current_stream(index(device))); }
   c10::Stream getDefaultStream(c10::Device device) const override { return torch_stream(default_stream(index(device))); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return torch_stream(new_stream(index(device))); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return torch_stream(new_stream(index(device))); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return torch_stream(pooled_stream(index(device))); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return torch_stream(pooled_stream(index(device))); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return torch_stream(exchange_stream(stream.device_index(), number_of(stream)));
   }

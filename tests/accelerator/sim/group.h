@@ -28,6 +28,7 @@ class Communicator {
  public:
   // Blocks the host until all ranks have joined under this name, or `bound` is over.
   Communicator(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int size, double bound);
+  ~Communicator();
 
   void send(int peer, const char* data, size_t bytes);  // these three are called by kernels
   void receive(int peer, char* data, size_t bytes);

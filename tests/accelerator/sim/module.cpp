@@ -20,6 +20,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("busy", [](double seconds) {
     sim::enqueue(sim::current_stream(sim::current_device()), "busy", [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });
   });
+  pybind11::class_<sim::Happening, sim::HappeningPtr>(m, "Gate").def("open", [](const sim::HappeningPtr& gate) { sim::open(gate); });
+  m.def("hold", [] { return sim::hold(sim::current_stream(sim::current_device())); }, "What is issued on the current stream from now on waits until this is opened.");
   m.def("peek", [](const at::Tensor& tensor) { return sim::as_cpu(tensor).clone(); }, "What the memory holds now, whoever is about to write it.");
   m.def("waits", [] { return sim::report().waits; });
   m.def("violations", [] { return sim::report().violations; });

@@ -15,6 +15,7 @@ namespace sim {
 namespace {
 
 constexpr int kDevices = 2;
+constexpr size_t kPooled = 32;        // streams of a device that programs get in turn, as CUDA has them
 constexpr size_t kRemembered = 4096;  // waits and violations that are kept in words
 
 struct Kernel {
@@ -38,6 +39,8 @@ struct Stream {
 struct World {
   std::mutex mutex;  // of all that is issued
   std::deque<Stream*> streams;
+  std::vector<int> unused, pool[kDevices];  // those that were given back; those that programs share
+  size_t turn[kDevices] = {};
   Stream* janitor;  // frees what other streams were recorded for, so that no stream waits because of it
   Clock host;
   std::mutex notes_mutex;
@@ -168,10 +171,33 @@ int exchange_stream(int device, int stream) { return std::exchange(chosen.at(dev
 
 int new_stream(int device) {
   World& all = world();
-  auto* stream = start(device);
   std::lock_guard<std::mutex> lock(all.mutex);
-  all.streams.push_back(stream);
+  auto found = std::find_if(all.unused.begin(), all.unused.end(), [&](int n) { return all.streams[n]->device == device; });
+  if (found != all.unused.end()) {
+    int stream = *found;
+    all.unused.erase(found);
+    return stream;
+  }
+  all.streams.push_back(start(device));
   return static_cast<int>(all.streams.size()) - 1;
+}
+
+void give_back(int stream) {
+  World& all = world();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.unused.push_back(stream);
+}
+
+int pooled_stream(int device) {
+  World& all = world();
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    if (all.pool[device].size() == kPooled) return all.pool[device][all.turn[device]++ % kPooled];
+  }
+  int stream = new_stream(device);
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.pool[device].push_back(stream);
+  return stream;
 }
 
 void enqueue(int stream, const std::string& name, std::function<void()> kernel, const std::vector<Use>& uses) {
@@ -213,6 +239,18 @@ void wait_event(int stream, const HappeningPtr& event) {
                  std::unique_lock<std::mutex> inner(event->mutex);
                  event->changed.wait(inner, [&] { return event->done; });
                }, false});
+}
+
+HappeningPtr hold(int stream) {
+  auto gate = std::make_shared<Happening>();
+  wait_event(stream, gate);
+  return gate;
+}
+
+void open(const HappeningPtr& gate) {
+  std::lock_guard<std::mutex> lock(gate->mutex);
+  gate->done = true;
+  gate->changed.notify_all();
 }
 
 bool is_done(const HappeningPtr& event) {

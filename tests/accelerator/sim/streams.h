@@ -61,7 +61,9 @@ using HappeningPtr = std::shared_ptr<Happening>;
 
 // streams; a number for each, over all devices
 int default_stream(int device);
-int new_stream(int device);
+int new_stream(int device);     // for one communicator
+void give_back(int stream);     // which another may have when it is done
+int pooled_stream(int device);  // of a few that programs share
 int device_of(int stream);
 int current_stream(int device);
 int exchange_stream(int device, int stream);
@@ -74,6 +76,8 @@ void enqueue(int stream, const std::string& name, std::function<void()> kernel, 
 HappeningPtr record(int stream);
 void wait_event(int stream, const HappeningPtr& event);
 bool is_done(const HappeningPtr& event);
+HappeningPtr hold(int stream);  // what is issued there from now on waits until the host opens this
+void open(const HappeningPtr& gate);
 bool is_idle(int stream);
 
 // the host waits
