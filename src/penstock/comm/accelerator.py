@@ -368,7 +368,7 @@ class Way:
             self.open()
         return self._posted(self._back.recv, _as_carried(tensors[0]))
 
-    def _posted(self, post: Callable[..., Any], tensor: Tensor) -> Any:
+    def _posted(self, post: Callable[..., Work], tensor: Tensor) -> Work:
         try:
             return post([tensor], self._there, _TAG)
         except (TypeError, ValueError) as error:  # groups that are written in Python raise what they like
