@@ -80,6 +80,7 @@ def module(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(300)  # a page may start three runs, each of several processes
 @pytest.mark.filterwarnings("ignore:torch.distributed.pipelining had been imported before")  # by other tests' modules
 @pytest.mark.usefixtures("own_schedules")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
