@@ -16,7 +16,7 @@ from importlib.abc import MetaPathFinder
 
 class Missing(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in ("transformers", "peft", "accelerate", "lightning", "safetensors"):
+        if name.partition(".")[0] in ("transformers", "peft", "accelerate", "lightning", "torchmetrics", "safetensors"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())

@@ -24,12 +24,13 @@ from penstock.checkpoint import kept
 from penstock.checkpoint.manifest import Manifest
 from penstock.errors import RunError
 from penstock.front import Pipeline
-from penstock.integrations.lightning_steps import LoggedSteps, Stand
 from penstock.integrations.needs import needed
 
 needed("lightning", "lightning")
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402  the line above says what is missing
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+from penstock.integrations.lightning_steps import LoggedSteps, Stand  # noqa: E402  needs torchmetrics, which lightning brings
 
 __all__ = ["PipelineStrategy"]
 _PARTS, _REST = "pipeline", "meta-{}.pt"  # in the folder of a checkpoint
