@@ -97,6 +97,22 @@ def awake(modules: list[nn.Module]) -> None:
         module.train()
 
 
+class Grows(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: nn.Module | None = None
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = super().forward(x, scale)
+        return y if self.extra is None else self.extra(y)  # type: ignore[no-any-return]
+
+
+def grow(modules: list[nn.Module]) -> None:
+    """A batch norm comes in between two steps: it takes in each microbatch once, like the one that was there."""
+    for module in modules:
+        module.extra = nn.BatchNorm1d(WIDTH)
+
+
 def bfloat16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -105,6 +121,7 @@ KINDS: dict[str, tuple[type[nn.Module], Callable[[], AbstractContextManager[Any]
     "dropout and batch norm": (Noisy, nullcontext, {}),
     "modes of parts": (Resting, nullcontext, {}),
     "modes that change": (Resting, nullcontext, {"between": awake}),
+    "layers that are added": (Grows, nullcontext, {"between": grow}),
     "autocast": (Noisy, bfloat16, {}),
     "keyword arguments": (Noisy, nullcontext, {"scale": True}),
     "tied": (Noisy, nullcontext, {"ties": True}),
