@@ -144,6 +144,8 @@ def nothing_compiled_before() -> Iterator[None]:
 )
 def test_stages_of_many_kinds(kind: str, schedule: str, ways: Ways) -> None:
     expected = trained(kind, schedule)
+    if kind == "compiled":
+        del ways["disk"]  # a graph cannot tell where what it saved went, and each run compiles anew
     for options in ways.values():
         assert_same(expected, trained(kind, schedule, **options))
 
