@@ -129,6 +129,7 @@ def first_step(options: argparse.Namespace) -> None:
         for ahead in (False, True) if number % 2 else (True, False):  # whoever is first finds the compiler cold
             with tempfile.TemporaryDirectory() as cache:
                 times[ahead].append(max(seconds for _, seconds in spawn(first_step_worker, options, ahead, cache)))
+            print(f"{'at the same time' if ahead else 'one after the other'}: {times[ahead][-1]:.1f} s", flush=True)
     apart, together = statistics.median(times[False]), statistics.median(times[True])
     print(
         f"first step: {apart:.1f} s one after the other, {together:.1f} s at the same time, {together / apart:.2f}; "
