@@ -499,6 +499,16 @@ def test_metadata_can_be_read_after_a_step_and_reset() -> None:
         assert [list(tensor.shape) for tensor in stage.get_outputs_meta()] == [[2, length, 2]]
 
 
+def test_outputs_without_strides_have_no_metadata() -> None:
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to_sparse()
+
+    stage = PipelineStage(Sparse(), 0, 1, "cpu")
+    assert torch.equal(ScheduleGPipe(stage, 2).step(torch.eye(4)).to_dense(), torch.eye(4))
+    assert stage._stage_meta.outputs == (None,)
+
+
 def test_a_captured_stage_is_driven_too() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -30,6 +30,11 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return isinstance(tensor, Tensor) and layout_of(tensor) is not None
 
 
+def is_strided(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor whose sizes and strides tell what it looks like; sparse and nested ones have none."""
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
 MeshCacheKey = tuple[tuple[str, ...], Any]  # the names of the dimensions of a mesh, and its layout
 
 

@@ -19,6 +19,7 @@ from penstock.batch import split_target
 from penstock.compat._by_hand import HAND, MEET, HandPrograms, is_driven_by_hand
 from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage
+from penstock.compat._metadata import is_strided
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._stage_care import StageCare
 from penstock.compat._state import is_overridden, renamed
@@ -240,7 +241,7 @@ class _PipelineSchedule(StageCare):
             return None
         merged = self._merge_outputs(outputs)
         # Let the last stage show what each microbatch gave: as views of what is returned, where that can be.
-        if isinstance(merged, Tensor) and all(isinstance(one, Tensor) and one.dim() for one in outputs):
+        if is_strided(merged) and all(is_strided(one) and one.dim() for one in outputs):
             sizes = [one.size(0) for one in outputs]
             if sum(sizes) == merged.size(0) and merged.dim():
                 outputs = list(merged.split(sizes))

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.compat._backward import grad_of, stage_backward_input, stage_backward_weight, take_grad
 from penstock.compat._exchange import Exchange, as_tuple
-from penstock.compat._metadata import _derive_grad_metas, _StageMeta, extract_tensor_metas
+from penstock.compat._metadata import _derive_grad_metas, _StageMeta, extract_tensor_metas, is_strided
 from penstock.compat._metadata_checks import validate_tensors_metadata
 from penstock.compat._state import is_overridden
 from penstock.errors import ShapeError, StageError
@@ -265,7 +265,10 @@ class _PipelineStageBase(Exchange):
 
     def _note(self, args: tuple[Value, ...], output: Value) -> None:
         """After the first forward of penstock's own steps, or the first one after a program has reset them: what it may read."""
-        inputs, outputs = (extract_tensor_metas(values, allow_none=True) or () for values in (args, as_tuple(output)))
+        inputs, outputs = (
+            extract_tensor_metas([v if is_strided(v) else None for v in values], allow_none=True) or ()
+            for values in (args, as_tuple(output))
+        )
         self._stage_meta = _StageMeta(inputs, outputs, _derive_grad_metas(inputs), _derive_grad_metas(outputs))
 
     def _validate_seen(self, desc: str, microbatch: int, values: Value) -> None:
