@@ -254,7 +254,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_scale": 3}, "loss_scale is a int"),
     ({"rng": "per-step"}, "rng='per-step'"),
     ({"seed": "x"}, "seed='x'"),
-    ({"ties": 3}, "ties is a int"),
+    ({"ties": 3}, "ties has 3"),
     ({"example_kwargs": 3}, "example_kwargs is a int"),
     ({"init": 3}, "init is a int"),
     ({"split_spec": 3}, "split_spec is a int"),

@@ -197,6 +197,26 @@ def test_files_that_cannot_be_written_are_errors_of_penstock(name: str, tmp_path
             write()
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("ties", value) for value in ("x", [None], (1, 2), {"a": None}, [[("0", "weight")]])),
+        *((name, torch.ones(2)) for name in ("ties", "dynamic", "scale_grads", "offload_to")),
+        *(("dynamic", value) for value in ("x", None, [1])),
+        ("n_microbatches", 10**30),
+        ("device", "x"),
+    ],
+)
+def test_options_of_a_schedule_that_are_wrong_are_named(option: str, value: Any) -> None:
+    """They were errors of Python's, some of them in the first step."""
+    given: dict[str, Any] = {"n_microbatches": 2, "loss_fn": loss_fn, "device": "cpu", option: value}
+    x = torch.ones(4, 4)
+    with pytest.raises(PenstockError, match=r"expected|device="):
+        penstock.ScheduleGPipe(
+            penstock.PipelineStage(nn.Linear(4, 4), 0, 1, given.pop("device")), given.pop("n_microbatches"), **given
+        ).step(x, target=x)
+
+
 @pytest.mark.parametrize("norm", [-1.0, float("nan"), "1"])
 def test_a_norm_that_is_none_is_refused(norm: Any) -> None:
     """A negative one turned the gradients round."""

@@ -68,6 +68,8 @@ def pipeline(
     """
     if num_stages is not None and split_spec:
         raise CaptureError("give either num_stages= (cut by cost) or split_spec= (cut where it says), not both")
+    if num_stages is not None and num_stages < 1:
+        raise CaptureError(f"num_stages={num_stages}; expected at least 1")
     known = _loaded(profile, num_stages)
     by_name: Cuts | None = None
     if known is not None and num_stages is not None and known.metadata.get("places") is None:

@@ -23,8 +23,8 @@ from penstock.lower import ReceivePolicy
 from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.plan import Placement, Plan
-from penstock.run.planning import Place, Sparing, check_sparing
-from penstock.run.ties import Holders, Tied
+from penstock.run.planning import Place, Sparing, check_flags, check_sparing
+from penstock.run.ties import Holders, Tied, holders_of
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.pipeline_stage import Group, PipelineStage
 from penstock.stage.twins import CompileOptions, check_compile_options
@@ -190,6 +190,7 @@ class StepOptions:
         if self.on_oom not in ("raise", "replan"):
             raise StageError(f'on_oom={self.on_oom!r}; expected "raise" or "replan"')
         check_sparing(self.recompute, self.offload, self.offload_to)
+        check_flags(self, "share_loss", "few_rows", "scale_grads", "dynamic")
         if self.collect_every is not None:
             _is_count("collect_every", self.collect_every)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -214,11 +215,7 @@ class StepOptions:
         )
         if self.replan is not None and (type(self.replan) not in (int, float) or not 0 < self.replan < 1):
             raise StageError(f"replan={self.replan!r}; expected a share of a step, such as 0.05")
-        if not isinstance(self.ties, Iterable):
-            raise StageError(
-                f"ties is a {type(self.ties).__name__}; expected [penstock.tie([(0, name), (3, name)]), ...]"
-            )
-        object.__setattr__(self, "ties", list(self.ties))
+        object.__setattr__(self, "ties", holders_of(self.ties))
 
     def of_schedule(self, loss_fn: object) -> dict[str, object]:
         """The options that `Schedule` takes; what `recompute` and `offload` ask for is in the plan that it is given."""

@@ -104,7 +104,8 @@ class Programs(dict[int, Program]):
             default = InTurn(self.transport.queues)
         elif plan.is_share and self.binding.receives in (None, default):
             return lower_shares(plan, receives=default, care=Care(shards, reduce=reduces))
-        return lower(plan, receives=self.binding.receives or default, shards=shards, reduce=reduces)
+        receives = default if self.binding.receives is None else self.binding.receives
+        return lower(plan, receives=receives, shards=shards, reduce=reduces)
 
     def proved(self, plan: Plan, adapters: Mapping[int, DataParallel], *, grad: bool) -> Setting:
         """A lowered plan that cannot go wrong, and what its actions are done with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, StageError
 from penstock.lower import offload as offload_pass
 from penstock.lower import recompute as recompute_pass
 from penstock.lower.chosen import Stages
@@ -47,6 +47,14 @@ def placed(plan: Plan, stages: Sequence[PipelineStage]) -> Plan:
             "make the stages for those"
         )
     return plan
+
+
+def check_flags(options: object, *names: str) -> None:
+    """Whether these attributes are True or False, or numbers in their place."""
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, bool | int):
+            raise StageError(f"{name} is a {type(value).__name__}; expected True or False")
 
 
 def check_sparing(recompute: Sparing, offload: Sparing, offload_to: Place) -> None:

@@ -18,12 +18,13 @@ from penstock.lower import InTurn, ReceivePolicy
 from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.plan import Placement, Plan, load
+from penstock.plan.actions import MICROBATCH
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.meeting import boundaries_of, check_boundaries, facts_of, tended, transport_of
 from penstock.run.memory_watch import MemoryWatch
-from penstock.run.planning import Place, Sparing, check_sparing, placed, plan_of_recipe, sparing
+from penstock.run.planning import Place, Sparing, check_flags, check_sparing, placed, plan_of_recipe, sparing
 from penstock.run.program import Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.replanning import agreed_plan
@@ -87,8 +88,8 @@ class Schedule:
     ) -> None:
         if not stages:
             raise StageError("a schedule without stages; expected the stages of this rank")
-        if n_microbatches < 1:
-            raise PlanError(f"n_microbatches={n_microbatches}; expected at least 1 of the microbatches")
+        if not 1 <= n_microbatches <= MICROBATCH:
+            raise PlanError(f"n_microbatches={n_microbatches}; expected 1 to {MICROBATCH:,} microbatches")
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.num_microbatches = n_microbatches
         self.loss_fn = loss_fn or _own_loss(self.stages[0])
@@ -104,6 +105,7 @@ class Schedule:
             elsewhere(offload_to),
         )
         self._dynamic = dynamic
+        check_flags(self, "scale_grads", "_dynamic")
         self._tied = holders_of(ties)
         self._runner: Runner | None = None
         self._watches: list[Recorder | MemoryWatch] = []  # they go on when the plan changes

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from penstock.comm.transport import Transport
 from penstock.dtypes import dtype_name
 from penstock.errors import StageError
+from penstock.misfits import fits
 from penstock.parallel import unwrap
 from penstock.plan import Placement
 from penstock.run.layout import dense, wire
@@ -41,7 +42,15 @@ class Tied(Protocol):
 
 def holders_of(ties: Iterable[Tied | Holders]) -> list[Holders]:
     """The holders of each tie that a user gave, as a `penstock.tie` or as the holders themselves."""
-    return [tie if isinstance(tie, Sequence) else tie.holders for tie in ties]
+    found: list[Any] = []
+    if isinstance(ties, Iterable) and not isinstance(ties, str | Tensor):
+        found = [getattr(tie, "holders", tie) for tie in ties]
+    else:
+        found.append(ties)
+    for holders in found:
+        if not fits(holders, Sequence[tuple[int, str]]):
+            raise StageError(f"ties has {holders!r:.80}; expected [penstock.tie([(0, name), (3, name)]), ...]")
+    return found
 
 
 Home: TypeAlias = "tuple[nn.Module, str]"

@@ -194,4 +194,6 @@ def elsewhere(given: str | os.PathLike[str] | Elsewhere | None) -> Elsewhere:
     """What the option `offload_to` names: a folder, a place of the user's own, or the memory of the host."""
     if isinstance(given, (str, os.PathLike)):
         return Folder(given)
+    if isinstance(given, Tensor) or (given is not None and not hasattr(given, "put")):
+        raise StageError(f"offload_to is a {type(given).__name__}; expected a folder, or something with put(flat)")
     return HostMemory() if given is None else given

@@ -70,7 +70,10 @@ class PipelineStage:
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except RuntimeError as error:
+            raise StageError(f"device={device!r}: {error}") from error
         self.input_args = input_args
         self.output_args = output_args
         self.group = group
