@@ -57,7 +57,7 @@ class OwnGroup(dist.ProcessGroup):
 
 
 class ShortGroup(OwnGroup):
-    """Made the short way: its ranks meet in the store that they are given. To end those of penstock's is more than they can do."""
+    """Made the short way: its ranks meet in the store that they are given. Those of penstock's cannot be ended."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         dist.ProcessGroup.__init__(self, rank, size)

@@ -216,7 +216,9 @@ def train_on_a_host(rank: int, device: str) -> None:
     dist.init_process_group(backend, init_method="tcp://10.231.9.1:29544", rank=rank, world_size=2)
     schedule, _ = stepping(rank, 2, device)
     raised_in_steps(schedule, 1, device)
-    until(lambda: 1 - rank in DistributedTransport.of().pulse._heard)  # a proof that the next datagrams are due
+    until(
+        lambda: 1 - rank in DistributedTransport.of(device=device).pulse._heard
+    )  # a proof that the next datagrams are due
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
