@@ -242,6 +242,8 @@ def test_an_argument_that_the_example_lacks_is_named() -> None:
     with pytest.raises(SplitError, match="the batch has output_attentions"):
         completed({"input_ids": torch.ones(4, 8), "output_attentions": True}, {"input_ids": (4, 8)})
     assert list(completed({"input_ids": torch.ones(4, 8), "use_cache": False}, {"input_ids": (4, 8)})) == ["input_ids"]
+    images = completed({"pixel_values": torch.ones(2, 3, 4, 4)}, {"pixel_values": (4, 3, 4, 4), "labels": (4,)})
+    assert images["labels"].tolist() == [-100, -100]  # predict() has none
 
 
 def test_a_parameter_that_the_files_lack_is_not_made_up(tmp_path: Path) -> None:

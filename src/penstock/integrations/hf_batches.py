@@ -122,6 +122,10 @@ def completed(batch: Mapping[str, Any], example: Mapping[str, Sequence[int] | No
         for name in example:
             if name not in made and (value := _meant(name, ids, example)) is not None:
                 made[name] = value
+    elif len(example.get("labels") or ()) == 1 and "labels" not in made:  # one for each image
+        first = next((value for value in made.values() if isinstance(value, Tensor) and value.dim()), None)
+        if first is not None:
+            made["labels"] = torch.full((len(first),), IGNORED, dtype=torch.long, device=first.device)
     return made
 
 
