@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.errors import PenstockError
+from penstock.errors import NotCompiled, PenstockError
 from penstock.run import Schedule
 from penstock.schedules import all_schedules, get_schedule
 from penstock.stage.pipeline_stage import PipelineStage
@@ -111,6 +111,7 @@ def train_compiled(wrap: Wrap, names: list[str]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile has much to say about hooks of wrappers
+        warnings.simplefilter("error", NotCompiled)
         for name in names:
             torch._dynamo.reset()
             train(name, wrap, mesh, compile={"backend": "aot_eager"})

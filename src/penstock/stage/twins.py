@@ -15,7 +15,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ class CompiledPart:
         if isinstance(self.backend, SplitBackend):
             self.backend.joints.clear()
         self.eager = _call_of(self.module, alone=alone)
+        self.forwards = {part: made for part in self.module.modules() if (made := _forward_of(part)) is not None}
         self.twin: Callable[..., Any] = torch.compile(self.eager, **self.options)
         self.shortcuts = Shortcuts(self.eager, self.twin)
 
@@ -117,6 +118,17 @@ class CompiledPart:
         if self.hooks != _hooks_inside(self.module):
             self.compile(alone=True)
         self.shortcuts.begin()
+
+    @contextmanager
+    def visible(self) -> Iterator[None]:
+        """While this is open torch.compile sees every forward inside, whatever hooks are around it."""
+        for part, forward in self.forwards.items():
+            part.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for part in self.forwards:
+                del part.__dict__["forward"]
 
     def first_call(self, *args: object, **kwargs: object) -> object:
         """The twin's first call in a step, which shows whether there is a graph in it."""
@@ -163,6 +175,7 @@ class CompiledParts:
         self.outer = module if _compiled_call(module) is not None else None  # compiled itself, with nothing around it
         self.before: list[Callable[..., Any]] | None = None  # while the twins run: what ran before them
         self.listeners: Listeners | None = None  # in a step: who waits to hear of gradients
+        self.open = ExitStack()  # what is undone when the twins no longer run
         inside: set[nn.Module] = set()
         for part in module.modules():
             found = _compiled_call(part)
@@ -202,6 +215,8 @@ class CompiledParts:
                 part.begin()
             self.before = [part.put(part.shortcuts if part.called else part.first_call) for part in self.parts]
             self.listeners = Listeners()
+            for part in self.parts:
+                self.open.enter_context(part.visible())
 
     def remove(self) -> None:
         """All is as it was."""
@@ -209,6 +224,7 @@ class CompiledParts:
             for part, call in zip(self.parts, self.before, strict=True):
                 part.put(call)
             self.before = self.listeners = None
+            self.open.close()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -247,6 +263,22 @@ def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Any]:
     if alone:
         call.__code__ = call.__code__.replace(co_name="call_stage")
     return call
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any] | None:
+    """A forward to put in the place of torch's own where hooks are around it; None: it can stay.
+
+    torch.compile does not look into some hooks (those of `fully_shard`) and gives up on the call that has them. It then compiles
+    the forward inside it by itself, but not that of a class of torch's, such as nn.Sequential: it begins with code of others alone.
+    """
+    inner = type(module).forward
+    if not has_hooks(module) or "forward" in module.__dict__ or not str(inner.__module__).startswith("torch."):
+        return None
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return inner(module, *args, **kwargs)
+
+    return forward
 
 
 def _compiled_call(part: nn.Module) -> tuple[str, object] | None:
