@@ -244,6 +244,8 @@ def test_an_argument_that_the_example_lacks_is_named() -> None:
     assert list(completed({"input_ids": torch.ones(4, 8), "use_cache": False}, {"input_ids": (4, 8)})) == ["input_ids"]
     images = completed({"pixel_values": torch.ones(2, 3, 4, 4)}, {"pixel_values": (4, 3, 4, 4), "labels": (4,)})
     assert images["labels"].tolist() == [-100, -100]  # predict() has none
+    answers = completed({"input_ids": torch.ones(2, 8)}, {"input_ids": (4, 8), "start_positions": (4,)})
+    assert answers["start_positions"].tolist() == [8, 8]  # behind the last token, which no loss counts
 
 
 def test_a_parameter_that_the_files_lack_is_not_made_up(tmp_path: Path) -> None:

@@ -142,4 +142,6 @@ def _meant(name: str, ids: Tensor, example: Mapping[str, Sequence[int] | None]) 
             shape = example["labels"] or ()
             size = (rows, length) if len(shape) == 2 else (rows, *shape[1:])
             return torch.full(size, IGNORED, dtype=torch.long, device=ids.device)
+        case "start_positions" | "end_positions":  # of an answer; a place behind the last token counts for nothing
+            return torch.full((rows,), length, dtype=torch.long, device=ids.device)
     return None

@@ -269,7 +269,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Any] | None:
     """A forward to put in the place of torch's own where hooks are around it; None: it can stay.
 
     torch.compile does not look into some hooks (those of `fully_shard`) and gives up on the call that has them. It then compiles
-    the forward inside it by itself, but not that of a class of torch's, such as nn.Sequential: it begins with code of others alone.
+    the forward inside it by itself, but not that of a class of torch's, such as nn.Sequential: it does not begin in such code.
     """
     inner = type(module).forward
     if not has_hooks(module) or "forward" in module.__dict__ or not str(inner.__module__).startswith("torch."):
