@@ -158,6 +158,23 @@ def test_norms_count_a_shared_parameter_once() -> None:
         assert norms == pytest.approx(expected)
 
 
+def test_a_tied_parameter_has_the_name_that_the_model_gives_it() -> None:
+    """Not the first in the alphabet: an optimizer's groups are often made by name."""
+    model = nn.Sequential()
+    model.words = nn.Linear(4, 4, bias=False)
+    model.body = nn.Linear(4, 4)
+    model.back = nn.Linear(4, 4, bias=False)
+    model.back.weight = model.words.weight
+
+    def run(transport: LocalTransport) -> set[str]:
+        mine = copy.deepcopy(model)
+        options = {"schedule": "1f1b", "microbatches": 2, "profile": False}
+        pipe = penstock.Pipeline(mine, example=(torch.ones(2, 4),), loss_fn=loss_fn, group=transport, **options)
+        return {name for name, _ in pipe.named_parameters()} | set(pipe.state_dict())
+
+    assert set().union(*LocalWorld(2).run(run)) == {name for name, _ in model.named_parameters()}
+
+
 def test_evaluation_and_prediction_take_any_number_of_rows() -> None:
     sizes = (1, 3, 9)
 

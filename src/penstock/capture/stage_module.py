@@ -72,7 +72,7 @@ class StageModule(nn.Module):
         # Of each changing size of the arguments: those that are what it is, unless seen otherwise.
         self.partners: dict[str, frozenset[str]] = {}
         self.model_names: frozenset[str] = frozenset()  # every name of the whole model
-        self.aliases: dict[str, tuple[str, ...]] = {}  # other names of the same tensor, for loading
+        self.aliases: dict[str, tuple[str, ...]] = {}  # all names of a tensor that has several, in the model's order
         self._key = key
         self._source = source
         self._programs: dict[Key, OperatorGraph] = {}

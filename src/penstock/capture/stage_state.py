@@ -122,7 +122,7 @@ def give(stages: Sequence[StageModule], model: nn.Module, *, names: StateNames, 
         stage.model_names = everything
         for name in own:
             stage.add_state(name, state[name], persistent=name not in names.transient)
-            others = tuple(n for n in names.groups[names.first[name]] if n != name)
-            if others:
-                stage.aliases[name] = others
+            group = names.groups[names.first[name]]
+            if len(group) > 1:
+                stage.aliases[name] = group
         stage.prepare()

@@ -80,7 +80,7 @@ def stage_tensors(
                 if prefixes
                 else {n for _, n in places}.union(*(known.get(n, ()) for n in names))
             )
-            name = min(spellings)
+            name = next((known[n][0] for n in names if n in known), min(spellings))
             if len(spellings) > 1:
                 found.aliases[name] = tuple(sorted(spellings - {name}))
             if isinstance(tensor, nn.Parameter):
