@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.comm.local import LocalTransport, LocalWorld
 from penstock.errors import CaptureError, SplitError
+from penstock.integrations.hf_batches import completed, open_sizes
 from penstock.integrations.hf_cuts import cuts_of_plan
 from penstock.integrations.hf_names import as_the_model_names_them
 from penstock.integrations.transformers import TransformersPipeline, pipeline
@@ -235,17 +236,33 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
 
 
 def test_an_argument_that_the_example_lacks_is_named() -> None:
-    from penstock.integrations.hf_batches import completed
-
+    tokens = {"input_ids": torch.ones(4, 8, dtype=torch.long, device="meta")}
     with pytest.raises(SplitError, match="make the pipeline with an example that has attention_mask too"):
-        completed(padded(4, 8), {"input_ids": (4, 8), "labels": (4, 8)})
+        completed(padded(4, 8), {**tokens, "labels": tokens["input_ids"]})
     with pytest.raises(SplitError, match="the batch has output_attentions"):
-        completed({"input_ids": torch.ones(4, 8), "output_attentions": True}, {"input_ids": (4, 8)})
-    assert list(completed({"input_ids": torch.ones(4, 8), "use_cache": False}, {"input_ids": (4, 8)})) == ["input_ids"]
-    images = completed({"pixel_values": torch.ones(2, 3, 4, 4)}, {"pixel_values": (4, 3, 4, 4), "labels": (4,)})
-    assert images["labels"].tolist() == [-100, -100]  # predict() has none
-    answers = completed({"input_ids": torch.ones(2, 8)}, {"input_ids": (4, 8), "start_positions": (4,)})
-    assert answers["start_positions"].tolist() == [8, 8]  # behind the last token, which no loss counts
+        completed({"input_ids": torch.ones(4, 8), "output_attentions": True}, tokens)
+    assert list(completed({"input_ids": torch.ones(4, 8), "use_cache": False}, tokens)) == ["input_ids"]
+
+
+def test_what_predict_leaves_out_counts_for_nothing() -> None:
+    tokens = torch.ones(4, 8, dtype=torch.long, device="meta")
+    one, several = torch.ones(4, dtype=torch.long, device="meta"), torch.ones(4, 8, device="meta")
+    images = {"pixel_values": torch.ones(4, 3, 4, 4, device="meta"), "labels": one}
+    assert completed({"pixel_values": torch.ones(2, 3, 4, 4)}, images)["labels"].tolist() == [-100, -100]
+    words = {"input_ids": torch.ones(2, 5)}
+    assert completed(words, {"input_ids": tokens, "labels": tokens})["labels"].tolist() == [[-100] * 5] * 2
+    classes = completed(words, {"input_ids": tokens, "labels": several})["labels"]  # each of eight, or not
+    assert (classes.shape, classes.dtype) == ((2, 8), torch.float32)
+    answers = completed(words, {"input_ids": tokens, "start_positions": one})
+    assert answers["start_positions"].tolist() == [5, 5]  # behind the last token
+
+
+def test_the_length_of_texts_is_open_also_where_a_row_has_several() -> None:
+    auto = torch.export.Dim.AUTO
+    rows = {"input_ids": torch.ones(4, 2, 8, dtype=torch.long), "labels": torch.ones(4, dtype=torch.long)}
+    assert open_sizes(rows) == {"input_ids": {0: auto, 2: auto}, "labels": {0: auto}}
+    embedded = {"inputs_embeds": torch.ones(4, 8, 8), "attention_mask": torch.ones(4, 8)}
+    assert open_sizes(embedded) == {"inputs_embeds": {0: auto, 1: auto}, "attention_mask": {0: auto, 1: auto}}
 
 
 def test_a_parameter_that_the_files_lack_is_not_made_up(tmp_path: Path) -> None:

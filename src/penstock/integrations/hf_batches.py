@@ -96,19 +96,28 @@ def needless(name: str, batch: Mapping[str, Any]) -> bool:
 def open_sizes(example: Mapping[str, Any]) -> dict[str, Any]:
     """`dynamic_shapes`: the rows, and the length of whatever is as long as the tokens."""
     auto = torch.export.Dim.AUTO
-    ids = example.get("input_ids", example.get("inputs_embeds"))
-    length = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() > 1 else None
+    of_tokens = _of_tokens(example) or ()
+    last = len(of_tokens) - 1
     found = {}
     for name, value in example.items():
         if isinstance(value, Tensor) and value.dim():
-            found[name] = {0: auto, **({1: auto} if value.dim() > 1 and value.shape[1] == length else {})}
+            long = value.dim() > last > 0 and value.shape[last] == of_tokens[last]
+            found[name] = {0: auto, **({last: auto} if long else {})}
     return found
 
 
-def completed(batch: Mapping[str, Any], example: Mapping[str, Sequence[int] | None]) -> dict[str, Any]:
+def _of_tokens(batch: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The sizes of what has a number for each token: rows, and length; several texts of a row are between these."""
+    ids, embedded = batch.get("input_ids"), batch.get("inputs_embeds")
+    if isinstance(ids, Tensor):
+        return tuple(ids.shape)
+    return tuple(embedded.shape[:2]) if isinstance(embedded, Tensor) else None
+
+
+def completed(batch: Mapping[str, Any], example: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """The batch with what the example had and this one leaves out, where only one thing can be meant.
 
-    `example` has the shape of each tensor, and None for what is no tensor.
+    `example` has tensors without data, and None for what is no tensor.
     """
     extra = [name for name, value in batch.items() if value is not None and name not in {*example, *_ANYWHERE}]
     if extra:
@@ -117,31 +126,33 @@ def completed(batch: Mapping[str, Any], example: Mapping[str, Sequence[int] | No
             f"with an example that has {', '.join(extra)} too"
         )
     made = {name: value for name, value in batch.items() if name in example}
-    ids = batch.get("input_ids", batch.get("inputs_embeds"))
-    if isinstance(ids, Tensor):
-        for name in example:
-            if name not in made and (value := _meant(name, ids, example)) is not None:
-                made[name] = value
-    elif len(example.get("labels") or ()) == 1 and "labels" not in made:  # one for each image
-        first = next((value for value in made.values() if isinstance(value, Tensor) and value.dim()), None)
-        if first is not None:
-            made["labels"] = torch.full((len(first),), IGNORED, dtype=torch.long, device=first.device)
+    first = next((value for value in made.values() if isinstance(value, Tensor) and value.dim()), None)
+    if first is None:
+        return made
+    of_tokens = _of_tokens(made)
+    for name, known in example.items():
+        if name not in made and isinstance(known, Tensor):
+            if name == "labels":
+                made[name] = _no_labels(known, of_tokens or (len(first),), _of_tokens(example)).to(first.device)
+            elif of_tokens is not None and (value := _meant(name, of_tokens)) is not None:
+                made[name] = value.to(first.device)
     return made
 
 
-def _meant(name: str, ids: Tensor, example: Mapping[str, Sequence[int] | None]) -> Tensor | None:
-    rows, length = ids.shape[:2]
+def _no_labels(known: Tensor, sizes: tuple[int, ...], of_tokens: tuple[int, ...] | None) -> Tensor:
+    """Labels of which none counts: one for each token, or as many for a row as the example has."""
+    each = not known.is_floating_point() and tuple(known.shape) == of_tokens
+    return torch.full(sizes if each else (sizes[0], *known.shape[1:]), IGNORED, dtype=known.dtype)
+
+
+def _meant(name: str, sizes: tuple[int, ...]) -> Tensor | None:
     match name:
         case "attention_mask":
-            return torch.ones(rows, length, dtype=torch.long, device=ids.device)
+            return torch.ones(sizes, dtype=torch.long)
         case "position_ids":
-            return torch.arange(length, device=ids.device).expand(rows, length).contiguous()
+            return torch.arange(sizes[-1]).expand(sizes).contiguous()
         case "token_type_ids":
-            return torch.zeros(rows, length, dtype=torch.long, device=ids.device)
-        case "labels":
-            shape = example["labels"] or ()
-            size = (rows, length) if len(shape) == 2 else (rows, *shape[1:])
-            return torch.full(size, IGNORED, dtype=torch.long, device=ids.device)
+            return torch.zeros(sizes, dtype=torch.long)
         case "start_positions" | "end_positions":  # of an answer; a place behind the last token counts for nothing
-            return torch.full((rows,), length, dtype=torch.long, device=ids.device)
+            return torch.full(sizes[:1], sizes[-1], dtype=torch.long)
     return None

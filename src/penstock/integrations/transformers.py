@@ -111,7 +111,7 @@ class TransformersPipeline(Pipeline):
             batch.setdefault("use_cache", False)
         if self.own_loss and "labels" in batch and _takes(model, ITEMS):
             batch.setdefault(ITEMS, torch.ones((), dtype=torch.long, device=batch["labels"].device))
-        self._shapes = {n: tuple(v.shape) if isinstance(v, Tensor) else None for n, v in batch.items()}
+        self._example = {n: v.to("meta") if isinstance(v, Tensor) else None for n, v in batch.items()}
         given = _with_defaults(model, schedule, options)
         if ITEMS in batch:
             given["kwargs_chunk_spec"] = {ITEMS: Replicate(), **(options.get("kwargs_chunk_spec") or {})}
@@ -192,13 +192,16 @@ class TransformersPipeline(Pipeline):
             )
         if not self.own_loss and (labels := given.pop("labels", None)) is not None:
             options.setdefault("target", labels)
-        call = completed(given, self._shapes)
-        if "use_cache" in self._shapes:
+        call = completed(given, self._example)
+        if "use_cache" in self._example:
             call["use_cache"] = False
-        if ITEMS in self._shapes and not isinstance(call.get(ITEMS), Tensor):
+        if ITEMS in self._example and not isinstance(call.get(ITEMS), Tensor):
             count = call.get(ITEMS) or count_labels(call, shifted=self._shifts) or 1
             call[ITEMS] = torch.tensor(int(count), device=self._ends.device)
-        return {**{name: call[name] for name in self._shapes if name in call}, **options}  # in the order of the example
+        return {
+            **{name: call[name] for name in self._example if name in call},
+            **options,
+        }  # in the order of the example
 
     def _apart(self, call: dict[str, Any]) -> dict[str, Any]:
         """A packed row is cut between its texts, if its microbatches can be weighed and nobody wants its outputs in one row."""
@@ -215,7 +218,7 @@ class TransformersPipeline(Pipeline):
 
     def _make_schedule(self, plan: Plan) -> TokenSchedule:
         given = dict(self._options)
-        if ITEMS in self._shapes and self._reads_items():
+        if ITEMS in self._example and self._reads_items():
             given["scale_grads"] = False  # the model divides by the number of labels in the batch
         return TokenSchedule.from_plan(plan, self._built.stages, **given)
 
