@@ -10,7 +10,8 @@ import lightning
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
@@ -197,6 +198,11 @@ def test_what_cannot_be_is_said() -> None:
         steps.loss(torch.ones(2, WIDTH), batch)
     with pytest.raises(RunError, match="does not call its model"):
         steps.call_of("test_step", batch, 0)
+    made = strategy()
+    made._accelerator = CPUAccelerator()
+    for callback in (StochasticWeightAveraging(0.1), EMAWeightAveraging()):
+        with pytest.raises(RunError, match=f"{type(callback).__name__} keeps a copy of the whole model"):
+            made.setup(SimpleNamespace(callbacks=[TQDMProgressBar(), callback]))
 
 
 def test_what_steps_log() -> None:

@@ -78,6 +78,7 @@ class PipelineStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
+        _refuse_averages(trainer)
         self.accelerator.setup(trainer)
         self._trainer = trainer
         trainer._accelerator_connector.use_distributed_sampler = False  # it would give each process other rows
@@ -244,6 +245,16 @@ def _rest_of(folder: Path, *, safely: bool) -> dict[str, Any]:
         hint = "; if you trust who wrote it: trainer.fit(..., weights_only=False)" if safely else ""
         raise RunError(f"{folder / name} cannot be read: {type(error).__name__}: {error}{hint}") from error
     return found
+
+
+def _refuse_averages(trainer: Any) -> None:
+    """Callbacks that copy the whole model before it is cut into stages."""
+    for callback in trainer.callbacks:
+        if {"StochasticWeightAveraging", "WeightAveraging"} & {kind.__name__ for kind in type(callback).__mro__}:
+            raise RunError(
+                f"{type(callback).__name__} keeps a copy of the whole model, and each rank of a pipeline has its own stages. "
+                "Leave it out; a callback of your own may average strategy.pipe.named_parameters() on each rank"
+            )
 
 
 def _method(trainer: Any) -> str:
