@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.comm import DistributedTransport
+from penstock.comm.distributed import close_all
 from penstock.errors import PenstockError
 from penstock.run import ScheduleGPipe
 from penstock.stage.pipeline_stage import PipelineStage
@@ -77,3 +80,25 @@ def holder() -> tuple[int, int]:
 def test_the_rank_that_holds_the_store_is_known(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(2, holder, store="tcp") == [(0, 0)] * 2
     assert gloo_pool.run(2, holder, store="file") == [(-1, -1)] * 2, "a file is in no process"
+
+
+def farewell(late: float) -> tuple[list[str], float]:
+    """Rank 0, in whose process the store is, leaves first; the other one reads what was agreed on when it gets round to it."""
+    transport = DistributedTransport.of()
+    transport.gather("the last meeting", b"")
+    if transport.rank == 0:
+        began = time.monotonic()
+        close_all()
+        return [each.cause for each in transport.store.departures()], time.monotonic() - began
+    until(transport.store.departures)
+    time.sleep(late)
+    answer = transport.store.check("the last meeting")
+    close_all()
+    return [str(answer)], 0.0
+
+
+def test_the_process_that_holds_the_store_leaves_last(gloo_pool: GlooPool) -> None:
+    """A run under srun had stopped with its checkpoint, and ended with an error since rank 0 was gone too soon."""
+    (departed, seconds), _ = gloo_pool.run(2, partial(farewell, 0.5), store="tcp")
+    assert len(departed) == 2
+    assert seconds > 0.4

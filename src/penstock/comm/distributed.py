@@ -32,6 +32,7 @@ from penstock.errors import PenstockError, StepTimeout, TransportError
 
 _TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
 BREAK_TAG = 0x9E58  # nothing is ever sent under it
+_SEE_OFF = 10.0  # seconds that the process which holds the store stays for the others at the end
 _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
 
 
@@ -68,7 +69,8 @@ class DistributedTransport(Transport):
         self.store_holder = (
             NOBODY  # the rank whose process holds the store, if it is one of these; known from `connect` on
         )
-        if "server=TCPServer" in str(_innermost(_get_default_store())):
+        self._holds_store = "server=TCPServer" in str(_innermost(_get_default_store()))
+        if self._holds_store:
             self.store.set("holder", str(self.rank).encode())
         self._switchboard = Switchboard(self.rank, self.store)
         self._waiter: tuple[float, Callable[[Work], object]] = (-1.0, methodcaller("wait"))
@@ -76,7 +78,7 @@ class DistributedTransport(Transport):
         self._torn: FailureRecord | None = None  # why the connections of this group are of no use any more
         self._broken = False
         self._in_step = False
-        self._closed = False
+        self._closed = self._left_well = False
         self._owner = os.getpid()
         _OPEN.add(self)
 
@@ -266,10 +268,19 @@ class DistributedTransport(Transport):
             self._watcher.end()
             self._watcher.stop()
         with suppress(TransportError):
-            whole = not self._in_step and self.failure() is None
+            self._left_well = whole = not self._in_step and self.failure() is None
             done = self.epoch if whole else self.epoch - 1
             self.store.depart(Departure(self.rank, done, f"it left after step {done}{last_words()}"))
         self.pulse.close()  # last: whoever sees its lines end finds out why
+
+    def see_off(self, seconds: float) -> None:
+        """Let the others leave first if the store ends with this process: they may still read what was agreed on last."""
+        if not (self._left_well and self._holds_store and os.getpid() == self._owner):
+            return
+        end = time.monotonic() + seconds
+        with suppress(TransportError):
+            while len(self.store.departures()) < self.num_ranks and time.monotonic() < end:
+                time.sleep(0.01)
 
 
 _OPEN: weakref.WeakSet[DistributedTransport] = weakref.WeakSet()
@@ -279,9 +290,13 @@ _OF_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DistributedTra
 @atexit.register
 def close_all() -> None:
     """Close every transport of this process; done by itself when the program ends."""
+    leaving = list(_OPEN)
     with ExitStack() as all_of_them:  # each of them, even if one raises
-        for transport in list(_OPEN):
+        for transport in leaving:
             all_of_them.callback(transport.close)
+    end = time.monotonic() + _SEE_OFF
+    for transport in leaving:
+        transport.see_off(end - time.monotonic())
 
 
 def _look(kinds: KindsOfDevice, pulse: Pulse) -> FailureRecord | None:
