@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.capture import Pipe, StageModule, pipe_split, pipeline
-from penstock.capture.functions import checkpointed
+from penstock.capture.flat import checkpointed
 from penstock.errors import CaptureError, ShapeError
 from tests.capture import toys
 from tests.capture.chain import assert_same

@@ -1,15 +1,14 @@
 """A model into stages, in one line: trace, place, cut, stage, pipe, cost.
 
-    trace    arguments (what the model is called with), skeleton (a copy without data), marks and functions (what the
-             trace must notice), export (the model as one graph), failure (why a model cannot be traced)
+    trace    arguments (what the model is called with), skeleton (a copy without data), marks (what the trace must
+             notice), export (the model as one graph, or why there is none)
     place    flat (the graph as a list with marks), place (which stage computes which node)
     cut      wires (what travels), cutter (one graph for each stage), stage_graph (a graph that can be run and saved),
              retrace (the same again in the other mode, or for other sizes)
     stage    stage_module (a stage as a module), stage_state (which parameters it holds), load_state (their values)
-    pipe     pipe_info (what everybody may know), pipe (the stages, and each as one for a schedule), capture_model (the
-             function `pipeline`), by_modules (stages without a trace)
+    pipe     pipe (the stages, each as one for a schedule, and what everybody may know), by_modules (stages without a trace)
     cost     cut_places (where a model can be cut), one_layer (run alone), layer_costs (what all of them cost), cost_cuts
-             (the best cuts), profiling (the function `profile`)
+             (the best cuts), capture_model (all of this: the functions `pipeline` and `profile`)
 
 A file uses those before it, and nobody outside needs more than this door.
 """
@@ -17,7 +16,7 @@ A file uses those before it, and nobody outside needs more than this door.
 from __future__ import annotations
 
 from penstock.capture.by_modules import ListStage, PipeSequential, Tie, find_ties, split_modules, tie
-from penstock.capture.capture_model import pipeline
+from penstock.capture.capture_model import capture_layers, pipeline, profile, profile_layers
 from penstock.capture.cost_cuts import cuts_at, warn_if_uneven
 from penstock.capture.layer_costs import layer_names
 from penstock.capture.load_state import LoadReport, load, materialise
@@ -28,12 +27,12 @@ from penstock.capture.pipe import (
     LossWrapper,
     MultiUseParameterConfig,
     Pipe,
+    PipeInfo,
     TrivialLossWrapper,
     build_stage,
 )
-from penstock.capture.pipe_info import PipeInfo, Shared
-from penstock.capture.profiling import capture_layers, profile, profile_layers
 from penstock.capture.stage_module import StageModule
+from penstock.capture.stage_state import Shared
 from penstock.capture.wires import Wire
 
 __all__ = [

@@ -30,7 +30,7 @@ from penstock.capture.flat import Flat, Mark
 from penstock.capture.layer_costs import kept_random_state, measure
 from penstock.capture.load_state import has_no_data
 from penstock.capture.one_layer import LayerSetting
-from penstock.capture.pipe_info import PipeInfo
+from penstock.capture.pipe import PipeInfo
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError, UnevenCut

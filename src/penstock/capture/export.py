@@ -4,19 +4,23 @@
     traced.graph                     # aten operators, with the marks in their places
 
 The graph keeps in-place updates of buffers, random operators and regions of another grad or autocast mode as the model
-has them. What a placeholder stands for is in ``traced.origins``.
+has them. What a placeholder stands for is in ``traced.origins``. When a model cannot be traced, the error has the reason,
+the user's line, and the two ways out.
 """
 
 from __future__ import annotations
 
 import gc
 import io
+import linecache
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +30,14 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.arguments import Dims, InputTable, model_values
-from penstock.capture.failure import explained, place_of, reason
-from penstock.capture.functions import keep_functions, refuse_backward_hooks, watching_functions
-from penstock.capture.marks import SplitPoint, watching, watching_checkpoints
+from penstock.capture.marks import (
+    SplitPoint,
+    keep_functions,
+    refuse_backward_hooks,
+    watching,
+    watching_checkpoints,
+    watching_functions,
+)
 from penstock.capture.skeleton import Skeleton, fake_leaves
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
@@ -191,16 +200,16 @@ def trace(
             ):
                 program = torch.export.export(root, fakes, dynamic_shapes=(dims,) if any(dims) else None, strict=False)
         except CaptureError as error:
-            raise CaptureError(f"{error}{place_of(model, error)}") from error
+            raise CaptureError(f"{error}{_place_of(model, error)}") from error
         except Exception as error:
             if isinstance(error, GuardOnDataDependentSymNode):
                 if isinstance(draws, nullcontext):
                     draws = CertainDraws()
                     continue
             elif fall_back and any(dims):
-                why, dims = reason(error), tuple(None for _ in dims)
+                why, dims = _reason(error), tuple(None for _ in dims)
                 continue
-            raise explained(model, error) from error
+            raise _explained(model, error) from error
         _check_called(model, points, called)
         for inner in program.graph_module.modules():
             if isinstance(inner, fx.GraphModule):
@@ -246,3 +255,77 @@ def _check_called(model: nn.Module, points: Mapping[str, frozenset[SplitPoint]],
             f"{name!r} ({type(child).__name__}) is named in split_spec, and the model never calls it with these "
             f"arguments{hint}"
         )
+
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else text
+
+
+def _explained(model: nn.Module, error: Exception) -> CaptureError:
+    where = _place_of(model, error)
+    return CaptureError(
+        f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {_reason(error)}{where}\n"
+        "Two ways out:\n"
+        f"  1. change {'that line' if where else 'the model'}: {_change(error)}, and capture again;\n"
+        "  2. build the stages from the model's modules, without a trace: "
+        f"penstock.split_modules(model, [{_parts(model)}], num_stages)"
+    )
+
+
+def _place_of(model: nn.Module, error: BaseException) -> str:
+    """The last line of the user's code that ran, and the submodule in whose forward it stands."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, inside = "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(id(module)):
+            inside = f"\n  in {names[id(module)]} ({type(module).__name__})"
+        path = frame.f_code.co_filename
+        if not path.startswith(_NOT_THE_USERS):
+            code = linecache.getline(path, line).strip()
+            found = f"{inside}\n  at {path}:{line} in {frame.f_code.co_name}\n      {code}"
+    return found
+
+
+_CHANGES = {  # what a reason says: what to do
+    (
+        "guard on data-dependent",
+    ): "torch.where(condition, a, b), or torch.cond, in place of a branch that tensors decide",
+    ("specialized integer", "specialized float", ".item()", "unbacked"): (
+        "a number that comes out of a tensor must be an argument or a constant of the model instead (no .item(), int() or "
+        "float() of a tensor)"
+    ),
+    ("numpy",): "stay in torch: no .numpy() and no numpy functions on tensors",
+    ("mutat", "in-place", "inplace"): "make a new tensor instead of writing to this one, or register it as a buffer",
+}
+_ANY_CHANGE = "it must not depend on the values of tensors (torch.where for a branch, torch.cond, a fixed size)"
+
+
+def _change(error: BaseException) -> str:
+    text = str(error).lower()
+    return next((what for signs, what in _CHANGES.items() if any(sign in text for sign in signs)), _ANY_CHANGE)
+
+
+def _parts(model: nn.Module) -> str:
+    """The names of the submodules from which stages could be made, as they would be written."""
+    names = _names(model, "")
+    shown = [f'"{name}"' for name in names]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "...", shown[-1]])
+
+
+def _names(module: nn.Module, prefix: str) -> list[str]:
+    """Submodules as small as the entries of lists."""
+    found: list[str] = []
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            found += [f"{prefix}{name}.{inner}" for inner, _ in child.named_children()]
+        elif any(isinstance(inner, nn.ModuleList) for inner in child.modules()):
+            found += _names(child, f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}")
+    return found

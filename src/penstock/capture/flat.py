@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.capture.export import Traced
-from penstock.capture.functions import checkpointed
 from penstock.capture.marks import CHECKPOINT_BEGIN, CHECKPOINT_END, mark
 from penstock.errors import CaptureError
 
@@ -266,3 +266,8 @@ def _argument(node: fx.Node, position: int, name: str) -> object:
     if position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name)
+
+
+def checkpointed(body: Callable[..., Any], *args: object) -> Any:
+    """Run a part of a stage without keeping what its backward needs; the backward computes it again."""
+    return checkpoint(body, *args, use_reentrant=False)

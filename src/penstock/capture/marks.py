@@ -1,4 +1,4 @@
-"""Where the user wants the cuts: marks in the model's code, or modules named from outside.
+"""What a trace must notice: where the user wants the cuts, checkpoints, and autograd functions of the user's own.
 
     pipe_split()                                                    # a line in forward
     pipeline(model, (x,), split_spec={"layers.4": SplitPoint.BEGINNING})
@@ -6,19 +6,30 @@
 Both become the same thing while the model is traced: a call of the operator ``penstock::mark``, which leaves a node in
 the graph at the place where it was called and computes nothing. Named modules are watched with torch's hooks for all
 modules, so that neither the user's module nor its class is touched.
+
+Export looks into ``Square.apply(x)`` and forgets that its backward is its own: a captured model would train with other
+gradients than the model. So, while a model is traced, such a call leaves one node as well, which in the stages calls the
+function itself. Hooks on gradients cannot be kept; they are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
+from torch._functorch import utils as functorch_utils
+from torch.autograd import Function
 from torch.fx.node import has_side_effect
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 
 from penstock.errors import CaptureError
@@ -26,6 +37,7 @@ from penstock.misfits import takes
 
 _library = torch.library.Library("penstock", "FRAGMENT")
 _library.define("mark(str what) -> ()")
+_library.define("function(str number, Tensor[] tensors) -> Tensor[]")
 
 
 def _mark_nothing(what: str) -> None:
@@ -157,3 +169,137 @@ def watching(module: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -> 
     finally:
         for handle in handles:
             handle.remove()
+
+
+_operator = torch.ops.penstock.function.default
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A call of an autograd function, as an operator of a stage: takes its tensors, returns a tuple of tensors."""
+
+    function: type[Function]
+    arguments: tuple[Any, ...]  # with None where a tensor goes
+    places: tuple[int, ...]  # of the tensors
+
+    def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
+        values = list(self.arguments)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            values[place] = tensor
+        result = self.function.apply(*values)
+        return result if isinstance(result, tuple) else (result,)
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.function.__name__}_apply"
+
+    def __str__(self) -> str:
+        return f"{self.function.__module__}.{self.function.__qualname__}.apply{self.arguments}"
+
+
+_calls: dict[str, Applied] = {}  # of the trace that is going on
+_running: list[str] = []  # functions that are being looked into, and are to run as they are
+
+
+def _shapes(number: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    name = _calls[number].function.__qualname__
+    versions = [tensor._version for tensor in tensors]
+    _running.append(number)
+    try:
+        with torch.no_grad():
+            results = _calls[number](*tensors)
+    finally:
+        _running.pop()
+    others = [type(result).__name__ for result in results if not isinstance(result, Tensor)]
+    if others:
+        raise CaptureError(
+            f"{name} returns a {others[0]} beside its tensors; a captured model can call autograd functions that return "
+            "tensors only"
+        )
+    if versions != [tensor._version for tensor in tensors]:
+        raise CaptureError(f"{name} writes to what it is given; let its forward make a new tensor")
+    return [torch.empty_like(result) for result in results]
+
+
+torch.library.register_fake("penstock::function", _shapes, lib=_library)
+
+
+@contextmanager
+def watching_functions() -> Iterator[None]:
+    """While open, calls of autograd functions that are not torch's own leave one node each."""
+    original = Function.__dict__["apply"]
+    unwrap = functorch_utils.unwrap_dead_wrappers
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoints.CheckpointFunction:  # what torch calls reentrant: the same here as the other kind
+            mark(CHECKPOINT_BEGIN)
+            result = args[0](*args[2:])
+            mark(CHECKPOINT_END)
+            return result
+        if _running or _of_torch(cls):
+            return original.__func__(cls, *args, **kwargs)
+        return _left(cls, inspect.signature(cls.forward).bind(*args, **kwargs).args if kwargs else args)
+
+    def unwrapped(args: Any) -> Any:
+        cls = sys._getframe(1).f_locals.get("cls")
+        if not _running and isinstance(cls, type) and issubclass(cls, Function) and not _of_torch(cls):
+            raise CaptureError(
+                f"{cls.__qualname__}.apply was taken from its class before the capture, and its backward would be lost; "
+                f"write {cls.__name__}.apply(...) where it is called"
+            )
+        return unwrap(args)
+
+    def hooked(tensor: Tensor, hook: object) -> Any:
+        raise CaptureError(
+            "a gradient hook on a tensor inside forward would be lost; let an autograd function do what it does (its own "
+            "backward is kept), or put the hook on a parameter"
+        )
+
+    _calls.clear()
+    register_hook = Tensor.register_hook
+    Tensor.register_hook = hooked  # type: ignore[method-assign]
+    Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    functorch_utils.unwrap_dead_wrappers = unwrapped
+    try:
+        yield
+    finally:
+        Tensor.register_hook = register_hook  # type: ignore[method-assign]
+        Function.apply = original  # type: ignore[method-assign]
+        functorch_utils.unwrap_dead_wrappers = unwrap
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """A stage calls operators, not modules: it would never run these."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"{name or 'the model'} ({type(module).__name__}) has a backward hook, which a captured stage would not run; "
+                "remove it before the capture, put hooks on parameters (these are kept), or build the stages from modules: "
+                "penstock.split_modules"
+            )
+
+
+def _left(cls: type[Function], args: tuple[object, ...]) -> Any:
+    places = tuple(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
+    rest = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
+    if any(isinstance(leaf, Tensor | torch.SymInt) for leaf in pytree.tree_leaves(rest)):
+        raise CaptureError(
+            f"{cls.__qualname__}.apply is given tensors inside containers, or a size that may change; give it tensors and "
+            "fixed values"
+        )
+    number = str(len(_calls))
+    _calls[number] = Applied(cls, rest, places)
+    results = _operator(number, [args[place] for place in places])
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _of_torch(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "torch"
+
+
+def keep_functions(graph: fx.Graph) -> None:
+    """Put the functions themselves into the nodes that their calls left."""
+    for node in graph.nodes:
+        if node.target is _operator:
+            number, tensors = node.args
+            node.target, node.args = _calls[str(number)], tuple(tensors)

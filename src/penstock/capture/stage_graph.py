@@ -17,10 +17,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from penstock.capture.flat import REGION, SIZE, aten
-from penstock.capture.functions import addmm, linear
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if beta == 1 and alpha == 1:
+        return torch.addmm(bias, x, weight)
+    return torch.addmm(bias, x, weight, beta=beta, alpha=alpha)
+
 
 _LATE: dict[object, object] = {aten.linear.default: linear, aten.addmm.default: addmm}
 

@@ -15,10 +15,22 @@ import torch
 from torch import fx, nn
 
 from penstock.capture.export import FromState, Origin
-from penstock.capture.pipe_info import Shared
 
 if TYPE_CHECKING:
     from penstock.capture.stage_module import StageModule
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One parameter or buffer that several stages use, each under a name of the user's model.
+
+    pipe.info().shared["embed.weight"].holders  # ((0, "embed.weight"), (3, "head.weight"))
+    """
+
+    owner: int  # the stage whose copy counts: in a norm, in a checkpoint
+    name: str  # its name there
+    holders: tuple[tuple[int, str], ...]  # every (stage, name), the owner first
+    is_parameter: bool = True  # False for a buffer, which has no gradient
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 With a budget b, torch's partitioner keeps at most the inputs, the outputs and b of the rest of what a stage would keep. What it
 then computes again is its own choice, the cheapest first. How long that takes is measured for some budgets of a stage
-(`capture/stage_budgets.py`); in between it grows evenly.
+(`capture/layer_costs.py`); in between it grows evenly.
 """
 
 from __future__ import annotations

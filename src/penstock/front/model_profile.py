@@ -9,7 +9,7 @@ from typing import Any
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.capture import LayerSetting, Pipe, capture_layers, layer_names, pipeline, profile_layers
-from penstock.capture.stage_budgets import measured_budgets
+from penstock.capture.layer_costs import measured_budgets
 from penstock.errors import CaptureError
 from penstock.front.choice import Choice
 from penstock.front.ends import Ends
