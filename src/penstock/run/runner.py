@@ -208,7 +208,7 @@ class Runner:
                 program.finish()
         except (_Heard, Poisoned):
             drain(program, position.at + 1, cold=cold)
-            return self.peer_failure() or RunError("the step was given up, but no rank says why")
+            return self.peer_failure() or self.no_reason("the step was given up, but no rank says why")
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
             if is_out_of_memory(error):
                 failure = explained(error, program.actions, position.at, rank=self.transport.rank)
@@ -255,6 +255,14 @@ class Runner:
             record = record or self.transport.failure()
         return None if record is None or record.rank == self.transport.rank else record.error()
 
+    def no_reason(self, text: str) -> PenstockError:
+        """For a failure of which no rank says why. The process that holds the store may be gone, and with it the reason."""
+        try:
+            self.transport.failure()
+        except TransportError as error:
+            return error
+        return RunError(text)
+
     # -- after
 
     def conclude(
@@ -289,7 +297,7 @@ class Runner:
         peer = self.peer_failure() or (found.unreachable if error is None else None)
         if peer is not None:
             raise peer from error  # what went wrong here may have come of the dummies that others sent
-        raise error or RunError("another rank failed, and its reason has not reached the store")
+        raise error or self.no_reason("another rank failed, and its reason has not reached the store")
 
 
 def _posted_nothing(action: AnyAction | None) -> bool:
