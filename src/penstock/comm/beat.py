@@ -30,6 +30,18 @@ def state_of(process: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
+def kernel(*spaces: str) -> str:
+    """The same for two processes if and only if they have one kernel and share these namespaces of it; "" if it does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
+            boot = file.read()
+        found = [os.stat(f"/proc/self/ns/{name}") for name in spaces]  # noqa: PTH116
+    except OSError:
+        return ""
+    names = [f"{space.st_dev}:{space.st_ino}" for space in found]
+    return hashlib.sha256(f"{boot}{names}".encode()).hexdigest()
+
+
 def sign(key: bytes, pulse: bytes) -> bytes:
     return hashlib.blake2b(pulse, key=key, digest_size=MAC).digest()
 

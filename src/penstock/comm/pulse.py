@@ -11,7 +11,6 @@ computes otherwise. Peers on other hosts send a datagram a few times in each hea
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -38,6 +37,7 @@ _SHORTEST = 0.5  # seconds; a shorter heartbeat would be more looks than work
 _TICK = 0.3  # seconds between looks, at most
 _LIFELINES = 32  # peers on other hosts that a rank has a line to, beside its neighbours
 _PATIENCE = 30.0  # seconds for the peers to say where they are
+_SEEN = ("pid", "net")  # namespaces of the kernel: ranks that share them see each other's process in its table
 
 
 def heartbeat() -> float:
@@ -72,7 +72,9 @@ class Pulse:
         self._socket: socket.socket | None = None  # hears of peers elsewhere, if there are any
         self._closing: Any = None
         self._lifelines: Lifelines | None = None  # to peers elsewhere that were noticed
-        store.set(f"process/{rank}", json.dumps([_processes(), os.getpid(), beat.state_of(os.getpid())[1]]).encode())
+        store.set(
+            f"process/{rank}", json.dumps([beat.kernel(*_SEEN), os.getpid(), beat.state_of(os.getpid())[1]]).encode()
+        )
 
     @property
     def tick(self) -> float:
@@ -121,7 +123,7 @@ class Pulse:
             space, process, started = loads(self._store.get(f"process/{peer}", _PATIENCE), list)
             whole(process)
             texts(space, started)
-        near = bool(space) and space == _processes()
+        near = bool(space) and space == beat.kernel(*_SEEN)
         if near:
             self._near = {**self._near, peer: (process, started)}  # another thread may be reading it
         return near
@@ -239,14 +241,3 @@ def _end_heart(heart: subprocess.Popen[bytes]) -> None:
         heart.communicate(timeout=5.0)  # it ends when its input ends
     except (OSError, subprocess.TimeoutExpired):
         heart.kill()
-
-
-def _processes() -> str:
-    """The same for two ranks if and only if each sees the other's process in its table; "" where there is none."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        spaces = [Path(f"/proc/self/ns/{name}").stat() for name in ("pid", "net")]
-    except OSError:
-        return ""
-    names = [f"{space.st_dev}:{space.st_ino}" for space in spaces]
-    return hashlib.sha256(f"{boot}{names}".encode()).hexdigest()

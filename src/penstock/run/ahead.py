@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.layout import DATA, POISON, Description, Layout, TensorLayout
 from penstock.run.stage_run import StageRun
-from penstock.stage.boundary import flatten, unflatten
+from penstock.stage.boundary import Spec, flatten, unflatten
 from penstock.stage.dtensors import layout_of
 from penstock.stage.rehearsal import CannotRehearse, PartCall, Rehearsal, compile_calls, rehearse
 
@@ -186,6 +186,6 @@ class DressRehearsal:
             channel.flush()
 
 
-def _layout(tensors: Sequence[Tensor], spec: Any) -> Layout | None:
+def _layout(tensors: Sequence[Tensor], spec: Spec) -> Layout | None:
     found = tuple(map(TensorLayout.of, tensors))
     return Layout(found, spec) if all(tensor.distributed is None for tensor in found) else None

@@ -8,7 +8,7 @@ this one), with its graph, until its gradient comes back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class GradientAlone(NamedTuple):
     is_leaf: bool = True
 
 
-class Inbox(MessageBox):
+class Inbox(MessageBox[Tensor, Layout, GradLayout]):
     """What the stage `producer` gave to this rank, by microbatch: `arrived` are leaves."""
 
     def __init__(self, producer: int, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
@@ -66,7 +66,7 @@ class Inbox(MessageBox):
         """The value, as soon as it is there: leaves of a graph of its own."""
         if self.values[microbatch] is None:
             leaves = self.wait_for(microbatch)
-            layout: Layout | None = self.incoming[microbatch]
+            layout = self.incoming[microbatch]
             if layout is not None:  # None: handed over on this rank, and nothing in it
                 for place, tensor in enumerate(layout.tensors):
                     if tensor.distributed is not None and self.mesh is not None:
@@ -90,7 +90,8 @@ class Inbox(MessageBox):
         self.reads[microbatch] += 1
         if self.reads[microbatch] == self.readers:
             self.reads[microbatch] = 0
-            self.arrived[microbatch] = [GradientAlone(leaf.grad) for leaf in self.arrived[microbatch] or ()]
+            left = [GradientAlone(leaf.grad) for leaf in self.arrived[microbatch] or ()]
+            self.arrived[microbatch] = left  # type: ignore[assignment]  # in the place of leaves, of which only that is asked
             self.values[microbatch] = None
 
     def grads(self, microbatch: int) -> list[Tensor | None]:
@@ -104,7 +105,8 @@ class Inbox(MessageBox):
         layout, leaves = self.outgoing[microbatch], self.arrived[microbatch]
         self.arrived[microbatch] = self.values[microbatch] = None
         grads = []
-        for place, (leaf, expected) in enumerate(zip(leaves, layout.tensors, strict=True)):  # type: ignore[arg-type]
+        assert leaves is not None and layout is not None, "a warm step knows what goes back"  # noqa: PT018
+        for place, (leaf, expected) in enumerate(zip(leaves, layout.tensors, strict=True)):
             grad = leaf.grad
             if expected is not None:
                 if grad is None:
@@ -144,7 +146,7 @@ class Inbox(MessageBox):
         self.reads[:] = [0] * len(self.reads)
 
 
-class Outbox(MessageBox):
+class Outbox(MessageBox[Tensor | None, GradLayout, Layout]):
     """What a stage of this rank gave to one rank, by microbatch: `arrived` are its gradients."""
 
     def __init__(self, stage: int, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
@@ -156,7 +158,7 @@ class Outbox(MessageBox):
             frozenset()
         )  # microbatches whose forward is run again: nothing is kept till then
         self.tensors: list[list[Tensor] | None] = [None] * num_microbatches
-        self.specs: list[Any] = [None] * num_microbatches
+        self.specs: list[Spec | None] = [None] * num_microbatches
 
     # -- forward
 
@@ -183,8 +185,9 @@ class Outbox(MessageBox):
 
     def send(self, microbatch: int) -> None:
         """SEND_F of a warm step."""
-        tensors: Any = self.tensors[microbatch]
-        self.outgoing[microbatch].check(tensors, self.specs[microbatch], self.stage, microbatch)
+        tensors, spec, layout = self.tensors[microbatch], self.specs[microbatch], self.outgoing[microbatch]
+        assert tensors is not None, "its forward has run"
+        layout.check(tensors, spec, self.stage, microbatch)  # type: ignore[union-attr, arg-type]  # as has one before it
         post = self.channel.post
         for tensor in tensors:
             post(wire(tensor))
@@ -193,8 +196,9 @@ class Outbox(MessageBox):
 
     def send_described(self, microbatch: int) -> None:
         """SEND_F of a cold step."""
-        tensors = self.tensors[microbatch] or []
-        layout = Layout(tuple(map(TensorLayout.of, tensors)), self.specs[microbatch])
+        tensors, spec = self.tensors[microbatch] or [], self.specs[microbatch]
+        assert spec is not None, "its forward has run"
+        layout = Layout(tuple(map(TensorLayout.of, tensors)), spec)
         layout.check_device(self.channel.device, self.stage, microbatch)
         self.outgoing[microbatch] = layout
         self.channel.post_described(layout.encode(), list(map(wire, tensors)))
@@ -220,9 +224,9 @@ class Outbox(MessageBox):
         """The gradients of `tensors`, as soon as they are there."""
         if self.inbox is not None:
             return self.inbox.grads(microbatch)
-        found: list[Tensor | None] = self.wait_for(microbatch)
+        found = self.wait_for(microbatch)
         self.arrived[microbatch] = None
-        layout: GradLayout | None = self.incoming[microbatch]
+        layout = self.incoming[microbatch]
         if layout is not None and layout.distributed:
             return [
                 grad if grad is None or t is None else unwire(grad, t, getattr(tensor, "device_mesh", None))

@@ -6,7 +6,7 @@ relies on the layout that the cold step left (see `penstock.run.layout`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,31 +14,37 @@ from torch import Tensor
 from penstock.comm.framing import Receiving
 from penstock.comm.messages import Work
 from penstock.run.channel import Channel
+from penstock.run.layout import GradLayout, Layout
+
+Here = TypeVar("Here")  # what has arrived: leaves, or gradients where there are some
+Incoming = TypeVar("Incoming", Layout, GradLayout)
+Outgoing = TypeVar("Outgoing", Layout, GradLayout)
 
 
-class MessageBox:
+class MessageBox(Generic[Here, Incoming, Outgoing]):
     """What an inbox and an outbox have in common: receiving, waiting, and getting out of the way of a failed step."""
 
     def __init__(self, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
         self.channel: Channel = channel  # type: ignore[assignment]  # None: both stages sit here; only messages use it
         self.grad = grad  # whether gradients go back
-        self.arrived: list[list[Any] | None] = [None] * num_microbatches  # tensors that arrive here, or are here
+        self.arrived: list[list[Here] | None] = [None] * num_microbatches  # what arrives here, or is here
         self.works: list[list[Work] | None] = [None] * num_microbatches  # while they are under way
-        self.incoming: list[Any] = [None] * num_microbatches  # the layout of what arrives: Layout or GradLayout
-        self.outgoing: list[Any] = [None] * num_microbatches  # the layout of what is sent: the other of them
+        self.incoming: list[Incoming | None] = [None] * num_microbatches  # what is known of what arrives
+        self.outgoing: list[Outgoing | None] = [None] * num_microbatches  # and of what is sent
 
     def post(self, microbatch: int) -> None:
         """A receive of a warm step."""
-        channel = self.channel
+        channel, layout = self.channel, self.incoming[microbatch]
+        assert layout is not None, "a warm step knows what comes"
         buffers: list[Tensor | None] = [  # None: a value that has no gradient
             None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)
-            for tensor in self.incoming[microbatch].tensors
+            for tensor in layout.tensors
         ]
         try:
             works = [channel.recv([buffer]) for buffer in buffers if buffer is not None]
         except RuntimeError as error:
             channel.fail(error)
-        self.arrived[microbatch] = buffers
+        self.arrived[microbatch] = buffers  # type: ignore[assignment]  # as many, and of which kind, the layout says
         self.works[microbatch] = works
 
     def queue(self, microbatch: int) -> None:
@@ -49,8 +55,8 @@ class MessageBox:
         """Receive a message of a cold step, and what it says of itself."""
         raise NotImplementedError
 
-    def wait_for(self, microbatch: int) -> Any:
-        """The tensors that have arrived, as soon as they are there."""
+    def wait_for(self, microbatch: int) -> list[Here]:
+        """What has arrived, as soon as it is there."""
         works = self.works[microbatch]
         if works is not None:
             wait = self.channel.wait
@@ -63,7 +69,7 @@ class MessageBox:
             self.works[microbatch] = None
         elif self.arrived[microbatch] is None and self.channel is not None:
             self.channel.pull_until(lambda: self.arrived[microbatch] is not None)
-        return self.arrived[microbatch]
+        return self.arrived[microbatch] or []
 
     # -- failure
 

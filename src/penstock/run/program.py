@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
@@ -19,7 +19,7 @@ from penstock.run.ahead import DressRehearsal
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
 from penstock.run.inputs import StepInputs
-from penstock.run.layout import settle
+from penstock.run.layout import GradLayout, Layout, settle
 from penstock.run.reaping import reap_points
 from penstock.run.setting import ActionKind, Call, Setting
 from penstock.run.stage_run import StageRun
@@ -27,6 +27,7 @@ from penstock.stage.dtensors import mesh_of
 from penstock.stage.pipeline_stage import PipelineStage
 
 _IN_FLIGHT = 2  # sends of a channel that may be on their way before the oldest is waited for
+Layouts: TypeAlias = tuple[list[Layout | None], list[GradLayout | None]]  # of values and of gradients, by microbatch
 
 
 class Box(Protocol):
@@ -82,7 +83,7 @@ class Program:
         self.runs: dict[int, StageRun] = {}
         self._ends: dict[tuple[Op, int, int | None], Box] = {}  # what `message_box` found
         self.parameters = [p for stage in stages for p in stage.submod.parameters()] if setting.grad else []
-        self.saved: dict[int, list[tuple[list[Any], list[Any]]]] = {}  # signature -> layouts
+        self.saved: dict[int, list[Layouts]] = {}  # by signature, for each inbox and each outbox
         self.codes = self.plan.codes[self.rank]
         self.actions = tuple(map(unpack, self.codes))
         self._connect()
@@ -194,15 +195,18 @@ class Program:
         """Before the messages of a step: a warm one knows what they look like, a cold one finds out."""
         if cold:
             self.ahead.open()
-        size, boxes = self.plan.num_microbatches, (*self.inboxes.values(), *self.outboxes.values())
-        unknown: list[tuple[list[object], list[object]]] = [([None] * size, [None] * size) for _ in boxes]
-        for box, known in zip(boxes, unknown if cold else self.saved[signature], strict=True):
-            box.incoming, box.outgoing = known
+        size, boxes = self.plan.num_microbatches, len(self.inboxes) + len(self.outboxes)
+        unknown: list[Layouts] = [([None] * size, [None] * size) for _ in range(boxes)]
+        known = iter(unknown if cold else self.saved[signature])
+        for inbox in self.inboxes.values():
+            inbox.incoming, inbox.outgoing = next(known)
+        for outbox in self.outboxes.values():
+            outbox.outgoing, outbox.incoming = next(known)
 
     def save_layouts(self, signature: int) -> None:
-        ins = [(box.incoming, settle(box.incoming, box.outgoing)) for box in self.inboxes.values()]
-        outs = [(settle(box.outgoing, box.incoming), box.outgoing) for box in self.outboxes.values()]
-        self.saved[signature] = [*ins, *outs]
+        found = [(inbox.incoming, inbox.outgoing) for inbox in self.inboxes.values()]
+        found += [(outbox.outgoing, outbox.incoming) for outbox in self.outboxes.values()]
+        self.saved[signature] = [(values, settle(values, grads)) for values, grads in found]
 
     def boxes(self) -> Iterator[Box]:
         yield from self.inboxes.values()

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from penstock.comm.transport import Transport
 from penstock.dtypes import dtype_name
 from penstock.errors import StageError
 from penstock.misfits import fits
+from penstock.nest import Value
 from penstock.parallel import unwrap
 from penstock.plan import Placement
 from penstock.run.layout import dense, wire
@@ -42,7 +43,7 @@ class Tied(Protocol):
 
 def holders_of(ties: Iterable[Tied | Holders]) -> list[Holders]:
     """The holders of each tie that a user gave, as a `penstock.tie` or as the holders themselves."""
-    found: list[Any] = []
+    found: list[Value] = []
     if isinstance(ties, Iterable) and not isinstance(ties, str | Tensor):
         found = [getattr(tie, "holders", tie) for tie in ties]
     else:
