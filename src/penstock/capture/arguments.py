@@ -81,7 +81,7 @@ class InputTable:
 
     @staticmethod
     def of(
-        forward: Callable[..., Any], args: Sequence[Value], kwargs: Mapping[str, Value]
+        forward: Callable[..., object], args: Sequence[Value], kwargs: Mapping[str, Value]
     ) -> tuple[InputTable, list[Value]]:
         """The table of one call, and the leaves of that call."""
         signature = inspect.signature(forward)
@@ -107,7 +107,7 @@ class InputTable:
         given = tuple(name for name in (*by_position, *kwargs) if name in tensors)
         return InputTable(tuple(arguments), tuple(names), plain, given), leaves
 
-    def call(self, function: Callable[..., Any], leaves: Sequence[Value]) -> Value:
+    def call(self, function: Callable[..., object], leaves: Sequence[Value]) -> Value:
         """Call `function` as the model was called at capture, with other leaves."""
         bound = self.signature.bind_partial()
         for argument in self.arguments:
@@ -126,7 +126,7 @@ class InputTable:
             values = dict(self.signature.bind_partial(*args, **kwargs).arguments)
         except TypeError as error:
             raise CaptureError(f"{error}; the model takes {self.signature}") from None
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for argument in self.arguments:
             if argument.name in values:
                 found |= self._leaves(argument, values.pop(argument.name))
@@ -228,7 +228,7 @@ def batch_dims(leaves: Sequence[torch.Tensor]) -> tuple[Dims, str]:
 
 def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[str, object]) -> Dims:
     """What the user said, leaf by leaf: by argument, or by the name of a leaf."""
-    found: list[Any] = [None] * len(leaves)
+    found: list[object] = [None] * len(leaves)
     arguments = {argument.name: argument for argument in table.arguments}
     for name, value in spec.items():
         if name in table.names:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any
 
 from torch import nn
 
@@ -23,7 +22,7 @@ from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.stage.digest import model_digest
 
-Call = Callable[..., Any]  # (submodule, *what the one before returned) -> what the next one gets
+Call = Callable[..., Value]  # (submodule, *what the one before returned) -> what the next one gets
 
 
 class PipeSequential(nn.Sequential):

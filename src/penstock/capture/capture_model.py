@@ -41,7 +41,7 @@ from penstock.misfits import takes
 from penstock.nest import Value, leaf_names
 from penstock.stage.digest import model_digest
 
-SplitPolicy = Callable[[fx.GraphModule], Any]
+SplitPolicy = Callable[[fx.GraphModule], object]
 
 
 @takes(CaptureError)
@@ -54,9 +54,9 @@ def pipeline(
     *,
     num_stages: int | None = None,
     profile: Profile | str | Path | None = None,
-    dynamic_shapes: Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, object] | None = None,
     multi_use_param_spec: MultiUseParameterConfig | None = None,
-    output_loss_value_spec: Any = None,
+    output_loss_value_spec: object = None,
     choose_cuts: ChooseCuts | None = None,
     arguments_from_first: bool = False,
 ) -> Pipe:

@@ -20,6 +20,7 @@ from penstock.capture.stage_graph import OperatorGraph, late, wrap_regions
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Guard, Wire, wire_of
 from penstock.errors import CaptureError
+from penstock.nest import LEAF, Nest
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class StagePiece:
     outputs: tuple[Wire, ...]  # of the last stage: the leaves of the model's output
     states: tuple[str, ...]  # parameters and buffers that it uses, by the names that it uses
     constants: dict[str, torch.Tensor]
-    recipe: Any = None  # of the last stage: puts the model's output together
-    fixed: tuple[tuple[int, Any], ...] = ()  # of the last stage: leaves of the output that are always the same
+    recipe: Nest = LEAF  # of the last stage: puts the model's output together
+    fixed: tuple[tuple[int, object], ...] = ()  # of the last stage: leaves of the output that are always the same
     guards: tuple[Guard, ...] = ()  # what must be true of the sizes, of the whole model
 
 
@@ -235,7 +236,7 @@ class _Builder:
         self.attributes: dict[str, fx.Node] = {}
         # what arrives is contiguous, even where it was not: a view of it may then need a copy
         rows = not all(cutter._wire(n, k).contiguous for n in given if cutter._wire(n, k).source is not None)
-        self.relaxed: dict[Any, Any] = {aten.view.default: aten.reshape.default} if rows else {}
+        self.relaxed: dict[object, Any] = {aten.view.default: aten.reshape.default} if rows else {}
         taken: set[str] = set()
         for node in given:
             name = identifier(cutter.wires[node].name)

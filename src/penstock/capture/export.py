@@ -41,6 +41,7 @@ from penstock.capture.marks import (
 from penstock.capture.skeleton import Skeleton, fake_leaves
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
+from penstock.nest import Nest
 
 _PREFIX = "model."
 
@@ -78,8 +79,8 @@ class Traced:
     graph: fx.Graph
     root: fx.GraphModule  # holds the bodies of regions
     origins: dict[fx.Node, Origin]
-    outputs: list[Any]  # for each leaf of the output: a node, or a constant
-    recipe: Any  # puts the output leaves back into what the model returns
+    outputs: list[object]  # for each leaf of the output: a node, or a constant
+    recipe: Nest  # puts the output leaves back into what the model returns
     training: bool
     why_static: str  # why the batch dimension could not be kept dynamic, or ""
     guards: tuple[Guard, ...]  # what must be true of the sizes
@@ -88,7 +89,7 @@ class Traced:
 class _Holder:
     """Carries the recipe of the output out of the trace."""
 
-    recipe: Any = None
+    recipe: Nest
 
 
 class _Root(nn.Module):
@@ -100,7 +101,7 @@ class _Root(nn.Module):
         self.call = table.call
         self.holder = holder
 
-    def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
+    def forward(self, *leaves: torch.Tensor) -> tuple[object, ...]:
         result = self.call(self.model, leaves)
         values, self.holder.recipe = model_values.flatten(result, "the output")
         return tuple(values)
@@ -113,7 +114,7 @@ class CertainDraws(TorchFunctionMode):
         super().__init__()
         self.draws: list[torch.Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> object:
+    def __torch_function__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
         if func in (torch.Tensor.lt, torch.lt, torch.Tensor.__lt__) and len(args) == 2:
             if isinstance(args[1], int | float) and args[1] <= 0 and any(args[0] is draw for draw in self.draws):
                 return False

@@ -268,6 +268,6 @@ def _argument(node: fx.Node, position: int, name: str) -> object:
     return node.kwargs.get(name)
 
 
-def checkpointed(body: Callable[..., Any], *args: object) -> Any:
+def checkpointed(body: Callable[..., object], *args: object) -> object:
     """Run a part of a stage without keeping what its backward needs; the backward computes it again."""
     return checkpoint(body, *args, use_reentrant=False)

@@ -50,7 +50,7 @@ def measure(
     taken = {id(value): name for name, value in shared.items()}
     names = layer_names(stages)
     values = _Values(info, setting)
-    known: dict[Any, Times] = {}
+    known: dict[object, Times] = {}
     rows: list[LayerCost] = []
     full: list[float] = []
     for k, stage in enumerate(stages):
@@ -150,10 +150,10 @@ class _Values:
         )
 
 
-def signature(stage: StageModule) -> Any:
+def signature(stage: StageModule) -> object:
     """Equal for layers that do the same with tensors of the same sizes."""
     numbers: dict[fx.Node, int] = {}
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[object, ...]] = []
     for node in stage.graph.nodes:
         numbers[node] = len(numbers)
         arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
@@ -168,7 +168,7 @@ def signature(stage: StageModule) -> Any:
 
 def _state(module: StageModule, name: str) -> Tensor | None:
     """The parameter or buffer of that name; None for what is none."""
-    owner: Any = module
+    owner: object = module
     for part in name.split("."):
         owner = getattr(owner, part, None)
     return owner if isinstance(owner, Tensor) else None
@@ -210,7 +210,7 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
 
 
 BUDGETS = (0.5, 0.0)
-ByName = dict[str, Any]
+ByName = dict[str, object]
 
 
 class _Compiled(NamedTuple):
@@ -226,7 +226,7 @@ def measured_budgets(
 ) -> dict[str, list[list[float]]]:
     """By the first layer of a stage and the one after its last: a row for each budget. Equal stages are measured once."""
     found: dict[str, list[list[float]]] = {}
-    known: dict[Any, list[list[float]]] = {}
+    known: dict[object, list[list[float]]] = {}
     with kept_random_state(setting.device):
         values = {name: moved(v, setting.device) for name, v in info.inputs.bind(setting.args, setting.kwargs).items()}
         for k, layer in enumerate(layers):
@@ -257,9 +257,9 @@ def _rows(layers: Sequence[StageModule], values: ByName, setting: LayerSetting) 
     names = [*dict.fromkeys(w.name for layer in layers for w in layer.inputs if w.name not in made)]
     inputs = tuple(values[name] for name in names)
 
-    def run(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def run(given: tuple[object, ...]) -> tuple[object, ...]:
         now = dict(zip(names, given, strict=True))
-        results: tuple[Any, ...] = ()
+        results: tuple[object, ...] = ()
         for layer in layers:
             results = layer.run([now[wire.name] for wire in layer.inputs])
             now.update(zip([wire.name for wire in layer.outputs], results, strict=False))
@@ -276,13 +276,13 @@ def _rows(layers: Sequence[StageModule], values: ByName, setting: LayerSetting) 
 
 
 def _compiled(
-    run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], state: Sequence[Tensor], setting: LayerSetting,
+    run: Callable[[tuple[object, ...]], object], inputs: tuple[object, ...], state: Sequence[Tensor], setting: LayerSetting,
     budget: float | None,
 ) -> _Compiled | None:  # fmt: skip
     """None if torch.compile does not make one graph of it."""
     backend = SplitBackend("aot_eager", memory_budget=budget)
 
-    def call(*given: Any) -> Any:
+    def call(*given: object) -> object:
         return run(given)
 
     call.__code__ = call.__code__.replace(co_name="call_stage")  # torch.compile keeps only so many versions of one code

@@ -179,7 +179,7 @@ class Applied:
     """A call of an autograd function, as an operator of a stage: takes its tensors, returns a tuple of tensors."""
 
     function: type[Function]
-    arguments: tuple[Any, ...]  # with None where a tensor goes
+    arguments: tuple[object, ...]  # with None where a tensor goes
     places: tuple[int, ...]  # of the tensors
 
     def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
@@ -230,7 +230,7 @@ def watching_functions() -> Iterator[None]:
     original = Function.__dict__["apply"]
     unwrap = functorch_utils.unwrap_dead_wrappers
 
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> object:
         if cls is checkpoints.CheckpointFunction:  # what torch calls reentrant: the same here as the other kind
             mark(CHECKPOINT_BEGIN)
             result = args[0](*args[2:])
@@ -249,7 +249,7 @@ def watching_functions() -> Iterator[None]:
             )
         return unwrap(args)
 
-    def hooked(tensor: Tensor, hook: object) -> Any:
+    def hooked(tensor: Tensor, hook: object) -> object:
         raise CaptureError(
             "a gradient hook on a tensor inside forward would be lost; let an autograd function do what it does (its own "
             "backward is kept), or put the hook on a parameter"
@@ -279,7 +279,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
-def _left(cls: type[Function], args: tuple[object, ...]) -> Any:
+def _left(cls: type[Function], args: tuple[object, ...]) -> object:
     places = tuple(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
     rest = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
     if any(isinstance(leaf, Tensor | torch.SymInt) for leaf in pytree.tree_leaves(rest)):

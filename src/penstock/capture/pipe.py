@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from penstock.balance import Cuts
 from penstock.capture.arguments import InputTable, ModelCall, model_values
@@ -275,7 +276,7 @@ class Pipe(nn.Module):
         mod: nn.Module,
         example_args: tuple[Value, ...],
         example_kwargs: Mapping[str, Value] | None = None,
-        split_policy: Callable[[Any], Any] | None = None,
+        split_policy: Callable[[object], object] | None = None,
         **options: Any,
     ) -> Pipe:
         """Capture a model with marks in its code, or with a policy that sets them."""
@@ -300,7 +301,7 @@ class Pipe(nn.Module):
         assert isinstance(stage, StageModule)
         return stage
 
-    def build_stage(self, stage_index: int, device: torch.device | str, group: Group = None) -> Any:
+    def build_stage(self, stage_index: int, device: torch.device | str, group: Group = None) -> CapturedStage:
         """One stage for a schedule, on `device`."""
         return build_stage(self.get_stage_module(stage_index), stage_index, self._info, device, group)
 
@@ -316,14 +317,16 @@ class Pipe(nn.Module):
             values |= zip([w.name for w in stage.outputs], stage.run(given), strict=True)
         raise AssertionError("a pipe has at least one stage")
 
-    def state_dict(self, *args: Value, **kwargs: Value) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: Value, **kwargs: Value) -> dict[str, Value]:  # type: ignore[override]
         """The tensors of all stages, under the names of the user's model."""
-        found: dict[str, Any] = {}
+        found: dict[str, Value] = {}
         for stage in self.stages:
             found |= stage.state_dict(*args, **kwargs)
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
         """Load by the names of the user's model."""
         missing: list[str] = []
         known: set[str] = set()
@@ -334,7 +337,7 @@ class Pipe(nn.Module):
         unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
             raise CaptureError(f"state dict does not fit: missing {missing}, unexpected {unexpected}")
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return _IncompatibleKeys(missing, unexpected)
 
     def print_readable(self, print_output: bool = True) -> str:
         """All stages as text: wires, parameters, code."""
@@ -370,7 +373,7 @@ class LossWrapper(nn.Module):
     with True at its place.
     """
 
-    loss_spec: Any = None
+    loss_spec: object = None
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
         super().__init__()

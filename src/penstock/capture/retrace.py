@@ -87,7 +87,7 @@ class Retracer:
     names: StateNames
     transmit: bool = False
     carry: bool = False
-    policy: Callable[[fx.GraphModule], Any] | None = None
+    policy: Callable[[fx.GraphModule], object] | None = None
     num_stages: int | None = None
     key: Key = (None, frozenset())
     modes: tuple[bool, ...] = ()  # of each part of the model when it was captured
@@ -283,7 +283,7 @@ def _work(placed: Placed, shapes: Sequence[Sequence[int]], stage: int | None) ->
     is like nothing else.
     """
     traced = placed.flat.traced
-    sizes: dict[Any, int] = {}
+    sizes: dict[object, int] = {}
     for node, origin in traced.origins.items():
         if isinstance(origin, FromInput):
             for size, now in zip(node.meta["val"].shape, shapes[origin.index], strict=True):
@@ -300,7 +300,7 @@ def _work(placed: Placed, shapes: Sequence[Sequence[int]], stage: int | None) ->
         known = symbol.node.expr.subs(sizes) if isinstance(symbol, torch.SymInt) else None
         return (int, int(known)) if known is not None and known.is_Integer else value
 
-    rows: list[Any] = [
+    rows: list[object] = [
         (o.name, o.value.tolist()) if isinstance(o, FromConstant) else o for o in traced.origins.values()
     ]
     for node in placed.flat.nodes:

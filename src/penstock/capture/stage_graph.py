@@ -75,7 +75,7 @@ class OperatorGraph:
     def source(self) -> str:
         return str(self.graph.python_code("self").src).strip()
 
-    def function(self, written: Callable[[str], str]) -> Callable[..., Any]:
+    def function(self, written: Callable[[str], str]) -> Callable[..., object]:
         """The graph as a Python function ``forward(self, *inputs)``; `written` is how it reaches an attribute."""
         reached: list[str] = []
 
@@ -143,13 +143,13 @@ def _pack_target(target: object) -> object:
 def _unpack_target(target: object) -> Any:
     if not isinstance(target, Named):
         return target
-    found: Any = torch.ops
+    found: object = torch.ops
     for part in target.path.split("."):
         found = getattr(found, part)
     return found
 
 
-def _pack(value: Any) -> Any:
+def _pack(value: Any) -> object:
     pack: Any = lambda v: Ref(v.name) if isinstance(v, fx.Node) else v  # noqa: E731  # a Ref is no argument of a graph yet
     return fx.node.map_aggregate(value, pack)
 
@@ -175,7 +175,7 @@ def wrap_regions(graph: fx.Graph, bodies: dict[str, OperatorGraph]) -> None:
     operator (``no_grad``, autocast), as they were in the model.
     """
     run: list[fx.Node] = []
-    number: Any = None
+    number: object = None
     for node in list(graph.nodes):
         if run and REGION not in node.meta and (node.op == "get_attr" or SIZE in node.meta):
             if not any(arg in run for arg in node.all_input_nodes):

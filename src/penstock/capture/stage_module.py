@@ -25,7 +25,7 @@ from penstock.capture.stage_graph import OperatorGraph
 from penstock.capture.wires import Fixed, Guard, Key, Wire, check_sizes, sizes_fit, where
 from penstock.errors import CaptureError, ShapeError
 from penstock.misfits import takes
-from penstock.nest import Kind, Value
+from penstock.nest import Kind, Nest, Value
 
 if TYPE_CHECKING:
     from penstock.capture.retrace import Retracer
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class OutputRecipe:
     """How the last stage puts the model's output together."""
 
-    recipe: Any
-    fixed: tuple[tuple[int, Any], ...]
+    recipe: Nest
+    fixed: tuple[tuple[int, object], ...]
 
     def build(self, values: Sequence[object]) -> Value:
         if self.recipe.kind is Kind.LEAF and values:

@@ -54,7 +54,7 @@ def wire_of(node: fx.Node, name: str, *, source: int | None, stages: Sequence[in
 
 def _is_contiguous(value: torch.Tensor) -> bool:
     if any(isinstance(s, torch.SymInt) for s in value.shape):
-        expected: list[Any] = []
+        expected: list[object] = []
         step: Any = 1
         for size in reversed(value.shape):
             expected.append(str(step))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ def _bytes(size: object, given: object) -> int:
     return round(size)
 
 
-def state_of(make: Callable[[list[torch.nn.Parameter]], Any], dtype: torch.dtype) -> float:
+def state_of(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype) -> float:
     """Bytes of state that an optimizer keeps for each byte of parameters: it takes one step on a small one.
 
     >>> state_of(torch.optim.AdamW, torch.float32), state_of(lambda p: torch.optim.SGD(p, lr=0.1), torch.float32)

@@ -21,10 +21,10 @@ from penstock.errors import RunError, StageError
 class Companions:
     """Each may be missing."""
 
-    optimizer: Any = None
+    optimizer: object = None
     scheduler: object = None  # of the learning rate; like the others, anything with state_dict() and load_state_dict()
-    data: Any = None  # a data loader that knows its position
-    scaler: Any = None
+    data: object = None  # a data loader that knows its position
+    scaler: object = None
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """Those whose state is small, and each rank's own."""
@@ -47,9 +47,9 @@ class Companions:
             raise RunError("the state of a scheduler or of the data contains itself, and cannot be saved") from error
         return json.dumps({**found, "random": encode(random_state(device))}).encode()
 
-    def apply(self, states: dict[str, object]) -> dict[str, Any]:
+    def apply(self, states: dict[str, object]) -> dict[str, object]:
         """Give each its state; what they had before comes back. If one refuses, all have what they had."""
-        before: dict[str, Any] = {}
+        before: dict[str, object] = {}
         try:
             for name, one in self.parts():
                 if name not in states:
@@ -81,7 +81,7 @@ def read_states(data: bytes, source: str) -> dict[str, object]:
 
 def random_state(device: torch.device) -> dict[str, object]:
     """The state of the random numbers of torch, of Python, and of numpy if it is in use."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    found: dict[str, object] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         found["numpy"] = sys.modules["numpy"].random.get_state()
     if device.type != "cpu":

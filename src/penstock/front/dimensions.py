@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -73,10 +73,11 @@ def whole_loss(loss_fn: Callable[..., Tensor] | None, parallelize: Parallelize |
     """The loss as a plain number, whatever the output is spread over."""
     if loss_fn is None or parallelize is None:
         return loss_fn
+    from torch.distributed.tensor import DTensor
 
     def loss(*args: object, **kwargs: object) -> Tensor:
-        found: Any = loss_fn(*args, **kwargs)
-        return found.full_tensor() if hasattr(found, "full_tensor") else found  # type: ignore[no-any-return]
+        found = loss_fn(*args, **kwargs)
+        return found.full_tensor() if isinstance(found, DTensor) else found
 
     return loss
 
@@ -93,7 +94,7 @@ def _place(module: nn.Module, name: str, value: Tensor, mesh: DeviceMesh, *place
 
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    made: Any = distribute_tensor(value.detach(), mesh, placements)
+    made = distribute_tensor(value.detach(), mesh, placements)
     if isinstance(value, nn.Parameter):
         owner._parameters[leaf] = nn.Parameter(made, requires_grad=value.requires_grad)
     else:

@@ -30,6 +30,7 @@ from penstock.errors import (
     TransportError,
     UnknownNameError,
 )
+from penstock.nest import Value
 from penstock.run.meeting import transport_of
 from penstock.stage.pipeline_stage import Group, place_in
 
@@ -121,7 +122,7 @@ class Ends:
                         data = self.transport.gather(what, data)[0]
         return str(_value(what, raised, [json.loads(data)])[0])
 
-    def agree(self, what: str, make: Callable[[], Any]) -> list[Any]:
+    def agree(self, what: str, make: Callable[[], object]) -> list[Value]:
         """What each rank of each replica makes, on all of them, by `number`. If it raises on one, all raise."""
         with self.transport.called(what):
             raised, post = _attempt(make)
@@ -132,11 +133,11 @@ class Ends:
                     posts = [one for replica in everyone for one in json.loads(replica)]
         return _value(what, raised, posts)
 
-    def gather(self, what: str, value: object) -> list[Any]:
+    def gather(self, what: str, value: object) -> list[Value]:
         """A small value of each rank of this pipeline, on each of them."""
         return self._gather(what, json.dumps(value).encode())
 
-    def _gather(self, what: str, post: bytes) -> list[Any]:
+    def _gather(self, what: str, post: bytes) -> list[Value]:
         with self.transport.alone(what), self.among_replicas():
             posts = self.transport.gather(what, post)
         with reading(f"what a rank posted for {what}"):
@@ -184,7 +185,7 @@ class Ends:
             replicas.end()
 
 
-def _attempt(make: Callable[[], Any]) -> tuple[Exception | None, bytes]:
+def _attempt(make: Callable[[], object]) -> tuple[Exception | None, bytes]:
     """What the others are told: the value, or the error. A value that cannot be told is an error like any other."""
     try:
         return None, json.dumps({"value": make()}).encode()
@@ -192,7 +193,7 @@ def _attempt(make: Callable[[], Any]) -> tuple[Exception | None, bytes]:
         return error, json.dumps({"error": str(error), "kind": type(error).__name__}).encode()
 
 
-def _value(what: str, raised: Exception | None, posts: list[dict[str, Any]]) -> list[Any]:
+def _value(what: str, raised: Exception | None, posts: list[dict[str, Any]]) -> list[object]:
     """The values; or an error of the kind that the first rank which failed raised, since what every rank does next depends on it.
 
     A rank whose own error is of that kind raises its own.

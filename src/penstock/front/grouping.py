@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +92,7 @@ def in_groups(grouped: Grouped, value: object) -> Value:
     count = sum(map(len, grouped.rows))
     parts = [torch.tensor(rows) for rows in grouped.rows]
 
-    def cut(tensor: Tensor) -> Any:
+    def cut(tensor: Tensor) -> object:
         if not tensor.dim() or tensor.size(0) != count:
             return tensor
         return Microbatches([tensor[rows.to(tensor.device)] for rows in parts])

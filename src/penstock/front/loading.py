@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from penstock.front.companions import Companions, check_random_state, read_state
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors, unknown
 from penstock.misfits import takes
+from penstock.nest import Value
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Checkpoint:
     """
 
     model: dict[str, Tensor]  # a plain state dict: every name of the model
-    optimizer: dict[str, dict[str, Any]]  # by name of the parameter: the state of the optimizer
+    optimizer: dict[str, dict[str, Value]]  # by name of the parameter: the state of the optimizer
     param_groups: list[dict[str, object]] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Value] = field(default_factory=dict)
     step: int = 0  # training steps that were done
 
 
@@ -61,7 +61,7 @@ def load(folder: str | Path) -> Checkpoint:
         if name in model:
             model |= dict.fromkeys(others, model[name])
     groups = manifest.optimizer.get("groups", [])
-    optimizer: dict[str, dict[str, Any]] = {name: {} for group in groups for name in group["names"]}
+    optimizer: dict[str, dict[str, Value]] = {name: {} for group in groups for name in group["names"]}
     for key, value in whole.items():
         name, _, part = key.removeprefix("optimizer.state.").rpartition(".")
         if key.startswith("optimizer.state."):
@@ -78,7 +78,7 @@ class Staged:
     manifest: Manifest
     tensors: list[tuple[Tensor, Tensor]]  # what is to be changed, and the values
     moments: list[moments.Pending]
-    states: dict[str, Any]
+    states: dict[str, Value]
 
 
 def load_into(
@@ -103,9 +103,9 @@ def load_into(
 
 def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Companions) -> Manifest:
     staged: list[Staged] = []
-    before: list[dict[str, Any]] = []
+    before: list[dict[str, object]] = []
 
-    def read() -> list[Any]:
+    def read() -> list[object]:
         staged.append(_stage(place, tensors, ends, companions))
         return [staged[0].manifest.digest, staged[0].manifest.step]
 
@@ -153,7 +153,7 @@ def _stage(place: Path, tensors: StageTensors, ends: Ends, companions: Companion
     return Staged(manifest, found, pending, _states(place, manifest, ends, companions))
 
 
-def _states(place: Path, manifest: Manifest, ends: Ends, companions: Companions) -> dict[str, Any]:
+def _states(place: Path, manifest: Manifest, ends: Ends, companions: Companions) -> dict[str, object]:
     """The states that this rank saved; if there were other ranks then, those of the first, without its random numbers."""
     same = (manifest.ranks, manifest.replicas) == (ends.num_ranks, ends.num_replicas)
     number = ends.number if same else manifest.ranks * ends.replica if manifest.replicas == ends.num_replicas else 0

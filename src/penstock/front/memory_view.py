@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -87,7 +86,9 @@ class Memory:
 class MemoryKeeper:
     """Measures steps of this rank, and says when one held too much."""
 
-    def __init__(self, modules: Sequence[nn.Module], ends: Ends, limit: Any, optimizer_bytes: float) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], ends: Ends, limit: int | Sequence[int] | None, optimizer_bytes: float
+    ) -> None:
         self.modules, self.ends, self.optimizer_bytes = modules, ends, optimizer_bytes
         self.limits = [limit] * ends.num_ranks if limit is None or isinstance(limit, int) else list(limit)
         self.limit: int | None = self.limits[ends.rank]

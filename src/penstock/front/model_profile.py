@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
@@ -18,6 +18,8 @@ from penstock.front.request import Request
 from penstock.nest import Value
 from penstock.plan import Plan
 
+Places: TypeAlias = tuple[tuple[int, str], ...]  # where a model was cut: position, and name of the operator there
+
 
 def estimated_profile(request: Request, ends: Ends, pipes: list[Pipe]) -> Profile:
     """A profile without measuring. If the layers are the stages, `pipes` gets them, and there is no second capture."""
@@ -26,7 +28,7 @@ def estimated_profile(request: Request, ends: Ends, pipes: list[Pipe]) -> Profil
     return _unmeasured(layers, where)
 
 
-def _layers(request: Request, ends: Ends) -> tuple[Pipe, Any]:
+def _layers(request: Request, ends: Ends) -> tuple[Pipe, Places | None]:
     """The model in its smallest pieces, and where they lie in it; in the user's own pieces, None."""
     of_cut, plan = request.of_cut, request.schedule if isinstance(request.schedule, Plan) else None
     if of_cut.split_spec is not None or of_cut.split_policy is not None:
@@ -83,7 +85,7 @@ def _target_of(request: Request) -> Value:
     return target if size is None or size < request.microbatches else split_target(target, request.microbatches)[0]
 
 
-def _unmeasured(layers: Pipe, where: Any) -> Profile:
+def _unmeasured(layers: Pipe, where: Places | None) -> Profile:
     """A profile by size: a layer costs what its parameters weigh, in the forward and in both parts of the backward."""
     modules = [layers.get_stage_module(k) for k in range(layers.num_stages)]
     rows = []

@@ -21,7 +21,7 @@ Pending = tuple[str, str, Tensor]  # the parameter, the entry of its state, the 
 
 def parts(
     optimizer: Any, tensors: StageTensors
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, object]], list[dict[str, Any]]]:
     """The optimizer's tensors by name, its plain values by name, and its groups."""
     if optimizer is None:
         return {}, {}, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.front.ends import Ends
 from penstock.run.feed import pinned
-from penstock.stage.dtensors import to_local
+from penstock.stage.dtensors import to_local, whole_tensor
 
 
 def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.0, scaler: object = None) -> float:
@@ -49,11 +49,8 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
 
 def _spread_term(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The term of DTensors on meshes of several kinds: each knows which ranks hold what of it."""
-    norms = []
-    for grad in gradients:
-        if hasattr(grad, "placements"):
-            size: Any = torch.linalg.vector_norm(grad.detach(), norm_type)
-            norms.append(size.full_tensor().to(device))
+    spread = [grad.detach() for grad in gradients if hasattr(grad, "placements")]
+    norms = [whole_tensor(torch.linalg.vector_norm(grad, norm_type)).to(device) for grad in spread]
     return _term(norms, norm_type, device)
 
 
@@ -89,12 +86,16 @@ def keep_in_host_memory(
         by_device[place] = pinned(torch.full((), flag, dtype=torch.float32))
 
 
-def loss_factor(scaler: Any, device: torch.device) -> float | Tensor:
+@runtime_checkable
+class Scales(Protocol):
+    """A GradScaler, as far as it matters here."""
+
+    def scale(self, outputs: Tensor, /) -> Tensor: ...
+
+
+def loss_factor(scaler: object, device: torch.device) -> float | Tensor:
     """What a GradScaler multiplies a loss by: a number on the device, which nobody reads."""
-    if scaler is None:
-        return 1.0
-    factor: Tensor = scaler.scale(torch.ones((), device=device))
-    return factor
+    return scaler.scale(torch.ones((), device=device)) if isinstance(scaler, Scales) else 1.0
 
 
 @torch.no_grad()

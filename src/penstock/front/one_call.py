@@ -11,14 +11,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def one_call(method: _Method) -> _Method:
     """Refuse the call while another thread is in one, or a step is under way."""
 
     @wraps(method)
-    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, /, *args: object, **kwargs: object) -> object:
         with self.transport.called(f"{method.__name__}()"):
             return method(self, *args, **kwargs)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from penstock.front.one_call import one_call
 from penstock.front.publish import Origin, save_pretrained
 from penstock.front.request import Built
 from penstock.misfits import takes
+from penstock.nest import Value
 from penstock.run.ties import Holders, Tied, declared, holders_of
 from penstock.simulate import Timeline
 from penstock.stage.pipeline_stage import PipelineStage
@@ -156,7 +157,7 @@ class OwnStages:
         return self._ends.decide(what, make)
 
     @takes(RunError)
-    def agree(self, what: str, make: Callable[[], Any]) -> list[Any]:
+    def agree(self, what: str, make: Callable[[], Value]) -> list[Value]:
         """What `make` gives on each rank of each replica, on all of them; all ranks call it, and all raise if one does."""
         return self._ends.agree(what, make)
 
@@ -166,7 +167,7 @@ class OwnStages:
         self._ends.decide(what, str)
 
     @takes(RunError)
-    def gather(self, what: str, value: object) -> list[Any]:
+    def gather(self, what: str, value: Value) -> list[Value]:
         """A small value that JSON can hold, of each rank of each replica, on all of them."""
         return self.agree(what, lambda: value)
 

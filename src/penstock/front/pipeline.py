@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -99,7 +98,7 @@ class Pipeline(OwnStages):
         loss_fn: Callable[..., Tensor] | None = None,
         schedule: str | Plan | Recipe = "auto",
         microbatches: int = 8,
-        **options: Any,
+        **options: object,
     ) -> None:
         of_model, of_cut, of_ranks, of_steps = sorted_options(options)
         check_named(example, loss_fn, schedule, microbatches)
@@ -181,7 +180,7 @@ class Pipeline(OwnStages):
             outputs=keep and self.rank == self._last_rank,
         )
         losses: list[Tensor] = []
-        value = self._run(batch, losses, return_outputs=keep, loss_kwargs=loss_kwargs)
+        value = self._run(batch, losses, keep=keep, loss_kwargs=loss_kwargs)
         ran = self._of_step(few)
         self._tidy_up()
         return self._result(ran, losses, batch.in_order(value), outputs, self._overflow())
@@ -367,7 +366,7 @@ class Pipeline(OwnStages):
         scheduler: object = None,
         data: object = None,
         or_older: bool = False,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Value]:
         """Read a checkpoint that any number of ranks and stages wrote; what `save` was given as `extra` comes back.
 
             extra = pipe.load("run/checkpoint", optimizer=optimizer, scheduler=scheduler)
@@ -430,7 +429,9 @@ class Pipeline(OwnStages):
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
         return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
 
-    def _run(self, batch: StepBatch, losses: list[Tensor], **options: Any) -> Value:
+    def _run(
+        self, batch: StepBatch, losses: list[Tensor], *, keep: bool, loss_kwargs: Mapping[str, Value] | None
+    ) -> Value:
         """A step of the schedule, measured and counted where that is wanted; what to do if a rank runs out of memory."""
 
         def attempt() -> Value:
@@ -442,7 +443,14 @@ class Pipeline(OwnStages):
             shapes = shapes_in((batch.args, batch.kwargs))
             counted = self._memory.around(schedule, shapes, self._built.choice) if usual else nullcontext()
             with measured, counted:
-                value = schedule.step(*batch.args, target=batch.target, losses=losses, **options, **batch.kwargs)
+                value = schedule.step(
+                    *batch.args,
+                    target=batch.target,
+                    losses=losses,
+                    return_outputs=keep,
+                    loss_kwargs=loss_kwargs,
+                    **batch.kwargs,
+                )
             self._schedule.steps = schedule.steps
             return value
 

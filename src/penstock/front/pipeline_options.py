@@ -11,13 +11,16 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.balance import Profile
+from penstock.checkpoint.weight_files import Source
 from penstock.errors import PlanError, StageError, UnknownNameError
 from penstock.front.byte_sizes import byte_limits
+from penstock.front.dimensions import Parallelize
 from penstock.front.grouping import GroupRows
 from penstock.lower import ReceivePolicy
 from penstock.misfits import takes
@@ -39,7 +42,9 @@ class ModelOptions:
 
     example_kwargs: Mapping[str, Value] | None = None  # keyword arguments of the example
     example_target: Value = None  # lets the profile include the loss
-    weights: Any = None  # a state dict; safetensors, .pt or .bin files; a folder of them; a checkpoint of torch's
+    weights: Source | None = (
+        None  # a state dict; safetensors, .pt or .bin files; a folder of them; a checkpoint of torch's
+    )
     init: Callable[[str, torch.Tensor], None] | None = None  # sets what has no value yet: init(name, tensor)
 
     def __post_init__(self) -> None:
@@ -57,10 +62,11 @@ class CutOptions:
     placement: Placement | str | None = None  # "loop", "v", or one of your own
     memory_limit: Any = None  # of a rank, or of each: bytes, or "6GiB"
     optimizer_bytes: float = 2.0  # state of the optimizer for each byte of parameters, for memory_limit
-    optimizer: Any = None  # a function of parameters that makes the optimizer: its state is measured instead
+    # A function of parameters that makes the optimizer: its state is measured instead.
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     profile: Profile | str | Path | bool | None = None  # measured before, or its file; False: cut by size
-    split_spec: Mapping[str, Any] | None = None
-    split_policy: Callable[..., Any] | None = None
+    split_spec: Mapping[str, object] | None = None
+    split_policy: Callable[..., object] | None = None
     dynamic_shapes: Mapping[str, object] | None = None
     output_loss_value_spec: object = None
     multi_use_param_spec: object = None
@@ -128,7 +134,7 @@ class RankOptions:
     group: Group = None  # a process group, or a transport of LocalWorld; else all processes
     # With the dimensions "dp" and "pp", and those that `parallelize` spreads a stage over.
     mesh: DeviceMesh | None = None
-    parallelize: Callable[..., Any] | None = None  # parallelize(module, mesh) spreads the module of a stage
+    parallelize: Parallelize | None = None  # parallelize(module, mesh) spreads the module of a stage
     data_parallel: str = "ddp"  # or "fsdp": what the replicas of a mesh are
     device: torch.device | str | None = None  # else that of the model's parameters
 
@@ -262,7 +268,7 @@ def _is_count(name: str, value: object) -> None:
         raise PlanError(f"{name}={value!r}; expected a whole number from 1")
 
 
-def _is(options: Any, name: str, kind: Any, expected: str) -> None:
+def _is(options: object, name: str, kind: type | UnionType, expected: str) -> None:
     value = getattr(options, name)
     if value is not None and not isinstance(value, kind):
         raise StageError(f"{name} is a {type(value).__name__}; expected {expected}")

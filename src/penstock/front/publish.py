@@ -12,16 +12,17 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from torch import Tensor, nn
 
 from penstock.errors import RunError
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors
+from penstock.nest import Value
 from penstock.stage.dtensors import whole_tensor
 
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -50,7 +51,7 @@ def save_pretrained(
     place = Path(folder)
     mine: dict[str, Tensor] = {}
 
-    def look() -> list[list[Any]]:
+    def look() -> list[list[object]]:
         _safetensors()
         if max_shard_bytes < 1:
             raise RunError(f"max_shard_bytes={max_shard_bytes}; expected a number of bytes")
@@ -113,7 +114,7 @@ def _published(name: str, tensors: StageTensors, origin: Origin) -> str:
     return next((spelling for spelling in spellings if spelling in origin.names), name)
 
 
-def _shards(everyone: list[list[list[Any]]], most: int) -> list[tuple[int, list[str]]]:
+def _shards(everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> list[tuple[int, list[str]]]:
     """(rank, names) of each file, in the order of the ranks; a name that several ranks hold goes to the first."""
     seen: set[str] = set()
     shards: list[tuple[int, list[str]]] = []
@@ -134,7 +135,7 @@ def _shards(everyone: list[list[list[Any]]], most: int) -> list[tuple[int, list[
     return shards
 
 
-def _write_config(name: str, config: Any, place: Path, origin: Origin, tensors: StageTensors) -> None:
+def _write_config(name: str, config: Value, place: Path, origin: Origin, tensors: StageTensors) -> None:
     own = copy.deepcopy(config)
     if name == "config":
         own.architectures = [origin.kind]
@@ -144,7 +145,7 @@ def _write_config(name: str, config: Any, place: Path, origin: Origin, tensors: 
     own.save_pretrained(place)
 
 
-def _safetensors() -> Any:
+def _safetensors() -> ModuleType:
     try:
         from safetensors import torch as found
     except ImportError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class Replannable(Protocol):
 
     def run_plan(self, plan: Plan) -> None: ...
 
-    def gather(self, what: str, value: object) -> list[Any]: ...
+    def gather(self, what: str, value: object) -> list[Value]: ...
 
 
 def until_it_fits(attempt: Callable[[], Value], undo: Undo, pipe: Replannable) -> Value:

@@ -53,7 +53,7 @@ class Contents:
 
     step: int
     companions: Companions
-    extra: Mapping[str, Any]
+    extra: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Order:
     everyone: list[dict[str, Any]]  # what each rank holds
     manifest: Manifest  # without tensors and files yet
 
-    def write(self) -> dict[str, Any]:
+    def write(self) -> dict[str, object]:
         """Write this rank's parts; what the manifest says of them."""
         rows = write_parts(self.fresh / f"__{self.number}_0.distcp", self.blocks, DISK) if self.blocks else []
         DISK.write_file(self.fresh / f"rank-{self.number}.json", self.state)
@@ -103,7 +103,7 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, contents: Con
     mine: dict[str, Block] = {}
     small: list[bytes] = []
 
-    def look() -> dict[str, Any]:
+    def look() -> dict[str, object]:
         if keep < 1:
             raise RunError(f"keep={keep}; expected the number of checkpoints to keep, at least 1")
         if ends.transport.device.type != "cpu":  # what is copied from there below would wait without a bound
@@ -255,7 +255,7 @@ class Saving:
     def _collect(self) -> list[dict[str, object]]:
         """What all ranks have written, when they have."""
         count, patience = len(self._order.everyone), _PATIENCE + 10 * self.seconds
-        rows: dict[int, dict[str, Any]] = {}
+        rows: dict[int, dict[str, object]] = {}
         end = time.monotonic() + patience
         while len(rows) < count and not self._given_up.is_set():
             lost = self._ends.transport.lost()
@@ -313,9 +313,9 @@ def _alone(block: Tensor) -> Tensor:
     return block if block.untyped_storage().nbytes() <= block.nbytes else block.clone()
 
 
-def as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
+def as_json(value: dict[str, Any], what: str) -> dict[str, object]:
     try:
-        made: dict[str, Any] = json.loads(json.dumps(value))
+        made: dict[str, object] = json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
         raise RunError(
             f"{what} cannot be saved: {error}; expected numbers, texts, lists and dictionaries of them. What has tensors "
@@ -340,7 +340,7 @@ def _owners(everyone: Sequence[Mapping[str, Any]]) -> dict[tuple[str, tuple[int,
     return owners
 
 
-def _merged(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merged(everyone: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """One optimizer out of those of all ranks."""
     made: dict[str, Any] = {}
     for one in (each["optimizer"] for each in everyone if each["optimizer"]):

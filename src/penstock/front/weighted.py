@@ -58,7 +58,7 @@ class WeightedSchedule(Schedule):
     def has_loss(self) -> bool:
         return self.loss_fn is not None
 
-    def total(self, losses: Tensor | Sequence[Any]) -> Any:
+    def total(self, losses: Tensor | Sequence[object]) -> Any:
         """The loss of the whole batch, of numbers in a list or in a tensor."""
         if not self.scale_grads or self._shares is None or len(self._shares) != len(losses):
             return sum(losses) if not self.scale_grads else sum(losses) / len(losses)
