@@ -28,7 +28,7 @@ Group = dict[str, Any]  # "params": tensors; "intermediates": joints; "grads": w
 
 def stage_backward(
     stage_output: Value,
-    output_grads: Any,
+    output_grads: Value,
     input_values: Sequence[Value],
     outputs_with_grads_idxs: Sequence[int] | None = None,
 ) -> tuple[Tensor | None, ...]:
@@ -42,7 +42,7 @@ def stage_backward(
     return tuple(map(take_grad, input_values))
 
 
-def _pairs(output: Value, grad: Any) -> Iterable[tuple[Any, Tensor | None]]:
+def _pairs(output: Value, grad: Value) -> Iterable[tuple[Value, Tensor | None]]:
     """The tensors of an output that require a gradient, each with its own."""
     if isinstance(output, (Tensor, GradientEdge)):
         if not isinstance(output, Tensor) or output.requires_grad:
@@ -138,7 +138,7 @@ def stage_backward_weight(
     return before
 
 
-def _instead(noted: Any, grads: Any) -> Any:
+def _instead(noted: object, grads: object) -> object:
     return grads if noted is None else noted
 
 

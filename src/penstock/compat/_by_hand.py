@@ -11,10 +11,10 @@ begins with passing that down the stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from penstock.comm.framing import Receiving
 from penstock.comm.transport import Transport
 from penstock.compat._hand_stage import HandBox, HandRun, PipelineContext
 from penstock.compat._infer import PipelineStage
+from penstock.compat._metadata import Metas
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._state import is_overridden
 from penstock.compat._vocabulary import of_action, to_op
@@ -35,7 +36,7 @@ from penstock.run.channel import Channel, Poisoned
 from penstock.run.handlers import HANDLERS, nothing
 from penstock.run.inputs import StepInputs
 from penstock.run.preamble import verdict
-from penstock.run.program import Program
+from penstock.run.program import Box, Program
 from penstock.run.setting import Call, Handlers, Setting
 from penstock.run.stage_run import StageRun
 
@@ -67,8 +68,8 @@ def is_driven_by_hand(stage: object) -> bool:
 class HandProgram(Program):
     """One rank's part of an order, bound to the methods of its stages."""
 
-    runs: dict[int, Any]  # of HandRun
-    stages: dict[int, Any]  # of _PipelineStageBase
+    runs: dict[int, HandRun]  # type: ignore[assignment]  # all of them are
+    stages: dict[int, _PipelineStageBase]  # type: ignore[assignment]  # likewise
 
     def __init__(
         self,
@@ -96,8 +97,7 @@ class HandProgram(Program):
         return False
 
     def hand(self, index: int) -> HandRun:
-        run: HandRun = self.runs[index]
-        return run
+        return self.runs[index]
 
     def message_box(self, action: Action) -> HandBox:
         found = self.by_op.get((action.op, action.stage))
@@ -107,8 +107,8 @@ class HandProgram(Program):
             self.by_op[action.op, action.stage] = found
         return found
 
-    def boxes(self) -> Any:
-        return self.by_op.values()
+    def boxes(self) -> Iterator[Box]:
+        return iter(self.by_op.values())
 
     # -- around a step
 
@@ -132,7 +132,7 @@ class HandProgram(Program):
         """Pass down the stages what their values look like. One that cannot say so fails the step before any message."""
         self.met = True
         problem: BaseException | None = None if inputs is not None else Poisoned()
-        known: dict[int, Any] = {}  # what the outputs of this rank's stages look like
+        known: Mapping[int, Metas | None] = {}  # what the outputs of this rank's stages look like
         try:
             if inputs is not None:
                 self.schedule._warmup_p2p(self.schedule.stages, self.setting.grad, bool(self.saved))
@@ -167,7 +167,7 @@ class HandProgram(Program):
         return self.channel(self.plan.placement.rank_of(index))
 
     @staticmethod
-    def hear(channel: Channel, stage: Any) -> Any:
+    def hear(channel: Channel, stage: _PipelineStageBase) -> Mapping[int, Metas | None]:
         """What the stage before says of its outputs, and of those of earlier ones."""
         found: list[bytes] = []
 
@@ -233,7 +233,7 @@ HAND_HANDLERS: Handlers = {**HANDLERS, **dict.fromkeys((Op.UNSHARD, Op.RESHARD, 
 """Penstock's own, which find other stage runs and other boxes in the program; only care of parameters is another matter."""
 
 
-def handled_by(function: Callable[..., object]) -> Callable[[Any, AnyAction, bool], Call]:
+def handled_by(function: Callable[..., object]) -> Callable[[HandProgram, AnyAction, bool], Call]:
     """The handler that calls a user's function."""
     return lambda program, action, cold: partial(function, of_action(action), program.context)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -12,10 +11,10 @@ from torch import Tensor, fx
 from penstock import capture
 from penstock.capture.pipe import CapturedStage
 from penstock.capture.stage_module import StageModule
-from penstock.compat._exchange import RecvInfo
 from penstock.compat._infer import PipelineStage
 from penstock.compat._metadata import Metas, _derive_grad_metas
 from penstock.compat._pipe_info import NAME, PipeInfo, get_submod_name
+from penstock.compat._state import RecvInfo
 from penstock.errors import CaptureError
 from penstock.nest import Value
 from penstock.stage.pipeline_stage import Group
@@ -61,14 +60,15 @@ class _PipelineStage(CapturedStage, PipelineStage):
             raise CaptureError(f"no stage is called {submod_name!r}; expected {get_submod_name(0)} to {last}")
         return found
 
-    def find_dst_rank(self, user: Any) -> int | None:
+    def find_dst_rank(self, user: object) -> int | None:
         """The stage that a user of a value belongs to; None for what is no stage."""
         name = str(getattr(user, "name", user))
         return self.get_stage_index_of_submod(name) if name.startswith(NAME) else None
 
-    def _get_output_node(self) -> Any:
-        graph: Any = self.submod.graph
-        return next(node for node in graph.nodes if node.op == "output")
+    def _get_output_node(self) -> fx.Node:
+        graph = self.submod.graph
+        assert isinstance(graph, fx.Graph), "a captured stage has one"
+        return graph.output_node()
 
     # -- driven by hand
 
@@ -79,9 +79,9 @@ class _PipelineStage(CapturedStage, PipelineStage):
         return tuple((k, place) for k in range(self.stage_index) for place in self.routes.wanted_on(k, here))
 
     def _call_of(
-        self, received: Sequence[Any], args: tuple[Value, ...], kwargs: dict[str, Value]
+        self, received: Sequence[Value], args: tuple[Value, ...], kwargs: dict[str, Value]
     ) -> tuple[tuple[Value, ...], dict[str, Value]]:
-        values: dict[int, dict[int, Any]] = {}
+        values: dict[int, dict[int, Value]] = {}
         for (source, place), value in zip(self._received, received, strict=True):
             values.setdefault(source, {})[place] = value
         return self.routes.call(values, args, kwargs)
@@ -114,7 +114,7 @@ class _PipelineStage(CapturedStage, PipelineStage):
         wires = self.pipe_info.stage_outputs[self.stage_index]
         return {place: list(wire.stages) for place, wire in enumerate(wires)}
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[RecvInfo, ...]:
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[int | None]]) -> tuple[RecvInfo, ...]:
         """The gradients of the outputs: each from every stage that reads it."""
         metas = self._stage_meta.output_grads or _derive_grad_metas(self._stage_meta.outputs or ())
         return tuple(

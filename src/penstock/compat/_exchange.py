@@ -11,7 +11,6 @@ A buffer exists from the moment its receive is posted until its tensor is taken 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,49 +25,10 @@ from penstock.compat._metadata import (
     to_local_if_dtensor,
 )
 from penstock.compat._p2p import P2P, TransportOp
-from penstock.compat._state import StageState
+from penstock.compat._state import RecvInfo, StageState
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value
 from penstock.stage.pipeline_stage import RankGroup
-
-
-class RecvInfo:
-    """One input of a stage: from which stage it comes, what it looks like, and the buffer that it arrives in."""
-
-    def __init__(
-        self,
-        input_name: str,
-        source: int | None = None,
-        buffer: Tensor | None = None,
-        tensor_meta: _TensorMeta | None = None,
-        *,
-        is_root_arg: bool = False,
-    ) -> None:
-        self.input_name = input_name
-        self.source = source
-        self.buffer = buffer
-        self.tensor_meta = tensor_meta
-        self.is_root_arg = is_root_arg  # an argument of the model, given by the user
-
-    def __repr__(self) -> str:
-        whence = "the model's argument" if self.is_root_arg else f"from stage {self.source}"
-        shape = "" if self.tensor_meta is None else f", {list(self.tensor_meta.shape)}"
-        return f"RecvInfo({self.input_name}, {whence}{shape})"
-
-    def take(self) -> Tensor:
-        """The tensor that has arrived; the buffer is given up."""
-        if self.buffer is None:
-            raise ShapeError(f"{self!r}: nothing has arrived; expected its receive, or a hand-over, before its use")
-        buffer, self.buffer = self.buffer, None
-        return buffer
-
-
-class RootArgPlaceholder(RecvInfo):
-    """An argument of the model, which nobody sends."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__("root", is_root_arg=True)
-        self.meta = tensor.to("meta")
 
 
 class Exchange(StageState):
@@ -191,7 +151,7 @@ class Exchange(StageState):
         """The stage that each input's gradient goes to."""
         return [None if info.is_root_arg else info.source for info in args_recv_info]
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[RecvInfo, ...]:
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[int | None]]) -> tuple[RecvInfo, ...]:
         """The gradients of the outputs, from the first stage that reads each."""
         metas = self._stage_meta.output_grads
         if metas is None:

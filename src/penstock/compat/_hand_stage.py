@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from penstock.run.inputs import StepInputs
 
 if TYPE_CHECKING:
     from penstock.compat._by_hand import HandProgram
+    from penstock.compat._schedule import _PipelineSchedule
 
 ASK = {
     Op.SEND_F: "get_fwd_send_ops",
@@ -34,7 +35,7 @@ ASK = {
 class PipelineContext:
     """What a user's function for a kind of action is given beside the action."""
 
-    schedule_ref: Any
+    schedule_ref: _PipelineSchedule
     arg_mbs: list[tuple[Value, ...]] | None = None
     kwarg_mbs: list[dict[str, Value]] | None = None
     target_mbs: list[Value] | None = None
@@ -134,7 +135,7 @@ class HandRun:
         stage.has_backward = setting.grad
         stage._begin_step(setting.adapters[stage.stage_index])
 
-    def results(self) -> tuple[list[Tensor], list[Any]]:
+    def results(self) -> tuple[list[Tensor], list[Value]]:
         outputs = list(self.stage.output_chunks) if self.inputs.keep_outputs else []
         return list(self.program.context.losses or ()), outputs
 

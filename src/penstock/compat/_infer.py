@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.compat._exchange import RecvInfo, as_tuple
+from penstock.compat._exchange import as_tuple
 from penstock.compat._metadata import (
     InferenceMode,
     Metas,
@@ -28,7 +28,7 @@ from penstock.compat._metadata import (
 )
 from penstock.compat._metadata_checks import validate_and_normalize_to_tuple, validate_tensors_metadata
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._state import is_overridden
+from penstock.compat._state import RecvInfo, is_overridden
 from penstock.errors import ShapeError
 from penstock.nest import Value
 from penstock.parallel import unwrap
@@ -44,7 +44,6 @@ class PipelineStage(_PipelineStageBase):
     """
 
     _inference_mode: InferenceMode | None = None
-    _model_args: tuple[Value, ...] = ()  # the model's arguments, for stages that read some of them
 
     def __init__(
         self,

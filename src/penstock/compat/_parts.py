@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -12,12 +11,13 @@ from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_c
 from penstock.errors import RunError, SplitError
 from penstock.nest import Value
 from penstock.run.schedule import Schedule
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 class Parts(Schedule):
     """What a step is made of."""
 
-    _internal_losses: list[Any]
+    _internal_losses: list[Tensor | None]
     _loss_weights: Sequence[float | Tensor] | None = (
         None  # the share of each microbatch in the batch, while a step runs
     )
@@ -30,14 +30,14 @@ class Parts(Schedule):
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: Mapping[str, Value] | None = None,
-    ) -> Any:
+    ) -> Value:
         """One step over a batch that is cut already. A subclass that overrides it drives the stages itself."""
         lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
         rest = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
         args, options = self._joined((), {**lists, **rest})
         return super().step(*args, **options)  # a step of the program's own may call this
 
-    def _joined(self, args: tuple[Value, ...], options: dict[str, Any]) -> tuple[tuple[Value, ...], dict[str, Any]]:
+    def _joined(self, args: tuple[Value, ...], options: dict[str, Value]) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """What `step` takes for a batch that is cut already, and given as lists."""
         arg_mbs, kwarg_mbs, target_mbs = (options.pop(name, None) for name in ("arg_mbs", "kwarg_mbs", "target_mbs"))
         if arg_mbs is not None or kwarg_mbs is not None or target_mbs is not None:
@@ -61,7 +61,7 @@ class Parts(Schedule):
             kwargs_spec=self._row_specs(args, kwargs),
         )
 
-    def _row_specs(self, args: tuple[Value, ...], kwargs: Mapping[str, Value] | None) -> Any:
+    def _row_specs(self, args: tuple[Value, ...], kwargs: Mapping[str, Value] | None) -> object:
         """The specs for keyword arguments: a tensor with a row for each microbatch, and not for each sample, is told so."""
         specs, size = self._specs.kwargs, self.num_microbatches
         if not kwargs or size == 1 or not (specs is None or isinstance(specs, Mapping)):
@@ -89,7 +89,7 @@ class Parts(Schedule):
         kwarg_mbs: list[Value] | None = None,
         target_mbs: list[Value] | None = None,
         losses: list[Tensor] | None = None,
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Value], list[Value]]:
         """Each list must be one, of one entry a microbatch."""
         size = self.num_microbatches
         for name, given in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
@@ -105,12 +105,12 @@ class Parts(Schedule):
         assert self.loss_fn is not None, "only asked for with a loss"
         return self.loss_fn(output, target, **(loss_kwargs or {}))
 
-    def _should_compute_loss(self, stage: Any) -> bool:
+    def _should_compute_loss(self, stage: PipelineStage) -> bool:
         return bool(stage.is_last and self.loss_fn is not None)
 
     def _maybe_compute_loss(
         self,
-        stage: Any,
+        stage: PipelineStage,
         output: Value,
         target_mbs: Value,
         mb_index: int,
@@ -122,12 +122,12 @@ class Parts(Schedule):
             self._internal_losses.extend([None] * missing)
             self._internal_losses[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
 
-    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
+    def _maybe_get_loss(self, stage: PipelineStage, mb_index: int) -> Tensor | None:
         """On the last stage: what its backward starts from, the loss by its weight in the batch."""
         if not self._should_compute_loss(stage):
             return None
         kept = self._internal_losses
-        loss: Tensor | None = kept[mb_index] if 0 <= mb_index < len(kept) else None
+        loss = kept[mb_index] if 0 <= mb_index < len(kept) else None
         if loss is None:
             there = [microbatch for microbatch, one in enumerate(kept) if one is not None]
             raise RunError(
@@ -135,9 +135,9 @@ class Parts(Schedule):
             )
         return loss if self._loss_weights is None else loss * self._loss_weights[mb_index]
 
-    def _update_losses(self, stages: Any, losses: list[Tensor] | None) -> None:
+    def _update_losses(self, stages: PipelineStage | Sequence[PipelineStage], losses: list[Tensor] | None) -> None:
         """Give the losses of the step to the user's list."""
-        many = stages if isinstance(stages, (list, tuple)) else [stages]
+        many = stages if isinstance(stages, Sequence) else [stages]
         if losses is not None and any(stage.is_last for stage in many):
             kept = [loss for loss in self._internal_losses if loss is not None]
             if kept and len(kept) != self.num_microbatches:

@@ -289,6 +289,7 @@ class _PipelineSchedule(StageCare):
         if self._stands_for_others():
             context = PipelineContext(self, inputs.args, inputs.kwargs, inputs.targets)
             for stage in self.stages:
+                assert isinstance(stage, _PipelineStageBase), "stages for other ranks are torch's kind"
                 self._prepare_forward(stage, None, context)
             self._prepare_backward(context, inputs.loss_kwargs)
             return

@@ -135,7 +135,11 @@ class _PipelineStageBase(Exchange):
             validate_tensors_metadata(
                 f"stage {self.stage_index}, output gradients", self._stage_meta.output_grads, grads
             )
-        request = {"stage_output": loss if self.is_last else outputs, "output_grads": grads, "input_values": inputs}
+        request: dict[str, Value] = {
+            "stage_output": loss if self.is_last else outputs,
+            "output_grads": grads,
+            "input_values": inputs,
+        }
         pending = self._pending.pop(bwd_chunk_id, None)
         if pending is not None:
             request["pending"] = pending

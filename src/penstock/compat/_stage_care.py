@@ -6,7 +6,6 @@ Before the first one they learn what they receive; sharded parameters are gather
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from penstock.compat._by_hand import HandProgram
 from penstock.compat._hand_stage import PipelineContext
@@ -18,6 +17,7 @@ from penstock.compat._vocabulary import ComputationType
 from penstock.errors import RunError
 from penstock.nest import Value
 from penstock.run.inputs import StepInputs
+from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 
 
 class Both:
@@ -52,7 +52,7 @@ class StageCare(Orders, Parts):
 
     # -- before the first microbatch: the stages learn what they receive
 
-    def _prepare_forward(self, stage: Any, handed: Any, context: PipelineContext) -> None:
+    def _prepare_forward(self, stage: _PipelineStageBase, handed: Value, context: PipelineContext) -> None:
         args, kwargs = (context.arg_mbs or [()])[0], (context.kwarg_mbs or [{}])[0]
         stage._splits = stage.stage_index in self._split_stages()
         stage._model_args = args
@@ -61,7 +61,7 @@ class StageCare(Orders, Parts):
             stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self._has_backward)
 
     def _prepare_backward(self, context: PipelineContext, loss_kwargs: Value) -> None:
-        received: Any = None
+        received: object = None
         for stage in reversed(self.stages) if self._has_backward and not self._knows_shapes else ():
             received = stage._prepare_backward_infra(  # type: ignore[attr-defined]
                 self.num_microbatches,
@@ -73,7 +73,7 @@ class StageCare(Orders, Parts):
         if self._adjacent_only:
             self._validate_adjacent_stage_communication()
 
-    def _warmup_p2p(self, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+    def _warmup_p2p(self, stages: Sequence[object], has_backward: bool, p2p_done: bool) -> None:
         """Before stages that are driven by hand learn what they receive: whether their user has said it all. Programs put a
         vote of their own in its place. Connections need no warming up: they are there before the first step.
         """
@@ -97,7 +97,7 @@ class StageCare(Orders, Parts):
 
     def _initialize_pp_stages(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[object],
         args: Value,
         kwargs: Value,
         target: Value,
@@ -189,8 +189,9 @@ class StageCare(Orders, Parts):
             raise AssertionError(f"stage {index} is sharded; expected {index}UNSHARD before its parameters are used")
 
     @staticmethod
-    def _gather(stage: Any) -> None:
+    def _gather(stage: CoreStage) -> None:
         """The order leaves these parameters gathered, and a step ends with everything sharded."""
         for module in stage.submod.modules():
-            if hasattr(module, "unshard"):
-                module.unshard()
+            unshard = getattr(module, "unshard", None)
+            if unshard is not None:
+                unshard()

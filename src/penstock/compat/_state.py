@@ -9,23 +9,66 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from penstock.compat._metadata import Metas, _DTensorMeta, _MeshCache, _StageMeta, _TensorMeta
 from penstock.errors import ShapeError, StageError
+from penstock.nest import Value
 from penstock.parallel import DataParallel, unwrap
 from penstock.run.layout import TensorLayout
-from penstock.stage.deferred import Deferral
+from penstock.stage.deferred import Deferral, Pending
 from penstock.stage.dtensors import MeshGetter, from_local, mesh_of
 from penstock.stage.pipeline_stage import PipelineStage
+
+if TYPE_CHECKING:
+    pass
 
 
 def renamed(name: str) -> Any:
     """An attribute of penstock's under torch's name; a program may set it."""
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
+class RecvInfo:
+    """One input of a stage: from which stage it comes, what it looks like, and the buffer that it arrives in."""
+
+    def __init__(
+        self,
+        input_name: str,
+        source: int | None = None,
+        buffer: Tensor | None = None,
+        tensor_meta: _TensorMeta | None = None,
+        *,
+        is_root_arg: bool = False,
+    ) -> None:
+        self.input_name = input_name
+        self.source = source
+        self.buffer = buffer
+        self.tensor_meta = tensor_meta
+        self.is_root_arg = is_root_arg  # an argument of the model, given by the user
+
+    def __repr__(self) -> str:
+        whence = "the model's argument" if self.is_root_arg else f"from stage {self.source}"
+        shape = "" if self.tensor_meta is None else f", {list(self.tensor_meta.shape)}"
+        return f"RecvInfo({self.input_name}, {whence}{shape})"
+
+    def take(self) -> Tensor:
+        """The tensor that has arrived; the buffer is given up."""
+        if self.buffer is None:
+            raise ShapeError(f"{self!r}: nothing has arrived; expected its receive, or a hand-over, before its use")
+        buffer, self.buffer = self.buffer, None
+        return buffer
+
+
+class RootArgPlaceholder(RecvInfo):
+    """An argument of the model, which nobody sends."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__("root", is_root_arg=True)
+        self.meta = tensor.to("meta")
 
 
 class StageState(PipelineStage):
@@ -39,6 +82,7 @@ class StageState(PipelineStage):
     grad_send_info: list[int | None] | None = None  # where the gradient of each input goes
     has_backward = False  # whether gradients are wanted; a schedule with a loss says so
     _runtime_validate = False  # check every tensor against what came before; each rank decides that for itself
+    _model_args: tuple[Value, ...] = ()  # the model's arguments, for stages that read some of them
     _heard: Mapping[int, Metas | None] = MappingProxyType({})  # what earlier stages have said of their outputs
     _splits = True  # whether the backward of some microbatch may come in two parts
     _in_step = False  # within a step of a schedule, which has scaled the loss and reduces by itself
@@ -53,18 +97,18 @@ class StageState(PipelineStage):
         return f"[Stage {self.stage_index}]"
 
     # By microbatch: the outputs of its forward, and its flat inputs; until its backward.
-    fwd_cache = cached_property[dict[int, tuple[tuple[Any, ...], list[Any]]]](lambda _: {})
+    fwd_cache = cached_property[dict[int, tuple[tuple[Value, ...], list[Value]]]](lambda _: {})
     # By microbatch: the gradients of its inputs, until they are sent or handed over.
-    bwd_cache = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
+    bwd_cache = cached_property[dict[int, tuple[Tensor | None, ...]]](lambda _: {})
     # On the last stage: what each microbatch of the last step gave, if it was asked for.
-    output_chunks = cached_property[list[Any]](lambda _: [])
+    output_chunks = cached_property[list[Value]](lambda _: [])
     # By microbatch: the weight work that is still owed.
     dw_runner = cached_property[dict[int, Callable[[], None]]](lambda _: {})
     # Likewise in torch's; here `dw_runner` has all that such work needs.
-    backward_state = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
-    args_recv_info = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
-    act_send_info = cached_property[dict[int, list[Any]]](lambda _: {})
-    grad_recv_info = cached_property[dict[int, tuple[Any, ...]]](lambda _: {})
+    backward_state = cached_property[dict[int, tuple[object, ...]]](lambda _: {})
+    args_recv_info = cached_property[dict[int, tuple[RecvInfo, ...]]](lambda _: {})
+    act_send_info = cached_property[dict[int, list[int | None]]](lambda _: {})
+    grad_recv_info = cached_property[dict[int, tuple[RecvInfo, ...]]](lambda _: {})
 
     @cached_property
     def _stage_meta(self) -> _StageMeta:
@@ -85,7 +129,7 @@ class StageState(PipelineStage):
         return Deferral(unwrap(self.submod))
 
     # By microbatch: the weight work that its forward began.
-    _pending = cached_property[dict[int, Any]](lambda _: {})
+    _pending = cached_property[dict[int, Pending]](lambda _: {})
     # What inputs and outputs of a microbatch looked like when they were first looked at, in penstock's own steps.
     _seen = cached_property[dict[tuple[str, int], Metas]](lambda _: {})
     # The messages of this step that were asked for: their kind, and the microbatch.
@@ -120,7 +164,7 @@ class StageState(PipelineStage):
         heard = {**self._heard, self.stage_index: self._stage_meta.outputs}
         return json.dumps({k: self._rows(metas) for k, metas in heard.items() if self._passes_on(k)}).encode()
 
-    def _rows(self, metas: Metas | None) -> Any:
+    def _rows(self, metas: Metas | None) -> list[list[object] | None] | None:
         if metas is None:
             return None
         return [None if meta is None else TensorLayout.of(self._to_tensor(meta)).to_json() for meta in metas]
@@ -136,7 +180,7 @@ class StageState(PipelineStage):
             for k, rows in json.loads(description).items()
         }
 
-    def _read_row(self, row: Any) -> _TensorMeta:
+    def _read_row(self, row: list[Value]) -> _TensorMeta:
         layout = TensorLayout.from_json(row)
         tensor = layout.empty(self.device)
         if layout.distributed is None:
@@ -166,5 +210,5 @@ def is_overridden(thing: object, *names: str) -> bool:
     return any(name in own or not _written_here(getattr(kind, name)) for name in names)
 
 
-def _written_here(function: Any) -> bool:
+def _written_here(function: object) -> bool:
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("penstock.compat.")  # type: ignore[no-any-return]
