@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, peer_of
-from penstock.plan.ops import COMPUTES, MESSAGES, RECEIVES, SENDS
+from penstock.plan.ops import MESSAGES, SENDS
+from penstock.simulate.replay import Receives
 
 
 def reap_points(plan: Plan, rank: int) -> dict[int, list[tuple[int, int]]]:
     """By position in the rank's list: after that action, the first `count` sends to `peer` have arrived: (peer, count)."""
-    rank_of, needed, codes = plan.placement.rank_of, _Needed(plan), plan.codes[rank]
+    rank_of, needed, codes = plan.placement.rank_of, Receives(plan), plan.codes[rank]
     peers = {key: rank_of(peer_of(key)) for key in set(map(KEY.__and__, codes)) if key & OP in MESSAGES}
     order: dict[int, dict[int, int]] = {}  # by peer: its receives of our sends, and how many they are with those before
     for code in codes:
@@ -35,7 +36,7 @@ def reap_points(plan: Plan, rank: int) -> dict[int, list[tuple[int, int]]]:
     return points
 
 
-def _told(plan: Plan, peer: int, rank: int, sent: dict[int, int], needed: _Needed) -> dict[int, int]:
+def _told(plan: Plan, peer: int, rank: int, sent: dict[int, int], needed: Receives) -> dict[int, int]:
     """For each message that the peer sends to us, as our receive: how many of ours it had used before."""
     codes, rank_of = plan.codes[peer], plan.placement.rank_of
     keys = {key for key in set(map(KEY.__and__, codes)) if key & OP in SENDS and rank_of(peer_of(key)) == rank}
@@ -50,16 +51,3 @@ def _told(plan: Plan, peer: int, rank: int, sent: dict[int, int], needed: _Neede
             for need in needed[key]:
                 used = max(used, sent.get(need | part & MICROBATCH_FIELD, 0))
     return found
-
-
-class _Needed(dict[int, tuple[int, ...]]):
-    """By key of an action: the keys of the receives that it needs, if it computes."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.rules = plan.rules
-
-    def __missing__(self, key: int) -> tuple[int, ...]:
-        needs = self.rules.needs(key) if key & OP in COMPUTES else ()
-        found = self[key] = tuple(need for need in needs if need & OP in RECEIVES)
-        return found

@@ -18,8 +18,7 @@ from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
 from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, parts, stage_of
-from penstock.plan.ops import WEIGHT_GRADIENTS
+from penstock.run.replanning import weight_order
 from penstock.run.rng import microbatch_rng
 from penstock.stage.dtensors import whole_tensor
 from penstock.train.train_job import Batch
@@ -166,12 +165,7 @@ def backward_order(plan: Plan) -> list[int]:
     >>> backward_order(get_schedule("1f1b")(2, 3)), backward_order(get_schedule("loopedbfs")(2, 3))
     ([0, 1, 2], [2, 1, 0])
     """
-    orders: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
-    for codes in plan.codes:
-        for code in codes:
-            for part in parts(code):
-                if part & OP in WEIGHT_GRADIENTS:
-                    orders[stage_of(part)].append(part >> MICROBATCH_SHIFT & MICROBATCH)
+    orders = weight_order(plan)
     first = orders[0]
     return first if all(order == first for order in orders.values()) else list(range(plan.num_microbatches))
 
