@@ -74,7 +74,7 @@ def whole(tensor: Tensor | None) -> Tensor:
 def train(name: str, wrap: Wrap, mesh: DeviceMesh, *, steps: int = 2, **options: Any) -> None:
     """Accumulated steps with an evaluation in between, against the loop."""
     pipe, replica = mesh["pp"].get_group(), mesh["dp"].get_local_rank()
-    plan = get_schedule(name)(2, MICROBATCHES)
+    plan = get_schedule(name)(mesh["pp"].size(), MICROBATCHES)
     modules = make_modules(plan.num_stages)
     reference = copy.deepcopy(modules)
     own = plan.placement.stages_of(dist.get_rank(pipe))
@@ -86,7 +86,7 @@ def train(name: str, wrap: Wrap, mesh: DeviceMesh, *, steps: int = 2, **options:
         schedule.step(x, target=y)
         schedule.eval(x)
         assert_nothing_left(schedule)
-    loop(reference, steps, 2)
+    loop(reference, steps, mesh["dp"].size())
     for index in own:
         for (parameter_name, want), got in zip(
             reference[index].named_parameters(), wrapped[index].parameters(), strict=True
@@ -107,20 +107,38 @@ def test_every_schedule_with_replicas(gloo_pool: GlooPool, wrap: Wrap) -> None:
     gloo_pool.run(4, train_all, wrap, TRAINING, timeout=110.0)
 
 
-def train_compiled(wrap: Wrap, names: list[str]) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+def train_compiled(wrap: Wrap, names: list[str], ranks: tuple[int, int], options: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("dp", "pp"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile has much to say about hooks of wrappers
         warnings.simplefilter("error", NotCompiled)
         for name in names:
             torch._dynamo.reset()
-            train(name, wrap, mesh, compile={"backend": "aot_eager"})
+            train(name, wrap, mesh, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
 def test_compiled_stages_with_replicas(gloo_pool: GlooPool, wrap: Wrap) -> None:
-    gloo_pool.run(4, train_compiled, wrap, ["1f1b", "zbv"], timeout=110.0)
+    options = {"compile": {"backend": "aot_eager"}}  # two processes: all that import the compiler take their time
+    gloo_pool.run(2, train_compiled, wrap, ["1f1b", "zbv"], (2, 1), options, timeout=110.0)
+
+
+def ddp_compiled(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return torch.compile(ddp(module, mesh), backend="aot_eager")  # type: ignore[return-value]
+
+
+def ddp_compiled_in_place(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    wrapped = ddp(module, mesh)
+    wrapped.compile(backend="aot_eager")
+    return wrapped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [ddp_compiled, ddp_compiled_in_place])
+def test_a_wrapper_that_was_compiled_around_layers_of_torchs(gloo_pool: GlooPool, wrap: Wrap) -> None:
+    """torch.compile itself compiles nothing there: it looks neither into the wrapper nor, from there, into nn.Sequential."""
+    gloo_pool.run(2, train_compiled, wrap, ["zb-h1"], (1, 2), {}, timeout=110.0)
 
 
 def fail_on_one(wrap: Wrap) -> tuple[str, bool]:

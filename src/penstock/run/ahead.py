@@ -22,7 +22,6 @@ from torch import Tensor
 from penstock.comm.framing import Receiving, frame
 from penstock.errors import PenstockError
 from penstock.nest import Value
-from penstock.parallel import unwrap
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.layout import DATA, POISON, Description, Layout, TensorLayout
@@ -105,7 +104,7 @@ class DressRehearsal:
                     raise CannotRehearse(
                         "its tensors are spread over a mesh, by hooks that a run without data leaves out"
                     )
-                found = rehearse(unwrap(run.module), run.compiled, *self.arguments(run))
+                found = rehearse(run.inner, run.compiled, *self.arguments(run))
             except CannotRehearse as error:
                 _log.debug("stage %d cannot be run without data: %s", run.stage.stage_index, error)
             except Exception as error:  # noqa: BLE001  it may run with data, and if not, the first microbatch tells

@@ -67,9 +67,11 @@ class StageRun:
         self.inputs = StepInputs()
         self.alone: list[Inbox] = []
         self.manual = stage.dw_builder if grad else None
-        self.deferral = Deferral(unwrap(self.module)) if split and self.manual is None else None
+        # Without what data parallelism has put around it, unless that is what is compiled.
+        self.inner = unwrap(self.module) if self.module._compiled_call_impl is None else self.module
+        self.deferral = Deferral(self.inner) if split and self.manual is None else None
         # What torch.compile has compiled; its backward comes in two parts if that of any microbatch does.
-        parts = CompiledParts(unwrap(self.module), split=False) if self.deferral is None else self.deferral.compiled
+        parts = CompiledParts(self.inner, split=False) if self.deferral is None else self.deferral.compiled
         self.compiled = parts or None
         self.pending: list[Pending | ManualWeight | None] = [None] * num_microbatches  # what I leaves for W
         self.repeated = repeated  # the microbatches whose forward is run again before the backward

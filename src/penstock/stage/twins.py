@@ -109,7 +109,9 @@ class CompiledPart:
         if isinstance(self.backend, SplitBackend):
             self.backend.joints.clear()
         self.eager = _call_of(self.module, alone=alone)
-        self.forwards = {part: made for part in self.module.modules() if (made := _forward_of(part)) is not None}
+        inside = [part for part in self.module.modules() if has_hooks(part)]
+        inside += [part for wrapper in self.module.modules() if _is_wrapper(wrapper) for part in wrapper.children()]
+        self.forwards = {part: made for part in inside if (made := _forward_of(part)) is not None}
         self.twin: Callable[..., Any] = torch.compile(self.eager, **self.options)
         self.shortcuts = Shortcuts(self.eager, self.twin)
 
@@ -245,6 +247,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(own or _of_all_modules._has_any_global_hook())
 
 
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether this is one of torch's own modules that run another on several devices or replicas."""
+    return type(module).__module__.startswith("torch.nn.parallel.")
+
+
 def _hooks_inside(module: nn.Module) -> list[tuple[str, int]]:
     """The numbers of all hooks of a module and its parts; no two hooks of a process have the same."""
     return [(name, key) for part in module.modules() for name in _KINDS for key in part.__dict__[name]]
@@ -266,13 +273,14 @@ def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Any]:
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any] | None:
-    """A forward to put in the place of torch's own where hooks are around it; None: it can stay.
+    """A forward to put in the place of torch's own where something is around it; None: it can stay.
 
-    torch.compile does not look into some hooks (those of `fully_shard`) and gives up on the call that has them. It then compiles
-    the forward inside it by itself, but not that of a class of torch's, such as nn.Sequential: it does not begin in such code.
+    torch.compile does not look into some hooks (those of `fully_shard`), nor into torch's own wrappers, and gives up on the call
+    that has them. It then compiles the forward inside by itself, but not that of a class of torch's, such as nn.Sequential: it
+    does not begin in such code.
     """
     inner = type(module).forward
-    if not has_hooks(module) or "forward" in module.__dict__ or not str(inner.__module__).startswith("torch."):
+    if "forward" in module.__dict__ or not str(inner.__module__).startswith("torch."):
         return None
 
     def forward(*args: Any, **kwargs: Any) -> Any:
