@@ -272,7 +272,7 @@ def test_another_torch_or_python_takes_the_long_way(name: str, value: Any, monke
 
 
 def test_in_a_step_only_the_last_stage_needs_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second microbatch on; also where the backward comes in one piece."""
+    """From its second microbatch on, whatever the step; also where the backward comes in one piece."""
     passes: list[int] = []
     real = HeldGraph.input_pass
 
@@ -286,9 +286,20 @@ def test_in_a_step_only_the_last_stage_needs_autograd(monkeypatch: pytest.Monkey
     want = loop_grads(modules, x, y, 4)
     for module in modules:
         module.compile(backend="aot_eager")
-    on_ranks("1f1b", 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
-    assert close(grads_of(modules), want)
-    assert len(passes) == 3
+    on_ranks("1f1b", 2, 4, lambda schedule, rank: [schedule.step(x, target=y) for _ in "ab"], modules=modules)
+    assert close([grad / 2 for grad in grads_of(modules)], want)
+    assert len(passes) == 3 + 4
+
+
+def test_code_that_torch_has_forgotten_is_not_run_in_the_next_step() -> None:
+    _, compiled, parts = made(Layers)
+    with parts.running():
+        compiled(leaf())
+    with parts.running():
+        assert parts.call_held((leaf(),), {}) is not None
+    torch._dynamo.reset()
+    with parts.running():
+        assert parts.call_held((leaf(),), {}) is None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -17,6 +17,7 @@ saved, and gives leaves as outputs. The backward then is a call of the backward 
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import CodeType, FunctionType, SimpleNamespace
@@ -131,16 +132,21 @@ class _Graph:
 
 
 class Shortcuts:
-    """Of one compiled part: in its place during a step. `begin` forgets what was found in the last one."""
+    """Of one compiled part: in its place during a step. `begin` forgets what torch.compile would no longer run."""
 
     def __init__(self, eager: Any, twin: Callable[..., Any]) -> None:
         self.eager, self.twin = eager, twin
         self.module = eager.__closure__[0].cell_contents
         self.read: dict[CodeType, _Written | None] = {}
         self.found: list[tuple[Callable[[Any], bool], _Written]] = []
+        self.codes: list[CodeType] = []  # of `found`
+        self.stance: object = None  # under which it was found
 
     def begin(self) -> None:
-        self.found = []
+        """Before a step: what was found stays while torch.compile has that code, and is told to run it (`set_stance`)."""
+        there = [entry.code for entry in _entries(self.eager.__code__)] if self.found else []
+        if self.stance is None or self.stance != _stance() or any(code not in there for code in self.codes):
+            self.found, self.codes = [], []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         frame = {"args": args, "kwargs": kwargs, "module": self.module}
@@ -182,6 +188,13 @@ class Shortcuts:
             written = self.read[code]
             if written is not None and entry.guard_manager.check(frame):
                 self.found.append((entry.guard_manager.check, written))
+                self.codes.append(code)
+                self.stance = _stance()
+
+
+def _stance() -> object:
+    """What torch.compile has been told to do with code that it has compiled; None: nobody knows."""
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
 _UTILITIES = "__import_torch_dot__dynamo_dot_utils"
