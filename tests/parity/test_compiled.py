@@ -13,6 +13,7 @@ from penstock.schedules import get_schedule
 from tests.parity.cases import CASES
 from tests.parity.harness import Case, MakeCase, Sizes, compare
 from tests.parity.test_holding_less import WAYS
+from tests.parity.test_parity import TRAINING, all_sizes
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,6 +63,28 @@ def compiled(make: MakeCase, backend: str = "aot_eager") -> MakeCase:
 def test_what_stages_do(name: str) -> None:
     """Every schedule runs in test_hooks.py; here is one whose backward comes in two parts, with all that stages may do."""
     compare(get_schedule("zbv"), Sizes(2, 2, 3), compiled(CASES[name]))
+
+
+def grid() -> Iterator[tuple[str, Sizes]]:
+    """Each schedule with a size of its own, of at most four stages: all numbers of ranks, stages and microbatches come up."""
+    for place, recipe in enumerate(TRAINING):
+        few = [sizes for sizes in all_sizes(recipe) if sizes.num_stages <= 4]
+        yield recipe.name, few[(7 * place + 3) % len(few)]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [pytest.param(*one, id=f"{one[0]}-{'x'.join(map(str, one[1]))}") for one in grid()]
+)
+def test_every_schedule(name: str, sizes: Sizes) -> None:
+    compare(get_schedule(name), sizes, compiled(CASES["plain"]))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved1f1b"])
+def test_sizes_that_change(name: str) -> None:
+    """From step to step, on the rank that meets them: compiled again, and marked dynamic, while the others go on."""
+    compare(
+        get_schedule(name), Sizes(2, get_schedule(name).stages_per_rank or 2, 3), compiled(CASES["changing_length"])
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
