@@ -19,6 +19,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -26,11 +27,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,13 +106,18 @@ class GlooPool:
         store: str = "file",
     ) -> list[Outcome]:
         """The same, telling for each rank what became of it. ``store``: "file", or "tcp" (held by rank 0)."""
-        self._grow(world_size)
-        self._calls += 1
-        point = f"file://{self._directory.name}/{self._calls}" if store == "file" else f"tcp://127.0.0.1:{_free_port()}"
-        for rank in range(world_size):
-            job = Job(function, args, rank, world_size, point, group_timeout)
-            self._workers[rank][1].send_bytes(pickle.dumps(job))
-        outcomes = self._collect(world_size, timeout)
+        try:
+            self._grow(world_size)
+            self._calls += 1
+            place = f"file://{self._directory.name}/{self._calls}"
+            point = place if store == "file" else f"tcp://127.0.0.1:{free_port()}"
+            for rank in range(world_size):
+                job = Job(function, args, rank, world_size, point, group_timeout)
+                self._workers[rank][1].send_bytes(pickle.dumps(job))
+            outcomes = self._collect(world_size, timeout)
+        except BaseException:  # the test was ended from outside: late answers must not be taken for those of the next one
+            self.close()
+            raise
         lost = [outcome.rank for outcome in outcomes if outcome.exit_code is not None]
         self._retire([self._workers[rank] for rank in lost])
         return outcomes
@@ -140,7 +147,6 @@ class GlooPool:
             fresh.append(ours)
         for connection in fresh:
             if not connection.poll(_STARTUP):
-                self.close()
                 raise RemoteError(f"a worker did not start within {_STARTUP:g} s")
             connection.recv_bytes()
 
@@ -171,10 +177,15 @@ class GlooPool:
         return Outcome(rank, value, error, details, exit_code, seconds)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port that stays free until somebody asks for it by its number: the kernel gives those of its range to whoever comes."""
+    kernels = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(kernels.read_text().split()[0]) if kernels.is_file() else 0
+    while True:
+        port = 10_000 + secrets.randbelow(lowest - 10_100) if lowest > 20_000 else 0
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
 
 
 def _serve(connection: Connection) -> None:

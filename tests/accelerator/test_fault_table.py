@@ -28,7 +28,7 @@ from tests.accelerator.test_boundaries_and_faults import MICROBATCHES, die, rais
 from tests.accelerator.test_device import held
 from tests.faults.fragile import SOON, until
 from tests.faults.test_heartbeat import SHORT, NoNamespaces, cut_the_network, two_hosts
-from tests.gloo_pool import _free_port
+from tests.gloo_pool import free_port
 
 
 class Acts(nn.Module):
@@ -124,7 +124,7 @@ def on_other_devices(device: torch.device, port: int, backend: str) -> list[str]
 @pytest.mark.parametrize("backend", ["cpu:gloo,sim:strict", "strict"])
 def test_ranks_on_different_kinds_of_device_disagree_and_do_not_wait(sim: SimPool, backend: str) -> None:
     """Each waited for the other in another place: the one for connections, the one at its first meeting."""
-    for first, second in sim.run(2, "lazy", on_other_devices, _free_port(), backend):
+    for first, second in sim.run(2, "lazy", on_other_devices, free_port(), backend):
         assert first.startswith("RanksDisagree: the stages of a pipeline are on different kinds of device"), first
         assert "(rank 0: sim, rank 1: cpu)" in first
         assert second == ""
@@ -289,7 +289,7 @@ def loses_the_store(device: torch.device, port: int, among: bool) -> list[str]:
 
 
 def test_the_first_rank_may_die_and_the_store_with_it(sim: SimPool) -> None:
-    outcomes = sim.outcomes(2, "lazy", loses_the_store, _free_port(), True)
+    outcomes = sim.outcomes(2, "lazy", loses_the_store, free_port(), True)
     assert outcomes[0].exit_code == -signal.SIGKILL
     assert outcomes[1].ok, outcomes[1].details
     good, during, after = outcomes[1].value
@@ -299,7 +299,7 @@ def test_the_first_rank_may_die_and_the_store_with_it(sim: SimPool) -> None:
 
 
 def test_no_rank_is_blamed_for_a_store_that_was_not_its(sim: SimPool) -> None:
-    outcomes = sim.outcomes(3, "lazy", loses_the_store, _free_port(), False)
+    outcomes = sim.outcomes(3, "lazy", loses_the_store, free_port(), False)
     assert outcomes[0].exit_code == -signal.SIGKILL
     for outcome in outcomes[1:]:
         assert outcome.ok, outcome.details

@@ -17,7 +17,7 @@ from penstock.comm.communicators import Maker, abort_all
 from penstock.plan.queues import QueueLayout
 from tests.accelerator.pool import Mode, SimPool
 from tests.accelerator.test_device import held, loaded
-from tests.gloo_pool import _free_port
+from tests.gloo_pool import free_port
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
@@ -176,7 +176,7 @@ def aborts(device: torch.device) -> bool:
 
 
 def test_communicators_are_like_the_users_group(sim: SimPool) -> None:
-    assert sim.run(2, "lazy", alike, _free_port()) == [True] * 2
+    assert sim.run(2, "lazy", alike, free_port()) == [True] * 2
 
 
 def alike(device: torch.device, port: int) -> bool:

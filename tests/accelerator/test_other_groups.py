@@ -17,7 +17,7 @@ from tests.accelerator.pool import SimPool
 from tests.accelerator.test_boundaries_and_faults import MICROBATCHES as BATCHES
 from tests.accelerator.test_boundaries_and_faults import raised_in_steps, schedule_of
 from tests.accelerator.test_device import loaded
-from tests.gloo_pool import _free_port
+from tests.gloo_pool import free_port
 
 STAGES, MICROBATCHES = 2, 6
 BOUND = timedelta(seconds=17)
@@ -109,7 +109,7 @@ def refused(device: torch.device, port: int) -> tuple[list[str], dict[str, torch
 
 def test_a_message_that_a_group_refuses_does_not_shift_those_after_it(sim: SimPool) -> None:
     """The other end would take each message of the next step for the one before it, of the same size."""
-    told = sim.run(3, "lazy", refused, _free_port())
+    told = sim.run(3, "lazy", refused, free_port())
     for rank, (found, _) in enumerate(told):
         assert found[0] == found[1] == found[3] == "", found
         assert "ValueError: not this one" in found[2]
@@ -141,7 +141,7 @@ def trained(device: torch.device, port: int, name: str, receives: InTurn | None)
 @pytest.mark.parametrize(("name", "receives"), [("own", None), ("short", InTurn("one"))])
 def test_a_group_that_is_written_in_python_trains(sim: SimPool, name: str, receives: InTurn | None) -> None:
     """It has no backend, no options and no name of its own: each of these was taken for granted."""
-    everyone = sim.run(3, "lazy", trained, _free_port(), name, receives)
+    everyone = sim.run(3, "lazy", trained, free_port(), name, receives)
     wanted = expected(3 * STAGES, MICROBATCHES)
     found = {name: grad for each in everyone for name, grad in each.grads.items()}
     assert found.keys() == wanted.keys()

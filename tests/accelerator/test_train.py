@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from penstock.train import run_report
 from tests.accelerator import pipes
 from tests.accelerator.pool import SimPool
-from tests.gloo_pool import _free_port
+from tests.gloo_pool import free_port
 
 OPTIONS = ("--microbatches", "2", "--schedule", "1f1b", "--no-measure", "--checkpoint-every", "2", "--sample", "0")
 
@@ -54,7 +54,7 @@ def commands(device: torch.device, folder: str, port: int, calls: list[tuple[str
 def test_a_command_trains_on_the_device_goes_on_and_reports(sim: SimPool, tmp_path: Path) -> None:
     """Each rank takes the device of its LOCAL_RANK. The device has no statistics of its memory, and the report does without."""
     calls = [("--steps", "3", "--check-steps", "2", "--log", "jsonl"), ("--steps", "5", "--resume")]
-    told = sim.run(2, "lazy", commands, str(tmp_path), _free_port(), calls)
+    told = sim.run(2, "lazy", commands, str(tmp_path), free_port(), calls)
     for rank, found in enumerate(told):
         assert [(code, device) for code, _, device in found] == [(0, rank)] * 2, found
     first, second = (output for _, output, _ in told[0])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.gloo_pool import free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
 SOURCE = Path(__file__).parents[2] / "src"
@@ -25,15 +25,6 @@ def environment(**extra: str) -> dict[str, str]:
     paths = [str(SOURCE), os.environ.get("PYTHONPATH", "")]
     plain = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"}
     return {**os.environ, **plain, **extra}
-
-
-def free_ports(count: int) -> list[str]:
-    """Ports that nobody has; all are held until the last is found, so that they differ."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [str(probe.getsockname()[1]) for probe in probes]
 
 
 def start(program: str, *arguments: str, alias: bool, port: str = "0") -> list[subprocess.Popen[str]]:
@@ -90,7 +81,7 @@ def test_same_numbers_as_torch(tmp_path: Path) -> None:
     reports: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for package, alias in (("torch.distributed.pipelining", False), ("penstock.compat", True)):
         (folder := tmp_path / package).mkdir()
-        with_ports = [word for pair in zip(SAME_NUMBERS, free_ports(len(SAME_NUMBERS)), strict=True) for word in pair]
+        with_ports = [word for program in SAME_NUMBERS for word in (program, str(free_port()))]
         finish(start("one_after_another.py", str(folder), *with_ports, alias=alias))
         reports[package] = {program: numbers(folder / program) for program in SAME_NUMBERS}
     for package, programs in reports.items():
@@ -104,7 +95,7 @@ def test_same_numbers_as_torch(tmp_path: Path) -> None:
 def test_accelerate_runs_unchanged() -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
-    texts = finish(start("pippy.py", alias=True, port=free_ports(1)[0]))
+    texts = finish(start("pippy.py", alias=True, port=str(free_port())))
     for model in ("GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "LlamaForCausalLM"):
         assert f"{model} penstock.compat" in texts[-1], texts[-1]
 

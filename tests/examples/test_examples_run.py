@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.beside import installed_beside
-from tests.gloo_pool import GlooPool, _free_port, as_torchrun
+from tests.gloo_pool import GlooPool, free_port, as_torchrun
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
@@ -62,7 +62,7 @@ def run_main(name: str, arguments: list[str], port: int) -> str:
 @pytest.mark.parametrize("example", [pytest.param(example, id=example.name) for example in EXAMPLES])
 def test_the_example_runs(example: Example, gloo_pool: GlooPool, tmp_path: Path) -> None:
     arguments = example.arguments.format(tmp=tmp_path).split()
-    printed = "\n".join(gloo_pool.run(example.ranks, run_main, example.name, arguments, _free_port(), timeout=100.0))
+    printed = "\n".join(gloo_pool.run(example.ranks, run_main, example.name, arguments, free_port(), timeout=100.0))
     assert re.search(example.prints, printed, re.DOTALL), printed
 
 

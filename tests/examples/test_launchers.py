@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from torch.distributed.run import get_args_parser
 import penstock
 from penstock.cli.main import main
 from tests.examples.beside import installed_beside
+from tests.gloo_pool import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "examples" / "launch"
@@ -29,12 +29,6 @@ def environment(**more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC")) and k != "RANK"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**kept, "PYTHONPATH": str(ROOT / "src"), "PATH": path, "OMP_NUM_THREADS": "1", **more}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def pods() -> tuple[dict[str, str], list[str], dict[str, Any]]:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.comm import DistributedTransport
-from penstock.comm.distributed import close_all
+from penstock.comm import DistributedTransport, distributed
 from penstock.errors import PenstockError
 from penstock.run import ScheduleGPipe
 from penstock.stage.pipeline_stage import PipelineStage
-from tests.faults.fragile import loss_fn, make_batch, make_modules, until
+from tests.faults.fragile import SOON, loss_fn, make_batch, make_modules, until
 from tests.gloo_pool import GlooPool
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
@@ -82,23 +79,31 @@ def test_the_rank_that_holds_the_store_is_known(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(2, holder, store="file") == [(-1, -1)] * 2, "a file is in no process"
 
 
-def farewell(late: float) -> tuple[list[str], float]:
+def farewell(how: str) -> bool:
     """Rank 0, in whose process the store is, leaves first; the other one reads what was agreed on when it gets round to it."""
-    transport = DistributedTransport.of()
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    transport = DistributedTransport.of(alone if how == "of two groups" else None)
     transport.gather("the last meeting", b"")
-    if transport.rank == 0:
-        began = time.monotonic()
-        close_all()
-        return [each.cause for each in transport.store.departures()], time.monotonic() - began
-    until(transport.store.departures)
-    time.sleep(late)
-    answer = transport.store.check("the last meeting")
-    close_all()
-    return [str(answer)], 0.0
+    dist.barrier()
+    store = transport.farewell._store
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(distributed, "_SEE_OFF", SOON)  # no busy machine needs that long
+            distributed.close_all()
+        return store.check("left/1")
+    until(lambda: store.check("left/0"))
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    distributed.close_all()
+    return True
 
 
-def test_the_process_that_holds_the_store_leaves_last(gloo_pool: GlooPool) -> None:
-    """A run under srun had stopped with its checkpoint, and ended with an error since rank 0 was gone too soon."""
-    (departed, seconds), _ = gloo_pool.run(2, partial(farewell, 0.5), store="tcp")
-    assert len(departed) == 2
-    assert seconds > 0.4
+@pytest.mark.parametrize("how", ["of one group", "of two groups", "killed"])
+def test_the_process_that_holds_the_store_leaves_last(gloo_pool: GlooPool, how: str) -> None:
+    """A run under srun had stopped with its checkpoint, and ended with an error since rank 0 was gone too soon. It waits for
+    those of other pipelines too, and for nobody who cannot come."""
+    first, second = gloo_pool.outcomes(2, farewell, how, store="tcp")
+    assert first.ok, first.details
+    assert first.value == (how != "killed")
+    assert first.seconds < SOON
+    assert second.ok == (how != "killed"), second.details

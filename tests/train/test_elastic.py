@@ -26,7 +26,7 @@ from penstock.train import run_report
 from penstock.train.history import History
 from penstock.train.recovery import LOSS, Recovery, fitted, loss_noted, note_loss, spread_over
 from penstock.train.train_options import TrainOptions
-from tests.gloo_pool import _free_port
+from tests.gloo_pool import free_port
 from tests.train.test_train import ROOT, alive, losses, start, steps_done, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -145,7 +145,7 @@ def host(folder: Path, port: int, number: int) -> subprocess.Popen[str]:
 @pytest.mark.long("the same under penstock train")
 def test_under_torchrun_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path) -> None:
     (tmp_path / "elastic_job.py").write_text(JOB)
-    folder, port = tmp_path / "run", _free_port()
+    folder, port = tmp_path / "run", free_port()
     hosts = [host(tmp_path, port, number) for number in range(2)]
     try:
         wait_for(lambda: (folder / "ranks.json").is_file() and steps_done(folder) >= 9, hosts[0])

@@ -34,7 +34,7 @@ from penstock.train.train_job import Job, batches_of, make_job
 from penstock.train.train_options import OPTIONS, TrainOptions
 from penstock.train.unpipelined import Unpipelined
 from penstock.train.update import Update
-from tests.gloo_pool import GlooPool, _free_port, as_torchrun
+from tests.gloo_pool import GlooPool, free_port, as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--size", "tiny", "--batch", "8", "--microbatches", "4", "--steps", "24", "--checkpoint-every", "5")
@@ -83,7 +83,7 @@ def is_in(module: object, folder: str) -> bool:
 
 def under_torchrun(pool: GlooPool, ranks: int, folder: Path, *arguments: str) -> str:
     """What `torchrun -m penstock train ARGUMENTS` says, in processes that are there already."""
-    output: str = pool.run(ranks, be_rank, list(arguments), str(folder), _free_port(), timeout=110.0)[0]
+    output: str = pool.run(ranks, be_rank, list(arguments), str(folder), free_port(), timeout=110.0)[0]
     return output
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _get_process_group_name
 
+from penstock.comm.farewell import Farewell
 from penstock.comm.kinds import KindsOfDevice
 from penstock.comm.line import Line
 from penstock.comm.messages import Receive, Send, Work
@@ -69,9 +70,11 @@ class DistributedTransport(Transport):
         self.store_holder = (
             NOBODY  # the rank whose process holds the store, if it is one of these; known from `connect` on
         )
-        self._holds_store = "server=TCPServer" in str(_innermost(_get_default_store()))
-        if self._holds_store:
+        holds = "server=TCPServer" in str(_innermost(_get_default_store()))
+        if holds:
             self.store.set("holder", str(self.rank).encode())
+        whole = PrefixStore("penstock/job", own.underlying_store)
+        self.farewell = Farewell(self.store.beside(whole), dist.get_rank(), dist.get_world_size(), holds=holds)
         self._switchboard = Switchboard(self.rank, self.store)
         self._waiter: tuple[float, Callable[[Work], object]] = (-1.0, methodcaller("wait"))
         self._watcher: Watcher | None = None
@@ -273,15 +276,6 @@ class DistributedTransport(Transport):
             self.store.depart(Departure(self.rank, done, f"it left after step {done}{last_words()}"))
         self.pulse.close()  # last: whoever sees its lines end finds out why
 
-    def see_off(self, seconds: float) -> None:
-        """Let the others leave first if the store ends with this process: they may still read what was agreed on last."""
-        if not (self._left_well and self._holds_store and os.getpid() == self._owner):
-            return
-        end = time.monotonic() + seconds
-        with suppress(TransportError):
-            while len(self.store.departures()) < self.num_ranks and time.monotonic() < end:
-                time.sleep(0.01)
-
 
 _OPEN: weakref.WeakSet[DistributedTransport] = weakref.WeakSet()
 _OF_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DistributedTransport]] = weakref.WeakKeyDictionary()
@@ -289,14 +283,22 @@ _OF_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DistributedTra
 
 @atexit.register
 def close_all() -> None:
-    """Close every transport of this process; done by itself when the program ends."""
-    leaving = list(_OPEN)
+    """Close every transport of this process; done by itself when the program ends. Ctrl-C ends the wait for the others."""
+    leaving = [transport for transport in _OPEN if transport._owner == os.getpid()]
     with ExitStack() as all_of_them:  # each of them, even if one raises
+        all_of_them.callback(_part_from, leaving)
         for transport in leaving:
             all_of_them.callback(transport.close)
-    end = time.monotonic() + _SEE_OFF
+
+
+def _part_from(leaving: list[DistributedTransport]) -> None:
     for transport in leaving:
-        transport.see_off(end - time.monotonic())
+        transport.farewell.say()
+    end = time.monotonic() + _SEE_OFF
+    with suppress(KeyboardInterrupt):
+        for transport in leaving:
+            if transport.farewell.holds and transport._left_well:
+                transport.farewell.see_off(end)
 
 
 def _look(kinds: KindsOfDevice, pulse: Pulse) -> FailureRecord | None:

@@ -72,9 +72,7 @@ class Pulse:
         self._socket: socket.socket | None = None  # hears of peers elsewhere, if there are any
         self._closing: Any = None
         self._lifelines: Lifelines | None = None  # to peers elsewhere that were noticed
-        store.set(
-            f"process/{rank}", json.dumps([beat.kernel(*_SEEN), os.getpid(), beat.state_of(os.getpid())[1]]).encode()
-        )
+        store.set(f"process/{rank}", this_process())
 
     @property
     def tick(self) -> float:
@@ -119,14 +117,10 @@ class Pulse:
 
     def _is_near(self, peer: int) -> bool:
         """Whether the process of a peer is in the table of this host; then it is looked after from now on."""
-        with reading(f"the process of rank {peer}"):
-            space, process, started = loads(self._store.get(f"process/{peer}", _PATIENCE), list)
-            whole(process)
-            texts(space, started)
-        near = bool(space) and space == beat.kernel(*_SEEN)
-        if near:
-            self._near = {**self._near, peer: (process, started)}  # another thread may be reading it
-        return near
+        found = _on_this_host(self._store.get(f"process/{peer}", _PATIENCE), peer)
+        if found is not None:
+            self._near = {**self._near, peer: found}  # another thread may be reading it
+        return found is not None
 
     def look(self) -> FailureRecord | None:
         """Who has been stopped or silent for longer than a heartbeat."""
@@ -158,9 +152,8 @@ class Pulse:
             elsewhere = [] if self._lifelines is None else list(self._lifelines.ended())
         for peer, cause in elsewhere:
             yield FailureRecord(peer, cause=cause)
-        for peer, (process, started) in self._near.items():
-            state, since = beat.state_of(process)
-            if since != started or state == "Z":
+        for peer, process in self._near.items():
+            if _is_over(*process):
                 yield FailureRecord(peer, cause="its process has ended")
 
     def close(self) -> None:
@@ -241,3 +234,28 @@ def _end_heart(heart: subprocess.Popen[bytes]) -> None:
         heart.communicate(timeout=5.0)  # it ends when its input ends
     except (OSError, subprocess.TimeoutExpired):
         heart.kill()
+
+
+def this_process() -> bytes:
+    """What ranks on the same host need to look after this process."""
+    return json.dumps([beat.kernel(*_SEEN), os.getpid(), beat.state_of(os.getpid())[1]]).encode()
+
+
+def has_ended(process: bytes, rank: int) -> bool:
+    """Whether what `this_process` told of another rank is known to be over: of another host that is not known."""
+    found = _on_this_host(process, rank)
+    return found is not None and _is_over(*found)
+
+
+def _on_this_host(process: bytes, rank: int) -> tuple[int, str] | None:
+    """The number of a process, and when it was started, if it is in the table of this host."""
+    with reading(f"the process of rank {rank}"):
+        space, number, started = loads(process, list)
+        whole(number)
+        texts(space, started)
+    return (number, started) if space and space == beat.kernel(*_SEEN) else None
+
+
+def _is_over(process: int, started: str) -> bool:
+    state, since = beat.state_of(process)
+    return since != started or state == "Z"

@@ -62,6 +62,12 @@ class DistributedStore:
         made._gone = self._gone
         return made
 
+    def beside(self, store: Any) -> DistributedStore:
+        """Other values over the same connection."""
+        made = DistributedStore(store, self._rank, self._num_ranks)
+        made._guard, made._gone = self._guard, self._gone
+        return made
+
     @property
     def gone(self) -> bool:
         """Whether no call is made any more, since the process that holds the store has ended or cannot be reached."""

@@ -150,6 +150,8 @@ class Watcher:
             self._left_since = now
         elif now > self._left_since + _GRACE and self._epoch == epoch and transport.failed is not None:
             self._left_since = float("inf")
+            with suppress(TransportError):  # first the reason: others see that the connections end, and ask why
+                self._store.first(failure_key(epoch), transport.failed.encode())
             transport.break_connections(transport.failed)
 
     def _hear_signals(self, transport: Watched, numbers: bytes) -> None:

@@ -1,0 +1,40 @@
+"""Who leaves last: the process that holds the store of a job stays until the others have left, who may still read there.
+
+Each process writes down that it is there and, at its end, that it has left. The store belongs to the whole job, so that the
+processes of all its groups count, and not only those of the holder's own pipeline.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from penstock.comm.pulse import has_ended, this_process
+from penstock.comm.store import DistributedStore
+from penstock.errors import TransportError
+
+_NAP = 0.02
+
+
+class Farewell:
+    """Of one process, in the store of its job. ``holds``: that store ends with this process."""
+
+    def __init__(self, store: DistributedStore, rank: int, num_ranks: int, *, holds: bool) -> None:
+        self._store, self._rank, self._num_ranks, self.holds = store, rank, num_ranks, holds
+        store.set(f"here/{rank}", this_process())
+
+    def say(self) -> None:
+        with suppress(TransportError):
+            self._store.set(f"left/{self._rank}", b"")
+
+    def see_off(self, end: float) -> None:
+        """Wait for all that are there and whose processes live, until the time `end` at the latest."""
+        with suppress(TransportError):
+            there = [rank for rank in range(self._num_ranks) if self._store.check(f"here/{rank}")]
+            while there and time.monotonic() < end:
+                there = [rank for rank in there if not self._has_left(rank)]
+                if there:
+                    time.sleep(_NAP)
+
+    def _has_left(self, rank: int) -> bool:
+        return self._store.check(f"left/{rank}") or has_ended(self._store.get(f"here/{rank}", 1.0), rank)
