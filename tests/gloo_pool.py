@@ -115,7 +115,7 @@ class GlooPool:
                 job = Job(function, args, rank, world_size, point, group_timeout)
                 self._workers[rank][1].send_bytes(pickle.dumps(job))
             outcomes = self._collect(world_size, timeout)
-        except BaseException:  # the test was ended from outside: late answers must not be taken for those of the next one
+        except BaseException:  # the test was ended from outside: late answers are not for the next one
             self.close()
             raise
         lost = [outcome.rank for outcome in outcomes if outcome.exit_code is not None]

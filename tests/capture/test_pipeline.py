@@ -308,6 +308,8 @@ def test_a_loss_inside_the_model() -> None:
         plain.loss_of(x)
     with pytest.raises(CaptureError, match="marks 0 of the model's outputs"):
         pipeline(toys.Structured(), ({"x": x}, (x, 3)), output_loss_value_spec={"loss": True})
+    with pytest.raises(CaptureError, match="output_loss_value_spec is a Tensor; expected"):
+        pipeline(toys.Chain(), (x,), output_loss_value_spec=x)
     named = pipeline(toys.Structured(), ({"x": x}, (x, 3)), output_loss_value_spec={"value": True}).info()
     assert named.output_paths[named.loss_index or 0] == "value"
 

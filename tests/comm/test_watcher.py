@@ -34,7 +34,7 @@ class Vanishing:
 class Rank:
     """What a watcher needs of a transport."""
 
-    rank, num_ranks, epoch, meetings, store_holder, failed, asked = 0, 2, 1, 0, 1, None, None
+    rank, num_ranks, epoch, meetings, store_holder, failed = 0, 2, 1, 0, 1, None
     pulse: Any
 
     def __init__(self) -> None:

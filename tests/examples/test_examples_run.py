@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.beside import installed_beside
-from tests.gloo_pool import GlooPool, free_port, as_torchrun
+from tests.gloo_pool import GlooPool, as_torchrun, free_port
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]

@@ -24,7 +24,7 @@ import torch
 from penstock.errors import PenstockError
 from penstock.train import run_report
 from penstock.train.history import History
-from penstock.train.recovery import LOSS, Recovery, fitted, loss_noted, note_loss, spread_over
+from penstock.train.recovery import LOSS, Recovery, fitted, last_sign, loss_noted, note_loss, spread_over
 from penstock.train.train_options import TrainOptions
 from tests.gloo_pool import free_port
 from tests.train.test_train import ROOT, alive, losses, start, steps_done, wait_for
@@ -94,7 +94,7 @@ def test_a_job_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     try:
         wait_for(lambda: (folder / "ranks.json").is_file() and steps_done(folder) >= 9, process)
         first = json.loads((folder / "ranks.json").read_text())
-        killed = time.time()
+        lived, killed = last_sign(folder, 0.0), time.time()
         os.kill(first[1], signal.SIGKILL)
         (tmp_path / "killed").touch()
         output, _ = process.communicate(timeout=250)
@@ -113,7 +113,7 @@ def test_a_job_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     report = run_report.read(folder)
     ((lost),) = report["recoveries"]
     assert (lost["step"], lost["ranks"]) == (resumed, 2)
-    assert 0.0 < lost["seconds"] < time.time() - killed
+    assert (folder / "ranks.json").stat().st_mtime - killed < lost["seconds"] < time.time() - lived, "from the kill on"
     assert f"from the loss of a rank to the end of step {resumed}, with 2 ranks" in (folder / "report.html").read_text()
     assert not (folder / LOSS).exists()
 
@@ -198,16 +198,17 @@ def test_replicas_are_given_up_before_pipelines_get_too_short() -> None:
 
 def test_the_first_word_on_a_loss_stands_and_is_told_once(tmp_path: Path) -> None:
     options = TrainOptions(output=str(tmp_path))
-    before = time.time()
-    note_loss(options)
-    first = (tmp_path / LOSS).read_text()
-    note_loss(options)
-    assert (tmp_path / LOSS).read_text() == first
-    when = loss_noted(tmp_path)
-    assert when is not None
-    assert before <= when <= time.time()
+    now = time.time()
+    for place, age in {"top/rank-0": 0.0, "top/rank-1": 7.0, "replica-1/top/rank-0": 1.0, "top/rank-2": 90.0}.items():
+        file = tmp_path / f"{place}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        os.utime(file, (now - age, now - age))
+    note_loss(options, now - 60.0)
+    note_loss(options, now)
+    assert loss_noted(tmp_path) == pytest.approx(now - 7.0, abs=1e-3), "rank 1 was silent; rank 2 is of a former life"
     assert loss_noted(tmp_path) is None
-    note_loss(TrainOptions(output=str(tmp_path / "not there")))
+    note_loss(TrainOptions(output=str(tmp_path / "not there")), now)
 
 
 def test_recoveries_go_through_json() -> None:

@@ -34,11 +34,42 @@ from penstock.train.train_job import Job, batches_of, make_job
 from penstock.train.train_options import OPTIONS, TrainOptions
 from penstock.train.unpipelined import Unpipelined
 from penstock.train.update import Update
-from tests.gloo_pool import GlooPool, free_port, as_torchrun
+from tests.gloo_pool import GlooPool, as_torchrun, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--size", "tiny", "--batch", "8", "--microbatches", "4", "--steps", "24", "--checkpoint-every", "5")
 CHECKED = ("--dropout", "0.1", "--no-measure", "--schedule", "1f1b", "--validate-every", "12", "--sample", "8")
+HELD_JOB = """
+import os, signal, time
+from dataclasses import replace
+from pathlib import Path
+from penstock.train.train_job import make_job
+
+def held(options, number, wait):
+    job = make_job(replace(options, build=None))
+    def batch(step):
+        if step == number:
+            wait()
+        return job.batch(step)
+    return replace(job, batch=batch)
+
+def until_stopped(options):
+    handler, heard = signal.getsignal(signal.SIGINT), []
+    def hear(*given):
+        heard.append(given)
+        handler(*given)
+    signal.signal(signal.SIGINT, hear)
+    def wait():
+        while not heard:
+            time.sleep(0.02)
+    return held(options, 7, wait)
+
+def until_killed(options):
+    def wait():
+        while os.environ["RANK"] == "1" and not Path("killed").exists():
+            time.sleep(0.02)
+    return held(options, 12, wait)
+"""  # the small GPT, at a step of which a signal surely comes, however slow the machine is: the whole run takes a second
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 
@@ -175,11 +206,12 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[i
     """The same run, stopped by Ctrl-C in the middle: its folder, what it said, and its processes."""
 
     def interrupt(place: Path) -> dict[str, Any]:
-        process = start(place, *SIZES, *CHECKED, "-o", "run", "--check-steps", "0")
+        (place / "held.py").write_text(HELD_JOB)
+        process = start(place, "held:until_stopped", *SIZES, *CHECKED, "-o", "run", "--check-steps", "0")
         wait_for(lambda: steps_done(place / "run") >= 7, process)
         pids = json.loads((place / "run" / "ranks.json").read_text())
         os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
         assert process.returncode == 130, output
         return {"output": output, "pids": pids}
 
@@ -194,7 +226,7 @@ def test_ctrl_c_stops_all_ranks_with_a_checkpoint(stopped: tuple[Path, str, list
     assert f"stopped after step {done}; the run goes on with: penstock train --resume" in output
     assert "stopped by SIGINT; nothing is left running" in output
     assert not any(alive(pid) for pid in pids)
-    assert 7 <= done < 24
+    assert done in (7, 8), "it came before the held step, or in it"
     assert penstock.load(folder / "checkpoint").extra["step"] == done
 
 
@@ -206,16 +238,18 @@ def test_resumed_and_then_killed_in_mid_step_it_ends_as_if_nothing_had_happened(
     shutil.copytree(stopped[0], folder)
     (folder / "ranks.json").unlink()
     done = steps_done(folder)
-    process = start(tmp_path, *SIZES, *CHECKED, "-o", "run", "--resume")
-    wait_for(lambda: (folder / "ranks.json").is_file() and steps_done(folder) >= max(done + 2, 11), process)
+    (tmp_path / "held.py").write_text(HELD_JOB)
+    process = start(tmp_path, "held:until_killed", *SIZES, *CHECKED, "-o", "run", "--resume")
+    wait_for(lambda: (folder / "ranks.json").is_file() and steps_done(folder) >= 12, process)
     first = json.loads((folder / "ranks.json").read_text())
     os.kill(first[1], signal.SIGKILL)
+    (tmp_path / "killed").touch()
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
     assert "rank 1 was killed by SIGKILL: starting again from the last checkpoint (1 of 3)" in output
     resumed, again = [int(number) for number in re.findall(r"resumed from step (\d+) ", output)]
     assert resumed == done
-    assert again in (done, 10, 15, 20)
+    assert again in (done, 10)
     assert losses(folder) == losses(finished[0])
     second = json.loads((folder / "ranks.json").read_text())
     assert not set(first) & set(second)
@@ -299,6 +333,15 @@ def test_what_cannot_be_is_said_before_anything_is_started(
     done = CliRunner().invoke(main, ["train", *arguments])
     assert done.exit_code in (1, 2)
     assert expected in done.output
+
+
+def test_a_program_may_call_the_command_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The ranks were called with what stood in sys.argv, whoever had called."""
+    told: list[list[str]] = []
+    monkeypatch.setattr("penstock.train.launch.launch", lambda _, arguments, **__: told.append(list(arguments)))
+    monkeypatch.setattr(sys, "argv", ["my_program.py", "train", "--wrong"])
+    main(["train", "--steps", "3", "-o", str(tmp_path)], standalone_mode=False)
+    assert told == [["--steps", "3", "-o", str(tmp_path)]]
 
 
 def test_what_a_build_function_may_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

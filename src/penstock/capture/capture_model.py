@@ -104,6 +104,11 @@ def pipeline(
         num_stages=num_stages,
         why_static=why,
     )
+    if isinstance(output_loss_value_spec, torch.Tensor):
+        raise CaptureError(
+            "output_loss_value_spec is a Tensor; expected the form of the model's output with True where the loss is, for "
+            "example {'loss': True}"
+        )
     loss_spec = output_loss_value_spec or getattr(module, "loss_spec", None)
 
     def layers(flat: Flat, marks: Sequence[Mark]) -> Layers:

@@ -16,9 +16,18 @@ if TYPE_CHECKING:
 
 _AT_LEAST_ONE = click.IntRange(min=1)
 _FROM_ZERO = click.IntRange(min=0)
+_GIVEN = "penstock.train.given"
 
 
-@click.command()
+class _Told(click.Command):
+    """Keeps what it was called with, which the ranks are called with again: by a shell, or by a program as `main([...])`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_GIVEN] = list(args)
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Told)
 @click.argument("build", required=False, metavar="[MODULE:FUNCTION]")
 @click.option("--ranks", "-p", type=_AT_LEAST_ONE, default=2, show_default=True, help="Processes of a pipeline.")
 @click.option(
@@ -154,7 +163,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     check_names(options)
     check_where(options)
     try:
-        launch(options, sys.argv[sys.argv.index("train") + 1 :], say=lambda text: click.echo(text, err=True))
+        launch(options, ctx.meta[_GIVEN], say=lambda text: click.echo(text, err=True))
     except Interrupted as stopped:
         click.echo(f"{stopped}; nothing is left running", err=True)
         ctx.exit(130)
@@ -170,10 +179,11 @@ def _be_rank(options: TrainOptions, undecided: Collection[str]) -> bool:
     from penstock.train.rank import run_rank
     from penstock.train.recovery import note_loss
 
+    began = time.time()
     try:
         return run_rank(options, undecided)
     except (PeerFailed, StepTimeout, TransportError) as error:
-        note_loss(options)
+        note_loss(options, began)
         click.echo(f"Error: {error}", err=True)
         time.sleep(GRACE)
         sys.exit(LOST)

@@ -67,9 +67,6 @@ class DistributedTransport(Transport):
         self.store.ended, self.store.notice = self.pulse.all_ended, self.pulse.notice
         self.pulse.notice({(self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks})
         self.store.everybody = weakref.WeakMethod(self.everybody)
-        self.store_holder = (
-            NOBODY  # the rank whose process holds the store, if it is one of these; known from `connect` on
-        )
         holds = "server=TCPServer" in str(_innermost(_get_default_store()))
         if holds:
             self.store.set("holder", str(self.rank).encode())

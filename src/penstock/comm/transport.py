@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
@@ -125,7 +125,7 @@ class Transport(Messages):
     failed: FailureRecord | None = None
     epoch: int = 0
     meetings: int = 0
-    asked: Callable[[], None] | None = None  # called when somebody asks, by a signal, where the ranks are
+    store_holder: int = NOBODY  # the rank whose process holds the store, if it is one of these and is known
     position: Looked | None = None  # where this rank is in its step, once there was one
     queues: QueueLayout = "direction"  # which messages of a step wait for one another
     _calls: threading.RLock  # held by the thread that is in a call

@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -37,7 +36,6 @@ class Watched(Protocol):
     failed: FailureRecord | None
     store_holder: int
     pulse: Pulse
-    asked: Callable[[], None] | None
 
     def where(self) -> Whereabouts: ...
 
@@ -160,8 +158,6 @@ class Watcher:
         if before is not None and before >= 0:
             with suppress(OSError):
                 os.write(before, numbers)
-        if transport.asked is not None and signal.SIGUSR1 in numbers:
-            transport.asked()
         interrupts = numbers.count(signal.SIGINT)
         if not self._epoch or not interrupts or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return

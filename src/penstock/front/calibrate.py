@@ -22,6 +22,7 @@ from penstock.run.schedule import Schedule
 from penstock.simulate import Timeline, measured_costs
 
 _WARM_UP = 2
+_LIMIT = 100_000  # rounds; a number beyond that is a slip
 _MOST = 3  # so many times the rounds are measured at most
 _SPREAD = 0.1  # of the median step: the middle half of the steps must lie within that
 _TAKEN = 0.05  # of a step: what a rank may be without a processor
@@ -36,8 +37,8 @@ def calibrated(
     where they differ much, or where something else had the processors. All ranks of all replicas make as many steps, since these
     wait for one another.
     """
-    if rounds < 1:
-        raise RunError(f"calibrate(rounds={rounds}); expected the number of steps to measure, from 1 up")
+    if not 1 <= rounds <= _LIMIT:
+        raise RunError(f"calibrate(rounds={rounds}); expected the number of steps to measure, from 1 to {_LIMIT:,}")
     steps: list[tuple[Timeline, float]] = []  # each with what it took beside its actions
     with leaving_no_trace(schedule) as drop_gradients:
         for at in range(_WARM_UP + _MOST * rounds):

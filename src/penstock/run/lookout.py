@@ -6,16 +6,16 @@ print(read_folder("runs/mine"))                # in any other process, also when
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from penstock.comm.transport import Transport
 from penstock.comm.whereabouts import Whereabouts, table
@@ -25,6 +25,8 @@ FOLDER = "top"  # in the folder of the run
 _TICK = 0.25  # seconds between looks
 _STALE = 5.0  # seconds after which what a file says is of the past
 _LARGEST = 1 << 16
+_SHOWS = threading.Lock()  # held by the one lookout of this process that SIGUSR1 is for
+_ONE_STACK = b"first):"  # in the heading of what faulthandler writes
 
 
 class Lookout:
@@ -41,10 +43,13 @@ class Lookout:
         self._num_ranks = transport.num_ranks
         self._file = self.folder / f"rank-{transport.rank}.json"
         self._put(transport)
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._bell, self._button = os.pipe()
+        for end in (self._bell, self._button):
+            os.set_blocking(end, False)
+        self._shows = _hear_signal(self._button)
         self._thread = threading.Thread(target=self._write, name="penstock lookout", daemon=True)
         self._thread.start()
-        self._before = _on_signal(transport, self.show)
 
     def _put(self, transport: Transport) -> None:
         fresh = self._file.with_suffix(f".{os.getpid()}")
@@ -52,9 +57,15 @@ class Lookout:
         fresh.replace(self._file)
 
     def _write(self) -> None:
-        while not self._stopping.wait(_TICK):
+        heard = b""
+        while not self._stopping:
+            if select.select([self._bell], [], [], _TICK)[0]:
+                heard += os.read(self._bell, _LARGEST)
+            for _ in range(heard.count(_ONE_STACK)):
+                self.show()
+            heard = heard.rpartition(_ONE_STACK)[2][-len(_ONE_STACK) :]
             transport = self._transport()
-            if transport is None:
+            if transport is None or self._stopping:
                 return
             with suppress(OSError):  # a full disk must not end the job
                 self._put(transport)
@@ -66,37 +77,35 @@ class Lookout:
         sys.stderr.flush()
 
     def close(self) -> None:
-        self._stopping.set()
+        self._stopping = True
+        if self._shows:
+            self._shows = False
+            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # else the program has a handler of its own by now
+                faulthandler.unregister(signal.SIGUSR1)
+            _SHOWS.release()
+        with suppress(OSError):
+            os.write(self._button, b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            for end in (self._bell, self._button):
+                with suppress(OSError):
+                    os.close(end)
         self._file.unlink(missing_ok=True)
-        transport = self._transport()
-        if transport is not None:
-            transport.asked = None
-        if self._before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, self._before)
-            self._before = None
 
 
-def _on_signal(transport: Transport, show: Callable[[], None]) -> Any:
-    """Let SIGUSR1 show the table, unless the program has other plans for it; what was there before comes back.
+def _hear_signal(button: int) -> bool:
+    """Have SIGUSR1 write into the pipe, unless the program has other plans for it, or another lookout hears it; whether it does.
 
-    In a wait of the backend no handler of Python's runs. There the transport's watcher hears of the signal and calls `asked`.
+    In a wait of the backend no handler of Python's runs. That of faulthandler does, at once: it writes the stack of the thread
+    that the signal interrupts, and that something comes is all that is wanted here.
     """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or not hasattr(signal, "SIGUSR1") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        return None
-    own = weakref.WeakMethod(show)
-    last = [0.0]
-
-    def ask() -> None:
-        now, method = time.monotonic(), own()
-        if method is not None and now - last[0] > 1.0:  # the watcher and the handler may both hear of one signal
-            last[0] = now
-            method()
-
-    transport.asked = ask
-    return signal.signal(signal.SIGUSR1, lambda *_: ask())
+    if not hasattr(signal, "SIGUSR1") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        return False
+    if not _SHOWS.acquire(blocking=False):
+        return False
+    faulthandler.register(signal.SIGUSR1, file=button, all_threads=False)
+    return True
 
 
 def read_folder(folder: str | Path) -> str:

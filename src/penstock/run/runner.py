@@ -208,7 +208,7 @@ class Runner:
                 program.finish()
         except (_Heard, Poisoned):
             drain(program, position.at + 1, cold=cold)
-            return self.peer_failure() or self.no_reason("the step was given up, but no rank says why")
+            return self.peer_failure() or self.unheard()
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
             if is_out_of_memory(error):
                 failure = explained(error, program.actions, position.at, rank=self.transport.rank)
@@ -255,13 +255,13 @@ class Runner:
             record = record or self.transport.failure()
         return None if record is None or record.rank == self.transport.rank else record.error()
 
-    def no_reason(self, text: str) -> PenstockError:
-        """For a failure of which no rank says why. The process that holds the store may be gone, and with it the reason."""
+    def unheard(self) -> PenstockError:
+        """Why another rank gave the step up, if it has not said so: the store through which it would have is gone, perhaps."""
         try:
             self.transport.failure()
-        except TransportError as error:
-            return error
-        return RunError(text)
+        except TransportError as gone:
+            return FailureRecord(self.transport.store_holder, cause=str(gone)).error()
+        return RunError("another rank has given the step up, and its reason has not reached the store")
 
     # -- after
 
@@ -297,7 +297,7 @@ class Runner:
         peer = self.peer_failure() or (found.unreachable if error is None else None)
         if peer is not None:
             raise peer from error  # what went wrong here may have come of the dummies that others sent
-        raise error or self.no_reason("another rank failed, and its reason has not reached the store")
+        raise error or self.unheard()
 
 
 def _posted_nothing(action: AnyAction | None) -> bool:

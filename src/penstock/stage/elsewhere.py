@@ -122,7 +122,11 @@ class Folder:
     def __init__(self, folder: str | os.PathLike[str], *, threshold: int = THRESHOLD) -> None:
         self.folder = Path(folder)
         self.threshold = threshold
-        if not self.folder.is_dir():
+        try:
+            there = self.folder.is_dir()
+        except OSError as error:  # a name that is too long, for one
+            raise StageError(f"offload to {str(self.folder)[:80]!r}: {error.strerror}; name another folder") from error
+        if not there:
             raise StageError(f"offload to {str(self.folder)!r}: there is no such folder; make it, or name another")
         self.file: int | None = None  # its descriptor, once there was something to write
         self.parts = 0  # in use

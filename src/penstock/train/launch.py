@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
@@ -60,6 +61,7 @@ def _launch(options: TrainOptions, arguments: Sequence[str], say: Callable[[str]
     for number in range(options.max_restarts + 1):
         os.environ[RESTARTS] = str(number)
         os.environ["OMP_NUM_THREADS"] = str(options.threads or max(1, (os.cpu_count() or 1) // processes))
+        began = time.time()
         try:
             _launch_once(processes, arguments)
         except SignalException as stopped:
@@ -74,7 +76,7 @@ def _launch(options: TrainOptions, arguments: Sequence[str], say: Callable[[str]
             if number < options.max_restarts and is_crash(codes) and left:
                 fewer = f" with {left} of {processes} ranks" if left < processes else ""
                 processes = left
-                note_loss(options)  # unless a rank has done so before it ended
+                note_loss(options, began)  # unless a rank has done so before it ended
                 say(
                     f"rank {rank} {how}: starting again{fewer} from the last checkpoint "
                     f"({number + 1} of {options.max_restarts})"

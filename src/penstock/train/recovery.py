@@ -1,7 +1,8 @@
 """Going on after a rank was lost: with how many ranks, and how long it took.
 
-A rank that sees that another one is gone notes when, in the folder of the run. The next life of the run, which begins at the last
-checkpoint, counts from there to its first good step, and the report shows the seconds.
+Whoever sees that a rank is gone notes since when, in the folder of the run: each rank writes a file there several times a second
+as long as it lives, for `penstock top`. The next life of the run, which begins at the last checkpoint, counts from that last sign
+of life to its first good step, and the report shows the seconds.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
+from penstock.run.lookout import FOLDER
 from penstock.train.train_options import TrainOptions, read_json
 
-LOSS = "lost.json"  # in the folder of the run: when the first rank noticed that another one was gone
+LOSS = "lost.json"  # in the folder of the run: when the rank that is gone was there for the last time
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,28 @@ class Recovery:
     """A loss that the run got over."""
 
     step: int  # the first good one afterwards
-    seconds: float  # from when a rank was found to be gone to the end of that step
+    seconds: float  # from the last sign of life of the rank that was lost to the end of that step
     ranks: int  # that went on
 
     def __str__(self) -> str:
         return f"a rank was lost; step {self.step} was done {self.seconds:.1f} s later, on {self.ranks} ranks"
 
 
-def note_loss(options: TrainOptions) -> None:
-    """Called on a rank that ends because another one is gone; the first one's word stands."""
+def note_loss(options: TrainOptions, since: float) -> None:
+    """Called where a rank is found to be gone; the first word stands. ``since``: when this life of the run began."""
     with suppress(OSError), (options.folder / LOSS).open("x", encoding="utf-8") as file:
-        file.write(json.dumps({"time": time.time()}))
+        file.write(json.dumps({"time": last_sign(options.folder, since)}))
+
+
+def last_sign(folder: Path, since: float) -> float:
+    """When each rank was known to live for the last time: now, or when the first of them fell silent. Files of former lives do
+    not count."""
+    files = [file for where in ("", "replica-*/") for file in folder.glob(f"{where}{FOLDER}/rank-*.json")]
+    seen = [time.time()]
+    for file in files:
+        with suppress(OSError):  # a rank that ends takes its file along
+            seen.append(file.stat().st_mtime)
+    return min(when for when in seen if when >= since)
 
 
 def loss_noted(folder: Path) -> float | None:
