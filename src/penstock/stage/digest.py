@@ -13,7 +13,7 @@ def model_digest(stages: Iterable[nn.Module]) -> str:
     """All stages of a model, in a few words.
 
     >>> model_digest([nn.Linear(2, 2), nn.Linear(2, 1)])
-    '9 parameters, 1783063ea8b5'
+    '9 parameters, 2efc8f1d7e24'
     """
     modules = list(stages)
     rows = [
@@ -29,13 +29,17 @@ def model_digest(stages: Iterable[nn.Module]) -> str:
 
 
 def operators_of(module: nn.Module) -> list[str]:
-    """Those of a captured stage, and the numbers they are given (the share of a dropout, say), sorted; of no other module.
+    """Those of a captured stage, and the numbers they are given (the share of a dropout, say), sorted. Of another module what it
+    is made of: the classes of its parts, and of torch's own layers what they say of themselves.
 
-    Sizes and devices are left out: they may differ between ranks that run the same model.
+    Sizes and devices of a graph are left out: they may differ between ranks that run the same model.
     """
     graph = getattr(module, "graph", None)
     if not isinstance(graph, fx.Graph):
-        return []
+        return [
+            f"{name} {type(part).__name__} {part.extra_repr() if type(part).__module__.startswith('torch.nn.') else ''}"
+            for name, part in module.named_modules()
+        ]
     calls = [node for node in graph.nodes if node.op == "call_function"]
     return sorted(
         " ".join(
