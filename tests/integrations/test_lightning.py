@@ -22,7 +22,7 @@ from penstock.integrations.lightning import PipelineStrategy
 from tests.checkpoint import attack
 from tests.checkpoint.pipes import make
 from tests.gloo_pool import GlooPool
-from tests.integrations.hf import as_torchrun
+from tests.integrations.hf import as_torchrun, llama, padded
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mark.timeout(300)]
 WIDTH = 8
@@ -150,6 +150,89 @@ def test_an_ordinary_module_trains_logs_and_resumes(gloo_pool: GlooPool, tmp_pat
     assert (tmp_path / "a/log/0/metrics.csv").read_text().splitlines()[0] == (
         tmp_path / "plain/log/0/metrics.csv"
     ).read_text().splitlines()[0]
+
+
+class Texts(lightning.LightningModule):
+    """A model of transformers with its own loss, and the names of the rows beside their tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.names: list[Any] = []
+        self.told: dict[str, float] = {}
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        self.told[name] = float(value)  # there is no Trainer
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.names.append(batch["names"])
+        out = self.model(**{name: value for name, value in batch.items() if name != "names"})
+        self.log("loss", out.loss.detach())
+        self.log("rows", float(len(batch["names"])))
+        return out.loss
+
+
+@pytest.mark.filterwarnings(*IN_LIGHTNING)
+def test_the_own_loss_of_a_model_counts_labels(tmp_path: Path) -> None:
+    """Of a model without memory whose rotary buffers are in no file, in batches of changing lengths. Microbatches counted by
+    their rows, and each had the names of all rows."""
+    plain = llama(num_hidden_layers=1)
+    plain.save_pretrained(tmp_path)
+    plain.config.use_cache = False
+    with torch.device("meta"):
+        empty = llama(num_hidden_layers=1)
+    module = Texts(empty)
+    batches: list[dict[str, Any]] = [{**padded(5, 8, seed=4), "names": tuple("abcde")}]
+    batches += [{**padded(5, 11, seed=5), "names": list("abcde")}, {**padded(4, 6, seed=6), "names": list("abcd")}]
+    batches[2]["labels"][:2] = -100  # the mean over no label is no number
+    made = PipelineStrategy(microbatches=2, weights=tmp_path, schedule="gpipe", device="cpu")
+    steps = made._piped(module, batches[0], "training_step")
+    for batch in batches:
+        for one in (plain, steps.pipe):
+            one.zero_grad()
+        expected = plain(**{name: value for name, value in batch.items() if name != "names"}).loss
+        expected.backward()
+        module.names.clear()
+        assert steps.train(batch, 0, divide=2).item() == pytest.approx(expected.item(), abs=1e-6)
+        assert module.told["loss"] == pytest.approx(expected.item(), abs=1e-6)
+        assert module.told["rows"] == (2.6 if len(batch["names"]) == 5 else 2)
+        rows = batch["names"]
+        half = (len(rows) + 1) // 2
+        assert module.names == [
+            rows,
+            rows[:half],
+            rows[half:],
+        ]  # of the whole batch up to the call, and of microbatches
+        given = dict(plain.named_parameters())
+        for name, parameter in steps.pipe.named_parameters():
+            torch.testing.assert_close(2 * parameter.grad, given[name].grad, rtol=1e-4, atol=1e-6)
+
+
+class Tagger(lightning.LightningModule):
+    """A mean over the labels that count, written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(WIDTH, 3)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("weighed", [True, False])
+def test_a_loss_that_is_no_mean_over_rows(weighed: bool) -> None:
+    def labels(batch: Any) -> Tensor:
+        return (batch[1] != -100).sum()
+
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
+    batch = (x, torch.tensor([0, -100, -100, 1, 2, 0]))
+    expected = Tagger().training_step(batch, 0).item()
+    made = PipelineStrategy(
+        microbatches=2, device="cpu", schedule="gpipe", loss_weight=labels if weighed else None, profile=False
+    )
+    found = made._piped(Tagger(), batch, "training_step").train(batch, 0, divide=1).item()
+    assert (found == pytest.approx(expected, abs=1e-6)) is weighed
 
 
 @pytest.mark.filterwarnings(*IN_LIGHTNING)

@@ -65,6 +65,12 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, or one with adapters of peft; neither has to be installed to ask."""
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return any(kind.__module__.startswith("transformers.") for kind in type(inner).__mro__)
+
+
 class ModuleValues:
     """Sets a tensor as the module that owns it would be initialised: `init=ModuleValues(model, seed)`.
 

@@ -8,9 +8,10 @@ docs/integrations/lightning.md has the whole story. pip install "penstock[lightn
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from penstock.checkpoint import kept
 from penstock.checkpoint.manifest import Manifest
 from penstock.errors import RunError
 from penstock.front import Pipeline
+from penstock.integrations.hf_model import is_of_transformers
 from penstock.integrations.needs import needed
 
 needed("lightning", "lightning")
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402  the line above says what is missing
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-from penstock.integrations.lightning_steps import LoggedSteps, Stand  # noqa: E402  needs torchmetrics, which lightning brings
+from penstock.integrations.lightning_steps import LoggedSteps, Means, Stand  # noqa: E402  needs torchmetrics, which lightning brings
 
 __all__ = ["PipelineStrategy"]
 _PARTS, _REST = "pipeline", "meta-{}.pt"  # in the folder of a checkpoint
@@ -47,7 +49,9 @@ class PipelineStrategy(DDPStrategy):
 
     A LightningModule may have the method `pipeline_example()`: a batch to trace the model with, in place of the first one of the
     loader. With `whole_outputs=True` what comes after the call in `validation_step` and `test_step` runs on every rank, with the
-    output of the whole batch. All other options are those of `penstock.Pipeline`. `strategy.pipe` is the pipeline.
+    output of the whole batch. `loss_weight(batch)` counts what the loss of a batch is a mean of, if that is not its rows; the
+    own loss of a model of transformers needs none. All other options are those of `penstock.Pipeline`.
+    `strategy.pipe` is the pipeline.
     """
 
     def __init__(
@@ -55,12 +59,14 @@ class PipelineStrategy(DDPStrategy):
         model: str = "model",
         *,
         whole_outputs: bool = False,
+        loss_weight: Callable[[Any], Any] | None = None,
         process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend)
         self._name = model
         self._whole_outputs = whole_outputs
+        self._loss_weight = loss_weight
         self._pipeline_options = options
         self._steps: LoggedSteps | None = None
         self._trainer: Any = None
@@ -111,26 +117,46 @@ class PipelineStrategy(DDPStrategy):
         self.precision_plugin.convert_module(module)
         with _same_random_numbers():
             example = self.precision_plugin.convert_input(self._example(trainer))
-        batch = self.batch_to_device(example, self.root_device)
         if self._pipeline_options.get("mesh") is not None:
             raise RunError(
                 "PipelineStrategy(mesh=...): every process gets the rows of the loader, so replicas would do the same work. "
                 "Leave it out; penstock.Pipeline(mesh=...) has replicas"
             )
-        stand = Stand()
+        return self._piped(module, self.batch_to_device(example, self.root_device), _method(trainer))
+
+    def _piped(self, module: Any, batch: Any, method: str) -> LoggedSteps:
+        """Puts the pipeline into the place of the model: the steps of the module around it."""
+        model, stand, given = getattr(module, self._name), Stand(), dict(self._pipeline_options)
+        means = Means(
+            self._loss_weight, scaled=given.pop("scale_grads", True), spec=given.pop("target_chunk_spec", None)
+        )
         setattr(module, self._name, stand)
-        steps = LoggedSteps(module, stand)
-        args, kwargs = steps.call_of(_method(trainer), batch, 0)
-        scaler = getattr(
-            self.precision_plugin, "scaler", None
-        )  # of 16-mixed, which Lightning unscales and steps by itself
+        steps = LoggedSteps(module, stand, means)
+        args, kwargs = steps.call_of(method, batch, 0)
+        scaler = getattr(self.precision_plugin, "scaler", None)  # of 16-mixed: Lightning unscales and steps by itself
         options = {
-            "device": self.root_device,
+            "device": given.get("device") or self.root_device,
             "loss_scale": scaler,
             "few_rows": True,
-            **self._pipeline_options,
+            **given,
+            "scale_grads": False,  # the steps weigh their losses themselves
+            "target_chunk_spec": None if means.spec is None else (means.spec, None),
         }
-        steps.pipe = Pipeline(model, args, example_kwargs=kwargs, loss_fn=steps.loss, **options)
+
+        def made(options: Mapping[str, Any]) -> Pipeline:
+            return Pipeline(model, args, example_kwargs=kwargs, loss_fn=steps.loss, **options)
+
+        if is_of_transformers(model):
+            from penstock.integrations import transformers as hf
+
+            means.of_labels, means.shifted = True, hf.shifts_labels(model)
+            with hf.plain_forward(model) as checkpoints:
+                options.setdefault("recompute", checkpoints)
+                named = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+                options = hf.with_defaults(model, options.get("schedule", "auto"), options)
+                steps.pipe = hf.with_open_sizes(made, named, options)
+        else:
+            steps.pipe = made(options)
         stand.hold(steps.pipe)
         return steps
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torchmetrics import Metric
 from penstock.batch import batch_size_of
 from penstock.errors import RunError
 from penstock.front import Pipeline
+from penstock.integrations.hf_batches import count_labels
 from penstock.integrations.lightning_metrics import SharedMetrics
+from penstock.nest import has_tensor, open_node
 
 _FLAGS = (
     "prog_bar",
@@ -34,12 +37,62 @@ _WHERE = ("sync_dist", "sync_dist_group", "rank_zero_only")  # every rank logs t
 
 
 @dataclass
+class Means:
+    """What the loss of a batch is a mean of, where that is not its rows."""
+
+    weight: Callable[[Any], Any] | None = None  # of a batch or a microbatch: how many of them it has
+    of_labels: bool = False  # the model is one of transformers, whose own loss is a mean over the labels that count
+    shifted: bool = False  # of which the first of a row does not
+    scaled: bool = True  # False: the loss is a sum
+    spec: object = None  # how the batch is cut
+
+    def count(self, batch: Any, call: Mapping[str, Any]) -> float | None:
+        """How much a (micro)batch counts, with which the model is called so; None: by its rows."""
+        if self.weight is not None:
+            return float(self.weight(batch))
+        return count_labels(call, shifted=self.shifted) if self.of_labels else None
+
+    def rows(self, batch: Any) -> int | None:
+        return batch_size_of((batch,), args_spec=None if self.spec is None else (self.spec,))
+
+
+@dataclass
 class _Logged:
     """What one microbatch logged under a name."""
 
     value: float | None  # None: of a metric that is asked for its value later
     options: dict[str, Any]
     metric: str | None = None  # its name in the LightningModule
+    weight: float | None = None  # in the mean of the batch, in place of its rows
+
+
+class PerRow:
+    """A list with an entry for each row of a batch, such as the names of its texts: cut as the rows are."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: list[Any] | tuple[Any, ...]) -> None:
+        self.values = values
+
+    @classmethod
+    def marked(cls, batch: Any, rows: int | None) -> Any:
+        """The batch with such lists marked; lists with tensors in them are none."""
+        if type(batch) in (list, tuple) and len(batch) == rows and not has_tensor(batch):
+            return cls(batch)
+        node = open_node(batch)
+        if node is None:
+            return batch
+        parts = [cls.marked(child, rows) for child in node.children]
+        same = all(new is old for new, old in zip(parts, node.children, strict=True))
+        return batch if same else node.build(parts)
+
+    @classmethod
+    def taken(cls, batch: Any, rows: list[int]) -> Any:
+        """The batch with the entries of these rows in the place of the lists."""
+        if isinstance(batch, cls):
+            return type(batch.values)(batch.values[row] for row in rows)
+        node = open_node(batch)
+        return batch if node is None else node.build([cls.taken(child, rows) for child in node.children])
 
 
 class _Called(Exception):
@@ -71,7 +124,7 @@ class LoggedSteps:
 
     pipe: Pipeline
 
-    def __init__(self, module: Any, stand: Stand) -> None:
+    def __init__(self, module: Any, stand: Stand, means: Means | None = None) -> None:
         apart = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         if apart:
             raise RunError(
@@ -80,10 +133,13 @@ class LoggedSteps:
             )
         self.module = module
         self.stand = stand
+        self.means = means or Means()
         self.metrics = SharedMetrics(module)
         # The step that is running, and its other arguments.
         self._rest: tuple[str, tuple[Any, ...]] = ("training_step", ())
         self._divide = 1.0
+        # Of the whole batch: its rows, how much it counts otherwise, and the microbatches if it shows neither.
+        self._of_batch: tuple[int | None, float | None, int] = (None, None, 1)
         # What was logged, by name: for each microbatch its rows and the value.
         self._logged: dict[str, list[tuple[int, _Logged]]] = {}
 
@@ -91,7 +147,7 @@ class LoggedSteps:
         """A training step; the loss of the batch, on every rank."""
         args, kwargs = self.call_of("training_step", batch, *rest)
         self._begin("training_step", rest, divide)
-        result = self.pipe.step(*args, target=batch, **kwargs)
+        result = self.pipe.step(*args, target=self._target(batch, kwargs), **kwargs)
         self._tell()
         assert result.loss is not None
         return torch.tensor(result.loss * divide, device=self.module.device)
@@ -99,7 +155,7 @@ class LoggedSteps:
     def evaluate(self, method: str, batch: Any, *rest: Any) -> Tensor:
         args, kwargs = self.call_of(method, batch, *rest)
         self._begin(method, rest, 1)
-        result = self.pipe.evaluate(*args, target=batch, **kwargs)
+        result = self.pipe.evaluate(*args, target=self._target(batch, kwargs), **kwargs)
         self._tell()
         assert result.loss is not None
         return torch.tensor(result.loss, device=self.module.device)
@@ -129,19 +185,52 @@ class LoggedSteps:
             self.stand.answer = None
         raise RunError(f"{type(self.module).__name__}.{method} does not call its model; nothing could be pipelined")
 
-    def loss(self, output: Any, batch: Any) -> Tensor:
-        """On the last stage, for one microbatch: the rest of the step."""
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """On the last stage, for one microbatch: the rest of the step. Its losses add up to that of the batch."""
+        batch, chosen = target
+        if chosen is not None:
+            batch = PerRow.taken(batch, chosen.tolist())
         method, rest = self._rest
-        rows = batch_size_of((batch,)) or 1
-        self.stand.answer = lambda *args, **kwargs: output
-        with self._collecting(lambda name, logged: self._logged.setdefault(name, []).append((rows, logged))):
+        rows = self.means.rows(batch) or 1
+        own, count = _own_loss(output), None
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count = self.means.count(batch, kwargs)
+            return output
+
+        def keep(name: str, logged: _Logged) -> None:
+            if count is not None and (self.means.weight is not None or _is_loss(logged.value, own)):
+                logged.weight = count
+            self._logged.setdefault(name, []).append((rows, logged))
+
+        self.stand.answer = answer
+        with self._collecting(keep):
             found = getattr(self.module, method)(batch, *rest)
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if isinstance(loss, Tensor):
-            return loss / self._divide if self._divide != 1 else loss
+            return self._weighed(loss, rows, count if self.means.weight is not None or loss is own else None)
         if method == "training_step":
             raise RunError(f"training_step returned {type(found).__name__}; expected the loss, or a dictionary with it")
         return torch.zeros((), device=self.module.device)
+
+    def _weighed(self, loss: Tensor, rows: int, count: float | None) -> Tensor:
+        of_rows, of_counts, microbatches = self._of_batch
+        share = 1.0
+        if self.means.scaled and count is not None and of_counts is not None:
+            share = count / of_counts if of_counts else 0.0
+        elif self.means.scaled:
+            share = rows / of_rows if of_rows else 1 / microbatches
+        if share == 0:  # the mean of nothing is no number
+            return torch.zeros_like(loss.detach())
+        return loss * (share / self._divide) if share != self._divide else loss
+
+    def _target(self, batch: Any, call: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
+        """What is cut for the last stage: the batch, and the numbers of its rows if there are lists to be cut with them."""
+        rows, count = self.means.rows(batch), self.means.count(batch, call)
+        self._of_batch = rows, count, self.pipe.plan.num_microbatches
+        marked = PerRow.marked(batch, rows)
+        return marked, None if marked is batch or rows is None else torch.arange(rows)
 
     def _begin(self, method: str, rest: tuple[Any, ...], divide: float) -> None:
         self._rest, self._divide = (method, rest), divide
@@ -216,5 +305,20 @@ def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, str | No
         case "min":
             value = min(values)
         case _:
-            value = sum(size * value for size, value in zip(sizes, values, strict=True)) / sum(sizes)
+            own = [each.weight for _, each in logged if each.weight is not None and "batch_size" not in each.options]
+            parts = own if len(own) == len(sizes) and sum(own) else sizes
+            value = sum(part * value for part, value in zip(parts, values, strict=True) if part) / sum(parts)
     return value, one.metric, options
+
+
+def _is_loss(value: float | None, own: Tensor | None) -> bool:
+    if value is None or own is None:
+        return False
+    number = float(own.detach())
+    return value == number or (isnan(value) and isnan(number))  # a mean over no label is none
+
+
+def _own_loss(output: Any) -> Tensor | None:
+    """The loss that a model of transformers computes if it is given labels."""
+    found = output.get("loss") if isinstance(output, Mapping) else None
+    return found if isinstance(found, Tensor) else None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.integrations.hf_trainer import PipelineTrainer
 
 __all__ = ["PipelineTrainer", "TransformersPipeline", "pipeline"]
+Made = TypeVar("Made")
 _OPTIONS = ("target", "outputs", "loss_kwargs")  # of steps, which stand among the arguments of the model
 
 
@@ -103,7 +104,7 @@ class TransformersPipeline(Pipeline):
         self.own_loss = loss_fn is None
         self._part = 1.0
         self.shell = on_meta(model)
-        self._shifts = _shifts_labels(model)
+        self._shifts = shifts_labels(model)
         batch = {name: value for name, value in example.items() if not needless(name, example)}
         if not self.own_loss:
             batch.pop("labels", None)
@@ -112,25 +113,17 @@ class TransformersPipeline(Pipeline):
         if self.own_loss and "labels" in batch and _takes(model, ITEMS):
             batch.setdefault(ITEMS, torch.ones((), dtype=torch.long, device=batch["labels"].device))
         self._example = {n: v.to("meta") if isinstance(v, Tensor) else None for n, v in batch.items()}
-        given = _with_defaults(model, schedule, options)
+        given = with_defaults(model, schedule, options)
         if ITEMS in batch:
             given["kwargs_chunk_spec"] = {ITEMS: Replicate(), **(options.get("kwargs_chunk_spec") or {})}
-        with _plain_forward(model) as checkpoints:
+        make = super().__init__
+
+        def made(options: Mapping[str, Any]) -> None:
+            make(model, loss_fn=loss_fn, schedule=schedule, **{**options, "example_kwargs": batch})
+
+        with plain_forward(model) as checkpoints:
             given.setdefault("recompute", checkpoints)
-            sizes = options.get("dynamic_shapes", open_sizes(batch))
-            try:
-                super().__init__(
-                    model,
-                    loss_fn=loss_fn,
-                    schedule=schedule,
-                    **{**given, "example_kwargs": batch, "dynamic_shapes": sizes},
-                )
-            except CaptureError:
-                if "dynamic_shapes" in options:
-                    raise
-                super().__init__(
-                    model, loss_fn=loss_fn, schedule=schedule, **{**given, "example_kwargs": batch}
-                )  # the length stays that of the example
+            with_open_sizes(made, batch, given)
         self._enter_shell()
 
     # -- steps
@@ -247,7 +240,19 @@ def without_loss(outputs: Any) -> Any:
     return outputs
 
 
-def _with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_open_sizes(
+    make: Callable[[Mapping[str, Any]], Made], batch: Mapping[str, Any], options: Mapping[str, Any]
+) -> Made:
+    """What `make` makes with these options, its rows and lengths left open; if that cannot be, the length is the example's."""
+    if "dynamic_shapes" in options:
+        return make(options)
+    try:
+        return make({**options, "dynamic_shapes": open_sizes(batch)})
+    except CaptureError:
+        return make(options)
+
+
+def with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Where to cut, and where values come from, unless that was said."""
     given = {"few_rows": True, **options}  # a loader's last batch may be a short one, and every rank has it
     count = given.get("num_stages") or given.get("stages") or _stages_of(schedule, given)
@@ -286,7 +291,7 @@ def _takes(model: Any, name: str) -> bool:
     return any(p.name == name or (name == ITEMS and p.kind is p.VAR_KEYWORD) for p in parameters)
 
 
-def _shifts_labels(model: Any) -> bool:
+def shifts_labels(model: Any) -> bool:
     """Whether the model's own loss compares each token with the next label."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -296,7 +301,7 @@ def _shifts_labels(model: Any) -> bool:
 
 
 @contextmanager
-def _plain_forward(model: Any) -> Iterator[bool]:
+def plain_forward(model: Any) -> Iterator[bool]:
     """The model without checkpoints inside it, since the plan has them instead; gives whether there were any."""
     on = bool(getattr(model, "is_gradient_checkpointing", False))
     changed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
