@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mar
 STEPS = 3
 
 
-def adapted(*, meta: bool = False, norms: bool = False, **more: Any) -> Any:
+def adapted(*, meta: bool = False, norms: bool = False, layers: int = 2, **more: Any) -> Any:
     """With `norms` peft also trains whole modules, of which each rank has some."""
-    base = llama()
+    base = llama(num_hidden_layers=layers)
     if meta:
         base = base.to("meta")
     torch.manual_seed(1)

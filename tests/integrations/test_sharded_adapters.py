@@ -20,13 +20,13 @@ from tests.integrations.test_peft import adapted
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mark.timeout(300)]
 
 
-def sharded(folder: str) -> Any:
+def sharded(folder: str, stages: int) -> Any:
     """The adapters of each stage in shards over "dp": trained, saved, read into others, and trained on."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh("cpu", (2, stages), mesh_dim_names=("dp", "pp"))
     first = 3 * mesh["dp"].get_local_rank()
     losses, shards = [], set()
     for number in range(2):
-        pipe = pipeline(adapted(), full(0), microbatches=2, mesh=mesh, data_parallel="fsdp")
+        pipe = pipeline(adapted(layers=stages), full(0), microbatches=2, mesh=mesh, data_parallel="fsdp")
         if number:
             copy_state(pipe.tensors, adapter_weights(f"{folder}/0", pipe), strict=False)
         trained = [(name, p) for name, p in pipe.named_parameters() if p.requires_grad]
@@ -46,9 +46,11 @@ def full(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
-@pytest.mark.long("tests/front/test_weights.py::test_sharded_parameters_are_published_whole")
-def test_adapters_in_shards_are_saved_whole(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    model = adapted()
+@pytest.mark.parametrize(
+    "stages", [1, pytest.param(2, marks=pytest.mark.long("one stage has its adapters in shards, too"))]
+)
+def test_adapters_in_shards_are_saved_whole(gloo_pool: GlooPool, tmp_path: Path, stages: int) -> None:
+    model = adapted(layers=stages)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     expected, logits = [], []
     for step in range(4):
@@ -59,10 +61,14 @@ def test_adapters_in_shards_are_saved_whole(gloo_pool: GlooPool, tmp_path: Path)
         expected.append(loss.item())
         with torch.no_grad():
             logits.append(model(**full(9)).logits)
-    for losses, shards in gloo_pool.run(4, sharded, str(tmp_path), timeout=240.0):
+    for losses, shards in gloo_pool.run(2 * stages, sharded, str(tmp_path), stages, timeout=240.0):
         assert losses == pytest.approx(expected, abs=1e-5)
         assert shards == {"lora_A", "lora_B"}
     for number in (0, 1):
         with torch.no_grad():
-            found = PeftModel.from_pretrained(llama(), tmp_path / str(number)).eval()(**full(9)).logits
+            found = (
+                PeftModel.from_pretrained(llama(num_hidden_layers=stages), tmp_path / str(number))
+                .eval()(**full(9))
+                .logits
+            )
         torch.testing.assert_close(found, logits[2 * number + 1], rtol=1e-4, atol=1e-5)

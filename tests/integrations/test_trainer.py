@@ -92,6 +92,7 @@ def run(kind: Any, folder: str, *, model: Any, resume: str | None = None, **chan
         for log in trainer.state.log_history[:-1]
     ]
     found = {"logs": logs, "loss": done.training_loss, "heard": heard.heard, "before": before}
+    found["work"] = trainer.state.total_flos
     return {**found, "pipe": trainer.pipe} if kind is PipelineTrainer else found
 
 
@@ -115,6 +116,7 @@ def test_a_trainer_trains_logs_evaluates_saves_and_resumes(gloo_pool: GlooPool, 
         assert_logs(first["logs"], expected["logs"])
         assert_logs(again["logs"], expected["logs"])  # the first half comes out of the checkpoint
         assert first["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert first["work"] == pytest.approx(expected["work"])
         assert "0R0" in actions  # gradient_checkpointing is in the plan
     read = transformers.AutoModelForCausalLM.from_pretrained
     for folder, other in (("a/best", "best"), ("b/best", "best"), ("a/checkpoint-4", "checkpoint-4")):
@@ -234,11 +236,11 @@ def padded_to_the_longest(lines: list[dict[str, torch.Tensor]]) -> dict[str, tor
     }
 
 
-def with_lines(kind: Any, folder: str, *, batch: int, resume: str | None = None, **options: Any) -> Any:
+def with_lines(kind: Any, folder: str, *, batch: int, layers: int, resume: str | None = None, **options: Any) -> Any:
     changes = {"max_steps": 3, "eval_steps": 3, "per_device_train_batch_size": batch}
     changes |= {"per_device_eval_batch_size": batch, "load_best_model_at_end": False}
     trainer = kind(
-        model=llama(), args=arguments(folder, **changes, gradient_checkpointing=kind is PipelineTrainer),
+        model=llama(num_hidden_layers=layers), args=arguments(folder, **changes, gradient_checkpointing=kind is PipelineTrainer),
         train_dataset=Lines(64), eval_dataset=list(Lines(12)), data_collator=padded_to_the_longest,
         compute_metrics=accuracy, **options,
     )  # fmt: skip
@@ -250,26 +252,34 @@ def with_lines(kind: Any, folder: str, *, batch: int, resume: str | None = None,
     ]
 
 
-def replicated(folder: str) -> Any:
-    """Two replicas under DDP, and under FSDP from a checkpoint of theirs."""
+def replicated(folder: str, stages: int) -> Any:
+    """Two replicas under DDP; of more than one stage also under FSDP, from a checkpoint of theirs."""
+    found = []
     with as_torchrun():
-        given = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), "microbatches": 2}
-        trainer, logs = with_lines(PipelineTrainer, f"{folder}/a", batch=3, pipeline_options=given)
-        given["data_parallel"], resume = "fsdp", f"{folder}/a/checkpoint-2"
-        _, again = with_lines(PipelineTrainer, f"{folder}/b", batch=3, resume=resume, pipeline_options=given)
-        return logs, again, trainer.pipe.plan.has(Op.R)
+        mesh = init_device_mesh("cpu", (2, stages), mesh_dim_names=("dp", "pp"))
+        for kind, resume in (("ddp", None), ("fsdp", f"{folder}/ddp/checkpoint-2"))[:stages]:
+            given = {"mesh": mesh, "microbatches": 2, "data_parallel": kind}
+            made, logs = with_lines(
+                PipelineTrainer, f"{folder}/{kind}", batch=3, layers=stages, resume=resume, pipeline_options=given
+            )
+            found.append((logs, made.pipe.plan.has(Op.R)))
+    return found
 
 
-@pytest.mark.long("replicas are tested below the Trainer, and the Trainer with one pipeline")
-def test_replicas_take_lines_of_changing_lengths_in_turn(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    """Two replicas of two stages, three rows each: what one process makes of six."""
-    _, expected = with_lines(transformers.Trainer, str(tmp_path / "plain"), batch=6)
-    for logs, again, recomputes in gloo_pool.run(4, replicated, str(tmp_path), timeout=240.0):
-        assert_logs(logs, expected)
-        assert_logs(again, expected)
-        assert recomputes
+@pytest.mark.parametrize(
+    "stages", [1, pytest.param(2, marks=pytest.mark.long("one stage shows what replicas are to a Trainer"))]
+)
+def test_replicas_take_lines_of_changing_lengths_in_turn(gloo_pool: GlooPool, tmp_path: Path, stages: int) -> None:
+    """Two replicas, three rows each: what one process makes of six."""
+    _, expected = with_lines(transformers.Trainer, str(tmp_path / "plain"), batch=6, layers=stages)
+    for found in gloo_pool.run(2 * stages, replicated, str(tmp_path), stages, timeout=240.0):
+        for logs, recomputes in found:
+            assert_logs(logs, expected)
+            assert recomputes == (stages > 1)  # a backward that follows its own forward needs none
     read = transformers.AutoModelForCausalLM.from_pretrained
-    found, wanted = (
-        read(tmp_path / f).eval()(**padded(5, 7, seed=9)).logits.detach() for f in ("b/last", "plain/last")
-    )
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    batch = padded(5, 7, seed=9)
+    wanted = read(tmp_path / "plain/last").eval()(**batch).logits.detach()
+    for kind in ("ddp", "fsdp")[:stages]:
+        torch.testing.assert_close(
+            read(tmp_path / kind / "last").eval()(**batch).logits.detach(), wanted, rtol=1e-3, atol=1e-4
+        )

@@ -182,6 +182,10 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def get_total_train_batch_size(self, args: Any) -> int:
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.pipe.num_replicas)
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """Those of a rank: a Trainer adds them up over all processes, and each of these knows the size of the whole model."""
+        return float(super().floating_point_ops(inputs)) / self.pipe.num_ranks
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, _ in model.named_parameters() if name in self._decaying]
 
