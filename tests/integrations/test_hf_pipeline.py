@@ -197,12 +197,16 @@ def test_a_model_that_ignores_the_number_of_labels() -> None:
     sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **dropout))
-    batch = padded(5, 8, seed=4)
-    expected = trained(model, batch)
+    batch, half = padded(5, 8, seed=4), padded(5, 8, seed=5)
+    half["labels"][3:] = -100  # a microbatch without any: its own loss is no number
+    expected = [trained(model, one) for one in (batch, half)]
     model.zero_grad()
     pipe = TransformersPipeline(model, batch, microbatches=2, profile=False)
-    loss = pipe.step(**batch).loss
-    assert_same((loss, {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}), expected)
+    for one, wanted in zip((batch, half), expected, strict=True):
+        pipe.zero_grad()
+        loss = pipe.step(**one).loss
+        assert_same((loss, {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}), wanted)
+    assert pipe.evaluate(**half).loss == pytest.approx(wanted[0], abs=2e-6)
 
 
 def test_cuts_are_those_of_the_config() -> None:

@@ -62,4 +62,5 @@ class WeightedSchedule(Schedule):
         """The loss of the whole batch, of numbers in a list or in a tensor."""
         if not self.scale_grads or self._shares is None or len(self._shares) != len(losses):
             return sum(losses) if not self.scale_grads else sum(losses) / len(losses)
-        return sum(share * loss for share, loss in zip(self._shares, losses, strict=True))
+        counted = [isinstance(share, Tensor) or share > 0 for share in self._shares]  # the mean of nothing is no number
+        return sum(share * loss for share, loss, counts in zip(self._shares, losses, counted, strict=True) if counts)

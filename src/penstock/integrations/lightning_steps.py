@@ -6,7 +6,7 @@ On the rank of the last stage, once for each microbatch, with the model's output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan
@@ -306,7 +306,7 @@ def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, str | No
             value = min(values)
         case _:
             own = [each.weight for _, each in logged if each.weight is not None and "batch_size" not in each.options]
-            parts = own if len(own) == len(sizes) and sum(own) else sizes
+            parts: Sequence[float] = own if len(own) == len(sizes) and sum(own) else sizes
             value = sum(part * value for part, value in zip(parts, values, strict=True) if part) / sum(parts)
     return value, one.metric, options
 
