@@ -306,7 +306,7 @@ def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, str | No
             value = min(values)
         case _:
             own = [each.weight for _, each in logged if each.weight is not None and "batch_size" not in each.options]
-            parts: Sequence[float] = own if len(own) == len(sizes) and sum(own) else sizes
+            parts: Sequence[float] = own if len(own) == len(sizes) and any(own) else sizes
             value = sum(part * value for part, value in zip(parts, values, strict=True) if part) / sum(parts)
     return value, one.metric, options
 
