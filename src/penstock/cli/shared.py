@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.plan import Plan
     from penstock.simulate import Costs, Timeline
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+_Command = TypeVar("_Command", bound=Callable[..., object])
 _TIME: Final = click.FloatRange(min=0)
 _MOST_SHOWN: Final = 20_000  # actions that somebody may still want to scroll through
 _OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Self
 
+import torch
 from torch import fx, nn
 from torch.export import ExportedProgram, export
 from torch.utils import _pytree as pytree
 
 from penstock import capture
 from penstock.capture import MultiUseParameterConfig, SplitPoint, StageModule
-from penstock.compat._captured import build_stage
+from penstock.compat._captured import _PipelineStage, build_stage
 from penstock.compat._pipe_info import NAME as PP_SUBMOD_PREFIX  # noqa: F401  torch has it here
 from penstock.compat._pipe_info import PipeInfo, get_submod_name
 from penstock.compat._siblings import found_in
 from penstock.errors import CaptureError
 from penstock.nest import Value
+from penstock.stage.pipeline_stage import Group
 
 MultiUseParamSpec = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
 __getattr__ = found_in(__name__, "..capture")
@@ -35,7 +37,7 @@ class Pipe(capture.Pipe):
             stage.own_only = stage.is_last and not info.has_loss  # and of these the ones that the last stage computes
 
     @classmethod
-    def from_tracing(cls, *args: Value, **options: Any) -> Any:
+    def from_tracing(cls, *args: Value, **options: Value) -> Self:  # type: ignore[override]
         """Capture a model. Only the rank of the first stage needs the model's arguments."""
         return super().from_tracing(*args, **{"arguments_from_first": True, **options})
 
@@ -51,10 +53,10 @@ class Pipe(capture.Pipe):
         cls,
         mod: nn.Module,
         exported_program: ExportedProgram,
-        multi_use_param_spec: Any = None,
-        output_loss_value_spec: Any = None,
-        split_policy: Any = None,
-    ) -> Any:
+        multi_use_param_spec: object = None,
+        output_loss_value_spec: object = None,
+        split_policy: object = None,
+    ) -> Self:
         """Capture a model for the example with which it was exported."""
         if exported_program.example_inputs is None:
             raise CaptureError(
@@ -73,7 +75,7 @@ class Pipe(capture.Pipe):
     def forward(self, *args: Value, **kwargs: Value) -> tuple[Value, ...]:
         return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
 
-    def build_stage(self, stage_index: int, device: Any, group: Any = None) -> Any:
+    def build_stage(self, stage_index: int, device: torch.device | str, group: Group = None) -> _PipelineStage:
         return build_stage(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
 
     def info(self) -> PipeInfo:
@@ -102,15 +104,14 @@ def pipeline(
     mb_args: tuple[Value, ...],
     mb_kwargs: dict[str, Value] | None = None,
     split_spec: dict[str, SplitPoint] | None = None,
-    split_policy: Any = None,
-    **options: Any,
+    split_policy: object = None,
+    **options: object,
 ) -> Pipe:
     """Capture a model and cut it into stages; see `penstock.capture`. Called as a whole, the pipe returns a tuple.
 
     Only the rank of the first stage needs the model's arguments.
     """
-    found: Pipe = Pipe.from_tracing(module, mb_args, mb_kwargs, split_policy, split_spec=split_spec, **options)
-    return found
+    return Pipe.from_tracing(module, mb_args, mb_kwargs, split_policy, split_spec=split_spec, **options)
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, fx
 
 from penstock.compat._siblings import found_in
+from penstock.nest import Value
 
 __getattr__ = found_in(__name__)
 
@@ -22,6 +21,6 @@ def friendly_debug_info(v: object) -> str:
     return f"Tensor({v.shape}, grad={v.requires_grad}, dtype={v.dtype})"
 
 
-def map_debug_info(a: Any) -> Any:
+def map_debug_info(a: Value) -> Value:
     """The same for everything in a nest of lists, tuples and dicts."""
     return fx.node.map_aggregate(a, friendly_debug_info)

@@ -53,8 +53,8 @@ class PipelineStage(_PipelineStageBase):
         device: torch.device | str,
         input_args: Value = None,
         output_args: Value = None,
-        output_grads: Any = None,
-        input_grads: Any = None,
+        output_grads: object = None,
+        input_grads: object = None,
         group: Group = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: MeshGetter | None = None,
@@ -80,7 +80,7 @@ class PipelineStage(_PipelineStageBase):
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Value, kwargs: dict[str, Value] | None = None, has_backward: bool = False
-    ) -> Any:
+    ) -> object:
         """Learn the shapes of inputs and outputs: `args` are the model's on the first stage, elsewhere what is known of the
         outputs of the stage before. What is known of this stage's outputs comes back.
         """
@@ -136,11 +136,11 @@ class PipelineStage(_PipelineStageBase):
     def _prepare_backward_infra(
         self,
         num_microbatches: int,
-        loss_fn: Any = None,
+        loss_fn: object = None,
         target: Value = None,
-        received_grad_meta: Any = None,
+        received_grad_meta: object = None,
         loss_kwargs: dict[str, Value] | None = None,
-    ) -> Any:
+    ) -> object:
         """Know which gradients come and go: those of values that require one."""
         found = self._backward_metadata_inference(loss_fn, target, received_grad_meta, loss_kwargs)
         self._setup_backward_recv_info(num_microbatches)
@@ -148,9 +148,9 @@ class PipelineStage(_PipelineStageBase):
 
     def _backward_metadata_inference(
         self,
-        loss_fn: Any = None,
+        loss_fn: object = None,
         target: Value = None,
-        received_grad_meta: Any = None,
+        received_grad_meta: object = None,
         loss_kwargs: dict[str, Value] | None = None,
     ) -> _StageBackwardMeta:
         """A gradient looks like its value, unless the user has said otherwise."""

@@ -22,6 +22,7 @@ from penstock.errors import ShapeError
 from penstock.stage.dtensors import MeshGetter, layout_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -35,7 +36,7 @@ def is_strided(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-MeshCacheKey = tuple[tuple[str, ...], Any]  # the names of the dimensions of a mesh, and its layout
+MeshCacheKey = tuple[tuple[str, ...], object]  # the names of the dimensions of a mesh, and its layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class _DTensorMeta(_TensorMeta):
     global_stride: tuple[int, ...] = ()
     placements: tuple[Any, ...] = ()
     mesh_dim_names: tuple[str, ...] = ()
-    mesh_layout: Any = None
+    mesh_layout: object = None
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> _DTensorMeta:
@@ -104,13 +105,13 @@ class _DTensorMeta(_TensorMeta):
     def mesh_cache_key(self) -> MeshCacheKey:
         return self.mesh_dim_names, self.mesh_layout
 
-    def to_dtensor(self, device: torch.device | str, mesh: Any) -> DTensor:
+    def to_dtensor(self, device: torch.device | str, mesh: DeviceMesh | None) -> DTensor:
         """A DTensor with undefined numbers."""
         made = self.wrap(_make_tensor_from_meta(self, device), mesh)
         made.requires_grad_(self.requires_grad and self.differentiable)
         return made
 
-    def wrap(self, local: Tensor, mesh: Any) -> DTensor:
+    def wrap(self, local: Tensor, mesh: DeviceMesh | None) -> DTensor:
         """The DTensor of which this is the local part."""
         from torch.distributed.tensor import DTensor
 
@@ -171,7 +172,7 @@ class _StageBackwardMeta:
 class GetMeshCallback(Protocol):
     """The user's function that names the mesh on which an arriving DTensor is put."""
 
-    def __call__(self, dim_names: tuple[str, ...], layout: Any, /) -> Any: ...
+    def __call__(self, dim_names: tuple[str, ...], layout: object, /) -> DeviceMesh | None: ...
 
 
 class InferenceMode(Enum):
@@ -194,10 +195,10 @@ class _MeshCache:
     """The meshes that arriving DTensors are put on, by the names and the layout of the sender's."""
 
     def __init__(self, get_mesh_cb: MeshGetter | None = None) -> None:
-        self._meshes: dict[MeshCacheKey, Any] = {}
+        self._meshes: dict[MeshCacheKey, DeviceMesh | None] = {}
         self._ask = get_mesh_cb
 
-    def get_mesh(self, key: MeshCacheKey) -> Any:
+    def get_mesh(self, key: MeshCacheKey) -> DeviceMesh | None:
         if key not in self._meshes:
             if self._ask is None:
                 raise ShapeError(
@@ -207,10 +208,10 @@ class _MeshCache:
             self._meshes[key] = self._ask(*key)
         return self._meshes[key]
 
-    def put(self, key: MeshCacheKey, mesh: Any) -> None:
+    def put(self, key: MeshCacheKey, mesh: DeviceMesh | None) -> None:
         self._meshes[key] = mesh
 
-    def update_from_tensors(self, tensors: Sequence[Any]) -> None:
+    def update_from_tensors(self, tensors: Sequence[object]) -> None:
         for tensor in tensors:
             if is_dtensor(tensor):
                 self.put(_DTensorMeta.from_dtensor(tensor).mesh_cache_key, tensor.device_mesh)
@@ -245,7 +246,7 @@ def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
     return _DTensorMeta.from_dtensor(tensor) if is_dtensor(tensor) else _TensorMeta.from_tensor(tensor)
 
 
-def extract_tensor_metas(tensors: Sequence[Any] | None, *, allow_none: bool = False) -> Metas | None:
+def extract_tensor_metas(tensors: Sequence[object] | None, *, allow_none: bool = False) -> Metas | None:
     if tensors is None:
         return None
     if not allow_none and not all(isinstance(tensor, Tensor) for tensor in tensors):

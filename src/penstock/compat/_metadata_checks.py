@@ -44,7 +44,7 @@ def validate_metadata(
 def validate_tensors_metadata(
     desc: str,
     expected: Sequence[_TensorMeta | None],
-    actual: Sequence[Any],
+    actual: Sequence[object],
     *,
     raise_on_mismatch: bool = True,
     warn_on_mismatch: bool = False,

@@ -40,7 +40,7 @@ LOSSES = ("_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
 """Methods of a schedule that programs override to take part in a step. Its other parts are called in every step."""
 
 
-def _spec(field: str) -> Any:
+def _spec(field: str) -> object:
     """How the batch is cut, under torch's name; a program may set it between two steps."""
     return property(
         lambda self: getattr(self._specs, field),
@@ -73,7 +73,7 @@ class _PipelineSchedule(StageCare):
         self.backward_counter: Counter[int] = Counter()
         self.fwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
         self.bwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
-        self.unshard_ops: dict[int, list[Any]] = defaultdict(list)  # of functions of the program's own
+        self.unshard_ops: dict[int, list[object]] = defaultdict(list)  # of functions of the program's own
         self.unsharded_stages: set[int] = set()
 
     def _forget_plan(self) -> None:

@@ -86,7 +86,7 @@ def get_schedule_ops(
     return add_schedule_op_spacing(rows) if add_spacing else rows
 
 
-def _place(*, rank: int, num_ranks: int, num_stages: int) -> Any:
+def _place(*, rank: int, num_ranks: int, num_stages: int) -> object:
     """As much of a stage as a schedule looks at."""
     return SimpleNamespace(
         submod=None, group=None, stage_index=0, group_rank=rank, group_size=num_ranks, num_stages=num_stages

@@ -55,10 +55,10 @@ class _PipelineStageBase(Exchange):
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group=group, dw_builder=dw_builder)
 
-    def _prepare_forward_infra(self, *args: Value, **kwargs: Value) -> Any:
+    def _prepare_forward_infra(self, *args: Value, **kwargs: Value) -> object:
         raise StageError(f"{type(self).__name__} does not say what it receives; override _prepare_forward_infra")
 
-    def _prepare_backward_infra(self, *args: Value, **kwargs: Value) -> Any:
+    def _prepare_backward_infra(self, *args: Value, **kwargs: Value) -> object:
         raise StageError(
             f"{type(self).__name__} does not say what gradients it receives; override _prepare_backward_infra"
         )
@@ -75,7 +75,7 @@ class _PipelineStageBase(Exchange):
         args: tuple[Value, ...],
         kwargs: dict[str, Value] | None = None,
         save_forward_output: bool = True,  # in `output_chunks`, on the last stage
-    ) -> Any:
+    ) -> object:
         """The forward of a microbatch. `args` are the model's own, for the first stage; the others have received theirs."""
         received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
         inputs, keywords = self._call_of(received, args, kwargs or {})
@@ -103,7 +103,7 @@ class _PipelineStageBase(Exchange):
         """What the module is called with."""
         return tuple(args) if self.is_first else received, self._keywords(kwargs)
 
-    def _keywords(self, kwargs: dict[str, Value]) -> dict[str, Any]:
+    def _keywords(self, kwargs: dict[str, Value]) -> dict[str, object]:
         """Those that the module takes."""
         return {name: value for name, value in kwargs.items() if self._accepted is None or name in self._accepted}
 
@@ -159,7 +159,7 @@ class _PipelineStageBase(Exchange):
         known = self._stage_meta.inputs
         self.bwd_cache[bwd_chunk_id] = found if known is None else found[: len(known)]
 
-    def _backward_input(self, request: dict[str, Any], last_backward: bool) -> tuple[Grads, Callable[..., None]]:
+    def _backward_input(self, request: dict[str, object], last_backward: bool) -> tuple[Grads, Callable[..., None]]:
         """The gradients of the inputs, and what does the weights' part. The first stage has nothing to hurry for."""
         if self.is_first and "pending" not in request:
             return (), partial(self._backward_rest, "full", request)
@@ -169,7 +169,7 @@ class _PipelineStageBase(Exchange):
         rest = request if "pending" in request else {"stage_output": request["stage_output"], "param_groups": groups}
         return found, partial(self._backward_rest, "weight", rest)
 
-    def _backward_rest(self, kind: str, request: dict[str, Any], last_backward: bool = False) -> None:
+    def _backward_rest(self, kind: str, request: dict[str, object], last_backward: bool = False) -> None:
         self.backward_maybe_with_nosync(kind, request, last_backward=last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -186,7 +186,7 @@ class _PipelineStageBase(Exchange):
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[Grads, list[dict[str, Any]] | None]:
+    ) -> tuple[Grads, list[dict[str, object]] | None]:
         """Do the "full", "input" or "weight" part of a backward; the gradients of the inputs come back, and after "input"
         what "weight" needs, unless the forward has put it aside.
         """

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     pass
 
 
-def renamed(name: str) -> Any:
+def renamed(name: str) -> object:
     """An attribute of penstock's under torch's name; a program may set it."""
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
 

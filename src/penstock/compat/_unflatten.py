@@ -18,7 +18,7 @@ def _outline_submodules(orig_graph: fx.Graph) -> fx.GraphModule:
     """Put the calls of an exported graph back into the modules that they came from, in their order."""
     frame: Any = _ModuleFrame
     outlined = fx.GraphModule(nn.Module(), fx.Graph())
-    stack: list[Any] = [("", None, 0)]
+    stack: list[object] = [("", None, 0)]
     registry: tuple[Value, ...] = (
         {},
         defaultdict(list),

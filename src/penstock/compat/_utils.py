@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -18,7 +16,7 @@ TensorMeta = _TensorMeta | _DTensorMeta
 __getattr__ = found_in(__name__, "._metadata", "._metadata_checks", "._pipe_info", "..capture")
 
 
-def flatten_args(args: Value, *, detach: bool = False) -> Any:
+def flatten_args(args: Value, *, detach: bool = False) -> Value:
     """The leaves of nested arguments; with `detach`, the arguments again with fresh leaves, and these leaves."""
     if not detach:
         return pytree.tree_leaves(args)
@@ -26,7 +24,7 @@ def flatten_args(args: Value, *, detach: bool = False) -> Any:
     return fresh, pytree.tree_leaves(fresh)
 
 
-def flatten_args_detach(args: Value) -> Any:
+def flatten_args_detach(args: Value) -> Value:
     return flatten_args(args, detach=True)
 
 

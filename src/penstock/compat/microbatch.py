@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from penstock.batch import (
@@ -43,13 +41,13 @@ def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> lis
 
 
 def _shard_dict_of_args(
-    args_dict: dict[Any, Any], args_chunk_spec: dict[Any, Any], num_chunks: int
-) -> list[dict[Any, Any]]:
+    args_dict: dict[str, Value], args_chunk_spec: dict[str, Value], num_chunks: int
+) -> list[dict[str, Value]]:
     """Cut a dict of arguments, each by its own spec."""
     return _split((), args_dict, num_chunks, None, args_chunk_spec, strict=False)[1]
 
 
-def _split_block_mask(block_mask: Any, num_chunks: int) -> list[Any]:
+def _split_block_mask(block_mask: Value, num_chunks: int) -> list[Value]:
     """Cut the block mask of flex attention along its batch; one that holds for every row goes to every microbatch."""
     size = block_mask_batch(block_mask)
     if size == 1:

@@ -61,7 +61,7 @@ class PipelineScheduleSingle(_PipelineSchedule, run.PipelineScheduleSingle):
         kwargs_chunk_spec: Value = None,
         output_merge_spec: Value = None,
         scale_grads: bool = True,
-        **options: Any,
+        **options: object,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(stage, n_microbatches, loss_fn, *specs, scale_grads, **options)
@@ -91,7 +91,7 @@ class PipelineScheduleMulti(_PipelineSchedule, run.PipelineScheduleMulti):
         use_full_backward: bool | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
-        **options: Any,
+        **options: object,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         options["backward_requires_autograd"] = backward_requires_autograd
@@ -128,7 +128,7 @@ class _Named(_PipelineScheduleRuntime):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         given = {"scale_grads": scale_grads, "backward_requires_autograd": backward_requires_autograd}
@@ -206,7 +206,7 @@ class ScheduleVHalf(_Named, run.ScheduleVHalf): ...
 class ScheduleVMin(_Named, run.ScheduleVMin): ...
 
 
-_ONE_STAGE: tuple[Any, ...] = (ScheduleGPipe, Schedule1F1B, ScheduleZBH1, ScheduleZBH2, PipelineScheduleSingle)
+_ONE_STAGE: tuple[object, ...] = (ScheduleGPipe, Schedule1F1B, ScheduleZBH1, ScheduleZBH2, PipelineScheduleSingle)
 _SEVERAL_STAGES: tuple[Any, ...] = (
     *(ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble),
     *(ScheduleDualPipeV, ScheduleVHalf, ScheduleVMin, PipelineScheduleMulti),

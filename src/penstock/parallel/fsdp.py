@@ -42,7 +42,7 @@ class FullyShardAdapter:
         self._order = StepOrder()
         self._hooks: list[RemovableHandle] = []
         self._watched: set[int] = set()  # groups, by id
-        self._syncing: list[Any] = []  # groups that the user wants reduced
+        self._syncing: list[object] = []  # groups that the user wants reduced
         self._replicas: list[HostGroup] = []
 
     @property
@@ -135,12 +135,12 @@ class FullyShardAdapter:
                 "REDUCE_GRAD after the last backward of this stage; lower it with `add_reduce_grad`"
             )
 
-    def _failures(self, failed: bool) -> tuple[Any, list[int]]:
+    def _failures(self, failed: bool) -> tuple[object, list[int]]:
         """Ask the replicas before the reduction, whose messages fit together only if all of them take part in it.
 
         A group, and by their ranks in it those that have failed, or have heard of one in the group before.
         """
-        found: tuple[Any, list[int]] = None, []
+        found: tuple[object, list[int]] = None, []
         for group in _process_groups(self._syncing):
             flags = torch.zeros(group.size(), dtype=torch.int64)
             flags[group.rank()] = int(failed or bool(found[1]))
@@ -158,7 +158,7 @@ class FullyShardAdapter:
 
     def _states(self) -> list[Any]:
         """All states of the tree; before the first step FSDP2 itself has not collected them yet."""
-        collected: list[Any] = self._root._state_ctx.all_states
+        collected: list[object] = self._root._state_ctx.all_states
         if collected:
             return collected
         states = {}
@@ -173,7 +173,7 @@ class FullyShardAdapter:
             for group in state._fsdp_param_groups:
                 yield state, group
 
-    def _prepare(self, state: Any, group: Any) -> None:
+    def _prepare(self, state: object, group: Any) -> None:
         """At the beginning of a step, for a group that UNSHARD leaves alone."""
         if not _is_sharded(group):
             group.unshard()
@@ -242,7 +242,7 @@ def _upcasts(group: Any) -> bool:
 def _mover(parameter: Any) -> object:
     """Moves a fresh gradient to the sum in the dtype of the reduction, as FSDP2 does after a full backward."""
 
-    def move(_: Any) -> None:
+    def move(_: object) -> None:
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
 

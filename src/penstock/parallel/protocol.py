@@ -130,7 +130,7 @@ class Flags:
     def __init__(self) -> None:
         self._old: list[tuple[object, str, object]] = []
 
-    def set(self, thing: Any, name: str, value: Any) -> None:
+    def set(self, thing: object, name: str, value: object) -> None:
         self._old.append((thing, name, getattr(thing, name)))
         setattr(thing, name, value)
 

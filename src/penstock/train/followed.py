@@ -40,7 +40,7 @@ class Followed:
         self._under_way = None
         self._results.clear()
 
-    def _stepped(self, *args: Any, **kwargs: Any) -> Result:
+    def _stepped(self, *args: object, **kwargs: Any) -> Result:
         if self._under_way is None:
             stack = ExitStack()
             self._under_way = stack, stack.enter_context(self._log.step(self._number, optimizer=self._optimizer))

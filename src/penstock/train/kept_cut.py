@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from penstock.balance import Profile
 from penstock.front import Pipeline
@@ -12,7 +11,7 @@ from penstock.train.train_options import OPTIONS, TrainOptions, read_json
 CHOICE, PROFILE = "choice.json", "profile.json"
 
 
-def kept_cut(options: TrainOptions, ranks: int) -> dict[str, Any]:
+def kept_cut(options: TrainOptions, ranks: int) -> dict[str, object]:
     """The schedule, the stages and the profile of a run that goes on, as long as the same is asked for: the same random
     numbers, the same run. Empty: the model is cut anew.
     """

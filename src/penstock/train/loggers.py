@@ -14,7 +14,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from penstock.errors import PenstockError, UnknownNameError
 from penstock.train.strict_json import dumps
@@ -98,7 +98,7 @@ class JsonLines:
     def validation(self, step: int, loss: float) -> None:
         self._write({"kind": "validation", "step": step, "loss": loss, "time": time()})
 
-    def _write(self, said: dict[str, Any]) -> None:
+    def _write(self, said: dict[str, object]) -> None:
         self._stream.write(dumps(said) + "\n")
         self._stream.flush()
 

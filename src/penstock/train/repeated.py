@@ -58,7 +58,7 @@ class Repeated:
             self._advance()
         return self._held
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Where the data is."""
         own = self.data.state_dict() if self.knows_its_place else None  # type: ignore[attr-defined]
         return {"next": self._next, "taken": self._taken, "begun": self._begun, "random": self._random, "data": own}

@@ -45,7 +45,7 @@ class EndOfRun:
     memory: Memory  # likewise
 
 
-def collect(pipe: Pipeline, ended: EndOfRun) -> dict[str, Any]:
+def collect(pipe: Pipeline, ended: EndOfRun) -> dict[str, object]:
     """Everything that the page shows, ready for JSON."""
     assert pipe.choice is not None, "a training run captures its model"
     return {
@@ -115,7 +115,7 @@ def costs_of_run(folder: str | Path) -> Costs:
     return _from_figures(folder, costs)
 
 
-def _from_figures(folder: str | Path, make: Callable[[dict[str, Any]], _Made]) -> _Made:
+def _from_figures(folder: str | Path, make: Callable[[dict[str, object]], _Made]) -> _Made:
     data = read(folder)
     try:
         return make(data)

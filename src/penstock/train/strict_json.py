@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
 
 
-def dumps(said: Mapping[str, Any]) -> str:
+def dumps(said: Mapping[str, object]) -> str:
     """One object. Numbers that are not finite are null; `not_finite` tells what those at the top were: nan, inf or -inf."""
     strange = {
         name: repr(float(value)) for name, value in said.items() if isinstance(value, float) and not isfinite(value)
@@ -21,7 +20,7 @@ def dumps(said: Mapping[str, Any]) -> str:
     return json.dumps(finite(whole), allow_nan=False)
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """The same with None in the place of each number that is not finite."""
     if isinstance(value, float):
         return value if isfinite(value) else None

@@ -49,8 +49,10 @@ class Job:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     validation: Sequence[Batch] = ()
     rate: Callable[[int], float] | None = None  # the factor of the learning rate, by step
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the command, unless it is called with others
-    position: Any = None  # what knows how far the data is: it has state_dict() and load_state_dict(), for checkpoints
+    options: Mapping[str, object] = field(default_factory=dict)  # of the command, unless it is called with others
+    position: object = (
+        None  # what knows how far the data is: it has state_dict() and load_state_dict(), for checkpoints
+    )
     tokens: int = 0  # of a batch, for the speed; 0: rows are counted
     title: str = ""
     text: Text | None = field(default=None, repr=False)  # to generate from, for language models over bytes

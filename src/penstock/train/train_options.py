@@ -140,7 +140,7 @@ class TrainOptions:
                     "least a row for each"
                 )
 
-    def check_validated(self, batches: Collection[Any] | None = None) -> None:
+    def check_validated(self, batches: Collection[object] | None = None) -> None:
         """Say that what goes by the validation loss would wait for it in vain; the batches are known once there is a job."""
         if not self.patience and not self.keep_best:
             return
@@ -196,10 +196,10 @@ class TrainOptions:
         return made
 
 
-_KINDS: dict[str, Any] = typing.get_type_hints(TrainOptions)
+_KINDS: dict[str, object] = typing.get_type_hints(TrainOptions)
 
 
-def _check_kind(name: str, value: Any, said: str) -> None:
+def _check_kind(name: str, value: object, said: str) -> None:
     """Whether an option may be such a value at all."""
     kind = _KINDS.get(name)
     is_bool = isinstance(value, bool)
@@ -208,7 +208,7 @@ def _check_kind(name: str, value: Any, said: str) -> None:
         raise PenstockError(f"{said} {value!r:.60}; {expected}")
 
 
-def _spelled(kind: Any) -> str:
+def _spelled(kind: object) -> str:
     """The name of a kind, for example "int or nothing"."""
     return " or ".join("nothing" if one is type(None) else one.__name__ for one in typing.get_args(kind) or (kind,))
 

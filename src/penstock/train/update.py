@@ -87,7 +87,7 @@ class Update:
         pieces, _ = split_batch(args, {}, self.replicas)
         return pieces[self.replica], split_target(target, self.replicas)[self.replica]
 
-    def casting(self, device: str = "cpu") -> AbstractContextManager[Any]:
+    def casting(self, device: str = "cpu") -> AbstractContextManager[object]:
         """Stands around forward and backward."""
         dtype = PRECISIONS[self.precision]
         return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
