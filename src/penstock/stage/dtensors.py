@@ -14,12 +14,13 @@ from penstock.errors import ShapeError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
-MeshGetter: TypeAlias = Callable[[tuple[str, ...], Any], "DeviceMesh | None"]
+MeshGetter: TypeAlias = Callable[[tuple[str, ...], object], "DeviceMesh | None"]
 """Called with the names of a mesh's dimensions, and with what torch knows of its layout, or None."""
 
 
-def _dtensor_type() -> Any:
+def _dtensor_type() -> type[DTensor] | None:
     """DTensor, if anybody has imported it; a program without it has none, and does not pay for the import."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
@@ -56,12 +57,11 @@ def layout_of(tensor: Tensor) -> DTensorLayout | None:
     dtensor = _dtensor_type()
     if dtensor is None or not isinstance(tensor, dtensor):
         return None
-    value: Any = tensor
-    mesh = value.device_mesh
+    mesh = tensor.device_mesh
     return DTensorLayout(
         tuple(tensor.shape),
         tuple(tensor.stride()),
-        tuple(map(_spell, value.placements)),
+        tuple(map(_spell, tensor.placements)),
         None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names),
         tuple(mesh.mesh.shape),
     )
@@ -74,10 +74,9 @@ def to_local(tensor: Tensor) -> Tensor:
     dtensor = _dtensor_type()
     if dtensor is None or not isinstance(tensor, dtensor):
         return tensor
-    value: Any = tensor
-    local: Any = value.detach().to_local()
-    arrived: Tensor = local.wait() if hasattr(local, "wait") else local  # it may be a collective under way
-    return arrived
+    local = _detached(tensor).to_local()
+    wait = getattr(local, "wait", None)  # it may be a collective under way
+    return local if wait is None else wait()
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -85,9 +84,11 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     dtensor = _dtensor_type()
     if dtensor is None or not isinstance(tensor, dtensor):
         return tensor.detach()
-    value: Any = tensor.detach()
-    whole: Tensor = value.full_tensor()
-    return whole
+    return _detached(tensor).full_tensor()
+
+
+def _detached(tensor: DTensor) -> DTensor:
+    return tensor.detach()  # type: ignore[return-value]  # of the same class
 
 
 def from_local(local: Tensor, layout: DTensorLayout, mesh: DeviceMesh | None) -> Tensor:
@@ -101,8 +102,9 @@ def from_local(local: Tensor, layout: DTensorLayout, mesh: DeviceMesh | None) ->
         raise ShapeError(
             f"a DTensor on a mesh of {layout.mesh_shape} arrived at a stage on a mesh of {tuple(mesh.mesh.shape)}"
         )
-    dtensor = _dtensor_type()
-    value: Tensor = dtensor.from_local(
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
         local,
         mesh,
         tuple(map(_placement, layout.placements)),
@@ -110,7 +112,6 @@ def from_local(local: Tensor, layout: DTensorLayout, mesh: DeviceMesh | None) ->
         shape=torch.Size(layout.shape),
         stride=layout.stride,
     )
-    return value
 
 
 def mesh_of(module: torch.nn.Module, get_mesh: MeshGetter | None, layout: DTensorLayout | None) -> DeviceMesh | None:
@@ -130,7 +131,7 @@ def _spell(placement: Any) -> str:
     return "R" if placement.is_replicate() else f"P{placement.reduce_op}"
 
 
-def _placement(text: str) -> object:
+def _placement(text: str) -> Placement:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     if text[0] == "S":
