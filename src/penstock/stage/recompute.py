@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +73,7 @@ class Repeats:
     def first(
         self,
         microbatch: int,
-        run: Callable[..., Any],
+        run: Callable[..., Value],
         args: tuple[object, ...],
         kwargs: dict[str, object],
         *,
@@ -118,7 +117,7 @@ class Repeats:
         first = self.kept[microbatch]
         return first is not None and first.output is not None
 
-    def again(self, microbatch: int, run: Callable[[], Any]) -> Value:
+    def again(self, microbatch: int, run: Callable[[], Value]) -> Value:
         """R: the output with its graph."""
         first, self.kept[microbatch] = self.kept[microbatch], None
         if first is None:

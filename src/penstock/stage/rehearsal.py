@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +89,7 @@ def _needs_data() -> tuple[type[Exception], ...]:
 def _noting(parts: CompiledParts, calls: list[PartCall]) -> Iterator[None]:
     """In the place of each part its eager self runs, and its calls are noted."""
 
-    def instead_of(part: CompiledPart) -> Callable[..., Any]:
+    def instead_of(part: CompiledPart) -> Callable[..., Value]:
         def call(*args: Value, **kwargs: Value) -> Value:
             calls.append(PartCall(part, args, kwargs))
             return part.eager(*args, **kwargs)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
-from penstock.nest import tensors_in
+from penstock.nest import Value, tensors_in
 
-Hook = Callable[..., Any]
+Hook = Callable[..., Value]
 Table = dict[int, Hook]
 
 
@@ -51,7 +51,7 @@ class RepeatedHooks:
         acting: set[int] = set()
 
         def note(number: int, hook: Hook, *, before: bool) -> Hook:
-            def noted(part: nn.Module, *args: object, **kwargs: object) -> Any:
+            def noted(part: nn.Module, *args: object, **kwargs: object) -> Value:
                 given = list(tensors_in((args, kwargs)))
                 held = {**vars(part), **part._buffers, **part._parameters}  # so that no address is used again meanwhile
                 was = _trace(part, given)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import StageError
-from penstock.nest import tensors_in
+from penstock.nest import Value, tensors_in
 from penstock.stage.cut_graph import GraphWork, accumulate_graphs
 from penstock.stage.joint import Joint, is_output_of_joint
 from penstock.stage.listeners import Listeners
@@ -104,8 +104,8 @@ class _NotHeldError(Exception):
 class _Written(NamedTuple):
     """Code that torch.compile wrote, made callable."""
 
-    attached: Callable[..., Any]  # with autograd
-    detached: Callable[..., Any]  # without; what `graph` keeps is then to be taken from there
+    attached: Callable[..., Value]  # with autograd
+    detached: Callable[..., Value]  # without; what `graph` keeps is then to be taken from there
     graph: _Graph
 
 
@@ -116,7 +116,7 @@ class _Graph:
         self.joint = joint
         self.held: HeldGraph | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Value) -> Value:
         joint = self.joint
         for place in joint.wanted:
             given = args[place]
@@ -134,7 +134,7 @@ class _Graph:
 class Shortcuts:
     """Of one compiled part: in its place during a step. `begin` forgets what torch.compile would no longer run."""
 
-    def __init__(self, eager: Any, twin: Callable[..., Any]) -> None:
+    def __init__(self, eager: Any, twin: Callable[..., Value]) -> None:
         self.eager, self.twin = eager, twin
         self.module = eager.__closure__[0].cell_contents
         self.read: dict[CodeType, _Written | None] = {}
@@ -148,7 +148,7 @@ class Shortcuts:
         if self.stance is None or self.stance != _stance() or any(code not in there for code in self.codes):
             self.found, self.codes = [], []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Value, **kwargs: Value) -> Value:
         frame = {"args": args, "kwargs": kwargs, "module": self.module}
         for holds, written in self.found:
             if holds(frame):
@@ -159,7 +159,7 @@ class Shortcuts:
                 self._learn(frame, output)
         return output
 
-    def held(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, HeldGraph] | None:
+    def held(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> tuple[Value, HeldGraph] | None:
         """Call without autograd; None if that is not possible, or not known to be, or if somebody looks at what autograd does."""
         if _C._autograd._top_saved_tensors_default_hooks(False) is not None or torch.is_anomaly_enabled():
             return None
@@ -175,7 +175,7 @@ class Shortcuts:
                 return output, held  # type: ignore[return-value]
         return None
 
-    def _learn(self, frame: dict[str, Any], output: Any) -> None:
+    def _learn(self, frame: dict[str, Any], output: Value) -> None:
         """After a call in the long way: find the code that it has run, if that was compiled (see `torch.compiler.set_stance`)."""
         tensors = tensors_in(output)
         trained = [tensor for tensor in tensors if tensor.requires_grad]

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from penstock.errors import StageError, UnknownNameError
+from penstock.nest import Value
 from penstock.stage.compiled import SplitBackend, StageBackend, counting_calls
 from penstock.stage.listeners import Listeners
 from penstock.stage.shortcut import HeldGraph, Shortcuts
@@ -112,7 +113,7 @@ class CompiledPart:
         inside = [part for part in self.module.modules() if has_hooks(part)]
         inside += [part for wrapper in self.module.modules() if _is_wrapper(wrapper) for part in wrapper.children()]
         self.forwards = {part: made for part in inside if (made := _forward_of(part)) is not None}
-        self.twin: Callable[..., Any] = torch.compile(self.eager, **self.options)
+        self.twin: Callable[..., Value] = torch.compile(self.eager, **self.options)
         self.shortcuts = Shortcuts(self.eager, self.twin)
 
     def begin(self) -> None:
@@ -144,7 +145,7 @@ class CompiledPart:
             self.put(self.shortcuts)
         return output
 
-    def told_if_untraced(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def told_if_untraced(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Value:
         """Call the twin; if torch.compile finds nothing in it that it can compile, say so, and why."""
         breaks = torch._dynamo.utils.counters["graph_break"]
         before = dict(breaks)
@@ -155,9 +156,9 @@ class CompiledPart:
             self.backend.tell(StageError(news[-1] if news else "torch.compile found no graph in it"))
         return output
 
-    def put(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def put(self, call: Callable[..., Value]) -> Callable[..., Value]:
         """Let this be called instead; what was called before comes back."""
-        before: Callable[..., Any] = self.attributes[self.place]
+        before: Callable[..., Value] = self.attributes[self.place]
         self.attributes[self.place] = call
         return before
 
@@ -175,7 +176,7 @@ class CompiledParts:
         self.split = split = split or whole
         self.parts: list[CompiledPart] = []
         self.outer = module if _compiled_call(module) is not None else None  # compiled itself, with nothing around it
-        self.before: list[Callable[..., Any]] | None = None  # while the twins run: what ran before them
+        self.before: list[Callable[..., Value]] | None = None  # while the twins run: what ran before them
         self.listeners: Listeners | None = None  # in a step: who waits to hear of gradients
         self.open = ExitStack()  # what is undone when the twins no longer run
         inside: set[nn.Module] = set()
@@ -204,7 +205,7 @@ class CompiledParts:
         to_input, to_weight = joints[0].held_to_input, joints[0].held_to_weight
         return None if to_input is None or to_weight is None else (to_input, to_weight)
 
-    def call_held(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, HeldGraph] | None:
+    def call_held(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> tuple[Value, HeldGraph] | None:
         """Call a module that is compiled as a whole without autograd; None if something stands against it."""
         if self.outer is None or has_hooks(self.outer):
             return None
@@ -257,14 +258,14 @@ def _hooks_inside(module: nn.Module) -> list[tuple[str, int]]:
     return [(name, key) for part in module.modules() for name in _KINDS for key in part.__dict__[name]]
 
 
-def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Any]:
+def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Value]:
     """A call of the module as torch.compile sees it: from a function of its own on, through whatever module that is.
 
     torch.compile keeps what it has compiled with the code of a function, and only so many versions of it. So a stage that is
     compiled as a whole has code `alone`; equal layers of one stage, each compiled by itself, share theirs.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Value, **kwargs: Value) -> Value:
         return module._call_impl(*args, **kwargs)
 
     if alone:
@@ -272,7 +273,7 @@ def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Any]:
     return call
 
 
-def _forward_of(module: nn.Module) -> Callable[..., Any] | None:
+def _forward_of(module: nn.Module) -> Callable[..., Value] | None:
     """A forward to put in the place of torch's own where something is around it; None: it can stay.
 
     torch.compile does not look into some hooks (those of `fully_shard`), nor into torch's own wrappers, and gives up on the call
@@ -283,7 +284,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Any] | None:
     if "forward" in module.__dict__ or not str(inner.__module__).startswith("torch."):
         return None
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Value, **kwargs: Value) -> Value:
         return inner(module, *args, **kwargs)
 
     return forward
