@@ -37,7 +37,7 @@ class Pipe(capture.Pipe):
             stage.own_only = stage.is_last and not info.has_loss  # and of these the ones that the last stage computes
 
     @classmethod
-    def from_tracing(cls, *args: Value, **options: Value) -> Self:  # type: ignore[override]
+    def from_tracing(cls, *args: Value, **options: Value) -> Self:
         """Capture a model. Only the rank of the first stage needs the model's arguments."""
         return super().from_tracing(*args, **{"arguments_from_first": True, **options})
 
