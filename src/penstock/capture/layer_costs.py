@@ -61,7 +61,7 @@ def measure(
             known[key] = layer.measure()
         times = known[key]
         values.add(stage.outputs, layer.outputs(), k)
-        values.keep(stage, times.size)
+        values.keep(stage, times.size, k)
         parameters = {id(p): p for p in stage.parameters()}
         rows.append(
             LayerCost(
@@ -95,6 +95,7 @@ def measure(
             "torch": torch.__version__,
             "backward": full,
             "crossing_kept": list(values.crossing(kept=True)),
+            "crossing_unsaved": list(values.unsaved()),
             **metadata,
         },
     )
@@ -111,7 +112,9 @@ class _Values:
         self.sizes: dict[str, int] = {}
         self.root: dict[str, str] = {}  # of a value that is a view of another one: that one
         self.source: dict[str, int] = {}
-        self.kept: set[str] = set()  # values that some layer's graph keeps: they count for the layer that made them
+        self.kept: dict[
+            str, int
+        ] = {}  # values that a layer's graph keeps, and the first such; they count for their maker
         self.later: defaultdict[int, int] = defaultdict(int)  # by layer: bytes of its outputs that a later one keeps
         self.last = {wire.name: max(wire.stages) for outputs in info.stage_outputs for wire in outputs if wire.stages}
 
@@ -130,13 +133,15 @@ class _Values:
             if last <= layer:
                 self.now.pop(name, None)
 
-    def keep(self, stage: StageModule, size: Bytes) -> None:
+    def keep(self, stage: StageModule, size: Bytes, layer: int) -> None:
         """Note what the graph of a layer keeps of its inputs and outputs."""
-        self.kept |= {self.root[w.name] for w, kept in zip(stage.outputs, size.outputs, strict=False) if kept}
+        for wire, kept in zip(stage.outputs, size.outputs, strict=False):
+            if kept:
+                self.kept.setdefault(self.root[wire.name], layer)
         for wire, kept in zip(stage.inputs, size.inputs, strict=False):
             root = self.root.get(wire.name, wire.name)
             if kept and root not in self.kept and root in self.source:  # what the user gave is the user's
-                self.kept.add(root)
+                self.kept[root] = layer
                 self.later[self.source[root]] += self.sizes[root]
 
     def crossing(self, *, kept: bool = False) -> tuple[int, ...]:
@@ -148,6 +153,18 @@ class _Values:
             sum(self.sizes[w.name] for w in wires if w.source is not None and w.source < cut <= max(w.stages))
             for cut in range(1, self.info.num_stages)
         )
+
+    def unsaved(self) -> tuple[int, ...]:
+        """Bytes over each cut that the layer before it makes and that no layer up to there keeps."""
+        wires = [
+            (cut, wire) for cut, outputs in enumerate(self.info.stage_outputs, 1) for wire in outputs if wire.stages
+        ]
+        sizes = [0] * self.info.num_stages
+        for cut, wire in wires:
+            root = self.root[wire.name]
+            if self.source.get(root) == cut - 1 and self.kept.get(root, cut) >= cut:
+                sizes[cut - 1] += self.sizes[wire.name]
+        return tuple(sizes[:-1])
 
 
 def signature(stage: StageModule) -> object:

@@ -43,6 +43,7 @@ def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Ma
     full = profile.metadata.get("backward")
     crossing = (*profile.crossing, 0)
     kept = (*profile.metadata.get("crossing_kept", profile.crossing), 0)
+    unsaved = (*profile.metadata.get("crossing_unsaved", [0] * len(profile.crossing)), 0)
     outputs = tuple(float(crossing[stop - 1]) for _, stop in bounds)
     # An output is held to its gradient, whether a graph keeps it or not. What comes from another rank is in a buffer of
     # this one; what comes from this one belongs to the stage that made it.
@@ -62,6 +63,7 @@ def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Ma
         held_to_input=held,
         held_to_weight=total("activation_to_weight"),
         kept_input=inputs,
+        unsaved=tuple(float(unsaved[stop - 1]) for _, stop in bounds),
         casts=total("cast_bytes"),
         unmoved=unmoved,
         copy=None if machine.copy_bandwidth is None else tuple(size / machine.copy_bandwidth for size in copied),

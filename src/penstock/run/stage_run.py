@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.nest import Value, tensors_in
-from penstock.parallel import unwrap
+from penstock.parallel import Unwrapped, unwrap
 from penstock.plan import Op
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.call_arguments import CallArguments
@@ -77,7 +77,10 @@ class StageRun:
         self.repeated = repeated  # the microbatches whose forward is run again before the backward
         self.repeats: Repeats | None = None
         if repeated:
-            self.repeats = Repeats(self.module, num_microbatches, device=stage.device, keyed=rng is not None)
+            stops = self.manual is None and isinstance(setting.adapters.get(stage.stage_index), Unwrapped | None)
+            self.repeats = Repeats(
+                self.module, num_microbatches, device=stage.device, keyed=rng is not None, stops=stops
+            )
         self.moved = moved  # those of which what the forward saved is moved away and back
         self.elsewhere = setting.elsewhere or HostMemory()
         self.moves = Moves(self.module, threshold=self.elsewhere.threshold) if moved else None
@@ -135,9 +138,12 @@ class StageRun:
     def recompute(self, microbatch: int) -> None:
         """R."""
         args, kwargs = self.arguments(microbatch)
+        loss = None if self.last is None else self.last.losses[microbatch]
         with nullcontext() if self.rng is None else self.rng.at(self.stage.stage_index, microbatch):
             run = partial(self.call, microbatch, args, kwargs)
             output = self.repeats.again(microbatch, run)  # type: ignore[union-attr]
+        if loss is not None:  # the graph is that of the first run
+            self.last.losses[microbatch] = loss  # type: ignore[union-attr]
         for outbox in self.outboxes:
             outbox.keep_again(microbatch, output)
 
@@ -191,17 +197,19 @@ class StageRun:
     def call_first(
         self, call: ModuleCall, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Value:
-        """The first of two runs: its graph, and whatever waits for its backward, is dropped at once."""
+        """The first of two runs: unless its graph stays, it is dropped at once, and so is whatever waits for its backward."""
         repeats = self.repeats
         assert repeats is not None, "the plan has an R of this microbatch"
         # What a compiled graph saves is its own business; what waits for W is not autograd's.
         whole = self.compiled is not None or microbatch in self.split
-        output = repeats.first(microbatch, partial(call, microbatch), args, kwargs, whole=whole)
-        if repeats.keeps(microbatch):
+        last = self.last
+        loss = (lambda: None) if last is None else partial(last.losses.__getitem__, microbatch)
+        output = repeats.first(microbatch, partial(call, microbatch), args, kwargs, whole=whole, loss=loss)
+        if repeats.stays(microbatch):
             return output
         self.pending[microbatch] = None
-        if self.last is not None:
-            self.last.losses[microbatch] = None
+        if last is not None:
+            last.losses[microbatch] = None
         return output
 
     def call_saving(

@@ -44,6 +44,7 @@ _NOT_PER_STAGE: Final = ("links", "microbatches", "ranks")
 _JOINED: Final = {
     "kept_input": lambda each: each[0],
     "output_bytes": lambda each: each[-1],
+    "unsaved": lambda each: each[-1],
 }  # of stages that become one
 _JOINED_MOMENTS: Final = ("forward_moment", "backward_moment", "input_moment", "weight_moment")
 
@@ -64,6 +65,9 @@ class Costs:
     held_to_weight: tuple[float, ...]  # bytes that it still holds from its I to its W
     kept_input: tuple[float, ...] | None = None  # bytes that it holds from F to R where it is recomputed; None: none
     unmoved: tuple[float, ...] | None = None  # bytes of it that stay where the rest is offloaded; None: none
+    unsaved: tuple[float, ...] | None = (
+        None  # bytes of it that an R does not make again, for a B: an output; None: none
+    )
     casts: tuple[float, ...] | None = None  # bytes that a stage holds from its first F on: parameters in another type
     forward_moment: tuple[float, ...] | None = None  # bytes that operators need for a moment in F and R
     backward_moment: tuple[float, ...] | None = None  # and in B

@@ -81,7 +81,8 @@ class _Ledger:
         self.moments |= {Op.I: costs.input_moment or backward, Op.W: costs.weight_moment or backward}
         # Forwards whose backward is split cast for themselves, beside autocast. By stage and kind: before the first of them.
         self.uncast = {(stage, split): size for stage, size in enumerate(costs.casts or ()) for split in (False, True)}
-        each: Iterable[int] = (part for code in self.codes for part in parts(code)) if any(costs.casts or ()) else ()
+        asked = any(costs.casts or ()) or self.repeated
+        each: Iterable[int] = (part for code in self.codes for part in parts(code)) if asked else ()
         self.split = {(stage_of(part), microbatch_of(part)) for part in each if part & OP == Op.I}
         self.sent: dict[tuple[int, int], int] = {}  # by stage and microbatch: to how many ranks
 
@@ -102,7 +103,8 @@ class _Ledger:
             for producer in self.plan.graph.producers(stage):
                 yield from self.drop(("received", producer, stage, microbatch))
         if takes is not None:
-            yield from self.set(("stage", stage, microbatch), ACTIVATIONS, takes[stage])
+            size = takes[stage] - (self.unsaved(stage, microbatch) if op == Op.R else 0.0)
+            yield from self.set(("stage", stage, microbatch), ACTIVATIONS, size)
         if op in COMPUTES:
             yield MOMENTS, self.moment(code)
         if op in RECEIVES and self.costs.output_bytes:
@@ -143,8 +145,18 @@ class _Ledger:
             yield kind, -size
 
     def moment(self, code: int) -> float:
+        """Beside what is held: where that is less by an output, as much more."""
+        stage, microbatch = stage_of(code), microbatch_of(code)
         sizes = self.moments[code & OP]
-        return sizes[stage_of(code)] * self.costs.scale(microbatch_of(code)) if sizes else 0.0
+        more = self.unsaved(stage, microbatch) if sizes and code & OP in (Op.R, Op.B) else 0.0
+        return (sizes[stage] + more) * self.costs.scale(microbatch) if sizes else 0.0
+
+    def unsaved(self, stage: int, microbatch: int) -> float:
+        """What an R leaves out, which ends with the last tensor that a full backward needs."""
+        key = stage, microbatch
+        return (
+            self.costs.unsaved[stage] if self.costs.unsaved and key in self.repeated and key not in self.split else 0.0
+        )
 
     def crossing(self, code: int) -> float:
         """The bytes of a message."""

@@ -9,7 +9,8 @@ The second run gets the random numbers and the buffers of the first, and leaves 
 the same to the bit and a batch norm counts each microbatch once. Forward hooks that only look on are not called a second
 time (`stage/repeated_hooks.py`).
 
-What the graph of the first run would save is let go at once (`stage/drop_saved.py`).
+What the graph of the first run would save is let go at once (`stage/drop_saved.py`). Where that graph can stay, the second run
+fills it again, and ends when that is done (`stage/refill.py`); otherwise the second run makes a graph of its own.
 
 A forward may change what those before it left alone: its input in every tenth call, or a buffer too large to be copied for
 that. There is nothing to run it again from. So of such a microbatch the first run is kept, and R has nothing to do.
@@ -19,16 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
 
 from penstock.errors import StageError
 from penstock.nest import Value, map_tensors, tensors_in
-from penstock.stage.buffers import Before, Buffers
-from penstock.stage.drop_saved import DropSaved
+from penstock.stage.buffers import Before, Buffers, Modes
+from penstock.stage.drop_saved import DropSaved, Trial
 from penstock.stage.random_state import RandomState, accelerators
+from penstock.stage.refill import Attributes, Refill, is_plain, name, roots
 from penstock.stage.repeated_hooks import RepeatedHooks
 
 
@@ -40,7 +43,8 @@ class _First:
     buffers: Before
     acting: frozenset[int]  # forward hooks that take part
     gave: list[str]  # its output's tensors, as they are named in an error
-    output: Value = None  # with its graph, if it cannot be run again
+    output: Value = None  # with its graph, if that stays
+    refill: Refill | None = None  # what that graph lacks; None: nothing, there is no second run
 
 
 class Repeats:
@@ -53,15 +57,17 @@ class Repeats:
         *,
         device: torch.device,
         keyed: bool = False,
+        stops: bool = True,
     ) -> None:
         self.module = module
         self.keyed = keyed  # random numbers are set from outside, for each microbatch
+        self.stops = stops  # whether a forward may be left before its end: nobody around it waits for that
         self.kept: list[_First | None] = [None] * num_microbatches
         self.parts: list[nn.Module] = []
+        self.drop = DropSaved()
         self.begin(None)
         self.spoils: bool | None = None  # whether a forward changes its input in place, once one has run
         self.devices = accelerators(device, (*module.parameters(), *module.buffers()))
-        self.drop = DropSaved()
 
     def begin(self, loss: object) -> None:
         """Before a step. The loss is run again with the last stage; if it is a module, its buffers and hooks count too."""
@@ -69,6 +75,8 @@ class Repeats:
         parts = [part for module in modules for part in module.modules()]
         if parts != self.parts:
             self.parts, self.buffers, self.hooks = parts, Buffers(modules), RepeatedHooks(modules)
+            self.attributes = Attributes(parts)
+        self.drop.begin()
 
     def first(
         self,
@@ -78,11 +86,13 @@ class Repeats:
         kwargs: dict[str, object],
         *,
         whole: bool = False,
+        loss: Callable[[], Tensor | None] = lambda: None,
     ) -> Value:
         """F: the output, as tensors without a graph that require a gradient where those of the module do.
 
         A forward that changes its input in place is given a copy, since the second run starts from the same input. (An input
         that requires a gradient cannot be changed in place.) Its graph is `whole` if others than autograd hold what it saves.
+        `loss` gives what the backward starts from besides the output.
         """
         random = RandomState(self.devices)
         # A batch norm changes its statistics in one of its modes only.
@@ -92,37 +102,54 @@ class Repeats:
         copied = self.spoils is not False or not whole
         given = _copies(args, kwargs) if copied else (args, kwargs)
         versions = [(tensor, tensor._version) for tensor in tensors_in(given) if not tensor.requires_grad]
-        with self.hooks.noting() as acting:
+        steady = self.attributes.look()
+        saves: Refill | Trial | None = None
+        with self.hooks.noting(lambda: len(saves.places) if isinstance(saves, Refill) else 0) as noted:
             try:
-                with nullcontext() if whole else self.drop.around(before.modes):
+                with nullcontext() if whole else self.drop.around(before.modes) as saves:
                     output = run(*given)
             except RuntimeError as error:
                 if whole or not self.drop.is_refused(before.modes, error):
                     raise
                 random.set()
                 before.put_back()
+                saves = None
                 output = run(*_copies(args, kwargs))
+        if isinstance(saves, Trial):
+            saves.look((output, loss()))
+        if not steady():
+            self.drop.forbid_refill(before.modes)
         spoiled = any(tensor._version != version for tensor, version in versions)
         self.spoils = bool(self.spoils) or spoiled
         keep = (spoiled and not copied) or bool(before.lost())
         self.buffers.learn(before)
-        gave = [_name(tensor) for tensor in tensors_in(output)]
-        self.kept[microbatch] = _First(
-            None if self.keyed else random, before, frozenset(acting), gave, output if keep else None
-        )
+        gave = [name(tensor) for tensor in tensors_in(output)]
+        first = _First(None if self.keyed else random, before, frozenset(noted.acting), gave, output if keep else None)
+        if not keep and isinstance(saves, Refill) and self.may_stop(before.modes) and noted.same and is_plain(output):
+            first = replace(first, output=roots(output), refill=saves)
+        self.kept[microbatch] = first
         return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output)
 
-    def keeps(self, microbatch: int) -> bool:
-        """Whether the first run is all there is: its graph is there already, and so is whatever waits for its backward."""
+    def may_stop(self, modes: Modes) -> bool:
+        """Whether a forward in these modes may be left when nothing more is saved. A hook may want to be called at its end."""
+        return (
+            self.stops
+            and modes in self.drop.refilled
+            and not of_all_modules._global_forward_hooks_always_called
+            and not any(part._forward_hooks_always_called for part in self.parts)
+        )
+
+    def stays(self, microbatch: int) -> bool:
+        """Whether the graph of the first run stays, and with it whatever waits for its backward."""
         first = self.kept[microbatch]
-        return first is not None and first.output is not None
+        return first is not None and (first.output is not None or first.refill is not None)
 
     def again(self, microbatch: int, run: Callable[[], Value]) -> Value:
         """R: the output with its graph."""
         first, self.kept[microbatch] = self.kept[microbatch], None
         if first is None:
             raise StageError(f"microbatch {microbatch} is to be recomputed, but no forward of it has run")
-        if first.output is not None:
+        if first.output is not None and first.refill is None:
             return first.output
         if lost := first.buffers.lost():
             raise StageError(
@@ -134,8 +161,12 @@ class Repeats:
                 stack.enter_context(first.random.once_more())
             stack.enter_context(first.buffers.once_more())
             stack.enter_context(self.hooks.only(first.acting))
+            if first.refill is not None:
+                stack.enter_context(self.attributes.restored())
+                first.refill.fill(run)
+                return first.output
             output = run()
-        gives = [_name(tensor) for tensor in tensors_in(output)]
+        gives = [name(tensor) for tensor in tensors_in(output)]
         if gives != first.gave:
             raise StageError(
                 f"microbatch {microbatch}: the forward gave {', '.join(first.gave)}, and when it was run again "
@@ -152,8 +183,15 @@ class Repeats:
 
 
 def _copies(args: Value, kwargs: Value) -> Value:
-    return map_tensors(lambda tensor: tensor if tensor.requires_grad else tensor.clone(), (args, kwargs))
+    return map_tensors(lambda tensor: tensor if tensor.requires_grad else _copy(tensor), (args, kwargs))
 
 
-def _name(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _copy(tensor: Tensor) -> Tensor:
+    """With the same strides, by which operators choose their way."""
+    made = tensor.clone()
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
+        return made
+    if made.stride() == tensor.stride():
+        return made
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())

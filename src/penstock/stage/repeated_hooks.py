@@ -1,9 +1,9 @@
 """Forward hooks of modules that are run twice: those that only look on see one forward, those that take part see both.
 
     hooks = RepeatedHooks([module])
-    with hooks.noting() as acting:
+    with hooks.noting() as noted:
         output = module(x)                  # all hooks are called
-    with hooks.only(acting):
+    with hooks.only(noted.acting):
         output = module(x)                  # only those that took part the first time
 
 A hook takes part if it returns something, or if it leaves a trace in what is computed: it changes a tensor that it was given
@@ -27,6 +27,14 @@ Hook = Callable[..., Value]
 Table = dict[int, Hook]
 
 
+class Noted:
+    """What the hooks of one forward did."""
+
+    def __init__(self) -> None:
+        self.acting: set[int] = set()  # those that took part, by the number of their handle
+        self.same = True  # without the others a forward saves the same tensors for its backward
+
+
 class RepeatedHooks:
     """The forward hooks of some modules and of their parts, and those of all modules.
 
@@ -46,18 +54,20 @@ class RepeatedHooks:
                 parts += part.children()
 
     @contextmanager
-    def noting(self) -> Iterator[set[int]]:
-        """Inside, hooks run as ever, and those that take part are noted by the number of their handle."""
-        acting: set[int] = set()
+    def noting(self, saved: Callable[[], int] = lambda: 0) -> Iterator[Noted]:
+        """Inside, hooks run as ever, and those that take part are noted. `saved` counts the tensors saved for a backward."""
+        found = Noted()
 
         def note(number: int, hook: Hook, *, before: bool) -> Hook:
             def noted(part: nn.Module, *args: object, **kwargs: object) -> Value:
                 given = list(tensors_in((args, kwargs)))
                 held = {**vars(part), **part._buffers, **part._parameters}  # so that no address is used again meanwhile
-                was = _trace(part, given)
+                was, count = _trace(part, given), saved()
                 result = hook(part, *args, **kwargs)
                 if result is not None or _trace(part, given) != was or (before and _sets_tensors(part, held, given)):
-                    acting.add(number)
+                    found.acting.add(number)
+                elif saved() != count:
+                    found.same = False
                 return result
 
             return noted
@@ -70,7 +80,7 @@ class RepeatedHooks:
         for table, _, notes in tables:
             table.update(notes)
         try:
-            yield acting
+            yield found
         finally:
             for table, hooks, notes in tables:
                 for key, noted in notes.items():

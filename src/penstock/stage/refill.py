@@ -1,0 +1,184 @@
+"""A forward whose graph stays, without what it saved; and a second run that puts that back, and ends when all is there.
+
+    refill = Refill(needed)
+    with saved_tensors_hooks(refill.pack, refill.unpack):
+        output = module(x)                  # its graph holds empty places
+    refill.fill(lambda: module(x))          # as far as the last of them
+    output.sum().backward()
+
+A forward ends with work of which nothing is saved: the product of its last linear layer, its last sum. The second run needs
+none of that, so it is left by an exception as soon as the last place is filled. What it would have given is known from the
+first run, whose graph the backward goes through.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.errors import StageError
+from penstock.nest import Value, map_tensors, tensors_in
+
+PLAIN = (Tensor, nn.Parameter)
+"""Tensors that hold their values themselves."""
+
+
+class _Enough(BaseException):
+    """Leaves a forward. No error: whoever catches errors lets it pass."""
+
+
+class _Place:
+    """Where a saved tensor was, and will be."""
+
+    __slots__ = ("__weakref__", "dtype", "shape", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.tensor: Tensor | None = None
+        self.version = 0
+
+
+class Refill:
+    """What the graph of one forward lacks."""
+
+    def __init__(self, needed: Callable[[], NoReturn]) -> None:
+        self.needed = needed  # called if somebody asks before it is there
+        self.places: list[weakref.ref[_Place]] = []  # in order; the graph has them
+
+    def pack(self, tensor: Tensor) -> _Place:
+        place = _Place(tensor)
+        self.places.append(weakref.ref(place))
+        return place
+
+    def unpack(self, place: _Place) -> Tensor:
+        tensor = place.tensor
+        if tensor is None:
+            self.needed()
+        if tensor._version != place.version:  # autograd asks that only of tensors without hooks
+            raise StageError(
+                f"a tensor of shape {list(place.shape)} that a forward saved for its backward was changed in place since; "
+                "expected it to be left alone: change a copy of it"
+            )
+        return tensor
+
+    def fill(self, run: Callable[[], object]) -> None:
+        """Run the forward again, until every place that is still there has its tensor."""
+        places = [place() for place in self.places]
+        self.places = []
+        while places and places[-1] is None:
+            places.pop()
+        count, filled = len(places), 0
+
+        def keep(tensor: Tensor) -> _Place | None:
+            nonlocal filled
+            if filled == count:  # somebody caught what was to end the run
+                raise _Enough
+            place = places[filled]
+            if place is not None:
+                if tensor.shape != place.shape or tensor.dtype is not place.dtype:
+                    raise StageError(
+                        f"the forward saved {name(place)} as number {filled + 1} of the tensors for its backward, and when it "
+                        f"was run again {name(tensor)}; {_EXPECTED}"
+                    )
+                place.tensor, place.version = tensor.detach(), tensor._version
+            filled += 1
+            if filled == count:
+                raise _Enough
+            return place
+
+        try:
+            if count:
+                with saved_tensors_hooks(keep, self.unpack):
+                    run()
+        except _Enough:
+            pass
+        except Exception:
+            if filled < count:  # else it is an answer to being left
+                raise
+        finally:
+            places.clear()  # from here on the graph alone has them, and lets go of one after the other
+        if filled < count:
+            raise StageError(
+                f"the forward saved {count} tensors for its backward, and when it was run again {filled}; {_EXPECTED}"
+            )
+
+
+_EXPECTED = (
+    "expected the same. What it depends on besides its input (a counter, the time, global state) must not change in "
+    "between; or leave the stage out of recompute"
+)
+
+
+class Attributes:
+    """What modules of the user's have set on themselves. A forward that changes it might give something else the next time."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        # Those of torch's own change nothing but buffers.
+        self.tables = [vars(part) for part in parts if not type(part).__module__.startswith("torch.nn.modules.")]
+
+    def look(self) -> Callable[[], bool]:
+        """Tells later whether all is as it is now."""
+        now = [dict(table) for table in self.tables]
+        return lambda: all(map(_same, self.tables, now))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Afterwards all is as it was: a forward that is left in the middle may have set what it wanted to set back."""
+        before = [dict(table) for table in self.tables]
+        try:
+            yield
+        finally:
+            for table, old in zip(self.tables, before, strict=True):
+                if not _same(table, old):
+                    table.clear()
+                    table.update(old)
+
+
+def _same(table: dict[str, object], other: dict[str, object]) -> bool:
+    return table.keys() == other.keys() and all(table[key] is value for key, value in other.items())
+
+
+class _Root(torch.autograd.Function):
+    """Stands for an output: has its graph, its shape, and no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _hollow(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _hollow(tensor: Tensor) -> Tensor:
+    return tensor.new_empty_strided(tensor.shape, (0,) * tensor.dim())
+
+
+def roots(output: Value) -> Value:
+    """From which a backward can start as from the output, whose memory they do not hold.
+
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> root = roots(2 * x)
+    >>> root.backward(torch.ones(3))
+    >>> x.grad, root.untyped_storage().nbytes()
+    (tensor([2., 2., 2.]), 4)
+    """
+
+    def root(tensor: Tensor) -> Tensor:
+        return _Root.apply(tensor) if tensor.requires_grad else _hollow(tensor)  # type: ignore[no-untyped-call]
+
+    return map_tensors(root, output)
+
+
+def is_plain(output: object) -> bool:
+    return all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in tensors_in(output))
+
+
+def name(tensor: Tensor | _Place) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
