@@ -51,6 +51,40 @@ def test_the_same_loss_and_gradients(rows: int, reduction: str, bias: bool, gene
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("way", ["linear", "in blocks", "general"])
+def test_gradients_of_many_slices_are_added_up_in_float32(way: str, autocast: bool) -> None:
+    """In bfloat16 a sum of 512 equal parts would stop growing at a half of itself."""
+    torch.manual_seed(0)
+    width = 4 * WIDTH if way == "in blocks" else WIDTH
+    head = nn.Linear(width, 8).to(torch.float32 if autocast else torch.bfloat16)
+    used: Any = nn.Sequential(head) if way == "general" else head
+    hidden = torch.randn(1, width).expand(1024, width).to(head.weight.dtype)
+    target = torch.zeros(1024, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = gradients(penstock.chunked_loss(hidden, target, used, rows=2), *head.parameters())
+    exact = nn.Linear(width, 8)
+    exact.load_state_dict(head.state_dict())
+    expected = gradients(functional.cross_entropy(exact(hidden.float()), target), *exact.parameters())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=0.02, atol=1e-4 * float(b.abs().max()))
+
+
+def test_a_parameter_that_no_slice_uses_has_no_gradient() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(WIDTH, WORDS).bfloat16(), nn.Linear(2, 2).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)  # type: ignore[no-any-return]
+
+    head, (hidden, target) = Head(), data(2, dtype=torch.bfloat16)
+    penstock.chunked_loss(hidden, target, head, rows=50).backward()
+    assert head.used.weight.grad is not None
+    assert head.idle.weight.grad is None
+
+
 def test_any_loss_that_is_a_sum() -> None:
     head, (hidden, target) = nn.Linear(WIDTH, WORDS).double(), data(2)
     smooth = partial(functional.cross_entropy, reduction="sum", label_smoothing=0.1)

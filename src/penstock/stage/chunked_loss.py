@@ -7,7 +7,8 @@
 A linear head with cross-entropy is one operator of its own, which a captured model keeps as it is. Any other head or loss is
 computed slice by slice under checkpoints. Either way the logits of a slice are computed again in the backward, and the
 gradient of the head's weight is there after the input pass of a split backward: to put it off would mean to hold the gradients of
-all logits.
+all logits. The gradients of the slices are added up in float32, however small the type of the head: where they were rounded to it
+one after another, those of later slices would be lost in the sum of the earlier ones.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def chunked_loss(
     else:
         own = loss_fn or _Sum(ignore_index)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        head_of_slice = _in_slices(head)
         for start in range(0, flat.shape[0], rows):
             piece = flat[start : start + rows], labels[start : start + rows]
-            total = total + checkpoint(_slice, head, own, *piece, use_reentrant=False)
+            total = total + checkpoint(_slice, head_of_slice(), own, *piece, use_reentrant=False)
     if reduction == "sum":
         return total
     whole = labels.is_floating_point() or labels.dim() > 1
@@ -95,6 +97,57 @@ class _Sum:
 def _slice(head: Any, loss_fn: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, target: Tensor) -> Tensor:
     with undeferred():
         return loss_fn(head(hidden), target)
+
+
+def _in_slices(head: Callable[[Tensor], Tensor]) -> Callable[[], Callable[[Tensor], Tensor]]:
+    """The head for each slice, such that the gradients of its parameters are added up in float32."""
+    if not isinstance(head, nn.Module) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return lambda: head
+    own = {name: p for name, p in head.named_parameters() if type(p) is nn.Parameter and p.requires_grad}
+    small = {name: p for name, p in own.items() if p.dtype in (torch.bfloat16, torch.float16)}
+    if any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in own.values()}):
+        small = own  # autocast would keep one cast of them for all slices, which would add up in its type
+    if not small:
+        return lambda: head
+    sums: dict[str, Tensor] = {}
+    shared = {name: _Sums.apply(p, sums, name) for name, p in small.items()}  # type: ignore[no-untyped-call]
+
+    def of_slice() -> Callable[[Tensor], Tensor]:
+        used = {name: _Addend.apply(p, sums, name) for name, p in shared.items()}  # type: ignore[no-untyped-call]
+        return lambda hidden: torch.func.functional_call(head, used, (hidden,))
+
+    return of_slice
+
+
+class _Sums(torch.autograd.Function):
+    """A parameter that several slices use; its backward comes after theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, sums: dict[str, Tensor], name: str) -> Tensor:
+        ctx.sums, ctx.name, ctx.dtype = sums, name, parameter.dtype
+        ctx.set_materialize_grads(False)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, None, None]:
+        total = ctx.sums.pop(ctx.name, None)
+        return None if total is None else total.to(ctx.dtype), None, None
+
+
+class _Addend(torch.autograd.Function):
+    """The same parameter in one slice, whose gradient is added to the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, sums: dict[str, Tensor], name: str) -> Tensor:
+        ctx.sums, ctx.name = sums, name
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        grad = grads[0].to(_precision(grads[0].dtype))
+        total = ctx.sums.get(ctx.name)
+        ctx.sums[ctx.name] = grad if total is None else total.add_(grad)
+        return None, None, None
 
 
 def _cross_entropy(hidden: Tensor, target: Tensor, head: nn.Linear, rows: int, ignore_index: int) -> Tensor:
@@ -134,11 +187,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias: the logits of a slice again, and at once what becomes of them."""
     to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    to_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-    to_bias = torch.zeros(weight.shape[0] if bias is not None else 0, dtype=weight.dtype, device=weight.device)
+    precision, (words, width) = _precision(weight.dtype), weight.shape
+    to_weight = torch.zeros(weight.shape, dtype=precision, device=weight.device)
+    to_bias = torch.zeros(words if bias is not None else 0, dtype=precision, device=weight.device)
+    exact = precision is weight.dtype
+    # Else products of a slice are made apart, of so many words at a time that they are no larger than its logits were.
+    each = words if width <= 3 * rows else max(1, 3 * words * rows // width)
     for piece, labels, place in zip(hidden.split(rows), target.split(rows), to_hidden.split(rows), strict=True):
         logits = _precise(functional.linear(piece, weight, bias))
-        momentary(2 * logits.nbytes)
+        momentary(2 * logits.nbytes + (0 if exact else to_weight.nbytes))
         slopes = logits.softmax(1)
         del logits
         counted = labels != ignore_index
@@ -146,11 +203,15 @@ def _backward(
         slopes *= (grad * counted)[:, None]
         slopes = slopes.to(weight.dtype)
         torch.mm(slopes, weight, out=place)
-        to_weight.addmm_(slopes.t(), piece)
+        if exact:
+            to_weight.addmm_(slopes.t(), piece)
+        else:
+            for part, part_of_slopes in zip(to_weight.split(each), slopes.t().split(each), strict=True):
+                part += part_of_slopes @ piece
         if bias is not None:
-            to_bias += slopes.sum(0)
+            to_bias += slopes.sum(0, dtype=precision)
         del slopes
-    return to_hidden, to_weight, to_bias
+    return to_hidden, to_weight.to(weight.dtype), to_bias.to(weight.dtype)
 
 
 @_backward.register_fake
