@@ -144,7 +144,7 @@ def _same(table: dict[str, object], other: dict[str, object]) -> bool:
     return table.keys() == other.keys() and all(table[key] is value for key, value in other.items())
 
 
-class _Root(torch.autograd.Function):
+class _HollowOutput(torch.autograd.Function):
     """Stands for an output: has its graph, its shape, and no memory."""
 
     @staticmethod
@@ -171,7 +171,7 @@ def roots(output: Value) -> Value:
     """
 
     def root(tensor: Tensor) -> Tensor:
-        return _Root.apply(tensor) if tensor.requires_grad else _hollow(tensor)  # type: ignore[no-untyped-call]
+        return _HollowOutput.apply(tensor) if tensor.requires_grad else _hollow(tensor)  # type: ignore[no-untyped-call]
 
     return map_tensors(root, output)
 

@@ -27,7 +27,7 @@ Hook = Callable[..., Value]
 Table = dict[int, Hook]
 
 
-class Noted:
+class HooksSeen:
     """What the hooks of one forward did."""
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class RepeatedHooks:
                 parts += part.children()
 
     @contextmanager
-    def noting(self, saved: Callable[[], int] = lambda: 0) -> Iterator[Noted]:
+    def noting(self, saved: Callable[[], int] = lambda: 0) -> Iterator[HooksSeen]:
         """Inside, hooks run as ever, and those that take part are noted. `saved` counts the tensors saved for a backward."""
-        found = Noted()
+        found = HooksSeen()
 
         def note(number: int, hook: Hook, *, before: bool) -> Hook:
             def noted(part: nn.Module, *args: object, **kwargs: object) -> Value:
