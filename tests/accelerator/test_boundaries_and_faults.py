@@ -22,7 +22,7 @@ from penstock.stage.pipeline_stage import PipelineStage
 from tests.accelerator.pipes import ROWS, batch, block
 from tests.accelerator.pipes import expected as plain_gradients
 from tests.accelerator.pool import Mode, SimPool
-from tests.faults.fragile import SOON
+from tests.faults.fragile import SOON, when_all_others_have_come
 from tests.run import test_conjugates as conjugates
 
 MICROBATCHES = 4
@@ -185,7 +185,7 @@ def in_trouble(
         seconds = time.monotonic() - start
         with suppress(RuntimeError):  # what was on an aborted communicator is lost, and the device says so
             torch.accelerator.synchronize()  # no stream is stuck
-        if do is stop and rank != victim:
+        if do is stop and when_all_others_have_come(victim):
             os.kill(pids[victim], signal.SIGCONT)
         return found, seconds
     finally:
@@ -283,7 +283,7 @@ def wakes_up(device: torch.device, queues: str) -> dict[str, Any]:
         schedule = schedule_of(device, module, queues)
         pids = [int(pid) for pid in DistributedTransport.of(device=device).gather("pids", str(os.getpid()).encode())]
         found = raised_in_steps(schedule, device, 2)
-        if rank == 0:
+        if when_all_others_have_come(1):
             os.kill(pids[1], signal.SIGCONT)
         module.zero_grad()
         found += raised_in_steps(schedule, device, 1)

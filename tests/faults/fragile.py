@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.errors import PeerFailed
 from penstock.plan import Plan
@@ -68,6 +70,18 @@ def until(found: Callable[[], object]) -> None:
     while not found():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.01)
+
+
+def when_all_others_have_come(victim: int) -> bool:
+    """Meet all ranks but one, in the job's store; True on each of them, False on that one, which is not waited for."""
+    store, rank = _get_default_store(), dist.get_rank()
+    if rank == victim:
+        return False
+    store.set(f"without {victim}/{rank}", "")
+    until(
+        lambda: store.check([f"without {victim}/{other}" for other in range(dist.get_world_size()) if other != victim])
+    )
+    return True
 
 
 def make_modules(num_stages: int, trips: list[Trip]) -> list[Fragile]:

@@ -21,6 +21,7 @@ from penstock.errors import PenstockError
 from penstock.front import on_host
 from penstock.run import Schedule1F1B
 from penstock.stage import PipelineStage
+from tests.faults.fragile import when_all_others_have_come
 
 CPU = torch.device("cpu")
 WIDTH, MICROBATCHES = 4, 3
@@ -78,7 +79,7 @@ def in_trouble(device: torch.device, kind: str, victim: int, act: Any) -> tuple[
         module.act = None
         found += [stepped(schedule, device) for _ in range(2)]
         seconds = time.monotonic() - start
-        if act is stop and not acts:
+        if act is stop and when_all_others_have_come(victim):
             os.kill(pids[victim], signal.SIGCONT)
         return found, seconds
     finally:
@@ -115,7 +116,7 @@ def outside_a_step(where: str, size: tuple[int, int], act: Any, folder: str) -> 
         start = time.monotonic()
         found = said(calls[where]), said(calls["loss"])
         seconds = time.monotonic() - start
-        if act is stop and dist.get_rank() != victim:
+        if act is stop and when_all_others_have_come(victim):
             os.kill(pids[victim], signal.SIGCONT)
         return *found, seconds
     finally:

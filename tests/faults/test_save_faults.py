@@ -18,6 +18,7 @@ from torch import nn
 
 import penstock
 from penstock.front import saving
+from tests.faults.fragile import SOON
 from tests.gloo_pool import GlooPool
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
@@ -37,12 +38,13 @@ def half_a_save(place: str) -> tuple[str, bool]:
     if pipe.rank == 1:
 
         def die(*_: Any, **__: Any) -> Any:
-            time.sleep(0.2)  # all ranks have begun
+            pipe.transport.store.get("all have begun", SOON)
             os.kill(os.getpid(), signal.SIGKILL)
 
         saving.write_parts = die
     made = pipe.save(place, wait=False)
     assert made is not None
+    pipe.transport.store.set("all have begun", b"")
     start = time.monotonic()
     while not made.done and time.monotonic() < start + 30.0:
         time.sleep(0.05)

@@ -27,14 +27,15 @@ from tests.gloo_pool import GlooPool
 
 
 class Slow(nn.Linear):
-    """Waits in its second step until it is told to go on."""
+    """Does something in its second step: in the second forward, or in the third on the first of two ranks, which has then had an
+    answer to its first."""
 
     steps = 0
     enough: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
-        if self.enough is not None and self.steps == 6:
+        if self.enough is not None and self.steps == 7 - dist.get_rank():
             self.enough()
         return super().forward(x)
 
@@ -125,12 +126,19 @@ def late() -> str:
     pipe, module = make(None)
     x, y = torch.randn(2, 8, 4)
     pipe.step(x, target=y)
-    pipe.transport.timeout = 1.0 if pipe.rank == 0 else 60.0
-    pipe.schedule._programs[0].wait = pipe.transport.waiter()
-    for channel in pipe.schedule._programs[0].channels.values():
-        channel.wait = pipe.transport.waiter()
-    if pipe.rank == 1:
-        module.enough = lambda: until(lambda: pipe.transport.failed)
+    store, program = pipe.transport.store, pipe.schedule._programs[0]
+
+    def stay() -> None:
+        store.set("rank 1 stays where it is", b"")
+        until(lambda: pipe.transport.failed)
+
+    def lose_patience() -> None:  # not before: on a busy machine rank 1 may come late to where it stays
+        store.get("rank 1 stays where it is", SOON)
+        pipe.transport.timeout = 1.0
+        for channel in program.channels.values():
+            channel.wait = pipe.transport.waiter()
+
+    module.enough = stay if pipe.rank == 1 else lose_patience
     with pytest.raises(PenstockError) as caught:
         pipe.step(x, target=y)
     return f"{type(caught.value).__name__}: {caught.value}"

@@ -93,6 +93,7 @@ class Episode:
         for step in range(len(self.script.rows)):
             if step == len(self.script.rows) // 4:
                 before = {**resources(), "keys": self._keys()}
+                self.pipe.gather("all have counted", None)  # who goes on may stop itself, and the store with it
             self._step(step, self.script.event(step))
         last = self.script.event(len(self.script.rows) - 1)
         if before and (last is None or last.kind not in LAST):
