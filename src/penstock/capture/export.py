@@ -107,17 +107,22 @@ class _Root(nn.Module):
         return tuple(values)
 
 
+_LESS = (torch.Tensor.lt, torch.lt, torch.Tensor.__lt__)
+_MORE = (torch.Tensor.gt, torch.gt, torch.Tensor.__gt__)
+
+
 class CertainDraws(TorchFunctionMode):
-    """Answers ``torch.rand([]) < 0``: never. Models with a layer-drop rate of zero ask this before every layer."""
+    """Answers ``torch.rand([]) < 0``: never, and ``> 0``: always. Models with a layer-drop rate of zero ask this before every
+    layer, and adapters with such a rate."""
 
     def __init__(self) -> None:
         super().__init__()
         self.draws: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
-        if func in (torch.Tensor.lt, torch.lt, torch.Tensor.__lt__) and len(args) == 2:
+        if func in _LESS + _MORE and len(args) == 2:
             if isinstance(args[1], int | float) and args[1] <= 0 and any(args[0] is draw for draw in self.draws):
-                return False
+                return func in _MORE
         result = func(*args, **(kwargs or {}))
         if func is torch.rand:
             self.draws.append(result)

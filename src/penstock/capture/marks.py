@@ -143,32 +143,42 @@ def watching_checkpoints() -> Iterator[None]:
         checkpoints._checkpoint_without_reentrant_generator = original
 
 
+_CUT = "_penstock_cut"  # where a module that is being traced has its name
+
+
 @contextmanager
 def watching(module: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -> Iterator[set[str]]:
-    """While open, every call of a named submodule leaves its marks. Yields the names that were called so far."""
-    names = {id(submodule(module, name)): name for name in points}
+    """While open, every call of a named submodule leaves its marks. Yields the names that were called so far.
+
+    The name stands in the submodule itself: export traces a copy of a module that holds another one twice.
+    """
     called: set[str] = set()
+    children = [submodule(module, name) for name in points]
+    for child, name in zip(children, points, strict=True):
+        child.__dict__[_CUT] = name
 
     def before(child: nn.Module, args: object) -> None:
         del args
-        name = names.get(id(child))
-        if name is not None:
+        name = child.__dict__.get(_CUT)
+        if name in points:
             called.add(name)
             if SplitPoint.BEGINNING in points[name]:
                 mark(f"the beginning of {name}")
 
     def after(child: nn.Module, args: object, output: object) -> None:
         del args, output
-        name = names.get(id(child))
-        if name is not None and SplitPoint.END in points[name]:
+        name = child.__dict__.get(_CUT)
+        if name in points and SplitPoint.END in points[name]:
             mark(f"the end of {name}")
 
-    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)] if names else []
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)] if points else []
     try:
         yield called
     finally:
         for handle in handles:
             handle.remove()
+        for child in children:
+            child.__dict__.pop(_CUT, None)
 
 
 _operator = torch.ops.penstock.function.default

@@ -31,6 +31,40 @@ def is_adapted(model: Any) -> bool:
     return isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def puts_prompt_first(model: Any) -> bool:
+    """Whether the adapter is tokens that are learnt, put before those of each row; others than these change layers."""
+    config = model.active_peft_config
+    return bool(config.is_prompt_learning) and str(config.peft_type.value) not in ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def refuse_adapter(model: nn.Module) -> None:
+    """Adapters whose training asks for the whole model, or adds to the loss of each microbatch."""
+    if not is_adapted(model):
+        return
+    shell = cast(Any, model)
+    if len(shell.active_adapters) != 1:
+        raise RunError(
+            f"the adapters {', '.join(shell.active_adapters)} are active at once; a pipeline trains and saves one. Write "
+            "model.set_adapter(name) first, and merge the others"
+        )
+    config = shell.active_peft_config
+    match config.peft_type.value:
+        case "ADALORA":
+            why = (
+                "adds a term of all its matrices to each loss, and spreads its ranks by the gradients of the whole model, which "
+                "no rank of a pipeline has. Take LoraConfig, with rank_pattern= for layers of other ranks"
+            )
+        case "PREFIX_TUNING" | "CARTRIDGE":
+            why = "gives its tokens to the layers in a cache, which does not travel between stages. Take PromptTuningConfig"
+        case "VERA" if config.save_projection:
+            why = (
+                "saves matrices that every layer shares, and none trains. Write VeraConfig(..., save_projection=False)"
+            )
+        case _:
+            return
+    raise RunError(f"{type(config).__name__} {why}")
+
+
 def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
     """Write adapter_model.safetensors and adapter_config.json. All ranks call it; adapters are small, and rank 0 writes."""
     peft = needed("peft", "hf")

@@ -25,7 +25,7 @@ from penstock.batch import Replicate
 from penstock.errors import CaptureError, RunError
 from penstock.front import Pipeline, Result
 from penstock.front.publish import Origin
-from penstock.integrations.adapters import is_adapted, save_adapter
+from penstock.integrations.adapters import is_adapted, puts_prompt_first, refuse_adapter, save_adapter
 from penstock.integrations.hf_batches import (
     ITEMS,
     TokenSchedule,
@@ -101,6 +101,7 @@ class TransformersPipeline(Pipeline):
         **options: Any,
     ) -> None:
         needed("transformers", "hf")
+        refuse_adapter(model)
         self.own_loss = loss_fn is None
         self._part = 1.0
         self.shell = on_meta(model)
@@ -296,6 +297,8 @@ def shifts_labels(model: Any) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     inner = model.get_base_model() if is_adapted(model) else model
+    if is_adapted(model) and puts_prompt_first(model):
+        return False  # the last token of the prompt predicts the first label
     kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "", ForCausalLMLoss)  # as transformers takes it
     return kind is ForCausalLMLoss and not getattr(inner.config, "is_encoder_decoder", False)
 
