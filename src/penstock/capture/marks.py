@@ -159,7 +159,7 @@ def watching(module: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -> 
 
     def before(child: nn.Module, args: object) -> None:
         del args
-        name = child.__dict__.get(_CUT)
+        name = str(child.__dict__.get(_CUT, ""))
         if name in points:
             called.add(name)
             if SplitPoint.BEGINNING in points[name]:
@@ -167,7 +167,7 @@ def watching(module: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -> 
 
     def after(child: nn.Module, args: object, output: object) -> None:
         del args, output
-        name = child.__dict__.get(_CUT)
+        name = str(child.__dict__.get(_CUT, ""))
         if name in points and SplitPoint.END in points[name]:
             mark(f"the end of {name}")
 
