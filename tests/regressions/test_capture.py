@@ -415,3 +415,25 @@ def test_17_an_argument_called_target_is_given_by_its_place() -> None:
     losses: list[Tensor] = []
     schedule.step(x, y, losses=losses)
     assert len(losses) == 4
+
+
+class Chance(nn.Module):
+    """Adapters of peft ask so before they add to a layer; here they are also held under a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.again = self.second
+        self.rate = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.second(x) if torch.rand(1) > self.rate else x
+
+
+def test_a_rate_of_zero_lets_everything_pass() -> None:
+    """LoHa and LoKr could not be traced: a random number is above zero, and nobody said so."""
+    model, x = Chance(), torch.randn(6, 4)
+    pipe = pipeline(model, (x,), split_spec={"second": SplitPoint.BEGINNING})
+    assert pipe.num_stages == 2
+    torch.testing.assert_close(pipe(x), model(x))
