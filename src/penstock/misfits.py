@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, Union, cast
 
 from penstock.errors import PenstockError, PlanError
 
-_Taken = TypeVar("_Taken", bound=Callable[..., Any])
+_Taken = TypeVar("_Taken", bound=Callable[..., object])
 _Row = TypeVar("_Row")
 _RAW = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RuntimeError)
 
@@ -52,9 +52,9 @@ def entry(rows: Sequence[_Row], at: int, asked: str) -> _Row:
     raise PlanError(f"{asked}={at!r:.40}); expected a {asked.rpartition('(')[2]} from 0 to {len(rows) - 1}")
 
 
-def _watched(function: Callable[..., Any], error: type[PenstockError]) -> Callable[..., Any]:
+def _watched(function: Callable[..., object], error: type[PenstockError]) -> Callable[..., object]:
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         try:
             return function(*args, **kwargs)
         except PenstockError:
@@ -68,7 +68,7 @@ def _watched(function: Callable[..., Any], error: type[PenstockError]) -> Callab
     return call
 
 
-def _wrong(function: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
+def _wrong(function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
     """What is to be said of the first argument that is of a wrong kind."""
     signature = inspect.signature(function)
     try:
@@ -86,7 +86,7 @@ def _wrong(function: Callable[..., Any], args: tuple[object, ...], kwargs: Mappi
     return None
 
 
-def _hint(function: Any, annotation: Any) -> Any:
+def _hint(function: Callable[..., object], annotation: object) -> Any:
     if annotation is inspect.Parameter.empty:
         return Any
     try:

@@ -66,9 +66,9 @@ class Node(NamedTuple):
 
     kind: Kind
     by: By
-    keys: Sequence[Any]
+    keys: Sequence[Value]
     children: Sequence[Value]
-    data: Any  # what `rebuilt` needs to know: the keys, the class, the class and what else it needs
+    data: Value  # what `rebuilt` needs to know: the keys, the class, the class and what else it needs
     value: Value
 
     def written(self, place: int) -> str:
@@ -140,7 +140,7 @@ def _registered(value: object) -> Node:
     children, context = entry.flatten_fn(value)
     by, keys = _registered_keys(kind, context, len(children))
     if entry.flatten_with_keys_fn is not None:
-        entries: list[Any] = [key for key, _ in entry.flatten_with_keys_fn(value)[0]]
+        entries: list[Value] = [key for key, _ in entry.flatten_with_keys_fn(value)[0]]
         if entries and all(isinstance(key, pytree.GetAttrKey) for key in entries):
             by, keys = By.NAME, [key.name for key in entries]
         elif entries and all(isinstance(key, pytree.MappingKey) for key in entries):
@@ -148,7 +148,7 @@ def _registered(value: object) -> Node:
     return Node(Kind.REGISTERED, by, keys, children, (kind, context), value)
 
 
-def _registered_keys(kind: type, context: object, count: int) -> tuple[By, Sequence[Any]]:
+def _registered_keys(kind: type, context: object, count: int) -> tuple[By, Sequence[Value]]:
     """Many keep the keys as their context: Hugging Face's outputs, defaultdict (behind its factory)."""
     names = context[1] if isinstance(context, list | tuple) and len(context) == 2 else context
     for found in (names, context):
@@ -157,7 +157,7 @@ def _registered_keys(kind: type, context: object, count: int) -> tuple[By, Seque
     return By.PLACE, range(count)
 
 
-def rebuilt(kind: Kind, data: Any, children: Sequence[Value]) -> object:
+def rebuilt(kind: Kind, data: Value, children: Sequence[Value]) -> object:
     """A container out of its description and children."""
     match kind:
         case Kind.TUPLE:
@@ -192,7 +192,7 @@ class Nest:
     """The shape of a value without its leaves: plain data, which can be compared, printed and saved."""
 
     kind: Kind
-    data: Any = None  # the constant, or what `rebuilt` needs
+    data: Value = None  # the constant, or what `rebuilt` needs
     children: tuple[Value, ...] = ()
 
     @property
@@ -236,7 +236,7 @@ class Nesting:
         """The constant, or what `rebuilt` needs."""
         return nest.data
 
-    def flatten(self, value: object, name: str = "value") -> tuple[list[Any], Any]:
+    def flatten(self, value: object, name: str = "value") -> tuple[list[Value], Value]:
         """The leaves, in order, and the nest."""
         leaves: list[Value] = []
         try:
@@ -290,7 +290,7 @@ def leaf_names(nest: Nest, name: str = "") -> list[str]:
     return [text for text, part in named(nest, name) if part.kind is Kind.LEAF]
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: object) -> Any:
+def map_tensors(function: Callable[[Tensor], Value], value: object) -> Value:
     """The same value with another tensor in place of each."""
     if isinstance(value, Tensor):
         return function(value)
@@ -326,7 +326,7 @@ def _finds_tensor(value: object, depth: int, seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     if isinstance(value, Mapping):
-        items: Iterable[Any] = value.values()
+        items: Iterable[Value] = value.values()
     elif isinstance(value, list | tuple):
         items = value
     else:
