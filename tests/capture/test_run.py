@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from penstock.capture import SplitPoint, TrivialLossWrapper, pipeline
 from penstock.comm.local import LocalWorld
 from penstock.errors import PenstockError
 from penstock.run.classes import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from penstock.stage.pipeline_stage import PipelineStage
 from tests.capture import toys
 from tests.capture.chain import assert_same_grads
 
@@ -109,3 +112,39 @@ def test_a_constant_that_differs_in_a_later_microbatch_is_refused() -> None:
 
     with pytest.raises(PenstockError, match=r"scale was 2.0 when the model was captured, and is 3.0 now"):
         LocalWorld(2).run(work)
+
+
+def test_captured_stages_cost_the_calls_of_stages_made_by_hand() -> None:
+    """Within a tenth: with small layers that is what a step costs. `benchmarks/step.py --calls` counts between processes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)))
+    x = torch.randn(16, 4)
+    pipe = pipeline(model, (x[:2],), split_spec={str(k): SplitPoint.BEGINNING for k in (1, 2, 3)})
+
+    def calls_of_a_step(transport: Any, *, captured: bool) -> int:
+        made = [
+            pipe.build_stage(k, "cpu", transport)
+            if captured
+            else PipelineStage(copy.deepcopy(model[k]), k, 4, "cpu", group=transport)
+            for k in (transport.rank, transport.rank + 2)
+        ]
+        schedule = ScheduleInterleaved1F1B(made, 8, loss_fn=nn.MSELoss())
+        count = 0
+
+        def note(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        for _ in range(2):
+            schedule.step(x, target=x, return_outputs=False)
+        sys.setprofile(note)
+        try:
+            schedule.step(x, target=x, return_outputs=False)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    by_hand, captured = (
+        sum(LocalWorld(2).run(partial(calls_of_a_step, captured=captured))) for captured in (False, True)
+    )
+    assert captured < 1.1 * by_hand

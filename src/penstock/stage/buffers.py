@@ -170,7 +170,11 @@ class BufferMemory:
 
     def copied_out(self, output: Value) -> Value:
         """The output, with copies of what lies in a buffer."""
-        if type(output) is Tensor and output.requires_grad:
+        # What has a gradient is no buffer: seen without a call for each value, since captured stages return tuples.
+        for value in output if type(output) is tuple else (output,):
+            if type(value) is not Tensor or not value.requires_grad:
+                break
+        else:
             return output
         tensors = [tensor for tensor in tensors_in(output) if not tensor.requires_grad]
         if not tensors:
