@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -243,4 +244,29 @@ def test_only_parallel_knows_the_wrappers_of_data_parallelism() -> None:
         for line, name in read(path)
         if name.startswith("torch.") and name.rpartition(".")[2] in known
     ]
+    assert not found
+
+
+def test_only_compat_knows_private_names_of_torchs_package() -> None:
+    """Whoever overrides nothing of torch's pays nothing for those who do: the core has no method or class of these names."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    theirs = Path(spec.origin).parent / "distributed" / "pipelining"
+    private = {
+        node.name
+        for path in (theirs / "stage.py", theirs / "schedules.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and ((node.name.startswith("_") and not node.name.endswith("__")) or node.name.endswith("_one_chunk"))
+    }
+    found = [
+        f"{path.relative_to(SOURCE)}, line {node.lineno}: {name}"
+        for path in sorted(PENSTOCK.rglob("*.py"))
+        if path.relative_to(PENSTOCK).parts[0] != "compat"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute | ast.FunctionDef | ast.ClassDef)
+        and (name := node.attr if isinstance(node, ast.Attribute) else node.name) in private
+    ]
+    assert len(private) > 50
     assert not found
