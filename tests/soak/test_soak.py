@@ -13,7 +13,7 @@ from tests.soak.episode import Told
 from tests.soak.script import LAST, SURVIVED, Script
 from tests.soak.soak import Soak, Wrong
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.xdist_group("gloo")]
 
 
 def test_steps_with_faults_and_recoveries(gloo_pool: GlooPool) -> None:
