@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import PenstockError, StepTimeout
 from penstock.run.lookout import read_folder
 from penstock.run.position import Position
+from penstock.train import run_report
 from tests.faults.fragile import SOON, until
 from tests.gloo_pool import GlooPool
 
@@ -194,6 +196,12 @@ def test_threads_that_wait_for_one_another_are_shown() -> None:
 
     with pytest.raises(StepTimeout, match=r"(?s)nothing is on its way.*rank  step.*has made no step yet"):
         penstock.LocalWorld(2).run(stuck)
+
+
+@pytest.mark.parametrize("read", [read_folder, run_report.read])
+def test_a_folder_that_cannot_be_read(read: Callable[[str], object]) -> None:
+    with pytest.raises(PenstockError, match="cannot be read: File name too long"):
+        read("x" * 5000)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def to_materialise(
         listed = sorted(name for names in left.values() for name in names)
         raise CaptureError(
             f"no value for {', '.join(listed[:8])}{' ...' if len(listed) > 8 else ''}: on the meta device, and not in the "
-            "source. Pass fill=lambda name, tensor: ... to set it, or strict=False to leave it as it is"
+            "source. Pass fill=lambda name, tensor: ... to set it (init= of a Pipeline), or strict=False to leave it as it is"
         )
 
     def change() -> None:

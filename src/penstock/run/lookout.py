@@ -116,7 +116,11 @@ def read_folder(folder: str | Path) -> str:
     place = Path(folder) / FOLDER
     found: dict[int, Whereabouts] = {}
     past: list[str] = []
-    for file in sorted(place.glob("rank-*.json")):
+    try:
+        files = sorted(place.glob("rank-*.json"))
+    except OSError as error:
+        raise PenstockError(f"{str(folder)[:200]} cannot be read: {error.strerror}") from error
+    for file in files:
         try:
             with file.open("rb") as stream:
                 one = Whereabouts.decode(stream.read(_LARGEST))

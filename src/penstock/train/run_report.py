@@ -80,7 +80,11 @@ def write(folder: str | Path, data: dict[str, object]) -> Path:
 
 def read(folder: str | Path) -> dict[str, Any]:
     file = Path(folder) / REPORT
-    if not file.is_file():
+    try:
+        found = file.is_file()
+    except OSError as error:
+        raise PenstockError(f"{str(folder)[:200]} cannot be read: {error.strerror}") from error
+    if not found:
         raise PenstockError(
             f"{folder} has no {REPORT}: give the output folder of a `penstock train` that went to its end"
         )
