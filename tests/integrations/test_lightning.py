@@ -14,6 +14,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from peft import AdaLoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -206,6 +207,13 @@ def test_the_own_loss_of_a_model_counts_labels(tmp_path: Path) -> None:
         given = dict(plain.named_parameters())
         for name, parameter in steps.pipe.named_parameters():
             torch.testing.assert_close(2 * parameter.grad, given[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_that_need_the_whole_model_are_refused() -> None:
+    config = AdaLoraConfig(init_r=2, target_modules=["q_proj"], total_step=9, tinit=1, tfinal=1)
+    module = Texts(get_peft_model(llama(num_hidden_layers=1), config))
+    with pytest.raises(RunError, match="AdaLoraConfig adds a term"):
+        PipelineStrategy(device="cpu")._piped(module, {**padded(4, 6, seed=6), "names": list("abcd")}, "training_step")
 
 
 class Tagger(lightning.LightningModule):

@@ -25,6 +25,7 @@ from penstock.checkpoint import kept
 from penstock.checkpoint.manifest import Manifest
 from penstock.errors import RunError
 from penstock.front import Pipeline
+from penstock.integrations.adapters import refuse_adapter
 from penstock.integrations.hf_model import is_of_transformers
 from penstock.integrations.needs import needed
 
@@ -127,6 +128,7 @@ class PipelineStrategy(DDPStrategy):
     def _piped(self, module: Any, batch: Any, method: str) -> LoggedSteps:
         """Puts the pipeline into the place of the model: the steps of the module around it."""
         model, stand, given = getattr(module, self._name), Stand(), dict(self._pipeline_options)
+        refuse_adapter(model)
         means = Means(
             self._loss_weight, scaled=given.pop("scale_grads", True), spec=given.pop("target_chunk_spec", None)
         )
