@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_a_rank_that_leaves_while_its_process_lives_on_is_named(gloo_pool: GlooP
     assert cause == "it left after step 1"
 
 
-def parted_ways() -> tuple[str, float]:
+def parted_ways(*, ends: bool) -> tuple[str, float]:
     """Rank 1 has run out of data and goes on to another schedule, with an agreement; rank 0 is in its next step."""
     transport = DistributedTransport.of()
     transport.begin_step()
@@ -206,6 +207,9 @@ def parted_ways() -> tuple[str, float]:
     if transport.rank == 1:
         with pytest.raises(PeerFailed) as caught:
             transport.agree("evaluate", {})
+        if ends:  # and its process with it: that it left is not what rank 0 has to know
+            transport.close()
+            transport.break_connections(FailureRecord(1, cause="its process ends"))
     else:
         transport.begin_step()
         with pytest.raises(PeerFailed) as caught:
@@ -214,8 +218,9 @@ def parted_ways() -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
-def test_ranks_that_part_ways_between_steps_are_both_told(gloo_pool: GlooPool) -> None:
-    (first, waited), (second, _) = gloo_pool.run(2, parted_ways)
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+def test_ranks_that_part_ways_between_steps_are_both_told(gloo_pool: GlooPool, ends: bool) -> None:
+    (first, waited), (second, _) = gloo_pool.run(2, partial(parted_ways, ends=ends))
     assert first == "rank 1 failed: after step 1 it went to exchange facts for 'evaluate'"
     assert second == "rank 0 failed: it is in step 2 instead of facts for 'evaluate'"
     assert waited < SOON

@@ -190,14 +190,19 @@ class DistributedTransport(Transport):
                 record = self.failure() if self.epoch else None
                 gone = [] if record is not None else self.store.departures()
             except TransportError:  # the store is gone; that the connection to the peer is lost says more than that
-                return None if self.failed is None or self.failed.rank == NOBODY else self.failed
+                return self._heard()
             if record is not None and record.rank != self.rank:
                 return record
+            if (heard := self._heard()) is not None:  # what a rank did before it left says more than that it left
+                return heard
             for departure in gone:
                 if departure.rank == peer or (departure.rank != self.rank and departure.epoch < self.epoch):
                     return FailureRecord(departure.rank, cause=departure.cause)
             if time.monotonic() > end:
                 return None
+
+    def _heard(self) -> FailureRecord | None:
+        return None if self.failed is None or self.failed.rank == NOBODY else self.failed
 
     def _post(self, record: FailureRecord) -> FailureRecord:
         with suppress(TransportError):
