@@ -1,6 +1,7 @@
 # Two commands do the work: `make train` and `make test`. Each sets up what it needs in .venv.
 # PYTHON=python3.12 make test    another interpreter for a new .venv
 # make test ARGS="tests/plan -x" any arguments for pytest; WORKERS=0 runs the tests in one process
+# make test RERUNS=0             no second try: a test that fails once is run again, listed as RERUN and counted in the closing line
 # make test DEVICE=cuda          tests/accelerator on a real device, one for each rank; without it they run on a simulated one
 
 SHELL := /bin/bash
@@ -12,6 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start many processes: each would c
 
 PYTHON ?= python3
 WORKERS ?= 2
+RERUNS ?= 1
 ARGS ?=
 DEVICE ?=
 TRAIN ?=
@@ -31,7 +33,7 @@ train: $(RUNS) ## train a small GPT with two pipelined processes, about two minu
 
 test: $(READY) browser compiler pyodide $(if $(findstring --long,$(ARGS)),others) ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
 	@said=$$(mktemp); $(MAKE) lint >"$$said" 2>&1 & lint=$$!; status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --reruns $(RERUNS) --max-suite-reruns 3 --rerun-show-tracebacks \
 		$(if $(DEVICE),tests/accelerator --device $(DEVICE)) $(ARGS) || status=$$?; \
 	wait $$lint || { status=$$?; cat "$$said"; echo "make test: lint failed, see above"; }; \
 	rm -f "$$said"; exit $$status
