@@ -14,7 +14,7 @@ import penstock
 from penstock import Pipeline
 from penstock.balance import Profile
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.errors import PlanError
+from penstock.errors import PlanError, StageError
 from penstock.plan import Op
 from penstock.run import Schedule
 from penstock.schedules import get_schedule
@@ -87,6 +87,7 @@ def test_words_for_the_place(tmp_path: Path) -> None:
         ({"offload": "host", "offload_to": "folder"}, "offload=.host. and offload_to=.folder."),
         ({"offload": "tape"}, "offload=.tape.; expected .host., .disk., True"),
         ({"recompute": "all"}, "recompute=.all.; expected True"),
+        ({"offload": True, "offload_to": ""}, "offload_to=..; expected the name of a folder"),
     ],
 )
 def test_words_that_say_nothing(options: dict[str, Any], words: str) -> None:
@@ -96,3 +97,8 @@ def test_words_that_say_nothing(options: dict[str, Any], words: str) -> None:
     stages = stages_for(plan, LocalWorld(1).transports[0], make_modules(1))
     with pytest.raises(PlanError, match=words):
         Schedule.from_plan(plan, stages, **options)
+
+
+def test_a_run_folder_has_a_name() -> None:
+    with pytest.raises(StageError, match=r"run_folder=..; expected the name of a folder"):
+        Pipeline(nn.Linear(4, 4), (X,), run_folder="")

@@ -206,6 +206,8 @@ class StepOptions:
         ):
             raise StageError(f"loss_scale is a {type(self.loss_scale).__name__}; expected a torch.amp.GradScaler")
         _is(self, "run_folder", str | Path, "a folder")
+        if self.run_folder == "":
+            raise StageError('run_folder=""; expected the name of a folder ("." is the one where you are), or nothing')
         specs = (self.args_chunk_spec, self.kwargs_chunk_spec, self.target_chunk_spec, self.output_merge_spec)
         if self.group_rows is not None and any(spec is not None for spec in specs):
             raise StageError(

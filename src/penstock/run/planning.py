@@ -61,6 +61,8 @@ def check_sparing(recompute: Sparing, offload: Sparing, offload_to: Place) -> No
     """Whether the options that make stages hold less say what they mean: words name a place for all stages."""
     if isinstance(recompute, str):
         raise PlanError(f"recompute={recompute!r}; expected True, stages, or {{stage: [microbatches]}}")
+    if offload_to == "":
+        raise PlanError('offload_to=""; expected the name of a folder ("." is the one where you are), or nothing')
     if not isinstance(offload, str):
         return
     if offload not in ("host", "disk"):
