@@ -339,6 +339,18 @@ def test_a_mesh_without_a_pipeline_dimension_is_refused() -> None:
         pipeline(None, make(), mesh=mesh)
 
 
+def test_a_pipeline_before_the_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun every process went through the whole model by itself, until something asked for the others."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StageError, match=r"rank 1 of 2, and there is no process group yet.*init_process_group"):
+        pipeline(None, make())
+    alone = pipeline(LocalWorld(1).transports[0], make(), schedule="1f1b", profile=False)
+    assert alone.num_ranks == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert pipeline(None, make(), schedule="1f1b", profile=False).num_ranks == 1
+
+
 def test_a_meta_model_without_values_says_so() -> None:
     with torch.device("meta"):
         model = Words().double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class Ends:
                 same = mesh[others[0]] if len(others) == 1 else mesh[others]._flatten()
         elif beside:
             raise StageError("parallelize=function without a mesh; expected one with dimensions beside dp and pp")
+        elif group is None:
+            _refuse_early()
         return cls(transport_of(group, device), group, device, same, data)
 
     @property
@@ -224,3 +227,17 @@ def _as_raised(kind: str, message: str) -> PenstockError:
         UnknownNameError,
     )
     return {one.__name__: one for one in kinds}.get(kind, RunError)(message)
+
+
+def _refuse_early() -> None:
+    """A process that a launcher has started beside others would go through the whole model alone, and meet nobody."""
+    named = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    if dist.is_available() and dist.is_initialized():
+        return
+    if all(named.values()) and named["WORLD_SIZE"].strip() not in ("0", "1"):
+        raise StageError(
+            f"this process was started as rank {named['RANK']} of {named['WORLD_SIZE']}, and there is no process group yet. "
+            "Before the pipeline call torch.distributed.init_process_group(), or whatever makes the group in your program "
+            "(transformers.TrainingArguments, accelerate.PartialState); for a pipeline of this process alone give "
+            "group=penstock.LocalWorld(1).transports[0]"
+        )
