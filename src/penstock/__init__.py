@@ -29,6 +29,7 @@ _HOME = {
         "penstock.comm": "LocalWorld",
         "penstock.stage.pipeline_stage": "PipelineStage",
         "penstock.stage.chunked_loss": "chunked_loss",
+        "penstock.stage.recompute": "recomputing",
         "penstock.capture": (
             "pipeline Pipe PipeInfo PipeSequential SplitPoint pipe_split annotate_split_points PipeSplitWrapper LossWrapper "
             "TrivialLossWrapper MultiUseParameterConfig build_stage split_modules tie materialise profile"

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from penstock.errors import RunError
 from penstock.integrations.lightning import PipelineStrategy
+from penstock.plan.ops import Op
 from tests.checkpoint import attack
 from tests.checkpoint.pipes import make
 from tests.gloo_pool import GlooPool
@@ -207,6 +208,63 @@ def test_the_own_loss_of_a_model_counts_labels(tmp_path: Path) -> None:
         given = dict(plain.named_parameters())
         for name, parameter in steps.pipe.named_parameters():
             torch.testing.assert_close(2 * parameter.grad, given[name].grad, rtol=1e-4, atol=1e-6)
+
+
+class Counting(Texts):
+    """Keeps count in all ways that a step can, of the rows it was given and of the losses it had."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.before, self.texts = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+        kinds = {"a": torchmetrics.MeanMetric(), "b": torchmetrics.MeanMetric(), "all": torchmetrics.CatMetric()}
+        self.losses = torchmetrics.MetricCollection(kinds)
+        self.steps, self.seen = 0, nn.BatchNorm1d(1, affine=False)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.before.update(len(batch["input_ids"]))
+        out = self.model(**batch)
+        self.names.append(out.loss.item())
+        self.steps += 1
+        self.losses.update(out.loss.detach())
+        self.seen(out.logits.detach().mean((1, 2))[:, None])
+        self.log("rows", float(len(out.logits)), reduce_fx="sum")
+        self.log("texts", self.texts(float(len(out.logits))))
+        return out.loss
+
+
+def counts(module: Counting) -> dict[str, float]:
+    found = {"before": module.before.compute(), "texts": module.texts.compute(), **module.losses.compute()}
+    return {name: float(value.sum()) for name, value in found.items()} | {
+        "batches": int(module.seen.num_batches_tracked)
+    }
+
+
+@pytest.mark.filterwarnings(*IN_LIGHTNING)
+def test_a_step_that_is_recomputed_counts_once() -> None:
+    """With checkpointing as the model has it. Sums that were logged, metrics and lists had a microbatch of the last stage twice
+    where its second run went to the end, as in every first step; metrics before the call had the whole batch once more."""
+    model, batches = llama(num_hidden_layers=1), [padded(5, 8, seed=4), padded(4, 6, seed=6), padded(4, 6, seed=7)]
+    model.gradient_checkpointing_enable()
+    plain, module = Counting(llama(num_hidden_layers=1)), Counting(model)
+    made = PipelineStrategy(microbatches=2, schedule="gpipe", device="cpu", profile=False)
+    steps = made._piped(module, batches[0], "training_step")
+    assert steps.pipe.plan.has(Op.R)
+    for number, batch in enumerate(batches, 1):
+        for one in (plain, steps.pipe):
+            one.zero_grad()
+        expected = plain.model(**batch).loss
+        expected.backward()
+        for start in (0, (len(batch["input_ids"]) + 1) // 2):  # what microbatches see
+            rows = slice(start, start + (len(batch["input_ids"]) + 1) // 2)
+            plain.training_step({name: value[rows] for name, value in batch.items()}, 0)
+        assert steps.train(batch, 0, divide=1).item() == pytest.approx(expected.item(), abs=1e-6)
+        assert module.told["rows"] == len(batch["input_ids"])
+        assert counts(module) == pytest.approx(counts(plain), abs=1e-6)
+        assert module.names == pytest.approx(plain.names, abs=1e-6)
+        assert module.steps == 2 * number
+        given = dict(plain.model.named_parameters())
+        for name, parameter in steps.pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, given[name].grad, rtol=1e-4, atol=1e-6)
 
 
 def test_adapters_that_need_the_whole_model_are_refused() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+import penstock
 from penstock.errors import StageError
 from penstock.stage import buffers
 from penstock.stage.elsewhere import Folder, HostMemory
@@ -177,6 +178,18 @@ def test_a_loss_that_is_a_module_counts_once() -> None:
         return [*losses, *state([*modules, loss]), torch.tensor(len(seen))]
 
     torch.testing.assert_close(run(recompute=True), run(), rtol=0, atol=0)
+
+
+def test_a_loss_can_tell_its_second_run() -> None:
+    seen: list[bool] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(penstock.recomputing())
+        return nn.functional.mse_loss(output, target)
+
+    train([Plain(), Plain()], torch.randn(8, WIDTH), schedule="gpipe", loss_fn=loss_fn, recompute=True)
+    assert seen == 2 * [False, False, False, False, True, True, True, True]
+    assert not penstock.recomputing()
 
 
 def test_rewinding_brings_replaced_buffers_back() -> None:

@@ -28,6 +28,7 @@ class SharedMetrics:
         parts = dict(module.named_modules())
         self.by_name = {name: part for name, part in parts.items() if isinstance(part, Metric)}
         self._groups = [part for part in parts.values() if isinstance(part, MetricCollection)]
+        self.parts: list[nn.Module] = [*self.by_name.values(), *self._groups]
         self._before: dict[str, tuple[int, dict[str, list[Tensor]]]] = {}
         for metric in self.by_name.values():
             metric.distributed_available_fn = _alone

@@ -20,8 +20,10 @@ from penstock.batch import batch_size_of
 from penstock.errors import RunError
 from penstock.front import Pipeline
 from penstock.integrations.hf_batches import count_labels
+from penstock.integrations.lightning_again import left_alone
 from penstock.integrations.lightning_metrics import SharedMetrics
 from penstock.nest import has_tensor, open_node
+from penstock.stage.recompute import recomputing
 
 _FLAGS = (
     "prog_bar",
@@ -135,6 +137,10 @@ class LoggedSteps:
         self.stand = stand
         self.means = means or Means()
         self.metrics = SharedMetrics(module)
+        within = set(stand.modules())
+        self._beside = [
+            part for part in module.modules() if part not in within
+        ]  # the module itself, and what is beside the model
         # The step that is running, and its other arguments.
         self._rest: tuple[str, tuple[Any, ...]] = ("training_step", ())
         self._divide = 1.0
@@ -177,7 +183,7 @@ class LoggedSteps:
 
         self.stand.answer = answer
         try:
-            with self._collecting(lambda name, logged: None), torch.no_grad():
+            with left_alone(self.metrics.parts), self._collecting(_drop), torch.no_grad():
                 getattr(self.module, method)(batch, *rest)
         except _Called:
             return found[0]
@@ -205,7 +211,8 @@ class LoggedSteps:
             self._logged.setdefault(name, []).append((rows, logged))
 
         self.stand.answer = answer
-        with self._collecting(keep):
+        again = recomputing()
+        with left_alone(self._beside if again else ()), self._collecting(_drop if again else keep):
             found = getattr(self.module, method)(batch, *rest)
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if isinstance(loss, Tensor):
@@ -287,6 +294,10 @@ class LoggedSteps:
                 known = self.metrics.by_name[metric]
                 known._forward_cache = None if value is None else torch.tensor(value, device=self.module.device)
             self.module.log(name, known, **options)
+
+
+def _drop(name: str, logged: _Logged) -> None:
+    """Of a run of which another is kept."""
 
 
 def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, str | None, dict[str, Any]]:

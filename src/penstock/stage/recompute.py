@@ -18,8 +18,9 @@ that. There is nothing to run it again from. So of such a microbatch the first r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +34,29 @@ from penstock.stage.drop_saved import DropSaved, Trial
 from penstock.stage.random_state import RandomState, accelerators
 from penstock.stage.refill import Attributes, Refill, is_plain, name, roots
 from penstock.stage.repeated_hooks import RepeatedHooks
+
+_thread = threading.local()
+
+
+def recomputing() -> bool:
+    """Whether what is running now is a second run.
+
+    def loss_fn(output, target):
+        loss = mse_loss(output, target)
+        if not penstock.recomputing():
+            losses.append(loss.item())
+        return loss
+    """
+    return getattr(_thread, "again", False)
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    _thread.again = True
+    try:
+        yield
+    finally:
+        _thread.again = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +181,7 @@ class Repeats:
                 "alone until then: a buffer that is large and changes now and then. Leave the stage out of recompute"
             )
         with ExitStack() as stack:
+            stack.enter_context(_marked())
             if first.random is not None:
                 stack.enter_context(first.random.once_more())
             stack.enter_context(first.buffers.once_more())
