@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from penstock.comm import DistributedTransport, accelerator
 from penstock.comm.communicators import Maker, abort_all
 from penstock.plan.queues import QueueLayout
-from tests.accelerator.pool import Mode, SimPool
+from tests.accelerator.pool import BOUND, Mode, SimPool
 from tests.accelerator.test_device import held, loaded
 from tests.gloo_pool import free_port
 
@@ -64,7 +64,7 @@ def exchange(device: torch.device, mode: Mode) -> bool:
 @pytest.mark.parametrize(("mode", "stuck"), [("lazy", False), ("eager", True)])
 def test_messages_of_one_communicator_run_in_order(sim: SimPool, mode: Mode, stuck: bool) -> None:
     """Rank 1 receives from rank 2 first, which sends only when rank 1's message to rank 0 has come round."""
-    found = sim.outcomes(3, mode, circle)
+    found = sim.outcomes(3, mode, circle, 3.0 if stuck else BOUND / 2)
     if stuck:
         assert all(outcome.error == "RuntimeError" for outcome in found), [outcome.error for outcome in found]
         assert all("the simulated device hangs" in outcome.details for outcome in found)
@@ -72,9 +72,9 @@ def test_messages_of_one_communicator_run_in_order(sim: SimPool, mode: Mode, stu
         assert [outcome.value for outcome in found] == [True] * 3, [outcome.details for outcome in found]
 
 
-def circle(device: torch.device) -> bool:
+def circle(device: torch.device, hangs_after: float) -> bool:
     sim, rank = loaded(), dist.get_rank()
-    sim.set_hang_after(3.0)
+    sim.set_hang_after(hangs_after)
     x, y = torch.full((4,), 1.0, device=device), torch.empty(4, device=device)
     for first, second in ((0, 1), (1, 2), (0, 2)):  # make the communicators, in one order
         if rank == first:

@@ -159,7 +159,7 @@ def test_no_thread_stays_behind() -> None:
     world.run(lambda transport: transport.gather("all", b""))
     with pytest.raises(StepTimeout):
         LocalWorld(2).run(both_receive_first)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # one of another test may have ended meanwhile
 
 
 def test_the_ranks_take_over_the_callers_grad_mode() -> None:

@@ -19,6 +19,7 @@ from tests.gloo_pool import GlooPool
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 
 Runner = Callable[..., list[Any]]
+LATE = 0.6  # seconds, several times what a round trip takes on a busy machine
 
 
 def over_gloo(function: Callable[..., Any], *args: Any) -> Any:
@@ -137,7 +138,7 @@ def through_the_store(transport: Transport) -> tuple[bytes, bool, int, bytes, bo
     store = transport.store
     if transport.rank == 0:
         store.set("here", b"\x00\xff")
-    value = store.get("here", 5.0)
+    value = store.get("here", SOON)
     winner = store.first("winner", str(transport.rank).encode())
     store.add("count", 2)
     transport.gather("all are here", b"")
@@ -274,14 +275,14 @@ def test_waiting_for_a_rank_that_has_left_names_it(run: Runner) -> None:
 
 def read_clock(transport: Transport) -> float:
     if transport.rank == 0:
-        time.sleep(0.3)
+        time.sleep(LATE)
     return transport.clock_offset()
 
 
 def test_clocks_of_one_machine_agree_also_when_a_rank_is_late(run: Runner) -> None:
     offsets = run(3, read_clock)
     assert offsets[0] == 0.0
-    assert max(map(abs, offsets)) < 0.05
+    assert max(map(abs, offsets)) < LATE / 4  # half of it, if the first answer counted
 
 
 def in_a_wrapped_group() -> tuple[bool, float]:

@@ -75,7 +75,7 @@ def late_peer() -> tuple[str, str, float]:
     transport = DistributedTransport.of()
     transport.timeout = 0.5
     transport.begin_step()
-    transport.gather("all are here", b"", timeout=10.0)
+    transport.gather("all are here", b"", timeout=SOON)
     start = time.monotonic()
     if transport.rank == 1:
         until(lambda: transport.failed)

@@ -260,8 +260,9 @@ pipe = penstock.Pipeline(stages=[stage], schedule="1f1b", loss_fn=nn.functional.
 pipe.save(place, extra={"number": 0})
 start = time.perf_counter()
 pipe.save(place, extra={"number": 0})
-long, number, caught = time.perf_counter() - start, 0, 0
-for turn in range(rounds):
+long, number, caught, turn = time.perf_counter() - start, 0, 0, 0
+while turn < rounds or (turn < 20 * rounds and not (number and caught)):  # a machine that got slower needs longer turns
+    turn += 1
     child = os.fork()
     if child == 0:
         for more in range(1, 1000):

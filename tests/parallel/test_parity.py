@@ -138,7 +138,7 @@ def one_replica_fails(wrap: Callable[[nn.Module], nn.Module], script: str) -> tu
 def test_a_replica_that_fails_is_noticed_by_the_others_at_once(
     gloo_pool: GlooPool, wrap: Callable[[nn.Module], nn.Module], script: str
 ) -> None:
-    (first, *good), (second, *as_good) = gloo_pool.run(2, one_replica_fails, wrap, script, timeout=20)
+    (first, *good), (second, *as_good) = gloo_pool.run(2, one_replica_fails, wrap, script)
     assert (first, second) == ("ReplicaFailed", "ArithmeticError")
     assert good == as_good == [[]]
 

@@ -25,7 +25,7 @@ def studio() -> Iterator[Studio]:
         thread.start()
         yield made
         made.stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 

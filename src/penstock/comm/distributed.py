@@ -268,15 +268,15 @@ class DistributedTransport(Transport):
         if self._closed or os.getpid() != self._owner:  # a forked child does not leave in its parent's name
             return
         self._closed = True
+        with suppress(TransportError):  # first the reason: whoever sees that lines end asks why
+            self._left_well = whole = not self._in_step and self.failure() is None
+            done = self.epoch if whole else self.epoch - 1
+            self.store.depart(Departure(self.rank, done, f"it left after step {done}{last_words()}"))
         self._switchboard.close()
         if self._watcher is not None:
             self._watcher.end()
             self._watcher.stop()
-        with suppress(TransportError):
-            self._left_well = whole = not self._in_step and self.failure() is None
-            done = self.epoch if whole else self.epoch - 1
-            self.store.depart(Departure(self.rank, done, f"it left after step {done}{last_words()}"))
-        self.pulse.close()  # last: whoever sees its lines end finds out why
+        self.pulse.close()
 
 
 _OPEN: weakref.WeakSet[DistributedTransport] = weakref.WeakSet()
