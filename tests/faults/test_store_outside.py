@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.comm import DistributedTransport, distributed
+from penstock.comm import DistributedTransport, FailureRecord, distributed
 from penstock.errors import PenstockError
 from penstock.run import ScheduleGPipe
 from penstock.stage.pipeline_stage import PipelineStage
@@ -88,11 +88,17 @@ def farewell(how: str) -> bool:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     transport = DistributedTransport.of(alone if how == "of two groups" else None)
     transport.gather("the last meeting", b"")
+    if how == "after a failure":
+        transport.begin_step()
+        transport.report_failure(FailureRecord(1, cause="on purpose"))
+        transport.end_step(fine=False)
     dist.barrier()
     store = transport.farewell._store
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(distributed, "_SEE_OFF", SOON)  # no busy machine needs that long
+            patched.setattr(
+                distributed, "_EXPLAIN" if how == "after a failure" else "_SEE_OFF", SOON
+            )  # for a busy machine
             distributed.close_all()
         return store.check("left/1")
     until(lambda: store.check("left/0"))
@@ -102,10 +108,11 @@ def farewell(how: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("how", ["of one group", "of two groups", "killed"])
+@pytest.mark.parametrize("how", ["of one group", "of two groups", "killed", "after a failure"])
 def test_the_process_that_holds_the_store_leaves_last(gloo_pool: GlooPool, how: str) -> None:
     """A run under srun had stopped with its checkpoint, and ended with an error since rank 0 was gone too soon. It waits for
-    those of other pipelines too, and for nobody who cannot come."""
+    those of other pipelines too, and for nobody who cannot come. After a failure the others read there who has failed: one that
+    came late to that blamed the process with the store, to which its connection had ended."""
     first, second = gloo_pool.outcomes(2, farewell, how, store="tcp")
     assert first.ok, first.details
     assert first.value == (how != "killed")

@@ -34,6 +34,7 @@ from penstock.errors import PenstockError, StepTimeout, TransportError
 _TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
 BREAK_TAG = 0x9E58  # nothing is ever sent under it
 _SEE_OFF = 10.0  # seconds that the process which holds the store stays for the others at the end
+_EXPLAIN = 3.0  # and after a failure, for them to find out there who has failed
 _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
 
 
@@ -296,11 +297,11 @@ def close_all() -> None:
 def _part_from(leaving: list[DistributedTransport]) -> None:
     for transport in leaving:
         transport.farewell.say()
-    end = time.monotonic() + _SEE_OFF
+    now = time.monotonic()
     with suppress(KeyboardInterrupt):
         for transport in leaving:
-            if transport.farewell.holds and transport._left_well:
-                transport.farewell.see_off(end)
+            if transport.farewell.holds:
+                transport.farewell.see_off(now + (_SEE_OFF if transport._left_well else _EXPLAIN))
 
 
 def _look(kinds: KindsOfDevice, pulse: Pulse) -> FailureRecord | None:
