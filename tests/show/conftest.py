@@ -17,6 +17,7 @@ from penstock.schedules import get_schedule
 from penstock.simulate import Costs, Timeline, simulate
 
 NASTY = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)> \"quoted' & <b>"
+PATIENCE = 90_000  # milliseconds that a page may take to show something, on a machine that does much else
 CHROMIUM_OPTIONS = (
     "--no-sandbox",
     "--headless",
@@ -87,6 +88,7 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     def show(text: str, *, name: str = "page.html", width: int = 1280, height: int = 900, scheme: str = "light") -> Any:
         (tmp_path / name).write_text(text, encoding="utf-8")
         page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        page.set_default_timeout(PATIENCE)
         opened.append(page)
         page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))

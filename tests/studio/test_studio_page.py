@@ -13,10 +13,10 @@ import pytest
 
 from penstock.studio.server import Studio
 from penstock.studio.static import build
-from tests.show.conftest import browser  # noqa: F401 - a fixture
+from tests.show.conftest import PATIENCE, browser  # noqa: F401 - a fixture
 
 PYODIDE = Path(sys.prefix) / "pyodide" / "node_modules" / "pyodide"
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("studio")]
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("studio"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module", params=["server", "pyodide"])
@@ -42,6 +42,7 @@ def opened(browser: Any, address: str) -> Iterator[Any]:  # noqa: F811
     """The page, loaded once: Python takes its time to start in it."""
     complaints: list[str] = []
     made = browser.new_page(viewport={"width": 1400, "height": 900})
+    made.set_default_timeout(PATIENCE)
     made.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
     made.on("pageerror", lambda error: complaints.append(f"error: {error}"))
     made.on(
@@ -49,7 +50,7 @@ def opened(browser: Any, address: str) -> Iterator[Any]:  # noqa: F811
         lambda asked: None if asked.url.startswith((address, "blob:", "data:")) else complaints.append(asked.url),
     )
     made.goto(f"{address}index.html" if address.startswith("file:") else address)
-    made.locator("#rows tr").first.wait_for(timeout=90_000)
+    made.locator("#rows tr").first.wait_for()
     yield made
     made.close()
     assert complaints == []
