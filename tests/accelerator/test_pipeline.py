@@ -312,7 +312,7 @@ def read_later(device: torch.device, folder: Path | None) -> list[str]:
         x, y = (part.to(device) for part in pipes.batch(MICROBATCHES))
         pipe.step(x, target=y)
         if dist.get_rank() == 1:
-            pipes.simulation(device).busy(60.0)
+            pipes.simulation(device).busy(110.0)
         result = pipe.step(x, target=y)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -335,6 +335,6 @@ def test_a_loss_that_never_comes_is_an_error_that_names_the_rank(
     """And it is one within seconds, though the group would wait longer; asked again it says so again, and so does a step."""
     first, _ = sim.outcomes(2, mode, read_later, tmp_path / "saved" if saves else None)
     assert first.ok, first.details
-    assert first.seconds < 60.0
+    assert first.seconds < 100.0
     for text in first.value:
         assert "rank 1 failed: its process has ended" in text, first.value
