@@ -24,7 +24,7 @@ from tests.gloo_pool import GlooPool
 from tests.parity.cases import block
 from tests.parity.harness import WIDTH, assert_nothing_left
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo"), pytest.mark.timeout(300)]
 
 TRAINING = [recipe.name for recipe in all_schedules() if recipe.name != "forward"]
 MICROBATCHES = 3
@@ -104,7 +104,7 @@ def train_all(wrap: Wrap, names: list[str]) -> None:
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp, replicated])
 def test_every_schedule_with_replicas(gloo_pool: GlooPool, wrap: Wrap) -> None:
-    gloo_pool.run(4, train_all, wrap, TRAINING, timeout=110.0)
+    gloo_pool.run(4, train_all, wrap, TRAINING, timeout=280.0)
 
 
 def train_compiled(wrap: Wrap, names: list[str], ranks: tuple[int, int], options: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ def train_compiled(wrap: Wrap, names: list[str], ranks: tuple[int, int], options
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
 def test_compiled_stages_with_replicas(gloo_pool: GlooPool, wrap: Wrap) -> None:
     options = {"compile": {"backend": "aot_eager"}}  # two processes: all that import the compiler take their time
-    gloo_pool.run(2, train_compiled, wrap, ["1f1b", "zbv"], (2, 1), options, timeout=110.0)
+    gloo_pool.run(2, train_compiled, wrap, ["1f1b", "zbv"], (2, 1), options, timeout=280.0)
 
 
 def ddp_compiled(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -138,7 +138,7 @@ def ddp_compiled_in_place(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 @pytest.mark.parametrize("wrap", [ddp_compiled, ddp_compiled_in_place])
 def test_a_wrapper_that_was_compiled_around_layers_of_torchs(gloo_pool: GlooPool, wrap: Wrap) -> None:
     """torch.compile itself compiles nothing there: it looks neither into the wrapper nor, from there, into nn.Sequential."""
-    gloo_pool.run(2, train_compiled, wrap, ["zb-h1"], (1, 2), {}, timeout=110.0)
+    gloo_pool.run(2, train_compiled, wrap, ["zb-h1"], (1, 2), {}, timeout=280.0)
 
 
 def fail_on_one(wrap: Wrap) -> tuple[str, bool]:
@@ -179,7 +179,7 @@ def _refuse(module: nn.Module, args: object) -> None:
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
 def test_a_failure_on_one_replica(gloo_pool: GlooPool, wrap: Wrap) -> None:
-    results = gloo_pool.run(4, fail_on_one, wrap, timeout=60.0)
+    results = gloo_pool.run(4, fail_on_one, wrap, timeout=280.0)
     assert all(right for _, right in results), results
     texts = [text for text, _ in results]
     assert all(texts), texts

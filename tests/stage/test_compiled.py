@@ -19,6 +19,7 @@ from penstock.stage.compiled import SplitBackend
 from penstock.stage.twins import CompiledParts
 
 pytestmark = [
+    pytest.mark.timeout(300),  # the compiler takes its time on a busy machine
     # torch.compile looks at `.grad` of what comes from the graph before
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

@@ -27,6 +27,7 @@ from penstock.run.channel import Channel, Poisoned
 from penstock.run.layout import DATA, POISON, Description, Layout, TensorLayout
 from penstock.run.stage_run import StageRun
 from penstock.stage.boundary import Spec, flatten, unflatten
+from penstock.stage.compiled import probe_processor
 from penstock.stage.dtensors import layout_of
 from penstock.stage.rehearsal import CannotRehearse, PartCall, Rehearsal, compile_calls, rehearse
 
@@ -63,6 +64,9 @@ class DressRehearsal:
 
     def run(self) -> None:
         """Tell and hear, then compile what is here."""
+        parts = [part for run in self.program.runs.values() if run.compiled is not None for part in run.compiled.parts]
+        if self.program.transport.device.type == "cpu" and any(part.backend.is_inductor for part in parts):
+            probe_processor()
         for index in sorted(self.program.runs):
             self.rehearse(self.program.runs[index])
         self.flush()

@@ -26,8 +26,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from penstock.errors import NotCompiled
 from penstock.stage.cut_graph import NOTE, Compiled, split_backward
 from penstock.stage.joint import Joint, TracedGraph
+
+_probes: list[threading.Thread] = []  # see `probe_processor`
+_PROBE_SECONDS = 60.0
 
 
 class CompiledAhead(Exception):
@@ -140,9 +143,13 @@ class StageBackend:
     def compiled(self, graph: fx.GraphModule, examples: Sequence[object]) -> Callable[..., Any]:
         """The graph as a function, differentiable where it must be."""
         inner = self._inner()
-        if self.memory_budget is not None and not _is_inductor(self.inner):
+        if self.memory_budget is not None and not self.is_inductor:
             return _noticed(_with_aot(graph, examples, inner, TracedGraph(), memory_budget=self.memory_budget))
         return _noticed(inner(graph, list(examples)))
+
+    @property
+    def is_inductor(self) -> bool:
+        return self.inner == "inductor" or getattr(self.inner, "compiler_name", None) == "inductor"
 
     def _inner(self) -> Any:
         from torch._dynamo.backends.registry import lookup_backend
@@ -165,7 +172,7 @@ class SplitBackend(StageBackend):
             if isinstance(example, nn.Parameter) and example.requires_grad and not spread
         )
         noted = TracedGraph()
-        if _is_inductor(self.inner):
+        if self.is_inductor:
             made = _with_inductor(graph, examples, self.inner, weights, noted)
         else:
             made = _with_aot(graph, examples, self._inner(), noted, weights=weights, memory_budget=self.memory_budget)
@@ -239,6 +246,8 @@ def _with_inductor(
 
     def compile_part(part: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         if not options.get("is_backward"):
+            for probe in _probes:
+                probe.join(_PROBE_SECONDS)  # else inductor asks once more
             return noted.take_forward(part, partial(compile_fx_inner, part, inputs, **options))
         saved = options.pop("static_input_idxs", ())
 
@@ -294,10 +303,29 @@ def _node_of(outputs: Sequence[object]) -> Any:
     return None
 
 
+@cache
+def probe_processor() -> None:
+    """Have inductor find out beside other work, once, for which vector instructions it can build code.
+
+    It builds and loads a small program for each kind, 2 to 3 seconds each, one after the other in the middle of its first graph,
+    where ranks that share a cache wait for one another. It keeps the answers.
+    """
+    with suppress(ImportError, AttributeError):  # of a torch that asks in another way
+        from torch._inductor import cpu_vec_isa
+
+        known = cpu_vec_isa.x86_isa_checker()  # elsewhere than on x86 there is only one kind, if any
+        for kind in cpu_vec_isa.supported_vec_isa_list:
+            if all(name in known for name in str(kind).split()):
+                probe = threading.Thread(target=_probe, args=(kind,), name="penstock-probe", daemon=True)
+                probe.start()
+                _probes.append(probe)
+
+
+def _probe(kind: object) -> None:
+    with suppress(Exception):  # inductor asks again where it needs the answer, and tells what is wrong
+        bool(kind)
+
+
 def _replays(inner: object) -> bool:
     """Whether it records CUDA graphs: those want to be called in the way in which they were recorded."""
     return bool(getattr(inner, "config", {}).get("triton.cudagraphs"))
-
-
-def _is_inductor(inner: object) -> bool:
-    return inner == "inductor" or getattr(inner, "compiler_name", None) == "inductor"
