@@ -124,7 +124,7 @@ def run(command: str, status: int, folder: Path, where: str) -> str:
         "COLUMNS": "100",
     }
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=90
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == status, f"{where}: {command} exits with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 MADE = (".git", ".venv", "build", "dist", "runs", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 NEEDED = {"torch", "numpy", "click", "rich"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("package")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("package"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def lend(distribution: metadata.Distribution, installed: Path) -> None:
             (installed / top).symlink_to(there)
 
 
-def run(command: list[str], *, folder: Path, timeout: float = 110) -> str:
+def run(command: list[str], *, folder: Path, timeout: float = 250) -> str:
     """Run it without this environment's paths; what it printed."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "COV"))}
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}

@@ -114,7 +114,7 @@ def is_in(module: object, folder: str) -> bool:
 
 def under_torchrun(pool: GlooPool, ranks: int, folder: Path, *arguments: str) -> str:
     """What `torchrun -m penstock train ARGUMENTS` says, in processes that are there already."""
-    output: str = pool.run(ranks, be_rank, list(arguments), str(folder), free_port(), timeout=110.0)[0]
+    output: str = pool.run(ranks, be_rank, list(arguments), str(folder), free_port(), timeout=200.0)[0]
     return output
 
 
@@ -153,6 +153,7 @@ def once(
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not facts.is_file():
+            shutil.rmtree(place, ignore_errors=True)  # of a try that failed
             place.mkdir()
             facts.write_text(json.dumps(make(place)))
     return place, json.loads(facts.read_text())
