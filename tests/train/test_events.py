@@ -208,6 +208,7 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "100")  # seconds for the process that writes the file to start
     written("wandb", tmp_path)
     wandb.teardown()  # ends the process that writes the file
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
