@@ -107,7 +107,6 @@ def test_a_stage_that_cannot_be_traced_says_why_and_runs_eagerly() -> None:
         compare(get_schedule("zb-h1"), Sizes(2, 1, 3), compiled(CASES["checkpointed"]))
 
 
-@pytest.mark.timeout(300)  # a C++ compiler runs for each graph
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_inductor(name: str) -> None:
     """Its sums may be in another order than those of the loop, so this is closeness. What equal stages share is in its cache."""
