@@ -21,17 +21,16 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.comm.communicators import Maker, abort_all, all_at_once, shut_down_all
+from penstock.comm.communicators import Communicator, Maker, Posted, abort_all, all_at_once, shut_down_all
 from penstock.comm.device_wait import wait_for_device
-from penstock.comm.distributed import DistributedTransport, last_words, place_in_store
-from penstock.comm.messages import Messages, Receive, Send, Work
+from penstock.comm.distributed import DistributedTransport, last_words, new_gloo, place_in_store
+from penstock.comm.messages import Carrier, Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
 from penstock.plan.queues import QueueLayout
@@ -51,6 +50,7 @@ class AcceleratorTransport(DistributedTransport):
 
     _fine = True  # whether the last step went well
     _aborted = False  # whether the communicators were
+    _gloo: HostMessages
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str) -> None:
         super().__init__(group, device=_current(torch.device(device)))
@@ -60,12 +60,10 @@ class AcceleratorTransport(DistributedTransport):
         self._connected: set[int] = set()
         self._control = Control(self)
         self.generation = 0  # how often connections were made anew
-        self.whole: Any = None  # the communicator of all ranks, where there is but one
+        self.whole: Communicator | None = None  # the communicator of all ranks, where there is but one
 
     def _in_host_memory(self, group: dist.ProcessGroup) -> HostMessages:
-        return HostMessages(
-            lambda store: dist.ProcessGroupGloo(store, group.rank(), group.size(), self.bound), self.place
-        )
+        return HostMessages(lambda store: new_gloo(store, group, self.bound), self.place)
 
     @property
     def control(self) -> Messages:
@@ -95,13 +93,13 @@ class AcceleratorTransport(DistributedTransport):
         for peer in sorted(peers, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
             self._way(peer).open()
 
-    def communicator(self, name: str, ranks: Sequence[int]) -> Any:
+    def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
         """Of these ranks of the group, in this order."""
         name = f"{self.folder}/communicators/{self.generation}/{name}"
         store, names = place_in_store(name), [self._names[rank] for rank in ranks]
         return self._maker.make(name, store, rank=ranks.index(self.rank), ranks=names)
 
-    def _communicators(self) -> list[Any]:
+    def _communicators(self) -> list[Communicator]:
         """All that are there, each once."""
         found = [self.whole, *(each for way in self._ways.values() for each in way.communicators)]
         return list({id(each): each for each in found if each is not None}.values())
@@ -298,18 +296,18 @@ class Control(Messages):
 class HostMessages:
     """A gloo of penstock's own for messages in host memory, that can be replaced while senders and receivers are kept."""
 
-    def __init__(self, make: Callable[[Any], Any], place: Any) -> None:
+    def __init__(self, make: Callable[[Store], Carrier], place: Store) -> None:
         self._make, self._place = make, place
         self.renew(0)
 
     def renew(self, generation: int) -> None:
         """All ranks come here together."""
-        self._gloo: Any = self._make(PrefixStore(f"control/{generation}", self._place))
+        self._gloo = self._make(PrefixStore(f"control/{generation}", self._place))
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:
         return self._gloo.send(tensors, dstRank, tag)
 
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:
         return self._gloo.recv(tensors, srcRank, tag)
 
 
@@ -330,45 +328,46 @@ class Way:
         self._peer, self._transport = peer, transport
         one = transport.queues == "one"
         self._there = peer if one else int(transport.rank < peer)  # the peer's rank in a communicator of all, or of two
-        self._sent: deque[tuple[Any, Tensor]] = deque()  # on its way, and kept alive until it is there
-        self._out: Any = None
-        self._back: Any = None
+        self._sent: deque[tuple[Posted, Tensor]] = deque()  # on its way, and kept alive until it is there
+        self._out: Communicator | None = None
+        self._back: Communicator | None = None
 
     @property
-    def communicators(self) -> tuple[Any, Any]:
+    def communicators(self) -> tuple[Communicator | None, Communicator | None]:
         return self._out, self._back
 
-    def open(self) -> None:
-        """Make both communicators, if they are not there, and use them: the host waits for the peer, here and never again."""
-        if self._out is not None:
-            return
+    def open(self) -> tuple[Communicator, Communicator]:
+        """Both communicators. They are made and used once: the host waits for the peer, here and never again."""
+        if self._out is not None and self._back is not None:
+            return self._out, self._back
         transport, lower = self._transport, self._transport.rank < self._peer
         if transport.queues == "one":
-            self._out = self._back = transport.whole
+            assert transport.whole is not None, "it is made before the first pair is opened"
+            out = back = transport.whole
         else:
             pair = sorted((transport.rank, self._peer))
             names = ("both",) if transport.queues == "pair" else ("up", "down")
             up, *rest = (transport.communicator(f"{pair[0]}-{pair[1]}/{name}", pair) for name in names)
             down = rest[0] if rest else up
-            self._out, self._back = (up, down) if lower else (down, up)
-        for use in (self._out.send, self._back.recv) if lower else (self._back.recv, self._out.send):
+            out, back = (up, down) if lower else (down, up)
+        self._out, self._back = out, back
+        for use in (out.send, back.recv) if lower else (back.recv, out.send):
             use([torch.zeros(1, dtype=torch.uint8, device=transport.device)], self._there, _TAG).wait()
+        return out, back
 
     def send(self, tensors: list[Tensor]) -> None:
         """Nobody waits for a send: it is forgotten when it is done, which is asked without waiting."""
-        if self._out is None:
-            self.open()
+        out = self.open()[0] if self._out is None else self._out
         sent, tensor = self._sent, _as_carried(tensors[0])
         while sent and sent[0][0].is_completed():
             sent.popleft()[0].wait()  # nothing waits, but the memory is now seen to be free on this stream as well
-        sent.append((self._posted(self._out.send, tensor), tensor))
+        sent.append((self._posted(out.send, tensor), tensor))
 
     def receive(self, tensors: list[Tensor]) -> Work:
-        if self._back is None:
-            self.open()
-        return self._posted(self._back.recv, _as_carried(tensors[0]))
+        back = self.open()[1] if self._back is None else self._back
+        return self._posted(back.recv, _as_carried(tensors[0]))
 
-    def _posted(self, post: Callable[..., Work], tensor: Tensor) -> Work:
+    def _posted(self, post: Callable[[list[Tensor], int, int], Posted], tensor: Tensor) -> Posted:
         try:
             return post([tensor], self._there, _TAG)
         except (TypeError, ValueError) as error:  # groups that are written in Python raise what they like

@@ -21,12 +21,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import Backend
+from torch.distributed.distributed_c10d import Backend, Store
 
+from penstock.comm.messages import Work
 from penstock.errors import TransportError
 
 _SETTINGS = {
@@ -42,21 +44,38 @@ _SETTINGS = {
 By itself it ends the process: then nobody would raise PeerFailed, and no checkpoint would be written."""
 
 
+class Posted(Work, Protocol):
+    """A message of a communicator, which can be asked whether it is through."""
+
+    def is_completed(self) -> bool: ...
+
+
+class Communicator(Protocol):
+    """What carries messages between accelerators: a backend of torch's, or of another maker's."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Posted: ...
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Posted: ...
+
+    def abort(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Maker:
     """What makes communicators like the user's group."""
 
     kind: str  # "nccl"
-    like: Any  # the backend of the user's group
+    like: object  # the backend of the user's group
     timeout: timedelta
 
-    def make(self, name: str, store: object, *, rank: int, ranks: Sequence[int]) -> Any:
+    def make(self, name: str, store: Store, *, rank: int, ranks: Sequence[int]) -> Communicator:
         """One that ``ranks`` of the whole job have together, of which this process is number ``rank``.
 
         All of them make it under the same name, which no other has, and the same keys of the store: some backends find one
         another by the one, some by the other.
         """
-        options: Any
         maker = getattr(dist, f"ProcessGroup{self.kind.upper()}", None)
         if maker is not None and hasattr(maker, "Options"):
             options, given = maker.Options(), getattr(self.like, "options", None)
@@ -66,7 +85,8 @@ class Maker:
             options._timeout = self.timeout
             options.group_name, options.global_ranks_in_group = name, [*ranks]  # in torch's logs
             with _survivable():
-                return maker(store, rank, len(ranks), options)
+                made: Communicator = maker(store, rank, len(ranks), options)
+            return made
         plugin = Backend._plugins.get(self.kind.upper())
         if plugin is None:
             raise TransportError(
@@ -74,11 +94,13 @@ class Maker:
                 "that are registered with torch.distributed.Backend.register_backend"
             )
         if not plugin.extended_api:
-            return plugin.creator_fn(store, rank, len(ranks), self.timeout)
+            plain: Communicator = plugin.creator_fn(store, rank, len(ranks), self.timeout)
+            return plain
         options = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
         options.store, options.group_rank, options.group_size = store, rank, len(ranks)
         options.group_id, options.global_ranks_in_group, options.timeout = name, [*ranks], self.timeout
-        return plugin.creator_fn(options, getattr(self.like, "options", None))
+        extended: Communicator = plugin.creator_fn(options, getattr(self.like, "options", None))
+        return extended
 
 
 @contextmanager
@@ -93,12 +115,12 @@ def _survivable() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def abort_all(communicators: Collection[Any], *, bound: float) -> None:
+def abort_all(communicators: Collection[Communicator], *, bound: float) -> None:
     """End what is on its way; what is posted after this raises. See the note "all at once"."""
     all_at_once([each.abort for each in communicators], bound)
 
 
-def shut_down_all(communicators: Collection[Any], *, bound: float) -> None:
+def shut_down_all(communicators: Collection[Communicator], *, bound: float) -> None:
     """Give them up when what was sent has arrived, which may take the other rank as well."""
     all_at_once([each.shutdown for each in communicators], bound)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from penstock.errors import PenstockError, TransportError
 
@@ -32,7 +32,7 @@ def reading(what: str) -> Iterator[None]:
 
 def loads(data: bytes, form: type[Form]) -> Form:
     """JSON of this form."""
-    found: Any = json.loads(data)
+    found: object = json.loads(data)
     if not isinstance(found, form):
         raise ValueError(f"expected a {form.__name__}, got {str(found)[:80]}")
     return found

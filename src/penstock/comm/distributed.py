@@ -13,18 +13,19 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _get_process_group_name
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _get_process_group_name
 
 from penstock.comm.farewell import Farewell
 from penstock.comm.kinds import KindsOfDevice
 from penstock.comm.line import Line
-from penstock.comm.messages import Receive, Send, Work
+from penstock.comm.messages import Carrier, Receive, Send, Work
 from penstock.comm.pulse import Pulse, address_towards, heartbeat
-from penstock.comm.store import Departure, DistributedStore
+from penstock.comm.store import Departure, DistributedStore, cloned, innermost
 from penstock.comm.switchboard import Switchboard
 from penstock.comm.transport import NOBODY, FailureRecord, Transport
 from penstock.comm.watcher import Watcher
@@ -36,6 +37,12 @@ BREAK_TAG = 0x9E58  # nothing is ever sent under it
 _SEE_OFF = 10.0  # seconds that the process which holds the store stays for the others at the end
 _EXPLAIN = 3.0  # and after a failure, for them to find out there who has failed
 _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
+
+
+class Gloo(Carrier, Protocol):
+    """What penstock asks of a gloo."""
+
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
 
 
 class DistributedTransport(Transport):
@@ -52,23 +59,23 @@ class DistributedTransport(Transport):
         patience = heartbeat()
         self.folder = folder_of_group(group, "pipeline")
         self.place = place_in_store(self.folder)
-        own = self.place.clone()  # a connection of our own, whose waits we may bound
+        own = cloned(self.place)  # a connection of our own, whose waits we may bound
         self.store: DistributedStore = DistributedStore(own, self.rank, self.num_ranks, bound=patience)
         self.kinds = KindsOfDevice(self.store, self.device.type, self.rank, self.num_ranks)
-        self.backend: Any = backend_of(group, self.device)
+        self.backend = backend_of(group, self.device)
         self.backend_name = _backend_name(group, self.device)
         self.bound = timeout_of(self.backend)
         self.timeout = self.bound.total_seconds()
         if self.device.type != "cpu" or not isinstance(self.backend, dist.ProcessGroupGloo):  # else nobody waits here
             self.kinds.meet(self.timeout)
-        self._gloo = self._in_host_memory(group)
+        self._gloo: Carrier = self._in_host_memory(group)
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
         self.store.silent = partial(_look, self.kinds, self.pulse)
         self.store.ended, self.store.notice = self.pulse.all_ended, self.pulse.notice
         self.pulse.notice({(self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks})
         self.store.everybody = weakref.WeakMethod(self.everybody)
-        holds = "server=TCPServer" in str(_innermost(_get_default_store()))
+        holds = "server=TCPServer" in str(innermost(_get_default_store()))
         if holds:
             self.store.set("holder", str(self.rank).encode())
         whole = PrefixStore("penstock/job", own.underlying_store)
@@ -101,7 +108,7 @@ class DistributedTransport(Transport):
             transports[kind] = made(group, device=device)
         return transports[kind]
 
-    def _in_host_memory(self, group: dist.ProcessGroup) -> Any:
+    def _in_host_memory(self, group: dist.ProcessGroup) -> Carrier:
         """The gloo that carries messages in host memory."""
         return gloo_of(group, self.place, self.bound)
 
@@ -331,7 +338,7 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(known.get(device.type, dist.get_backend(group)))
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> object:
     """What the group uses for tensors on this device. A group that is written in Python is its own backend."""
     known = {found.type: found for found in group._device_types}
     if not known:
@@ -340,21 +347,28 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a backend into another
 
 
-def gloo_of(group: dist.ProcessGroup, place: Any, bound: timedelta) -> dist.ProcessGroupGloo:
+def gloo_of(group: dist.ProcessGroup, place: Store, bound: timedelta) -> Gloo:
     """What carries messages in host memory: the group's own gloo, or one of penstock's own beside it.
 
     Others may keep messages to different ranks in one order, and have no way to end a wait.
     """
     found = backend_of(group, torch.device("cpu"))
     if isinstance(found, dist.ProcessGroupGloo):
-        return found
-    return dist.ProcessGroupGloo(PrefixStore("control", place), group.rank(), group.size(), bound)
+        gloo: Gloo = found  # type: ignore[assignment]  # its stubs lack the calls
+        return gloo
+    return new_gloo(PrefixStore("control", place), group, bound)
+
+
+def new_gloo(place: Store, group: dist.ProcessGroup, bound: timedelta) -> Gloo:
+    """One of penstock's own between the ranks of a group."""
+    made: Gloo = dist.ProcessGroupGloo(place, group.rank(), group.size(), bound)  # type: ignore[assignment]  # as above
+    return made
 
 
 def timeout_of(backend: object) -> timedelta:
     """How long a backend waits. Of one that does not tell, the job's store knows what the whole job was given."""
-    known: Any = _get_default_store()
-    bound: timedelta = getattr(getattr(backend, "options", None), "_timeout", known.timeout)
+    of_job = _get_default_store().timeout  # type: ignore[attr-defined]  # its stubs lack it
+    bound: timedelta = getattr(getattr(backend, "options", None), "_timeout", of_job)
     return bound
 
 
@@ -366,16 +380,9 @@ def folder_of_group(group: dist.ProcessGroup, what: str) -> str:
     return f"penstock/{name}/{_get_default_store().add(f'penstock/{name}/lives/{group.rank()}', 1)}"
 
 
-def place_in_store(folder: str) -> Any:
+def place_in_store(folder: str) -> PrefixStore:
     """The part of the job's store under this folder."""
     return PrefixStore(folder, _get_default_store())
-
-
-def _innermost(store: object) -> Any:
-    """The store under all prefixes."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
 
 
 def _ran_out(text: str) -> bool:

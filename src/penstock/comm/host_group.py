@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from penstock.comm.distributed import (
     timeout_of,
 )
 from penstock.comm.pulse import Pulse, address_towards, heartbeat
-from penstock.comm.store import DistributedStore
+from penstock.comm.store import DistributedStore, cloned
 from penstock.comm.transport import FailureRecord
 from penstock.errors import PenstockError, ReplicaFailed, TransportError
 
@@ -44,11 +43,11 @@ class HostGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         place = place_in_store(folder_of_group(group, "host"))
-        self._gloo: Any = gloo_of(group, place, timeout_of(backend_of(group, torch.device("cpu"))))
+        self._gloo = gloo_of(group, place, timeout_of(backend_of(group, torch.device("cpu"))))
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = group.rank()
         patience = heartbeat()
-        self._store = DistributedStore(place.clone(), group.rank(), group.size(), bound=patience)
+        self._store = DistributedStore(cloned(place), group.rank(), group.size(), bound=patience)
         self._pulse = Pulse(group.rank(), self._store, patience=patience, address=address_towards(_get_default_store()))
         self._unseen = {*range(group.size())} - {group.rank()}  # whose processes are not known yet
         self._steps = 0  # that are on: stages of one process may share the group

@@ -21,10 +21,10 @@ import struct
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import Array, c_char
 from datetime import timedelta
-from typing import Any
 
 from torch import Tensor
 
@@ -79,7 +79,7 @@ class Line:
         self.timeout = _LONGEST
         self._socket: socket.socket | None = None
         self._live: socket.socket | None = None  # the socket, as long as nobody has closed it
-        self._closing: Any = None
+        self._closing: Callable[[], object] | None = None
         self._wake = threading.Condition()
         self._expected: deque[Arrival] = deque()
 
@@ -88,8 +88,8 @@ class Line:
         sock.settimeout(None)  # the kernel keeps the bound: a wait is one call
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self._socket = self._live = sock
-        self._closing = weakref.finalize(self, sock.close)
-        self._closing.atexit = False
+        self._closing = closing = weakref.finalize(self, sock.close)
+        closing.atexit = False
         self._send, self._receive = sock.sendmsg, sock.recvmsg_into
         self._sent = self._awaited = 0
         self._expected.clear()
@@ -107,7 +107,8 @@ class Line:
             self.limit = -1
             self._expected.clear()
             self._socket = None
-            self._closing()
+            if self._closing is not None:
+                self._closing()
 
     # -- sending
 
@@ -225,10 +226,10 @@ class Line:
         return RuntimeError(f"Connection closed by peer: {error.strerror}")
 
 
-_ARRAYS: dict[int, type[Array[Any]]] = {}
+_ARRAYS: dict[int, type[Array[c_char]]] = {}
 
 
-def _bytes_of(tensor: Tensor, size: int) -> Array[Any]:
+def _bytes_of(tensor: Tensor, size: int) -> Array[c_char]:
     """The tensor's memory."""
     kind = _ARRAYS.get(size)
     if kind is None:

@@ -21,14 +21,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
 
 from penstock.comm import beat
 from penstock.comm.decoding import loads, reading, texts, whole
 from penstock.comm.lifeline import Lifelines
+from penstock.comm.store import innermost
 from penstock.comm.transport import FailureRecord, Store
 from penstock.errors import PenstockError
 
@@ -70,7 +72,7 @@ class Pulse:
         self._lock = threading.Lock()
         self._key = secrets.token_bytes(32)
         self._socket: socket.socket | None = None  # hears of peers elsewhere, if there are any
-        self._closing: Any = None
+        self._closing: Callable[[], object] | None = None
         self._lifelines: Lifelines | None = None  # to peers elsewhere that were noticed
         store.set(f"process/{rank}", this_process())
 
@@ -192,14 +194,14 @@ class Pulse:
             self._stopped.pop(peer, None)
 
 
-def address_towards(store: Any) -> str | None:
+def address_towards(store: c10d.Store) -> str | None:
     """The address of this host that ranks on other hosts can reach: the one that it reaches the store by."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if not hasattr(store, "host"):
+    inner = innermost(store)
+    host, port = getattr(inner, "host", None), getattr(inner, "port", None)
+    if host is None:
         return None
     try:
-        family, kind, _, _, place = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)
             return str(probe.getsockname()[0])

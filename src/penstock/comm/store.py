@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.comm.decoding import loads, reading, texts, whole
 from penstock.comm.hushed import hushed
@@ -35,6 +36,19 @@ class Departure:
     cause: str
 
 
+def innermost(store: object) -> object:
+    """The store under all prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def cloned(store: PrefixStore) -> PrefixStore:
+    """The same values over a connection of its own."""
+    made: PrefixStore = store.clone()  # type: ignore[attr-defined]  # its stubs lack it
+    return made
+
+
 class DistributedStore:
     """A c10d store as seen by penstock. A wait polls: a blocking call would keep Ctrl-C and other threads waiting.
 
@@ -45,8 +59,8 @@ class DistributedStore:
     ``everybody``  asked when a wait has run out: a table of where all ranks are. Held weakly, it is the owner's.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, *, bound: float = 0.0) -> None:
-        self._store = store  # a c10d Store; its stubs know neither clone nor bytes
+    def __init__(self, store: Store, rank: int, num_ranks: int, *, bound: float = 0.0) -> None:
+        self._store: Any = store  # its stubs know neither clone nor bytes
         self._rank, self._num_ranks = rank, num_ranks
         self._bound = bound
         self._guard = StoreGuard(store, bound) if bound else None
@@ -62,7 +76,7 @@ class DistributedStore:
         made._gone = self._gone
         return made
 
-    def beside(self, store: Any) -> DistributedStore:
+    def beside(self, store: Store) -> DistributedStore:
         """Other values over the same connection."""
         made = DistributedStore(store, self._rank, self._num_ranks)
         made._guard, made._gone = self._guard, self._gone
@@ -224,10 +238,8 @@ class StoreGuard:
     """Looks after the connection of a TCPStore: no answer may take longer than ``bound`` seconds, nor may its end go
     unnoticed. Torch has no call for either, but its text of a store names the descriptor."""
 
-    def __init__(self, store: Any, bound: float) -> None:
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        found = re.search(r"client=.*?SocketImpl\(fd=(\d+)", str(store))
+    def __init__(self, store: Store, bound: float) -> None:
+        found = re.search(r"client=.*?SocketImpl\(fd=(\d+)", str(innermost(store)))
         self._socket: socket.socket | None = None
         if found is None:
             return  # a store of another kind, such as a file

@@ -24,7 +24,6 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from penstock.comm.beat import kernel
 from penstock.comm.decoding import loads, reading, texts
@@ -179,14 +178,16 @@ class _Door:
                         if key.fileobj is self._listener:
                             with suppress(OSError):
                                 doorway.register(self._listener.accept()[0], selectors.EVENT_READ)
-                        else:
+                        elif isinstance(key.fileobj, socket.socket):
                             self._hear(doorway, key.fileobj, found)
             finally:
                 for key in list(doorway.get_map().values()):  # whoever knocked and never said its name
                     if isinstance(key.fileobj, socket.socket):
                         key.fileobj.close()
 
-    def _hear(self, doorway: selectors.BaseSelector, sock: Any, found: dict[int, socket.socket | None]) -> None:
+    def _hear(
+        self, doorway: selectors.BaseSelector, sock: socket.socket, found: dict[int, socket.socket | None]
+    ) -> None:
         doorway.unregister(sock)
         rank = self._who(sock)
         if rank is None:

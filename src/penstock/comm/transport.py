@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None: ...
 
+
+Own = TypeVar("Own")
 
 _CLOCK_ROUNDS = 8
 NOBODY = -1
@@ -261,8 +263,8 @@ class Transport(Messages):
         return payloads
 
     def agree(
-        self, name: str, facts: Mapping[str, str], *, own: object = None, timeout: float | None = None
-    ) -> list[Any]:
+        self, name: str, facts: Mapping[str, str], *, own: Own | None = None, timeout: float | None = None
+    ) -> list[Own]:
         """Compare the facts with those of all ranks; every rank raises RanksDisagree if one differs.
 
         Ranks that are at different meetings (one trains, one evaluates) disagree on the name. `own`, anything that JSON can

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from typing import TypedDict
 from weakref import WeakKeyDictionary
 
 import torch
@@ -85,6 +86,39 @@ def boundaries_of(stages: Iterable[PipelineStage]) -> dict[str, list[str]]:
                     tensors, _ = flatten(tuple(given) if isinstance(given, (tuple, list)) else (given,))
                     found[f"{stage.stage_index} {end}"] = [f"{dtype_name(t.dtype)}{list(t.shape)}" for t in tensors]
     return found
+
+
+class Told(TypedDict):
+    """What each rank tells the others before the first step, and what may differ."""
+
+    boundaries: dict[str, list[str]]
+    compiles: bool
+
+
+def meet(transport: Transport, stages: Sequence[PipelineStage], look: Callable[[dict[str, str]], bool]) -> bool:
+    """Before the first step: find out whether all ranks are about to run the same, and can.
+
+    `look` writes down what must be the same on every rank, and says whether this one has a compiled stage; whether any has
+    comes back. What it raises is raised here when the other ranks know of it.
+    """
+    facts: dict[str, str] = {}
+    compiles, problem = False, None
+    try:
+        compiles = look(facts)
+    except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
+        problem = error
+    facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
+    everyone: list[Told] = []
+    own: Told = {"boundaries": boundaries_of(stages), "compiles": compiles}
+    try:
+        everyone = transport.agree("the first step of a schedule", facts, own=own)
+        check_boundaries([told["boundaries"] for told in everyone])
+    except RanksDisagree:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
+    return any(told["compiles"] for told in everyone)
 
 
 def check_boundaries(everyone: Iterable[Mapping[str, list[str]]]) -> None:

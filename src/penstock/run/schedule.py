@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from os import PathLike
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.batch import merge_chunks, split_batch, split_target
 from penstock.comm.transport import Transport
-from penstock.errors import PlanError, RanksDisagree, RunError, SplitError, StageError
+from penstock.errors import PlanError, RunError, SplitError, StageError
 from penstock.lower import InTurn, ReceivePolicy
 from penstock.misfits import takes
 from penstock.nest import Value
@@ -22,7 +22,7 @@ from penstock.plan.actions import MICROBATCH
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import CustomFunction, handled_by
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
-from penstock.run.meeting import boundaries_of, check_boundaries, facts_of, tended, transport_of
+from penstock.run.meeting import facts_of, meet, tended, transport_of
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.planning import Place, Sparing, check_flags, check_sparing, placed, plan_of_recipe, sparing
 from penstock.run.program import Program
@@ -389,35 +389,27 @@ class Schedule:
         return Ties(self.stages, self._tied, self.plan.placement, self._transport)
 
     def _connect(self, *, train: bool) -> Runner:
-        """Before the first step: find out whether all ranks are about to run the same, and can."""
-        if self._runner is not None:
-            return self._runner
-        problem: Exception | None = None
-        facts: dict[str, str] = {}
-        channels: Collection[int] = ()
-        try:
-            facts["schedule"] = self.plan.name or type(self).__name__
-            facts["communicators"] = self._transport.queues
-            facts |= facts_of(self.plan, self.stages, self._ties, loss=self.loss_fn is not None)
-            channels = self._programs[self._mode(train=train)].channels
-        except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
-            problem = error
-        facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
-        try:
-            compiles = problem is None and self._programs[self._mode(train=train)].compiles
-            own = [boundaries_of(self.stages), compiles]
-            told = self._transport.agree("the first step of a schedule", facts, own=own)
-            check_boundaries([boundaries for boundaries, _ in told])
-        except RanksDisagree:
-            if problem is None:
+        """Before the first step the ranks meet."""
+        if self._runner is None:
+            channels: set[int] = set()
+
+            def look(facts: dict[str, str]) -> bool:
+                facts["schedule"] = self.plan.name or type(self).__name__
+                facts["communicators"] = self._transport.queues
+                facts |= facts_of(self.plan, self.stages, self._ties, loss=self.loss_fn is not None)
+                program = self._programs[self._mode(train=train)]
+                channels.update(program.channels)
+                return program.compiles
+
+            try:
+                compiles = meet(self._transport, self.stages, look)
+            except Exception:
+                vars(self).pop("_programs", None)  # bound anew, should it be tried again
                 raise
-        if problem is not None:
-            vars(self).pop("_programs", None)
-            raise problem
-        self._programs.compile_ahead = any(compiles for _, compiles in told)
-        self._transport.connect({*channels, *self._ties.peers})
-        self._ties.meet()
-        self._runner = Runner(self._transport, dynamic=self._dynamic, watches=self._watches)
+            self._programs.compile_ahead = compiles
+            self._transport.connect({*channels, *self._ties.peers})
+            self._ties.meet()
+            self._runner = Runner(self._transport, dynamic=self._dynamic, watches=self._watches)
         return self._runner
 
 
