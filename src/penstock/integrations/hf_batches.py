@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from penstock.batch import Microbatches
 from penstock.errors import SplitError
 from penstock.front.weighted import WeightedSchedule
+from penstock.nest import Value
 from penstock.run.inputs import StepInputs
 
 IGNORED = -100  # the label of a place that does not count
@@ -37,7 +37,7 @@ class TokenSchedule(WeightedSchedule):
         return [self.part * w for w in weights or [1.0] * self.num_microbatches]
 
 
-def count_labels(batch: Mapping[str, Any], *, shifted: bool) -> int | None:
+def count_labels(batch: Mapping[str, Value], *, shifted: bool) -> int | None:
     """How many labels count. With `shifted`, a model predicts the next token, so the first of each row is no target."""
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, Tensor):
@@ -55,7 +55,7 @@ def keeps_texts_apart(model: nn.Module) -> bool:
     )
 
 
-def texts_apart(batch: Mapping[str, Any], count: int, *, shifted: bool) -> dict[str, Any]:
+def texts_apart(batch: Mapping[str, Value], count: int, *, shifted: bool) -> dict[str, Value]:
     """A packed row (`DataCollatorWithFlattening`) as up to `count` microbatches, cut between its texts; else the batch as it is.
 
     Texts begin where transformers' masks say so: where `position_ids` do not go on by one. No token sees another text, so each
@@ -88,12 +88,12 @@ def _even(bounds: list[int], count: int) -> list[int]:
     return [bounds[n] for n in chosen] + bounds[-1:]
 
 
-def needless(name: str, batch: Mapping[str, Any]) -> bool:
+def needless(name: str, batch: Mapping[str, Value]) -> bool:
     """Whether the model can do without this argument: the bounds of texts, as numbers that would differ from batch to batch."""
     return name in _BOUNDS and batch.get("position_ids") is not None
 
 
-def open_sizes(example: Mapping[str, Any]) -> dict[str, Any]:
+def open_sizes(example: Mapping[str, Value]) -> dict[str, Value]:
     """`dynamic_shapes`: the rows, and the length of whatever is as long as the tokens."""
     auto = torch.export.Dim.AUTO
     of_tokens = _of_tokens(example) or ()
@@ -106,7 +106,7 @@ def open_sizes(example: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _of_tokens(batch: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _of_tokens(batch: Mapping[str, Value]) -> tuple[int, ...] | None:
     """The sizes of what has a number for each token: rows, and length; several texts of a row are between these."""
     ids, embedded = batch.get("input_ids"), batch.get("inputs_embeds")
     if isinstance(ids, Tensor):
@@ -114,7 +114,7 @@ def _of_tokens(batch: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(embedded.shape[:2]) if isinstance(embedded, Tensor) else None
 
 
-def completed(batch: Mapping[str, Any], example: Mapping[str, Tensor | None]) -> dict[str, Any]:
+def completed(batch: Mapping[str, Value], example: Mapping[str, Tensor | None]) -> dict[str, Value]:
     """The batch with what the example had and this one leaves out, where only one thing can be meant.
 
     `example` has tensors without data, and None for what is no tensor.

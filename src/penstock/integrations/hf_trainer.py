@@ -29,6 +29,7 @@ from penstock.integrations.hf_batches import count_labels
 from penstock.integrations.needs import needed
 from penstock.integrations.transformers import TransformersPipeline, without_loss
 from penstock.lower import recompute
+from penstock.nest import Value
 from penstock.plan.ops import Op
 
 _Trainer: Any = needed("transformers", "hf").Trainer
@@ -52,10 +53,10 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def __init__(
         self,
         model: nn.Module | TransformersPipeline,
-        args: Any = None,
+        args: Value = None,
         *,
-        pipeline_options: Mapping[str, Any] | None = None,
-        **options: Any,
+        pipeline_options: Mapping[str, Value] | None = None,
+        **options: Value,
     ) -> None:
         made = model if isinstance(model, TransformersPipeline) else None
         whole = model.shell if isinstance(model, TransformersPipeline) else model
@@ -95,7 +96,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
 
     # -- the model and its data
 
-    def _example(self) -> dict[str, Any]:
+    def _example(self) -> dict[str, Value]:
         """A batch, as the collator makes it."""
         dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         if isinstance(dataset, dict):
@@ -126,7 +127,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
                 'place of compute_loss, and pipeline_options={"mesh": ..., "data_parallel": "fsdp"} that of fsdp and deepspeed'
             )
 
-    def _check_made(self, options: Mapping[str, Any] | None, scaler: Any) -> None:
+    def _check_made(self, options: Mapping[str, Value] | None, scaler: Any) -> None:
         """A pipeline that is there already has a loss and options of its own."""
         wanted = {
             "pipeline_options": options,
@@ -174,15 +175,15 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         own._dataloaders.append(made)
         return made
 
-    def _left_alone(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+    def _left_alone(self, model: nn.Module, *args: Value, **options: Value) -> nn.Module:
         """accelerate would move and wrap the model, most of which has no memory here; it only hears of it."""
         self.accelerator._models.append(model)
         return model
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: Value) -> int:
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.pipe.num_replicas)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+    def floating_point_ops(self, inputs: dict[str, Value]) -> float:
         """Those of a rank: a Trainer adds them up over all processes, and each of these knows the size of the whole model."""
         return float(super().floating_point_ops(inputs)) / self.pipe.num_ranks
 
@@ -197,7 +198,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
 
     # -- steps
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Value], num_items_in_batch: Value = None) -> Tensor:
         self.pipe.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -211,11 +212,11 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         assert result.loss is not None
         return torch.tensor(result.loss * part, device=self.args.device)
 
-    def _of_all_replicas(self, items: Any) -> float:
+    def _of_all_replicas(self, items: Value) -> float:
         """What the mean over the replicas is multiplied by, if each divides its loss by the labels of all of them."""
         return float(self.pipe.num_replicas if items is not None and self.args.average_tokens_across_devices else 1)
 
-    def _with_items(self, inputs: Mapping[str, Any], items: Any) -> dict[str, Any]:
+    def _with_items(self, inputs: Mapping[str, Value], items: Value) -> dict[str, Value]:
         batch = dict(self._prepare_inputs(inputs))
         if self._counts_items:
             counted = count_labels(batch, shifted=self._loss_shifts_labels) if items is None else items
@@ -225,8 +226,12 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         return {**batch, **({} if items is None else {"num_items_in_batch": items})}
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, Any, Any]:
+        self,
+        model: nn.Module,
+        inputs: dict[str, Value],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Value, Value, Value]:
         inputs = dict(self._prepare_inputs(inputs))
         names = self.label_names
         labels = tuple(inputs[name] for name in names) if names and all(n in inputs for n in names) else None

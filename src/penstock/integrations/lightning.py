@@ -28,6 +28,7 @@ from penstock.front import Pipeline
 from penstock.integrations.adapters import refuse_adapter
 from penstock.integrations.hf_model import is_of_transformers
 from penstock.integrations.needs import needed
+from penstock.nest import Value
 
 needed("lightning", "lightning")
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402  the line above says what is missing
@@ -60,9 +61,9 @@ class PipelineStrategy(DDPStrategy):
         model: str = "model",
         *,
         whole_outputs: bool = False,
-        loss_weight: Callable[[Any], Any] | None = None,
+        loss_weight: Callable[[Value], Value] | None = None,
         process_group_backend: str | None = None,
-        **options: Any,
+        **options: Value,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend)
         self._name = model
@@ -125,7 +126,7 @@ class PipelineStrategy(DDPStrategy):
             )
         return self._piped(module, self.batch_to_device(example, self.root_device), _method(trainer))
 
-    def _piped(self, module: Any, batch: Any, method: str) -> LoggedSteps:
+    def _piped(self, module: Any, batch: Value, method: str) -> LoggedSteps:
         """Puts the pipeline into the place of the model: the steps of the module around it."""
         model, stand, given = getattr(module, self._name), Stand(), dict(self._pipeline_options)
         refuse_adapter(model)
@@ -145,7 +146,7 @@ class PipelineStrategy(DDPStrategy):
             "target_chunk_spec": None if means.spec is None else (means.spec, None),
         }
 
-        def made(options: Mapping[str, Any]) -> Pipeline:
+        def made(options: Mapping[str, Value]) -> Pipeline:
             return Pipeline(model, args, example_kwargs=kwargs, loss_fn=steps.loss, **options)
 
         if is_of_transformers(model):
@@ -162,7 +163,7 @@ class PipelineStrategy(DDPStrategy):
         stand.hold(steps.pipe)
         return steps
 
-    def _example(self, trainer: Any) -> Any:
+    def _example(self, trainer: Any) -> Value:
         own = getattr(self.lightning_module, "pipeline_example", None)
         if own is not None:
             return own()
@@ -182,7 +183,7 @@ class PipelineStrategy(DDPStrategy):
 
     # -- steps
 
-    def training_step(self, batch: Any, batch_idx: int = 0, *more: Any, **given: Any) -> Any:
+    def training_step(self, batch: Value, batch_idx: int = 0, *more: Value, **given: Value) -> Value:
         """A pipeline runs forward and backward together, so gradients are set to zero before the step and not after it."""
         assert self._steps is not None
         every = int(self._trainer.accumulate_grad_batches)
@@ -192,23 +193,23 @@ class PipelineStrategy(DDPStrategy):
         with self.precision_plugin.train_step_context():
             return self._steps.train(batch, batch_idx, *more, divide=every)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Value, **kwargs: Value) -> Tensor:
         return closure_loss
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: Value, **kwargs: Value) -> Value:
         with self.precision_plugin.val_step_context():
             return self._evaluated("validation_step", *args, **kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: Value, **kwargs: Value) -> Value:
         with self.precision_plugin.test_step_context():
             return self._evaluated("test_step", *args, **kwargs)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, *args: Value, **kwargs: Value) -> Value:
         assert self._steps is not None
         with self.precision_plugin.predict_step_context():
             return self._steps.whole("predict_step", *args, **kwargs)
 
-    def _evaluated(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _evaluated(self, method: str, *args: Value, **kwargs: Value) -> Value:
         assert self._steps is not None
         run = self._steps.whole if self._whole_outputs else self._steps.evaluate
         return run(method, *args, **kwargs)
@@ -226,7 +227,7 @@ class PipelineStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Value], filepath: Any, storage_options: Any = None) -> None:
         """A folder: what Lightning knows in one file, and a checkpoint of penstock's for any number of processes."""
         folder = Path(self.broadcast(str(filepath)))
 
@@ -249,15 +250,15 @@ class PipelineStrategy(DDPStrategy):
             raise RunError(
                 f"{folder} is no checkpoint of a PipelineStrategy; expected a folder with {_REST.format('...')} and {_PARTS}/"
             )
-        found: list[dict[str, Any]] = []
+        found: list[dict[str, Value]] = []
         self.pipe.agree(f"reading {folder}", lambda: found.append(_rest_of(folder, safely=weights_only is not False)))
         self.pipe.load(folder / _PARTS, optimizer=self.optimizers[0] if self.optimizers else None)
         return found[0]
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, Value], strict: bool = True) -> None:
         """Done by `load_checkpoint`."""
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Value]) -> None:
         """Done by `load_checkpoint`."""
 
 
@@ -268,7 +269,7 @@ def _rest_of(folder: Path, *, safely: bool) -> dict[str, Any]:
     if not isinstance(name, str) or not re.fullmatch(_REST.format("[0-9a-f]{32}").replace(".", r"\."), name):
         raise RunError(f"{folder} names {name!r:.80} as Lightning's part; expected {_REST.format('...')}")
     try:
-        found: dict[str, Any] = torch.load(folder / name, map_location="cpu", weights_only=safely)
+        found: dict[str, Value] = torch.load(folder / name, map_location="cpu", weights_only=safely)
     except Exception as error:  # torch's reader raises whatever the bytes lead it to
         hint = "; if you trust who wrote it: trainer.fit(..., weights_only=False)" if safely else ""
         raise RunError(f"{folder / name} cannot be read: {type(error).__name__}: {error}{hint}") from error

@@ -13,6 +13,7 @@ from torchmetrics import Metric, MetricCollection
 
 from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
+from penstock.nest import Value
 
 Kept = dict[str, int]  # of each state that is a list: how many of its first values the other ranks have
 
@@ -64,13 +65,13 @@ class SharedMetrics:
         if not changes or pipe.num_ranks == 1:
             return
         if pipe.rank == last:
-            states: dict[str, Any] = {}
+            states: dict[str, Value] = {}
             for name, (_, kept) in changes.items():
                 state = self.by_name[name].metric_state
                 states[name] = {key: value[kept[key] :] if key in kept else value for key, value in state.items()}
             send_to(pipe.transport, [rank for rank in range(pipe.num_ranks) if rank != last], states)
             return
-        given: Any = receive_from(pipe.transport, last)
+        given: Value = receive_from(pipe.transport, last)
         for name, (count, kept) in changes.items():
             metric: Any = self.by_name[name]
             for key, value in given[name].items():

@@ -22,7 +22,7 @@ from penstock.front import Pipeline
 from penstock.integrations.hf_batches import count_labels
 from penstock.integrations.lightning_again import left_alone
 from penstock.integrations.lightning_metrics import SharedMetrics
-from penstock.nest import has_tensor, open_node
+from penstock.nest import Value, has_tensor, open_node
 from penstock.stage.recompute import recomputing
 
 _FLAGS = (
@@ -42,19 +42,19 @@ _WHERE = ("sync_dist", "sync_dist_group", "rank_zero_only")  # every rank logs t
 class Means:
     """What the loss of a batch is a mean of, where that is not its rows."""
 
-    weight: Callable[[Any], Any] | None = None  # of a batch or a microbatch: how many of them it has
+    weight: Callable[[Value], Value] | None = None  # of a batch or a microbatch: how many of them it has
     of_labels: bool = False  # the model is one of transformers, whose own loss is a mean over the labels that count
     shifted: bool = False  # of which the first of a row does not
     scaled: bool = True  # False: the loss is a sum
     spec: object = None  # how the batch is cut
 
-    def count(self, batch: Any, call: Mapping[str, Any]) -> float | None:
+    def count(self, batch: Value, call: Mapping[str, Value]) -> float | None:
         """How much a (micro)batch counts, with which the model is called so; None: by its rows."""
         if self.weight is not None:
             return float(self.weight(batch))
         return count_labels(call, shifted=self.shifted) if self.of_labels else None
 
-    def rows(self, batch: Any) -> int | None:
+    def rows(self, batch: Value) -> int | None:
         return batch_size_of((batch,), args_spec=None if self.spec is None else (self.spec,))
 
 
@@ -63,7 +63,7 @@ class _Logged:
     """What one microbatch logged under a name."""
 
     value: float | None  # None: of a metric that is asked for its value later
-    options: dict[str, Any]
+    options: dict[str, Value]
     metric: str | None = None  # its name in the LightningModule
     weight: float | None = None  # in the mean of the batch, in place of its rows
 
@@ -73,11 +73,11 @@ class PerRow:
 
     __slots__ = ("values",)
 
-    def __init__(self, values: list[Any] | tuple[Any, ...]) -> None:
+    def __init__(self, values: list[Value] | tuple[Value, ...]) -> None:
         self.values = values
 
     @classmethod
-    def marked(cls, batch: Any, rows: int | None) -> Any:
+    def marked(cls, batch: Value, rows: int | None) -> Value:
         """The batch with such lists marked; lists with tensors in them are none."""
         if type(batch) in (list, tuple) and len(batch) == rows and not has_tensor(batch):
             return cls(batch)
@@ -89,7 +89,7 @@ class PerRow:
         return batch if same else node.build(parts)
 
     @classmethod
-    def taken(cls, batch: Any, rows: list[int]) -> Any:
+    def taken(cls, batch: Value, rows: list[int]) -> Value:
         """The batch with the entries of these rows in the place of the lists."""
         if isinstance(batch, cls):
             return type(batch.values)(batch.values[row] for row in rows)
@@ -112,7 +112,7 @@ class Stand(nn.Module):
     def hold(self, pipe: Pipeline) -> None:
         self.stages = nn.ModuleList(stage.submod for stage in pipe.stages)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Value, **kwargs: Value) -> Value:
         if self.answer is None:
             raise RunError(
                 "the model is called outside of a step, or twice in one; with a PipelineStrategy a step calls its model once"
@@ -149,7 +149,7 @@ class LoggedSteps:
         # What was logged, by name: for each microbatch its rows and the value.
         self._logged: dict[str, list[tuple[int, _Logged]]] = {}
 
-    def train(self, batch: Any, *rest: Any, divide: int) -> Tensor:
+    def train(self, batch: Value, *rest: Value, divide: int) -> Tensor:
         """A training step; the loss of the batch, on every rank."""
         args, kwargs = self.call_of("training_step", batch, *rest)
         self._begin("training_step", rest, divide)
@@ -158,7 +158,7 @@ class LoggedSteps:
         assert result.loss is not None
         return torch.tensor(result.loss * divide, device=self.module.device)
 
-    def evaluate(self, method: str, batch: Any, *rest: Any) -> Tensor:
+    def evaluate(self, method: str, batch: Value, *rest: Value) -> Tensor:
         args, kwargs = self.call_of(method, batch, *rest)
         self._begin(method, rest, 1)
         result = self.pipe.evaluate(*args, target=self._target(batch, kwargs), **kwargs)
@@ -166,18 +166,18 @@ class LoggedSteps:
         assert result.loss is not None
         return torch.tensor(result.loss, device=self.module.device)
 
-    def whole(self, method: str, batch: Any, *rest: Any) -> Any:
+    def whole(self, method: str, batch: Value, *rest: Value) -> Value:
         """What the step makes of the model's output for the whole batch, on every rank."""
         args, kwargs = self.call_of(method, batch, *rest)
         output = self.pipe.predict(*args, **kwargs)
         self.stand.answer = lambda *args, **kwargs: output
         return getattr(self.module, method)(batch, *rest)
 
-    def call_of(self, method: str, batch: Any, *rest: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call_of(self, method: str, batch: Value, *rest: Value) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """What the step calls its model with."""
-        found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        found: list[tuple[tuple[Value, ...], dict[str, Value]]] = []
 
-        def answer(*args: Any, **kwargs: Any) -> Any:
+        def answer(*args: Value, **kwargs: Value) -> Value:
             found.append((args, kwargs))
             raise _Called
 
@@ -191,7 +191,7 @@ class LoggedSteps:
             self.stand.answer = None
         raise RunError(f"{type(self.module).__name__}.{method} does not call its model; nothing could be pipelined")
 
-    def loss(self, output: Any, target: Any) -> Tensor:
+    def loss(self, output: Value, target: Value) -> Tensor:
         """On the last stage, for one microbatch: the rest of the step. Its losses add up to that of the batch."""
         batch, chosen = target
         if chosen is not None:
@@ -200,7 +200,7 @@ class LoggedSteps:
         rows = self.means.rows(batch) or 1
         own, count = _own_loss(output), None
 
-        def answer(*args: Any, **kwargs: Any) -> Any:
+        def answer(*args: Value, **kwargs: Value) -> Value:
             nonlocal count
             count = self.means.count(batch, kwargs)
             return output
@@ -232,14 +232,14 @@ class LoggedSteps:
             return torch.zeros_like(loss.detach())
         return loss * (share / self._divide) if share != self._divide else loss
 
-    def _target(self, batch: Any, call: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
+    def _target(self, batch: Value, call: Mapping[str, Value]) -> tuple[Value, Tensor | None]:
         """What is cut for the last stage: the batch, and the numbers of its rows if there are lists to be cut with them."""
         rows, count = self.means.rows(batch), self.means.count(batch, call)
         self._of_batch = rows, count, self.pipe.plan.num_microbatches
         marked = PerRow.marked(batch, rows)
         return marked, None if marked is batch or rows is None else torch.arange(rows)
 
-    def _begin(self, method: str, rest: tuple[Any, ...], divide: float) -> None:
+    def _begin(self, method: str, rest: tuple[Value, ...], divide: float) -> None:
         self._rest, self._divide = (method, rest), divide
         self._logged = {}
         self.metrics.begin()
@@ -248,11 +248,11 @@ class LoggedSteps:
     def _collecting(self, keep: Callable[[str, _Logged], None]) -> Iterator[None]:
         """What is logged inside is kept for later."""
 
-        def log(name: str, value: Any, *flags: Any, **options: Any) -> None:
+        def log(name: str, value: Value, *flags: Value, **options: Value) -> None:
             options |= dict(zip(_FLAGS, flags, strict=False))
             keep(name, self._value_of(name, value, {k: v for k, v in options.items() if k not in _WHERE}))
 
-        def log_dict(values: Mapping[str, Any], *flags: Any, **options: Any) -> None:
+        def log_dict(values: Mapping[str, Value], *flags: Value, **options: Value) -> None:
             for name, value in values.items():
                 log(name, value, *flags, **options)
 
@@ -262,7 +262,7 @@ class LoggedSteps:
         finally:
             del self.module.log, self.module.log_dict
 
-    def _value_of(self, name: str, value: Any, options: dict[str, Any]) -> _Logged:
+    def _value_of(self, name: str, value: Value, options: dict[str, Value]) -> _Logged:
         if isinstance(value, Metric):
             metric = self.metrics.name_of(value)
             if metric is None:
@@ -329,7 +329,7 @@ def _is_loss(value: float | None, own: Tensor | None) -> bool:
     return value == number or (isnan(value) and isnan(number))  # a mean over no label is none
 
 
-def _own_loss(output: Any) -> Tensor | None:
+def _own_loss(output: Value) -> Tensor | None:
     """The loss that a model of transformers computes if it is given labels."""
     found = output.get("loss") if isinstance(output, Mapping) else None
     return found if isinstance(found, Tensor) else None

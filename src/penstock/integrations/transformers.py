@@ -40,7 +40,7 @@ from penstock.integrations.hf_cuts import cuts_of_plan
 from penstock.integrations.hf_model import BaseNames, ModuleValues, Source, found, on_meta
 from penstock.integrations.hf_names import as_the_model_names_them
 from penstock.integrations.needs import needed
-from penstock.nest import map_tensors
+from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.pipeline_stage import place_in
@@ -55,12 +55,12 @@ _OPTIONS = ("target", "outputs", "loss_kwargs")  # of steps, which stand among t
 
 def pipeline(
     source: Source,
-    example: Mapping[str, Any],
+    example: Mapping[str, Value],
     *,
     config: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
     schedule: str | Plan | Recipe = "1f1b",
-    **options: Any,
+    **options: Value,
 ) -> TransformersPipeline:
     """A model of transformers as a Pipeline, ready to train; every rank makes the same call.
 
@@ -94,11 +94,11 @@ class TransformersPipeline(Pipeline):
     def __init__(
         self,
         model: nn.Module,
-        example: Mapping[str, Any],
+        example: Mapping[str, Value],
         *,
         loss_fn: Callable[..., Tensor] | None = None,
         schedule: str | Plan | Recipe = "1f1b",
-        **options: Any,
+        **options: Value,
     ) -> None:
         needed("transformers", "hf")
         refuse_adapter(model)
@@ -119,7 +119,7 @@ class TransformersPipeline(Pipeline):
             given["kwargs_chunk_spec"] = {ITEMS: Replicate(), **(options.get("kwargs_chunk_spec") or {})}
         make = super().__init__
 
-        def made(options: Mapping[str, Any]) -> None:
+        def made(options: Mapping[str, Value]) -> None:
             make(model, loss_fn=loss_fn, schedule=schedule, **{**options, "example_kwargs": batch})
 
         with plain_forward(model) as checkpoints:
@@ -129,7 +129,7 @@ class TransformersPipeline(Pipeline):
 
     # -- steps
 
-    def step(self, *args: Any, part: float = 1.0, **batch: Any) -> Result:
+    def step(self, *args: Value, part: float = 1.0, **batch: Value) -> Result:
         """One training step; `batch` as the model would be called with, and the options of `Pipeline.step`.
 
             loss = pipe.step(input_ids=ids, labels=labels).loss
@@ -140,21 +140,21 @@ class TransformersPipeline(Pipeline):
         self._part = part
         return super().step(*args, **call)
 
-    def evaluate(self, *args: Any, **batch: Any) -> Result:
+    def evaluate(self, *args: Value, **batch: Value) -> Result:
         """The loss of a batch, without gradients and in evaluation mode; with the options of `Pipeline.evaluate`.
 
         loss = pipe.evaluate(**batch).loss
         """
         return super().evaluate(*args, **self._apart(self._call(batch)))
 
-    def predict(self, *args: Any, **batch: Any) -> Any:
+    def predict(self, *args: Value, **batch: Value) -> Value:
         """The model's outputs for a batch without its loss, in evaluation mode, on every rank (or where `outputs=` says).
 
         logits = pipe.predict(input_ids=ids)["logits"]
         """
         return without_loss(super().predict(*args, **self._call(batch)))
 
-    def gather_rows(self, tree: Any) -> Any:
+    def gather_rows(self, tree: Value) -> Value:
         """The rows that each replica has, one after another, on all of them: every rank calls it, with as many rows."""
         if self.num_replicas == 1:
             return tree
@@ -177,7 +177,7 @@ class TransformersPipeline(Pipeline):
 
     # -- inside
 
-    def _call(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, given: dict[str, Value]) -> dict[str, Value]:
         """What the pipeline is called with: the model's arguments, and the options that stood among them."""
         options = {name: given.pop(name) for name in _OPTIONS if name in given}
         if self.own_loss and options.get("target") is not None:
@@ -197,7 +197,7 @@ class TransformersPipeline(Pipeline):
             **options,
         }  # in the order of the example
 
-    def _apart(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _apart(self, call: dict[str, Value]) -> dict[str, Value]:
         """A packed row is cut between its texts, if its microbatches can be weighed and nobody wants its outputs in one row."""
         weighed = (self.own_loss or not self._of_steps.scale_grads) and keeps_texts_apart(self.shell)
         if not weighed or not self._of_steps.few_rows or call.get("outputs") is not None:
@@ -234,7 +234,7 @@ class TransformersPipeline(Pipeline):
         self._origin = replace(self._origin, configs=Origin.of(self.shell).configs)  # what is changed there is saved
 
 
-def without_loss(outputs: Any) -> Any:
+def without_loss(outputs: Value) -> Value:
     """What a model gives apart from its loss."""
     if isinstance(outputs, dict) and "loss" in outputs:
         return type(outputs)({name: value for name, value in outputs.items() if name != "loss"})
@@ -242,7 +242,7 @@ def without_loss(outputs: Any) -> Any:
 
 
 def with_open_sizes(
-    make: Callable[[Mapping[str, Any]], Made], batch: Mapping[str, Any], options: Mapping[str, Any]
+    make: Callable[[Mapping[str, Value]], Made], batch: Mapping[str, Value], options: Mapping[str, Value]
 ) -> Made:
     """What `make` makes with these options, its rows and lengths left open; if that cannot be, the length is the example's."""
     if "dynamic_shapes" in options:
@@ -253,7 +253,7 @@ def with_open_sizes(
         return make(options)
 
 
-def with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Value]) -> dict[str, Value]:
     """Where to cut, and where values come from, unless that was said."""
     given = {"few_rows": True, **options}  # a loader's last batch may be a short one, and every rank has it
     count = given.get("num_stages") or given.get("stages") or _stages_of(schedule, given)
@@ -274,7 +274,7 @@ def with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Any]) -
     return given
 
 
-def _stages_of(schedule: Any, options: Mapping[str, Any]) -> int | None:
+def _stages_of(schedule: Any, options: Mapping[str, Value]) -> int | None:
     """How many stages a schedule has, if that is known before the model is measured."""
     if isinstance(schedule, Plan):
         return schedule.num_stages
