@@ -6,7 +6,7 @@ The rules are those of the notes in split.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ class BatchLeaf(NamedTuple):
     """A value that is no container, and what the user says about it."""
 
     value: Value
-    spec: Any  # TensorChunkSpec, Replicate or None
+    spec: Value  # TensorChunkSpec, Replicate or None
     path: Path
     inherited: bool  # the spec stands above the leaf, and holds for the tensors there
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, overload
+from typing import NamedTuple, TypeAlias, TypeGuard, overload
 
 from penstock.batch.masks import is_block_mask
 from penstock.errors import SplitError
@@ -135,7 +135,7 @@ def is_leaf_spec(spec: object) -> TypeGuard[LeafSpec]:
     return isinstance(spec, TensorChunkSpec | Replicate | CustomReducer) or spec is Replicate
 
 
-def is_replicate(spec: Any) -> bool:
+def is_replicate(spec: object) -> bool:
     return isinstance(spec, Replicate) or spec is Replicate
 
 

@@ -242,7 +242,7 @@ def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[
     return tuple(found)
 
 
-def _parts(nest: Nest, spec: Any) -> Iterator[object]:
+def _parts(nest: Nest, spec: Value) -> Iterator[object]:
     """What a nest of specs says of each leaf of a nest of the same shape."""
     if nest.kind is Kind.LEAF:
         yield spec
@@ -255,7 +255,7 @@ def _parts(nest: Nest, spec: Any) -> Iterator[object]:
         yield from _parts(child, part)
 
 
-def _normal(spec: Any, leaf: torch.Tensor, name: str) -> dict[int, object] | None:
+def _normal(spec: Value, leaf: torch.Tensor, name: str) -> dict[int, object] | None:
     if spec is None:
         return None
     entries = dict(spec) if isinstance(spec, Mapping) else dict(enumerate(spec))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -237,7 +236,7 @@ def capture_layers(
     example_kwargs: Mapping[str, Value] | None,
     *,
     num_stages: int,
-    **options: Any,
+    **options: Value,
 ) -> tuple[Pipe, tuple[tuple[int, str], ...]]:
     """The model cut at every good place, and the places: (position, name of the operator there).
 

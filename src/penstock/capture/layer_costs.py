@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -327,7 +327,7 @@ def _compiled(
     return _Compiled(sum(kept.values()), *(min(column) for column in zip(*passes, strict=True)))
 
 
-def _timed(call: Callable[..., Any], inputs: tuple[Any, ...], setting: LayerSetting) -> tuple[float, float]:
+def _timed(call: Callable[..., Value], inputs: tuple[Value, ...], setting: LayerSetting) -> tuple[float, float]:
     start = clock(setting.device)
     roots, grads = seeds(call(*inputs))
     middle = clock(setting.device)

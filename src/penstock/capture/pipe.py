@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -277,7 +277,7 @@ class Pipe(nn.Module):
         example_args: tuple[Value, ...],
         example_kwargs: Mapping[str, Value] | None = None,
         split_policy: Callable[[object], object] | None = None,
-        **options: Any,
+        **options: Value,
     ) -> Self:
         """Capture a model with marks in its code, or with a policy that sets them."""
         from penstock.capture.capture_model import pipeline

@@ -24,6 +24,7 @@ from penstock.capture.skeleton import Skeleton
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Fixed, Key, Wire, same_wires, size_of, where_shapes_differ
 from penstock.errors import CaptureError
+from penstock.nest import Value
 from penstock.stage.buffers import modes_of
 
 ChooseCuts = Callable[[Flat, int], Sequence[int]]
@@ -87,7 +88,7 @@ class Retracer:
     names: StateNames
     transmit: bool = False
     carry: bool = False
-    policy: Callable[[fx.GraphModule], object] | None = None
+    policy: Callable[[fx.GraphModule], Value] | None = None
     num_stages: int | None = None
     key: Key = (None, frozenset())
     modes: tuple[bool, ...] = ()  # of each part of the model when it was captured
@@ -250,7 +251,7 @@ def _listed(wires: Sequence[Wire]) -> str:
     return ", ".join(map(str, wires)) or "nothing"
 
 
-def policy_positions(policy: Callable[[fx.GraphModule], Any], root: fx.GraphModule) -> list[str]:
+def policy_positions(policy: Callable[[fx.GraphModule], Value], root: fx.GraphModule) -> list[str]:
     """The names of the nodes before which a policy wants to cut."""
     before = {node.name for node in root.graph.nodes}
     result = policy(root)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class StageModule(nn.Module):
         self._key = key
         self._source = source
         self._programs: dict[Key, OperatorGraph] = {}
-        self._functions: dict[Key, Callable[..., Any]] = {}
+        self._functions: dict[Key, Callable[..., Value]] = {}
         self._results: dict[Key, OutputRecipe] = {}
         self._places: dict[Key, Sequence[int]] = {}  # of the outputs that the last stage computes itself
         self._guards: dict[Key, tuple[Guard, ...]] = {}
@@ -296,7 +296,7 @@ class StageModule(nn.Module):
             owner = owner._modules.get(part) or nn.Module()
         return owner
 
-    def _function(self, key: Key) -> Callable[..., Any]:
+    def _function(self, key: Key) -> Callable[..., Value]:
         """The graph as a function, made when it is first called. Tensors are taken out of the dicts of their modules, where
         wrappers that shard or replace them put others; that costs no call."""
         program = self._programs[key]

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from penstock.checkpoint.plain import num_bytes
 from penstock.dtypes import dtype_named
 from penstock.errors import RunError, StageError
+from penstock.nest import Value
 
 FILE = "penstock.json"
 FORMAT = 2
@@ -77,8 +77,8 @@ class Manifest:
     tensors: Mapping[str, Entry]
     files: Mapping[str, SmallFile]  # all but those with tensors
     aliases: Mapping[str, list[str]] = field(default_factory=dict)  # other names of a model's tensor
-    optimizer: Mapping[str, Any] = field(default_factory=dict)  # its kind, its plain values by parameter, its groups
-    extra: Mapping[str, Any] = field(default_factory=dict)  # the user's
+    optimizer: Mapping[str, Value] = field(default_factory=dict)  # its kind, its plain values by parameter, its groups
+    extra: Mapping[str, Value] = field(default_factory=dict)  # the user's
 
     def dumps(self) -> bytes:
         body = json.dumps(asdict(self))
@@ -159,7 +159,7 @@ def _other_format(source: str, found: object) -> str:
 # -- from JSON, checked
 
 
-def _known(value: object, kinds: Mapping[str, type], what: str, *, all_needed: bool = True) -> dict[str, Any]:
+def _known(value: object, kinds: Mapping[str, type], what: str, *, all_needed: bool = True) -> dict[str, Value]:
     if not isinstance(value, dict) or not value.keys() <= kinds.keys() or (all_needed and value.keys() != kinds.keys()):
         raise ValueError(f"{what} is {_short(value)}; expected an object with {', '.join(kinds)}")
     for name, one in value.items():
@@ -256,7 +256,7 @@ def _part(name: str, value: object) -> Part:
     return Part(**{**facts, "start": _sizes(name, facts["start"]), "shape": _sizes(name, facts["shape"])})
 
 
-def _sizes(name: str, value: list[Any]) -> tuple[int, ...]:
+def _sizes(name: str, value: list[int]) -> tuple[int, ...]:
     if not all(type(one) is int and 0 <= one < 1 << 62 for one in value) or len(value) > 64:
         raise ValueError(f"{name} has the sizes {_short(value)}; expected whole numbers from 0")
     return tuple(value)

@@ -32,7 +32,7 @@ class _Hashing:
         self.length = 0
         self.error: OSError | None = None  # torch.save makes something unreadable of it
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
         self.digest.update(view)
         try:

@@ -11,19 +11,19 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, deque
-from typing import Any
 
 import torch
 
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import RunError
+from penstock.nest import Value
 
 _KIND, _VALUE = "~", "is"  # of a value that JSON does not know: {"~": "tuple", "is": [1, 2]}
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _PAIRS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 
 
-def encode(value: Any) -> Any:
+def encode(value: Value) -> Value:
     """A value that `json.dumps` takes; `decode` is the inverse, type for type.
 
     >>> decode(encode({"milestones": Counter({30: 1}), "lrs": (0.1, 0.2)}))
@@ -63,7 +63,7 @@ def _encode_numpy(value: object) -> object:
     return {_KIND: kind, _VALUE: [array.dtype.str, list(array.shape), data]}
 
 
-def decode(value: object) -> Any:
+def decode(value: object) -> Value:
     """What `encode` was given."""
     if isinstance(value, list):
         return [decode(one) for one in value]
@@ -71,8 +71,8 @@ def decode(value: object) -> Any:
         return value
     if _KIND not in value:
         return {key: decode(one) for key, one in value.items()}
-    kind: Any = value[_KIND]
-    content: Any = value.get(_VALUE)
+    kind: Value = value[_KIND]
+    content: Value = value.get(_VALUE)
     try:
         if kind in _LISTS:
             return _LISTS[kind](decode(one) for one in content)
@@ -87,7 +87,7 @@ def decode(value: object) -> Any:
     raise RunError(f"a saved value is of the kind {kind!r}, which this penstock does not know")
 
 
-def _array(kind: str, dtype: str, shape: list[int], data: str) -> Any:
+def _array(kind: str, dtype: str, shape: list[int], data: str) -> object:
     raw = bytearray(base64.b64decode(data, validate=True))
     if kind == "tensor":
         made = torch.empty(0, dtype=dtype_named(dtype)) if not raw else torch.frombuffer(raw, dtype=dtype_named(dtype))

@@ -13,9 +13,9 @@ import json
 import zipfile
 from abc import abstractmethod
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,11 +32,14 @@ INDEX_LIMIT = 1 << 28  # bytes of an index file
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _NESTED = ("model", "state_dict", "model_state_dict", "module")  # where programs keep the weights in a file of torch's
 
+Known = TypeVar("Known")
+Answer = TypeVar("Answer")
 
-class WeightFile(Mapping[str, Tensor]):
+
+class WeightFile(Mapping[str, Tensor], Generic[Known]):
     """Tensors by name, each read when it is asked for."""
 
-    known: Mapping[str, Any]  # the names, and what is known of each
+    known: Mapping[str, Known]  # the names, and what is known of each
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -57,7 +60,7 @@ class WeightFile(Mapping[str, Tensor]):
         return name in self.known
 
 
-class Safetensors(WeightFile):
+class Safetensors(WeightFile[None]):
     def __init__(self, file: Path) -> None:
         self.file = file
         self.known = dict.fromkeys(self._call(lambda opened: opened.keys()))
@@ -66,7 +69,7 @@ class Safetensors(WeightFile):
         found: Tensor = self._call(lambda opened: opened.get_tensor(name))
         return found
 
-    def _call(self, ask: Any) -> Any:
+    def _call(self, ask: Callable[[Any], Answer]) -> Answer:
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
@@ -78,7 +81,7 @@ class Safetensors(WeightFile):
             raise StageError(f"{self.file} cannot be read as safetensors: {error}") from error
 
 
-class TorchFile(WeightFile):
+class TorchFile(WeightFile[Tensor]):
     """What `torch.save` wrote: mapped into memory, and read with weights_only."""
 
     def __init__(self, file: Path) -> None:
@@ -97,11 +100,10 @@ class TorchFile(WeightFile):
         self.known = {str(name): value for name, value in whole.items() if isinstance(value, Tensor)}
 
     def read(self, name: str) -> Tensor:
-        found: Tensor = self.known[name]
-        return found
+        return self.known[name]
 
 
-class CheckpointFolder(WeightFile):
+class CheckpointFolder(WeightFile[Entry]):
     """A checkpoint: penstock's own, whose parts have digests, or torch's."""
 
     def __init__(self, folder: Path) -> None:
@@ -118,7 +120,7 @@ class CheckpointFolder(WeightFile):
         self.known = inner or listed
 
     def read(self, name: str) -> Tensor:
-        entry: Entry = self.known[name]
+        entry = self.known[name]
         if entry.parts and all(part.sha256 for part in entry.parts):
             return read_entry(self.folder, entry, start=(0,) * len(entry.shape), shape=entry.shape)
         for part in entry.parts:  # so that no claim of the list takes more memory than there are bytes
@@ -161,15 +163,15 @@ class CheckpointFolder(WeightFile):
         return found.detach()
 
 
-class _Together(WeightFile):
+class _Together(WeightFile[Path]):
     """Several files as one; each is opened when a name in it is asked for."""
 
     def __init__(self, where: Mapping[str, Path]) -> None:
         self.known = dict(where)
-        self._opened: dict[Path, WeightFile] = {}
+        self._opened: dict[Path, Mapping[str, Tensor]] = {}
 
     def read(self, name: str) -> Tensor:
-        file: Path = self.known[name]
+        file = self.known[name]
         if file not in self._opened:
             self._opened[file] = _open_file(file)
         return self._opened[file][name]
@@ -206,7 +208,7 @@ def open_weights(source: Source) -> Mapping[str, Tensor]:
     return ChainMap(*parts)
 
 
-def _open_path(path: Path) -> WeightFile:
+def _open_path(path: Path) -> Mapping[str, Tensor]:
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
@@ -214,7 +216,7 @@ def _open_path(path: Path) -> WeightFile:
     return _of_index(path) if path.name.endswith(".index.json") else _open_file(path)
 
 
-def _open_folder(folder: Path) -> WeightFile:
+def _open_folder(folder: Path) -> Mapping[str, Tensor]:
     if (folder / FILE).is_file() or (folder / LIST).is_file():
         return CheckpointFolder(folder)
     for kind in (".safetensors", *_OF_TORCH):
@@ -227,7 +229,7 @@ def _open_folder(folder: Path) -> WeightFile:
     raise StageError(f"{folder} has no weights; expected .safetensors, {', '.join(_OF_TORCH)} files, or a checkpoint")
 
 
-def _of_index(index: Path) -> WeightFile:
+def _of_index(index: Path) -> Mapping[str, Tensor]:
     """Which file has which name, as transformers writes it."""
     try:
         where = json.loads(read_small(index, INDEX_LIMIT))["weight_map"]
@@ -244,7 +246,7 @@ def _of_index(index: Path) -> WeightFile:
     return _Together(files)
 
 
-def _open_file(file: Path) -> WeightFile:
+def _open_file(file: Path) -> Mapping[str, Tensor]:
     """By its suffix; if that says nothing, by its first bytes."""
     if not file.is_file():
         raise StageError(f"{file} is no plain file")  # a pipe would keep its reader waiting

@@ -55,12 +55,12 @@ class _PipelineSchedule(StageCare):
     _backward_requires_autograd, _comp_type_to_function_map = renamed("_needs_autograd"), renamed("_hand_functions")
     _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = map(_spec, ("args", "kwargs", "output"))
 
-    def __init__(self, *args: Value, **options: Any) -> None:
+    def __init__(self, *args: Value, **options: Value) -> None:
         super().__init__(*args, **options)
         self._init_driving()
 
     @classmethod
-    def from_plan(cls, *args: Value, **options: Any) -> Self:
+    def from_plan(cls, *args: Value, **options: Value) -> Self:
         made = super().from_plan(*args, **options)
         made._init_driving()
         return made
@@ -177,14 +177,14 @@ class _PipelineSchedule(StageCare):
 
     # -- a step
 
-    def step(self, *args: Value, **options: Any) -> Value:
+    def step(self, *args: Value, **options: Value) -> Value:
         """As `penstock.Schedule.step`; a batch that is cut already may come as lists, as torch takes them after 2.13: `arg_mbs`,
         `kwarg_mbs` and `target_mbs`.
         """
         args, options = self._joined(args, options)
         return super().step(*args, **options)
 
-    def eval(self, *args: Value, **options: Any) -> Value:
+    def eval(self, *args: Value, **options: Value) -> Value:
         """Likewise, forward only. A `step` of the program's own does it, where there is one."""
         if not is_overridden(self, "step"):
             args, options = self._joined(args, options)
@@ -267,7 +267,7 @@ class _PipelineSchedule(StageCare):
             if isinstance(stage, _PipelineStageBase):
                 stage._end_step()
 
-    def _call_own_loop(self, arg_mbs: Value, kwarg_mbs: Value, target_mbs: Value, given: dict[str, Any]) -> None:
+    def _call_own_loop(self, arg_mbs: Value, kwarg_mbs: Value, target_mbs: Value, given: dict[str, Value]) -> None:
         known = inspect.signature(self._step_microbatches).parameters
         self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **{k: v for k, v in given.items() if k in known})
 

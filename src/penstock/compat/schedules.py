@@ -106,7 +106,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     schedule._load_csv("plan.csv", format="compute_comms")
     """
 
-    def __init__(self, *args: Value, defer_pp_recv: bool = False, **options: Any) -> None:
+    def __init__(self, *args: Value, defer_pp_recv: bool = False, **options: Value) -> None:
         super().__init__(*args, defer_pp_recv=defer_pp_recv, **options)
         self._defer_pp_recv = defer_pp_recv
 
@@ -169,7 +169,7 @@ class ScheduleLoopedBFS(_Named, run.ScheduleLoopedBFS):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        **options: Any,
+        **options: Value,
     ) -> None:
         given = {"scale_grads": scale_grads, "backward_requires_autograd": backward_requires_autograd}
         options |= {**given, "output_merge_spec": output_merge_spec, "defer_pp_recv": defer_pp_recv}

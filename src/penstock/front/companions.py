@@ -6,27 +6,36 @@ import copy
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from penstock.checkpoint.manifest import Damaged
 from penstock.checkpoint.plain import decode, encode
 from penstock.errors import RunError, StageError
+from penstock.nest import Value
+
+
+class Stateful(Protocol):
+    """What a checkpoint keeps the state of: a scheduler, a scaler, a data loader."""
+
+    def state_dict(self) -> dict[str, Value]: ...
+
+    def load_state_dict(self, state: Value, /) -> object: ...
 
 
 @dataclass(frozen=True)
 class Companions:
     """Each may be missing."""
 
-    optimizer: object = None
+    optimizer: Value = None
     scheduler: object = None  # of the learning rate; like the others, anything with state_dict() and load_state_dict()
     data: object = None  # a data loader that knows its position
     scaler: object = None
 
-    def parts(self) -> Iterator[tuple[str, Any]]:
+    def parts(self) -> Iterator[tuple[str, Stateful]]:
         """Those whose state is small, and each rank's own."""
         for name in ("scheduler", "data", "scaler"):
             one = getattr(self, name)
@@ -89,7 +98,7 @@ def random_state(device: torch.device) -> dict[str, object]:
     return found
 
 
-def check_random_state(found: Any, device: torch.device, source: str) -> None:
+def check_random_state(found: Value, device: torch.device, source: str) -> None:
     """Whether `set_random_state` would take it: generators of nobody's are given it first."""
     try:
         torch.Generator().set_state(found["torch"])
@@ -102,7 +111,7 @@ def check_random_state(found: Any, device: torch.device, source: str) -> None:
         raise Damaged(f"{source} has a random state that cannot be taken: {type(error).__name__}: {error}") from error
 
 
-def set_random_state(found: dict[str, Any], device: torch.device) -> None:
+def set_random_state(found: Mapping[str, Value], device: torch.device) -> None:
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
     if "numpy" in found and "numpy" in sys.modules:

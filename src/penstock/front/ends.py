@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -196,7 +196,7 @@ def _attempt(make: Callable[[], object]) -> tuple[Exception | None, bytes]:
         return error, json.dumps({"error": str(error), "kind": type(error).__name__}).encode()
 
 
-def _value(what: str, raised: Exception | None, posts: list[dict[str, Any]]) -> list[object]:
+def _value(what: str, raised: Exception | None, posts: list[dict[str, Value]]) -> list[object]:
     """The values; or an error of the kind that the first rank which failed raised, since what every rank does next depends on it.
 
     A rank whose own error is of that kind raises its own.

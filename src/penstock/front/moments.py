@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,14 +14,22 @@ from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.dtypes import dtype_named
 from penstock.errors import StageError
 from penstock.front.names import StageTensors
+from penstock.nest import Value
 
 _NOT_OPTIONS = ("params", "param_names")  # of a group
 Pending = tuple[str, str, Tensor]  # the parameter, the entry of its state, the value
 
 
+class Optimizer(Protocol):
+    """One of torch's, or what wraps it."""
+
+    state: dict[Tensor, dict[str, Value]]
+    param_groups: list[dict[str, Value]]
+
+
 def parts(
-    optimizer: Any, tensors: StageTensors
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, object]], list[dict[str, Any]]]:
+    optimizer: Optimizer | None, tensors: StageTensors
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, object]], list[dict[str, Value]]]:
     """The optimizer's tensors by name, its plain values by name, and its groups."""
     if optimizer is None:
         return {}, {}, []
@@ -51,7 +59,7 @@ def parts(
     return state, values, groups
 
 
-def staged(optimizer: Any, tensors: StageTensors, manifest: Manifest, place: Path) -> list[Pending]:
+def staged(optimizer: Optimizer | None, tensors: StageTensors, manifest: Manifest, place: Path) -> list[Pending]:
     """The tensors of the optimizer that the checkpoint has, read; nothing is changed yet."""
     if optimizer is None:
         return []
@@ -77,7 +85,7 @@ def staged(optimizer: Any, tensors: StageTensors, manifest: Manifest, place: Pat
     return found
 
 
-def _check_groups(optimizer: Any, saved: list[dict[str, Any]], place: Path) -> None:
+def _check_groups(optimizer: Optimizer, saved: list[dict[str, Value]], place: Path) -> None:
     """Whether `fill` can set the options of every group: a later error would leave half of a checkpoint."""
     own = optimizer.param_groups
     if len(own) > len(saved):
@@ -111,7 +119,7 @@ def _value(parameter: Tensor, entry: Entry, place: Path, options: Mapping[str, o
     return made
 
 
-def fill(optimizer: Any, tensors: StageTensors, saved: Mapping[str, Any], pending: list[Pending]) -> None:
+def fill(optimizer: Optimizer, tensors: StageTensors, saved: Mapping[str, Value], pending: list[Pending]) -> None:
     """Put what was read into the optimizer."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, part, value in pending:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -60,7 +60,7 @@ class CutOptions:
     stages: int | Sequence[PipelineStage] | None = None  # how many, or those of this rank, made by hand
     num_stages: int | None = None  # says the same as a number of `stages`
     placement: Placement | str | None = None  # "loop", "v", or one of your own
-    memory_limit: Any = None  # of a rank, or of each: bytes, or "6GiB"
+    memory_limit: Value = None  # of a rank, or of each: bytes, or "6GiB"
     optimizer_bytes: float = 2.0  # state of the optimizer for each byte of parameters, for memory_limit
     # A function of parameters that makes the optimizer: its state is measured instead.
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
@@ -120,7 +120,7 @@ class CutOptions:
         return {**(self.compile if isinstance(self.compile, Mapping) else {}), "memory_budget": budget}
 
     @property
-    def of_capture(self) -> dict[str, Any]:
+    def of_capture(self) -> dict[str, Value]:
         """The options that `pipeline` takes."""
         names = ("split_spec", "split_policy", "dynamic_shapes", "output_loss_value_spec", "multi_use_param_spec")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -174,7 +174,7 @@ class StepOptions:
     few_rows: bool = (
         False  # a batch of fewer rows than microbatches is cut into fewer; then every rank has to give the batch
     )
-    group_rows: Any = None  # GroupRows, or the function of a step's arguments that gives the lengths of its rows
+    group_rows: Value = None  # GroupRows, or the function of a step's arguments that gives the lengths of its rows
     replan: float | None = None  # take another plan when measured steps say that it saves this share of a step
     scale_grads: bool = True
     seed: int = 0
@@ -235,7 +235,7 @@ GROUPS = (ModelOptions, CutOptions, RankOptions, StepOptions)
 FIRST = ("model", "example", "loss_fn", "schedule", "microbatches")  # the named parameters of Pipeline
 
 
-def sorted_options(given: Mapping[str, Any]) -> tuple[ModelOptions, CutOptions, RankOptions, StepOptions]:
+def sorted_options(given: Mapping[str, Value]) -> tuple[ModelOptions, CutOptions, RankOptions, StepOptions]:
     """The options in their groups; one that does not exist is an error that names the nearest."""
     known = {f.name: group for group in GROUPS for f in fields(group)}
     for name in given:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.capture import PipeInfo
 from penstock.front.choice import Choice
@@ -23,7 +22,7 @@ class Request:
 
     model: nn.Module
     args: tuple[Value, ...]
-    loss_fn: Callable[..., Any] | None
+    loss_fn: Callable[..., Tensor] | None
     schedule: str | Plan | Recipe
     microbatches: int
     of_model: ModelOptions
@@ -44,7 +43,7 @@ class Built:
     info: PipeInfo | None  # of a captured model
     choice: Choice | None  # with measured costs
 
-    def with_plan(self, plan: Plan, **of_choice: Any) -> Built:
+    def with_plan(self, plan: Plan, **of_choice: Value) -> Built:
         """The same stages under another plan; `of_choice` is what else the choice says from now on."""
         choice = None if self.choice is None else replace(self.choice, plan=plan, **of_choice)
         return replace(self, plan=plan, choice=choice)

@@ -39,6 +39,7 @@ from penstock.front.companions import Companions
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors
 from penstock.misfits import takes
+from penstock.nest import Value
 
 DISK = Disk()
 _STAGING = 600.0  # seconds that a stager of the caller's may take for a copy
@@ -66,7 +67,7 @@ class Order:
     blocks: list[Block]  # this rank's
     state: bytes  # this rank's
     number: int  # of this rank among all ranks of all replicas
-    everyone: list[dict[str, Any]]  # what each rank holds
+    everyone: list[dict[str, Value]]  # what each rank holds
     manifest: Manifest  # without tensors and files yet
 
     def write(self) -> dict[str, object]:
@@ -76,7 +77,7 @@ class Order:
         state = {"size": len(self.state), "sha256": hashlib.sha256(self.state).hexdigest()}
         return {"parts": [[key, asdict(part)] for key, part in rows], "state": state}
 
-    def finish(self, rows: Sequence[dict[str, Any]]) -> str:
+    def finish(self, rows: Sequence[dict[str, Value]]) -> str:
         """Make the checkpoint out of what all ranks have written; the first rank does it. Where it is comes back."""
         kinds = {key: (shape, dtype) for one in self.everyone for key, shape, dtype, _ in one["tensors"]}
         parts: dict[str, list[Part]] = {}
@@ -313,7 +314,7 @@ def _alone(block: Tensor) -> Tensor:
     return block if block.untyped_storage().nbytes() <= block.nbytes else block.clone()
 
 
-def as_json(value: dict[str, Any], what: str) -> dict[str, object]:
+def as_json(value: dict[str, Value], what: str) -> dict[str, object]:
     try:
         made: dict[str, object] = json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
@@ -324,7 +325,7 @@ def as_json(value: dict[str, Any], what: str) -> dict[str, object]:
     return made
 
 
-def _owners(everyone: Sequence[Mapping[str, Any]]) -> dict[tuple[str, tuple[int, ...]], int]:
+def _owners(everyone: Sequence[Mapping[str, Value]]) -> dict[tuple[str, tuple[int, ...]], int]:
     """Who writes which block: of the ranks that hold it, the one that has least to write so far."""
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for number, one in enumerate(everyone):
@@ -340,9 +341,9 @@ def _owners(everyone: Sequence[Mapping[str, Any]]) -> dict[tuple[str, tuple[int,
     return owners
 
 
-def _merged(everyone: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+def _merged(everyone: Sequence[Mapping[str, Value]]) -> dict[str, object]:
     """One optimizer out of those of all ranks."""
-    made: dict[str, Any] = {}
+    made: dict[str, Value] = {}
     for one in (each["optimizer"] for each in everyone if each["optimizer"]):
         made.setdefault("kind", one["kind"])
         made.setdefault("values", {}).update(one["values"])

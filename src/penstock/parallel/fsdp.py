@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.utils.hooks import RemovableHandle
 
@@ -95,10 +96,10 @@ class FullyShardAdapter:
     @torch.no_grad()
     def reduce_grad(self, *, failed: bool = False) -> None:
         self._order.reduce()
-        group, failures = self._failures(failed)
-        if failures:
+        failure = self._failure(failed)
+        if failure is not None:
             if not failed:
-                raise replica_failed(group, failures)
+                raise failure
             return
         flags = Flags()
         flags.set(self._root._state_ctx, "is_last_backward", True)
@@ -135,18 +136,19 @@ class FullyShardAdapter:
                 "REDUCE_GRAD after the last backward of this stage; lower it with `add_reduce_grad`"
             )
 
-    def _failures(self, failed: bool) -> tuple[object, list[int]]:
+    def _failure(self, failed: bool) -> ReplicaFailed | None:
         """Ask the replicas before the reduction, whose messages fit together only if all of them take part in it.
 
-        A group, and by their ranks in it those that have failed, or have heard of one in the group before.
+        It names those of the first group that have failed, or have heard of one in the group before.
         """
-        found: tuple[object, list[int]] = None, []
+        found = None
         for group in _process_groups(self._syncing):
             flags = torch.zeros(group.size(), dtype=torch.int64)
-            flags[group.rank()] = int(failed or bool(found[1]))
+            flags[group.rank()] = int(failed or found is not None)
             host_group(group).sum(flags)  # in host memory: no host waits for its device
             failures = [rank for rank, flag in enumerate(flags.tolist()) if flag]
-            found = found if found[1] else (group, failures)
+            if failures and found is None:
+                found = replica_failed(group, failures)
         return found
 
     def explain(self, error: BaseException) -> ReplicaFailed | None:
@@ -204,7 +206,7 @@ class FullyShardAdapter:
         return any(state._training_state != idle or group._training_state != idle for state, group in self._groups())
 
 
-def _process_groups(groups: list[Any]) -> list[Any]:
+def _process_groups(groups: list[Any]) -> list[dist.ProcessGroup]:
     """The process groups that the reduction of parameter groups goes over, each once."""
     found = {}
     for group in groups:

@@ -14,7 +14,9 @@ parameters after each forward. Flags are set once a step: a microbatch costs not
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
+
+import torch.distributed as dist
 
 from penstock.comm.host_group import host_group
 from penstock.errors import ReplicaFailed, RunError
@@ -74,7 +76,7 @@ class DataParallel(Protocol):
         ...
 
 
-def replica_failed(group: Any, failures: list[int]) -> ReplicaFailed:
+def replica_failed(group: dist.ProcessGroup, failures: list[int]) -> ReplicaFailed:
     """For a replica that was told of the failure of others, which are given by their ranks in the group."""
     return ReplicaFailed(
         f"{host_group(group).names(failures)} of the job failed in this step, in another data-parallel replica of this stage, so "

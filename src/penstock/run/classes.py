@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from penstock.errors import StageError
 from penstock.lower import JustInTime
 from penstock.misfits import takes
+from penstock.nest import Value
 from penstock.run.schedule import Schedule
 from penstock.stage.pipeline_stage import PipelineStage
 
@@ -19,7 +19,7 @@ class PipelineScheduleSingle(Schedule):
         recipe = "mine"  # the name of a registered schedule
     """
 
-    def __init__(self, stage: PipelineStage, n_microbatches: int, *args: Any, **options: Any) -> None:
+    def __init__(self, stage: PipelineStage, n_microbatches: int, *args: Value, **options: Value) -> None:
         if isinstance(stage, (list, tuple)):
             raise StageError(
                 f"{type(self).__name__} takes one stage, got {len(stage)}; pass the stage itself, not a list"
@@ -42,10 +42,10 @@ class PipelineScheduleMulti(Schedule):
         self,
         stages: Sequence[PipelineStage],
         n_microbatches: int,
-        *args: Any,
+        *args: Value,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        **options: Any,
+        **options: Value,
     ) -> None:
         if not isinstance(stages, (list, tuple)):
             raise StageError(

@@ -139,7 +139,7 @@ class Description:
     its nest (a class that is not known here), so that the messages behind it stay in step."""
 
     tensors: tuple[TensorLayout, ...]
-    nest: Any
+    nest: object
 
     @classmethod
     def decode(cls, blob: bytes) -> Description:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from os import PathLike
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class Schedule:
 
     @classmethod
     def from_plan(
-        cls, plan: Plan | str | PathLike[str], stages: PipelineStage | Sequence[PipelineStage], **options: Any
+        cls, plan: Plan | str | PathLike[str], stages: PipelineStage | Sequence[PipelineStage], **options: Value
     ) -> Self:
         """A schedule that runs this plan, or plan file, compute-only or lowered. Options as in the constructor."""
         if not isinstance(plan, Plan):

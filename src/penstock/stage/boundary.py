@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import StageError
-from penstock.nest import Kind, Nest, Nesting, Node, Trail, open_node, spelled
+from penstock.nest import Kind, Nest, Nesting, Node, Trail, Value, open_node, spelled
 
 
 class Spec(Nest):
@@ -74,7 +74,7 @@ def flatten(value: object) -> tuple[list[Tensor], Spec]:
     return _crossing.flatten(value)
 
 
-def unflatten(spec: Spec, tensors: Sequence[Tensor]) -> Any:
+def unflatten(spec: Spec, tensors: Sequence[Tensor]) -> Value:
     """The value again, with other tensors. Their number must be that of the spec."""
     if spec is SINGLE and len(tensors) == 1:
         return tensors[0]
@@ -174,7 +174,7 @@ def encode_constant(value: object, trail: Trail) -> tuple[str, Any]:
     )
 
 
-def decode_constant(constant: object) -> Any:
+def decode_constant(constant: object) -> Value:
     match constant:
         case ("float", str(text)):
             return float(text)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ _SMALL = 1 << 20
 """Bytes up to which a buffer is copied though it is not known to change."""
 
 Modes = tuple[bool, ...]
-Table = dict[str, Any]
+Table = dict[str, Tensor | None]
 Copy = Callable[[Tensor], Tensor]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.errors import PlaceError, StageError
 from penstock.misfits import takes
+from penstock.nest import Value
 from penstock.stage.dtensors import MeshGetter
 from penstock.stage.routes import Routes
 from penstock.stage.twins import CompileOptions, check_compile_options, compile_in_place
@@ -55,8 +56,8 @@ class PipelineStage:
         stage_index: int,  # from 0
         num_stages: int,  # of the whole pipeline
         device: torch.device | str,
-        input_args: Any = None,
-        output_args: Any = None,
+        input_args: Value = None,
+        output_args: Value = None,
         *,
         group: Group = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.batch import batch_size_of
 from penstock.front import Result
+from penstock.nest import Value
 
 if TYPE_CHECKING:
     from penstock.train.events import EventLog, Noted
@@ -40,7 +41,7 @@ class Followed:
         self._under_way = None
         self._results.clear()
 
-    def _stepped(self, *args: object, **kwargs: Any) -> Result:
+    def _stepped(self, *args: object, **kwargs: Value) -> Result:
         if self._under_way is None:
             stack = ExitStack()
             self._under_way = stack, stack.enter_context(self._log.step(self._number, optimizer=self._optimizer))
@@ -54,7 +55,7 @@ class Followed:
         self._under_way[1].tokens += (batch_size_of(args, batch) or 0) * self._log.pipe.num_replicas
         return result
 
-    def _clipped(self, *args: Any, **kwargs: Any) -> float:
+    def _clipped(self, *args: Value, **kwargs: Value) -> float:
         norm = self._clip(*args, **kwargs)
         if self._under_way is not None:
             self._under_way[1].norm = norm

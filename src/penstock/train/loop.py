@@ -7,7 +7,6 @@ import json
 import os
 import time
 from contextlib import nullcontext
-from typing import Any
 
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
@@ -15,6 +14,7 @@ from penstock.checkpoint import kept
 from penstock.errors import PenstockError
 from penstock.front import Pipeline
 from penstock.front.saving import DISK
+from penstock.nest import Value
 from penstock.show.numbers import time_text
 from penstock.train import run_report, strict_json
 from penstock.train.corpus import generate
@@ -62,7 +62,7 @@ class Run:
 
     # -- before
 
-    def _pipeline(self, kept: dict[str, Any]) -> Pipeline:
+    def _pipeline(self, kept: dict[str, Value]) -> Pipeline:
         """Cut as it was, where something is kept."""
         options = self.options
         batch = self.job.batch(0)

@@ -15,7 +15,6 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ class Repeated:
         own = self.data.state_dict() if self.knows_its_place else None  # type: ignore[attr-defined]
         return {"next": self._next, "taken": self._taken, "begun": self._begun, "random": self._random, "data": own}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Value]) -> None:
         """Go on from there."""
         self._next, self._taken, self._begun = state["next"], state["taken"], state["begun"]
         self._held = _NOTHING

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ class Job:
     """
 
     model: nn.Module
-    batch: Any  # once `make_job` has it: a function of the step
+    batch: Value  # once `make_job` has it: a function of the step
     loss_fn: Callable[..., Tensor] | None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     validation: Sequence[Batch] = ()
@@ -166,7 +165,7 @@ def _maker(optimizer: object) -> Callable[[Iterable[nn.Parameter]], torch.optim.
     return lambda parameters: kind(parameters, **{k: v for k, v in options.items() if k in accepted})
 
 
-def batches_of(data: Any) -> tuple[Callable[[int], Batch], Repeated | None]:
+def batches_of(data: Value) -> tuple[Callable[[int], Batch], Repeated | None]:
     """Batches by number, of a function or of what can be run through again and again; of the latter also its position."""
     if callable(data):
         return lambda number: normal_batch(data(number)), None
