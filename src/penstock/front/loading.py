@@ -19,7 +19,7 @@ from penstock.checkpoint import kept
 from penstock.checkpoint.manifest import Damaged, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.torch_list import LIST
-from penstock.checkpoint.weight_files import check_values, put
+from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
 from penstock.errors import RanksDisagree, RunError, StageError
 from penstock.front import moments
 from penstock.front.companions import Companions, check_random_state, read_states, set_random_state
@@ -183,6 +183,16 @@ def _change(staged: Staged, tensors: StageTensors, ends: Ends, companions: Compa
 def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """From a state dict in memory, by any name of each tensor; nothing is changed if something does not fit."""
     state_to_copy(tensors, state, strict=strict)()
+
+
+def take_weights(tensors: StageTensors, ends: Ends, source: Source) -> None:
+    """Values for stages made by hand. All ranks read and check theirs before one changes anything."""
+    pending: list[Callable[[], None]] = []
+    ends.agree(
+        "the weights of the stages",
+        lambda: pending.append(state_to_copy(tensors, open_weights(source), strict=True)),
+    )
+    pending[0]()
 
 
 def state_to_copy(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> Callable[[], None]:

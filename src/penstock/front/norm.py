@@ -117,8 +117,8 @@ def spoil_if(flag: Tensor | None, gradients: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def scale(gradients: Iterable[Tensor], factor: float) -> None:
-    """Multiply in place."""
+def shrink(gradients: Iterable[Tensor], factor: float) -> None:
+    """Multiply in place by the factor, if it is below 1."""
     local = [to_local(grad) for grad in gradients]
-    if local:
+    if local and factor < 1.0:
         torch._foreach_mul_(local, factor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,48 +14,40 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from penstock.balance import Profile
 from penstock.capture import Pipe
-from penstock.checkpoint.weight_files import Source, open_weights
 from penstock.errors import RunError, StageError
 from penstock.front import norm
-from penstock.front.build import build, cut, device_of
+from penstock.front.assemble import assemble, look_out
+from penstock.front.build import cut
 from penstock.front.calibrate import calibrated
 from penstock.front.change_plan import Replanner
 from penstock.front.choice import Choice
 from penstock.front.companions import Companions
-from penstock.front.dimensions import spread, whole_loss
-from penstock.front.ends import Ends
+from penstock.front.dimensions import whole_loss
 from penstock.front.few_rows import FewRows
 from penstock.front.garbage import Garbage
 from penstock.front.grouping import StepBatch
-from penstock.front.loading import load_into, state_to_copy
-from penstock.front.made_by_hand import adopt
+from penstock.front.loading import load_into, take_weights
 from penstock.front.memory_view import Memory, MemoryKeeper, shapes_in
 from penstock.front.on_device import OnDevice
 from penstock.front.on_host import OnHost
 from penstock.front.one_call import one_call
 from penstock.front.own_stages import OwnStages
 from penstock.front.pipeline_options import check_named, sorted_options
-from penstock.front.publish import Origin
-from penstock.front.recut import slower_ranks
+from penstock.front.recut import agreed_recut
 from penstock.front.replan import Undo, until_it_fits
 from penstock.front.request import Request
 from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
-from penstock.lower import InTurn
 from penstock.misfits import takes
 from penstock.nest import Value
-from penstock.parallel import wrap
 from penstock.plan import Plan
 from penstock.run.compiled_costs import compiled_costs
-from penstock.run.lookout import Lookout
 from penstock.run.memory_watch import MemoryWatch
-from penstock.run.planning import sparing
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
 from penstock.simulate import Costs, Timeline
-from penstock.stage.twins import compile_in_place
 
 
 class Pipeline(OwnStages):
@@ -102,38 +93,19 @@ class Pipeline(OwnStages):
     ) -> None:
         of_model, of_cut, of_ranks, of_steps = sorted_options(options)
         check_named(example, loss_fn, schedule, microbatches)
-        made = of_cut.made
-        if not made and not isinstance(model, nn.Module):
-            raise StageError(f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}")
-        group = made[0].group if of_ranks.group is None and made and of_ranks.mesh is None else of_ranks.group
-        device = made[0].device if made else device_of(model, of_ranks.device)
-        self._parallelize = of_ranks.parallelize
-        ends = Ends.of(group, of_ranks.mesh, device, beside=self._parallelize is not None)
-        if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
-            ends.transport.arrange(of_steps.receives.queues)
-        self._request: Request | None = None
-        if isinstance(model, nn.Module) and not made:
-            request = Request(model, tuple(example), loss_fn, schedule, microbatches, of_model, of_cut, of_steps)
-            built, origin = build(request, ends), Origin.of(model)
-            # The model's memory is the user's.
-            self._request = replace(request, model=nn.Module(), of_model=replace(of_model, weights=None))
-        else:
-            built, origin = adopt(made, schedule, microbatches, ends), Origin()
-        spread(built.stages, self._parallelize, of_ranks.mesh)
-        budgets = {} if built.choice is None else dict(built.choice.budgets)
-        for stage in built.stages:
-            compile_in_place(stage.submod, of_cut.compile_with(budgets.get(stage.stage_index)))
-            stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
-        built = built.with_plan(sparing(built.plan, of_steps.recompute, of_steps.offload))
+        # Without the model, whose memory is the user's.
+        request = Request(nn.Module(), tuple(example), loss_fn, schedule, microbatches, of_model, of_cut, of_steps)
+        built, ends, origin = assemble(model, request, of_ranks)
         super().__init__(built, ends, origin, of_steps.ties)
+        self._request = replace(request, of_model=replace(of_model, weights=None))
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
-        self._options = of_steps.of_schedule(whole_loss(loss_fn, self._parallelize))
+        self._options = of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize))
         self._schedule = self._scheduled(self._built.plan)
         placement = self._built.plan.placement
         self._telling = OnDevice.of(self._ends, placement) or OnHost(self._ends, placement)
         if of_steps.run_folder is not None:
-            self._look_out(of_steps.run_folder)
+            look_out(self, of_steps.run_folder)
         modules = [stage.submod for stage in self._built.stages]
         state = of_cut.optimizer_bytes if self._built.choice is None else self._built.choice.optimizer_bytes
         self._memory = MemoryKeeper(modules, self._ends, of_cut.memory_limit, state)
@@ -143,8 +115,8 @@ class Pipeline(OwnStages):
             choice = self._built.choice
             self._replanner = Replanner(of_steps.replan, Costs.unit(self.plan) if choice is None else choice.costs)
         self._saving: Saving | None = None  # a checkpoint that is being written
-        if made and of_model.weights is not None:
-            self._take_weights(of_model.weights)
+        if of_cut.made and of_model.weights is not None:
+            take_weights(self.tensors, self._ends, of_model.weights)
         self._few_rows = FewRows(of_steps)
 
     @property
@@ -171,7 +143,8 @@ class Pipeline(OwnStages):
 
         `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
         """
-        self._check_call("step", target, outputs, loss_kwargs)
+        check_where(outputs, self.num_ranks)
+        self._schedule.check_call("step", target, loss_kwargs)
         keep = outputs is not None
         few = self._few_rows.count(self._schedule, args, kwargs)
         batch = StepBatch(args, kwargs, target, few).grouped(
@@ -198,7 +171,8 @@ class Pipeline(OwnStages):
 
         loss = pipe.evaluate(tokens, target=labels).loss
         """
-        self._check_call("evaluate", target, outputs, loss_kwargs)
+        check_where(outputs, self.num_ranks)
+        self._schedule.check_call("evaluate", target, loss_kwargs)
         schedule, losses = self._for_batch(args, kwargs), list[Tensor]()
         with self._evaluating():
             value = schedule.eval(
@@ -266,16 +240,9 @@ class Pipeline(OwnStages):
         None: no other cut would make a step shorter by that share. The losses go on as they would have. `penstock train --recut`
         does this at its checkpoints.
         """
-        choice = self._built.choice
-        if choice is None:
+        if self._built.choice is None:
             raise StageError("recut() on stages made by hand: penstock does not know what they are cut from")
-
-        def decide() -> str:
-            found = slower_ranks(choice, timelines, gain=gain)
-            return "" if found is None else found.dumps()
-
-        text = self._ends.decide("how to cut the model from now on", decide)
-        return Profile.loads(text) if text else None
+        return agreed_recut(self._built.choice, timelines, self._ends, gain=gain)
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:
@@ -314,9 +281,7 @@ class Pipeline(OwnStages):
         total = norm.total_norm(counted, self._ends, norm_type=float(norm_type), scaler=self._of_steps.loss_scale)
         if error_if_nonfinite and not total < float("inf"):
             raise RunError(f"the norm of the gradients is {total}; look for overflow, or pass error_if_nonfinite=False")
-        factor = max_norm / (total + 1e-6)
-        if factor < 1.0:
-            norm.scale([p.grad for p in self.parameters() if p.grad is not None], factor)
+        norm.shrink(self._gradients(), max_norm / (total + 1e-6))
         return total
 
     # -- checkpoints
@@ -384,7 +349,7 @@ class Pipeline(OwnStages):
     @takes(RunError)
     def whole(self, model: nn.Module) -> Pipe:
         """A model of the same kind cut at the same places, all stages in this process: to compare with."""
-        if self._request is None or self._built.choice is None:
+        if self._built.choice is None:
             raise StageError("stages made by hand: penstock does not know the whole model")
         return cut(replace(self._request, model=model), self._built.choice)
 
@@ -401,29 +366,11 @@ class Pipeline(OwnStages):
 
     # -- inside
 
-    def _take_weights(self, source: Source) -> None:
-        """All ranks read and check theirs before one changes anything."""
-        pending: list[Callable[[], None]] = []
-        tensors = self.tensors
-        self._ends.agree(
-            "the weights of the stages",
-            lambda: pending.append(state_to_copy(tensors, open_weights(source), strict=True)),
-        )
-        pending[0]()
-
-    def _look_out(self, folder: str | Path) -> None:
-        def start() -> None:
-            place = Path(folder) / f"replica-{self._ends.replica}" if self._ends.replica else folder
-            weakref.finalize(self, Lookout(self._schedule._transport, place).close)
-
-        self._ends.agree(f"writing to the folder of the run, {folder}", start)
-
     def _scheduled(self, plan: Plan) -> WeightedSchedule:
         schedule = self._make_schedule(plan)
         schedule.spread = self._ends.beside
-        schedule._transport = (
-            self._ends.transport
-        )  # one rank alone would get one of its own: two calls could not see each other
+        # One rank alone would get one of its own: two calls could not see each other.
+        schedule._transport = self._ends.transport
         return schedule
 
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
@@ -466,19 +413,6 @@ class Pipeline(OwnStages):
             self._built = self._built.with_plan(plan, calibrated=self._replanner.costs, why=why)
         if self._garbage is not None:
             self._garbage.after(self._schedule.steps)
-
-    def _check_call(self, name: str, target: object, outputs: Where, loss_kwargs: object) -> None:
-        """Say what cannot be before anything runs."""
-        check_where(outputs, self.num_ranks)
-        if loss_kwargs is not None and not isinstance(loss_kwargs, Mapping):
-            raise RunError(
-                f"loss_kwargs is a {type(loss_kwargs).__name__}; expected a dictionary of arguments of the loss"
-            )
-        if not self._schedule.has_loss and (target is not None or name == "step"):
-            raise RunError(
-                f"{name}() {'with a target ' if target is not None else ''}without a loss: nothing could be differentiated or "
-                "reported. Give Pipeline(..., loss_fn=function), or call predict() for the outputs alone"
-            )
 
     def _of_step(self, few: int | None) -> WeightedSchedule:
         """The schedule of a step, or one of its plan with only so many microbatches."""

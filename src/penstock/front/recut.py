@@ -12,6 +12,7 @@ from dataclasses import replace
 from penstock.balance import Profile
 from penstock.front.candidates import Wishes, fastest_cut
 from penstock.front.choice import Choice
+from penstock.front.ends import Ends
 from penstock.front.stage_costs import stage_costs
 from penstock.simulate import Costs, Timeline, measured_costs
 
@@ -37,6 +38,17 @@ def slower_ranks(choice: Choice, timelines: Sequence[Timeline], *, gain: float) 
     if then.boundaries == choice.boundaries or then.timeline.makespan > (1 - gain) * now.timeline.makespan:
         return None
     return replace(choice.profile, metadata={**choice.profile.metadata, "rank_times": list(times)})
+
+
+def agreed_recut(choice: Choice, timelines: Sequence[Timeline], ends: Ends, *, gain: float) -> Profile | None:
+    """The same on every rank, by the timelines of the first one."""
+
+    def decide() -> str:
+        found = slower_ranks(choice, timelines, gain=gain)
+        return "" if found is None else found.dumps()
+
+    text = ends.decide("how to cut the model from now on", decide)
+    return Profile.loads(text) if text else None
 
 
 def rank_times(choice: Choice, timelines: Sequence[Timeline]) -> tuple[float, ...]:

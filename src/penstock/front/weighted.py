@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.errors import RunError
 from penstock.front.dimensions import plain_means_replicated
 from penstock.nest import Value, map_tensors
 from penstock.run.feed import Feed
@@ -58,7 +58,19 @@ class WeightedSchedule(Schedule):
     def has_loss(self) -> bool:
         return self.loss_fn is not None
 
-    def total(self, losses: Tensor | Sequence[object]) -> Any:
+    def check_call(self, name: str, target: object, loss_kwargs: object) -> None:
+        """Say what cannot be before anything runs."""
+        if loss_kwargs is not None and not isinstance(loss_kwargs, Mapping):
+            raise RunError(
+                f"loss_kwargs is a {type(loss_kwargs).__name__}; expected a dictionary of arguments of the loss"
+            )
+        if not self.has_loss and (target is not None or name == "step"):
+            raise RunError(
+                f"{name}() {'with a target ' if target is not None else ''}without a loss: nothing could be differentiated or "
+                "reported. Give Pipeline(..., loss_fn=function), or call predict() for the outputs alone"
+            )
+
+    def total(self, losses: Tensor | Sequence[object]) -> Value:
         """The loss of the whole batch, of numbers in a list or in a tensor."""
         if not self.scale_grads or self._shares is None or len(self._shares) != len(losses):
             return sum(losses) if not self.scale_grads else sum(losses) / len(losses)

@@ -88,7 +88,7 @@ def boundaries_of(stages: Iterable[PipelineStage]) -> dict[str, list[str]]:
     return found
 
 
-class Told(TypedDict):
+class RankFacts(TypedDict):
     """What each rank tells the others before the first step, and what may differ."""
 
     boundaries: dict[str, list[str]]
@@ -108,8 +108,8 @@ def meet(transport: Transport, stages: Sequence[PipelineStage], look: Callable[[
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
         problem = error
     facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
-    everyone: list[Told] = []
-    own: Told = {"boundaries": boundaries_of(stages), "compiles": compiles}
+    everyone: list[RankFacts] = []
+    own: RankFacts = {"boundaries": boundaries_of(stages), "compiles": compiles}
     try:
         everyone = transport.agree("the first step of a schedule", facts, own=own)
         check_boundaries([told["boundaries"] for told in everyone])
