@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,16 +86,15 @@ def keep_in_host_memory(
         by_device[place] = pinned(torch.full((), flag, dtype=torch.float32))
 
 
-@runtime_checkable
 class Scales(Protocol):
     """A GradScaler, as far as it matters here."""
 
     def scale(self, outputs: Tensor, /) -> Tensor: ...
 
 
-def loss_factor(scaler: object, device: torch.device) -> float | Tensor:
+def loss_factor(scaler: Scales | None, device: torch.device) -> float | Tensor:
     """What a GradScaler multiplies a loss by: a number on the device, which nobody reads."""
-    return scaler.scale(torch.ones((), device=device)) if isinstance(scaler, Scales) else 1.0
+    return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 
 
 @torch.no_grad()
@@ -109,9 +108,9 @@ def overflow(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def spoil_if(flag: Tensor | None, gradients: Sequence[Tensor]) -> None:
+def spoil_if(flag: Tensor, gradients: Sequence[Tensor]) -> None:
     """Make a gradient infinite if the flag on the device is more than 0: a GradScaler then skips the step here too."""
-    if flag is not None and gradients:
+    if gradients:
         first = to_local(gradients[0])
         first.add_(torch.where(flag > 0, math.inf, 0.0).to(first.device, first.dtype))
 

@@ -436,7 +436,8 @@ class Pipeline(OwnStages):
         """
         shares = self._of_steps.share_loss and schedule.has_loss
         told = self._telling.tell(schedule, losses, shares=shares, overflow=overflow)
-        norm.spoil_if(told.overflow, self._gradients())
+        if told.overflow is not None:
+            norm.spoil_if(told.overflow, self._gradients())
         return Result(told.read, deliver(self._ends, value, outputs, last=self._last_rank))
 
     def _overflow(self) -> Tensor | None:

@@ -166,7 +166,7 @@ _OWN = ("collect_every", "few_rows", "loss_scale", "on_oom", "run_folder", "shar
 class StepOptions:
     """How a step goes. All but the first eight are those of a `Schedule`."""
 
-    loss_scale: object = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
+    loss_scale: Value = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
     run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
     on_oom: str = "raise"  # or "replan": do the batch again under a plan that holds less
     collect_every: int | None = None  # Python's garbage is collected after so many steps, on all ranks at once
