@@ -94,7 +94,9 @@ class _Sum:
         return functional.cross_entropy(_precise(logits), target, ignore_index=self.ignore_index, reduction="sum")
 
 
-def _slice(head: Any, loss_fn: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, target: Tensor) -> Tensor:
+def _slice(
+    head: Callable[[Tensor], Tensor], loss_fn: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, target: Tensor
+) -> Tensor:
     with undeferred():
         return loss_fn(head(hidden), target)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from penstock.stage.random_state import RandomState, accelerators
 
 
 def run_deferred(
-    deferral: Deferral, module: object, args: Sequence[object], kwargs: dict[str, object]
+    deferral: Deferral, module: Callable[..., Value], args: Sequence[object], kwargs: dict[str, object]
 ) -> tuple[Value, Pending]:
     """The forward of a stage whose backward will be split: its value, and the weight work that it began.
 
@@ -30,7 +29,7 @@ def run_deferred(
 
 
 def _run_deferred(
-    deferral: Deferral, module: Any, args: Sequence[Value], kwargs: dict[str, Value]
+    deferral: Deferral, module: Callable[..., Value], args: Sequence[Value], kwargs: dict[str, Value]
 ) -> tuple[Value, Pending]:
     pending = Pending(deferral)
     if not deferral.enabled or not _may_need_input_gradients(args, kwargs):

@@ -132,7 +132,7 @@ class _Probe(torch.autograd.Function):
     """One node that has all the parameters before it."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+    def forward(ctx: object, *parameters: Tensor) -> Tensor:
         return torch.empty(())
 
     @staticmethod

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +92,7 @@ class Saved:
         self.blocks: dict[int, _Block] = {}
         self.recipes: list[_Recipe] = []  # of what may be moved, as long as it is here
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Tensor | _Recipe:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
@@ -121,7 +120,7 @@ class Saved:
         )
 
     @staticmethod
-    def unpack(saved: Any) -> Tensor:
+    def unpack(saved: Tensor | _Recipe) -> Tensor:
         return saved.tensor() if isinstance(saved, _Recipe) else saved
 
     def leave(self, outputs: Iterable[Tensor]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +104,7 @@ class RepeatedHooks:
 def _trace(part: nn.Module, given: list[Tensor]) -> list[object]:
     """What differs after a hook that takes part."""
     own = [*part._buffers.values(), *part._parameters.values()]
-    found: list[Any] = [
+    found: list[object] = [
         (id(tensor), tensor._version) for tensor in own if tensor is not None and not tensor.is_inference()
     ]
     found += [
