@@ -437,3 +437,24 @@ def test_a_rate_of_zero_lets_everything_pass() -> None:
     pipe = pipeline(model, (x,), split_spec={"second": SplitPoint.BEGINNING})
     assert pipe.num_stages == 2
     torch.testing.assert_close(pipe(x), model(x))
+
+
+class Frozen(nn.Module):
+    """Takes its weight without its gradient, as adapters of peft do that turn the layer's own weight (HRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.turn = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.turn(nn.functional.linear(x, self.weight.data))
+
+
+def test_the_data_of_a_parameter_is_that_parameter() -> None:
+    """It was taken for a constant whose values nobody knows."""
+    model, x = nn.Sequential(Frozen(), Frozen()), torch.randn(6, 4)
+    pipe = pipeline(model, (x,), split_spec={"1": SplitPoint.BEGINNING})
+    torch.testing.assert_close(pipe(x), model(x))
+    with torch.no_grad():
+        pipe.get_stage_module(1).get_parameter("1.weight").zero_()
+    torch.testing.assert_close(pipe(x), model[1].turn.bias.expand(6, 4))

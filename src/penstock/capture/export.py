@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
@@ -129,6 +130,16 @@ class CertainDraws(TorchFunctionMode):
         return result
 
 
+class DetachedData(TorchFunctionMode):
+    """Answers ``weight.data`` with ``weight.detach()``. Export takes the first for a constant, and knows no longer of what."""
+
+    def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> object:
+        return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # data is a property of C's
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What export would log, warn and print goes into our own error instead."""
@@ -185,6 +196,7 @@ def trace(
     """
     why, dims = "", example.dims
     draws: AbstractContextManager[object] = nullcontext()
+    data: AbstractContextManager[object] = nullcontext()
     model = skeleton.module
     refuse_backward_hooks(model)
     if training is not None and any(part.training is not training for part in model.modules()):
@@ -202,6 +214,7 @@ def trace(
                 _quiet(),
                 _without_autocast(skeleton.device),
                 draws,
+                data,
                 torch.enable_grad(),
             ):
                 program = torch.export.export(root, fakes, dynamic_shapes=(dims,) if any(dims) else None, strict=False)
@@ -216,6 +229,9 @@ def trace(
                 why, dims = _reason(error), tuple(None for _ in dims)
                 continue
             raise _explained(model, error) from error
+        if isinstance(data, nullcontext) and any(isinstance(one, FakeTensor) for one in program.constants.values()):
+            data = DetachedData()
+            continue
         _check_called(model, points, called)
         for inner in program.graph_module.modules():
             if isinstance(inner, fx.GraphModule):
