@@ -111,7 +111,8 @@ def test_a_process_of_a_replica_that_is_killed_is_named_on_every_rank(sim: SimPo
     outcomes = sim.outcomes(4, "lazy", loses_a_process, kind)
     told = [outcome.value for outcome in outcomes[:3]]
     assert all(outcome.ok for outcome in outcomes[:3]), [outcome.details for outcome in outcomes]
-    assert told[2][0][1].startswith("PeerFailed: rank 1 failed"), told
+    # Its host waits for no message of the step: of two true news it may hear first that the other replica has failed.
+    assert told[2][0][1].startswith(("PeerFailed: rank 1 failed", "ReplicaFailed: rank 0 of the job failed")), told
     for found, seconds in told:
         assert found[0] == ""
         assert all("failed" in text for text in found[1:]), found
