@@ -53,6 +53,7 @@ Communicator::Communicator(const c10::intrusive_ptr<c10d::Store>& store, const s
   auto mine = fresh_name();
   int door = socket(AF_UNIX, SOCK_STREAM, 0);
   auto [here, length] = address(mine);
+  unlink(mine.c_str());  // of a process that was killed, whose number is this one's now
   TORCH_CHECK(bind(door, reinterpret_cast<sockaddr*>(&here), length) == 0 && listen(door, 2 * size) == 0, "cannot listen");
   store->set(key(rank), std::vector<uint8_t>(mine.begin(), mine.end()));
   auto limit = std::chrono::milliseconds(static_cast<int64_t>(bound * 1e3));
