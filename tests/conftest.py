@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +29,13 @@ settings.load_profile("penstock")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests that are marked as long")
     parser.addoption("--device", default="sim", help="where tests/accelerator runs: sim, or a real one such as cuda")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """pytest-rerunfailures asks the first process twice a test; without this the second question waits 20 ms for the first."""
+    counts = getattr(getattr(session.config, "failures_db", None), "sock", None)
+    if isinstance(counts, socket.socket):
+        counts.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
