@@ -8,9 +8,10 @@ Two ranks, two stages each, four microbatches::
 
 from __future__ import annotations
 
-from penstock.schedules.interleaved import forwards
+from penstock.plan.actions import forward
+from penstock.schedules.interleaved import rounds, track
 from penstock.schedules.registry import Sizes
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
-    return forwards(sizes, rank)
+    return track(forward, sizes, rank, rounds(sizes))

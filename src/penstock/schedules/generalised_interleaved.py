@@ -23,10 +23,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from penstock.plan.actions import backward_input, backward_weight, forward
 from penstock.schedules.registry import Recipe, Sizes
-from penstock.schedules.split import split_actions
-from penstock.schedules.weave import below, run
+from penstock.schedules.split import split_in_turn
+from penstock.schedules.weave import below
 
 
 def recipe(group: int, *, zero_bubble: bool = False) -> Recipe:
@@ -36,33 +35,21 @@ def recipe(group: int, *, zero_bubble: bool = False) -> Recipe:
     'gis-5'
     """
     name, title = ("zb-gis", "zero bubble, generalised") if zero_bubble else ("gis", "generalised")
-    make = partial(grouped, group=group, zero_bubble=zero_bubble)
+    make = partial(rank_actions, group=group, zero_bubble=zero_bubble)
     return Recipe(f"{name}-{group}", f"{title} interleaved, groups of {group}", make, default_stages_per_rank=2)
 
 
-def rank_actions(sizes: Sizes, rank: int) -> list[int]:
-    """The smallest groups, weight work right after input work: the least memory as published."""
-    return grouped(sizes, rank, group=_smallest(sizes), zero_bubble=False)
+def rank_actions(sizes: Sizes, rank: int, *, group: int | None = None, zero_bubble: bool = False) -> list[int]:
+    """One rank's actions, with the smallest groups, and as published, unless told otherwise.
+
+    The order is made for whole groups; microbatches that are not there are left out of it.
+    """
+    group = -(-sizes.num_ranks // 2) if group is None else group
+    taken = [(begin, group) for begin in range(0, sizes.num_microbatches, group)]
+    actions = split_in_turn(sizes, rank, taken, owed=rank if zero_bubble else 0)
+    return actions if sizes.num_microbatches % group == 0 else below(sizes.num_microbatches, actions)
 
 
 def zero_bubble_actions(sizes: Sizes, rank: int) -> list[int]:
     """The smallest groups, weight work where the rank would wait."""
-    return grouped(sizes, rank, group=_smallest(sizes), zero_bubble=True)
-
-
-def _smallest(sizes: Sizes) -> int:
-    return -(-sizes.num_ranks // 2)
-
-
-def grouped(sizes: Sizes, rank: int, *, group: int, zero_bubble: bool) -> list[int]:
-    """One rank's actions. The order is made for whole groups; microbatches that are not there are left out of it."""
-    stages = range(rank, sizes.num_stages, sizes.num_ranks)
-    begins = range(0, sizes.num_microbatches, group)
-    forwards = [code for begin in begins for stage in stages for code in run(forward(stage, begin), group)]
-    inputs, weights = (
-        [code for begin in begins for stage in reversed(stages) for code in run(kind(stage, begin), group)]
-        for kind in (backward_input, backward_weight)
-    )
-    ahead = group * (sizes.stages_per_rank - 1) + sizes.num_ranks - 1 - rank
-    actions = split_actions(forwards, inputs, weights, ahead=min(ahead, len(forwards)), owed=rank if zero_bubble else 0)
-    return actions if sizes.num_microbatches % group == 0 else below(sizes.num_microbatches, actions)
+    return rank_actions(sizes, rank, zero_bubble=True)

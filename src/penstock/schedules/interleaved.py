@@ -11,49 +11,43 @@ ranks (unless there are fewer microbatches than that in all), so a round that co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 
-from penstock.plan.actions import forward
+from penstock.plan.actions import backward, forward
 from penstock.schedules.registry import Sizes
-from penstock.schedules.weave import run
+from penstock.schedules.weave import alternate, run
+
+Rounds = Sequence[tuple[int, int]]  # of each round: its first microbatch, and how many they are
 
 
-def rounds(sizes: Sizes) -> Iterator[tuple[int, int]]:
-    """The first microbatch of each round and their number."""
+def rounds(sizes: Sizes) -> Rounds:
+    """Rounds of about as many microbatches as there are ranks."""
     count = max(1, sizes.num_microbatches // sizes.num_ranks)
     size, larger = divmod(sizes.num_microbatches, count)
-    begin = 0
-    for index in range(count):
-        length = size + (index < larger)
-        yield begin, length
-        begin += length
+    lengths = [size + (index < larger) for index in range(count)]
+    return [*zip(accumulate(lengths, initial=0), lengths, strict=False)]
 
 
-def forwards(sizes: Sizes, rank: int) -> list[int]:
-    """All forwards of a rank, in order."""
+def track(kind: Callable[[int, int], int], sizes: Sizes, rank: int, taken: Rounds) -> list[int]:
+    """All actions of one kind on a rank, round by round: forwards from its first stage on, backwards from its last."""
     stages = range(rank, sizes.num_stages, sizes.num_ranks)
-    actions: list[int] = []
-    for begin, length in rounds(sizes):
-        for stage in stages:
-            actions += run(forward(stage, begin), length)
-    return actions
+    order = stages if kind is forward else stages[::-1]
+    return [*chain.from_iterable(run(kind(stage, begin), length) for begin, length in taken for stage in order)]
 
 
-def backwards(sizes: Sizes, rank: int, *, kind: Callable[[int, int], int]) -> list[int]:
-    """All backwards of a rank, in order; `kind` packs one of them."""
-    stages = range(rank, sizes.num_stages, sizes.num_ranks)
-    actions: list[int] = []
-    for begin, length in rounds(sizes):
-        for stage in reversed(stages):
-            actions += run(kind(stage, begin), length)
-    return actions
-
-
-def warmup(sizes: Sizes, rank: int, *, per_hop: int) -> int:
-    """How many forwards a rank does before its first backward, the one that is paired with it not counted.
+def warmup(sizes: Sizes, rank: int, taken: Rounds, *, per_hop: int) -> int:
+    """How many forwards a rank wants to do before its first backward, the one that is paired with it not counted.
 
     One round through all stages but the last, and `per_hop` for each hop to the last rank and back.
     """
-    _, length = next(rounds(sizes))
-    wanted = (sizes.stages_per_rank - 1) * length + per_hop * (sizes.num_ranks - 1 - rank)
-    return min(wanted, sizes.num_microbatches * sizes.stages_per_rank)
+    return (sizes.stages_per_rank - 1) * taken[0][1] + per_hop * (sizes.num_ranks - 1 - rank)
+
+
+def in_turn(sizes: Sizes, rank: int, *, per_hop: int) -> list[int]:
+    """Forwards ahead, then a forward and a backward in turn, then the backwards that are left."""
+    taken = rounds(sizes)
+    ahead = warmup(sizes, rank, taken, per_hop=per_hop)
+    first, second = (track(kind, sizes, rank, taken) for kind in (forward, backward))
+    steady = max(0, len(first) - ahead)
+    return [*first[:ahead], *alternate(first[ahead:], second[:steady]), *second[steady:]]

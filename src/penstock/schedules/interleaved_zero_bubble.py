@@ -11,17 +11,10 @@ weight backwards for later, so the ranks end together. Rounds: see `penstock.sch
 
 from __future__ import annotations
 
-from penstock.plan.actions import backward_input, backward_weight
-from penstock.schedules.interleaved import backwards, forwards, warmup
+from penstock.schedules.interleaved import rounds
 from penstock.schedules.registry import Sizes
-from penstock.schedules.split import split_actions
+from penstock.schedules.split import split_in_turn
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
-    return split_actions(
-        forwards(sizes, rank),
-        backwards(sizes, rank, kind=backward_input),
-        backwards(sizes, rank, kind=backward_weight),
-        ahead=warmup(sizes, rank, per_hop=1),
-        owed=rank,
-    )
+    return split_in_turn(sizes, rank, rounds(sizes), owed=rank)

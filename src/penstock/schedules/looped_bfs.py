@@ -11,16 +11,15 @@ but the bubble is divided by the number of stages a rank, and each stage's param
 
 from __future__ import annotations
 
+from itertools import chain
+
 from penstock.plan.actions import backward, forward
 from penstock.schedules.registry import Sizes
 from penstock.schedules.weave import run
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
-    stages = range(rank, sizes.num_stages, sizes.num_ranks)
-    actions: list[int] = []
-    for stage in stages:
-        actions += run(forward(stage, 0), sizes.num_microbatches)
-    for stage in reversed(stages):
-        actions += reversed(run(backward(stage, 0), sizes.num_microbatches))
-    return actions
+    stages, count = range(rank, sizes.num_stages, sizes.num_ranks), sizes.num_microbatches
+    forwards = (run(forward(stage, 0), count) for stage in stages)
+    backwards = (reversed(run(backward(stage, 0), count)) for stage in reversed(stages))
+    return [*chain.from_iterable(forwards), *chain.from_iterable(backwards)]

@@ -11,16 +11,9 @@ A rank holds the activations of at most `num_ranks - rank` microbatches, however
 
 from __future__ import annotations
 
-from penstock.plan.actions import backward, forward
+from penstock.schedules.interleaved import in_turn
 from penstock.schedules.registry import Sizes
-from penstock.schedules.weave import run, weave
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
-    warmup = min(sizes.num_ranks - 1 - rank, sizes.num_microbatches)
-    steady = sizes.num_microbatches - warmup
-    return [
-        *run(forward(rank, 0), warmup),
-        *weave(steady, forward(rank, warmup), backward(rank, 0)),
-        *run(backward(rank, steady), warmup),
-    ]
+    return in_turn(sizes, rank, per_hop=1)

@@ -7,14 +7,18 @@
 
 from __future__ import annotations
 
+from penstock.plan.actions import backward_input, backward_weight, forward
+from penstock.schedules.interleaved import Rounds, track, warmup
+from penstock.schedules.registry import Sizes
 from penstock.schedules.weave import alternate
 
 
-def split_actions(forwards: list[int], inputs: list[int], weights: list[int], *, ahead: int, owed: int) -> list[int]:
-    """`ahead` forwards come before the first pair F I; the first `owed` input backwards are not followed by a W."""
+def split_in_turn(sizes: Sizes, rank: int, taken: Rounds, *, per_hop: int = 1, owed: int) -> list[int]:
+    """As many forwards ahead as the rounds ask for; the first `owed` input backwards are not followed by a W."""
+    forwards, inputs, weights = (track(kind, sizes, rank, taken) for kind in (forward, backward_input, backward_weight))
     total = len(forwards)
+    ahead, owed = min(warmup(sizes, rank, taken, per_hop=per_hop), total), min(owed, total)
     steady = total - ahead  # rounds with a forward
-    owed = min(owed, total)
     actions = forwards[:ahead]
     both = min(steady, owed)  # rounds F I
     actions += alternate(forwards[ahead : ahead + both], inputs[:both])
@@ -24,5 +28,4 @@ def split_actions(forwards: list[int], inputs: list[int], weights: list[int], *,
     else:  # rounds I, then I W
         actions += inputs[steady:owed]
         actions += alternate(inputs[owed:], weights[: total - owed])
-    actions += weights[total - owed :]
-    return actions
+    return actions + weights[total - owed :]

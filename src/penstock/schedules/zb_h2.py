@@ -12,18 +12,10 @@ fill the drain. The peak is `2 * num_ranks - 1` microbatches. With fewer microba
 
 from __future__ import annotations
 
-from penstock.plan.actions import backward_input, backward_weight, forward
+from penstock.schedules.interleaved import rounds
 from penstock.schedules.registry import Sizes
-from penstock.schedules.split import split_actions
-from penstock.schedules.weave import run
+from penstock.schedules.split import split_in_turn
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
-    count = sizes.num_microbatches
-    return split_actions(
-        [*run(forward(rank, 0), count)],
-        [*run(backward_input(rank, 0), count)],
-        [*run(backward_weight(rank, 0), count)],
-        ahead=min(2 * (sizes.num_ranks - 1 - rank), count),
-        owed=2 * rank,
-    )
+    return split_in_turn(sizes, rank, rounds(sizes), per_hop=2, owed=2 * rank)
