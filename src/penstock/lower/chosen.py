@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,12 +40,13 @@ def wanted(plan: Plan, stages: Stages) -> Wanted:
     every = range(plan.num_microbatches)
     asked = range(plan.num_stages) if stages is None else stages
     try:
+        if isinstance(stages, str):
+            raise TypeError("a text")
         given = asked if isinstance(asked, Mapping) else dict.fromkeys(asked, every)
         chosen = {stage: frozenset(microbatches) for stage, microbatches in given.items()}
     except TypeError as error:
-        raise _unreadable(stages) from error
-    if isinstance(stages, str):
-        raise _unreadable(stages)
+        expected = "expected numbers of stages, {stage: [microbatches]}, or nothing for all"
+        raise PlanError(f"stages {stages!r}; {expected}") from error
     for stage, microbatches in chosen.items():
         if stage not in range(plan.num_stages):
             raise PlanError(f"stage {stage} of a plan with {plan.num_stages}; expected 0 to {plan.num_stages - 1}")
@@ -53,10 +54,6 @@ def wanted(plan: Plan, stages: Stages) -> Wanted:
             if microbatch not in every:
                 raise PlanError(f"microbatch {microbatch} of stage {stage}; expected 0 to {plan.num_microbatches - 1}")
     return Wanted(chosen, named=stages is not None)
-
-
-def _unreadable(stages: object) -> PlanError:
-    return PlanError(f"stages {stages!r}; expected numbers of stages, {{stage: [microbatches]}}, or nothing for all")
 
 
 def lives(plan: Plan, rank: int, asked: Wanted) -> Iterator[Life]:
@@ -83,3 +80,12 @@ def lives(plan: Plan, rank: int, asked: Wanted) -> Iterator[Life]:
                         f"the plan has {text(taken[forward])} already; expected one way to hold less of a microbatch"
                     )
         computed += code & OP in COMPUTES
+
+
+Inserted = Mapping[int, Sequence[int]]  # by slot of a list: what comes before it, or after it
+
+
+def inserted(codes: Sequence[int], before: Inserted, after: Inserted | None = None) -> list[int]:
+    """A list with actions put in before some slots, and after some."""
+    behind = after or {}
+    return [c for slot, code in enumerate(codes) for c in (*before.get(slot, ()), code, *behind.get(slot, ()))]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan import Op, Placement, Plan, StageGraph
-from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, AnyAction, Overlap, parts, stage_of, text, unpack
+from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, overlap, parts, stage_of, text
 from penstock.plan.ops import COMPUTES
 
 
@@ -52,7 +52,7 @@ def divide(plan: Plan, pieces: int) -> Plan:
 def _divided(codes: tuple[int, ...], pieces: int) -> Iterator[int]:
     for code in codes:
         for pair in zip(*(_pieces(part, pieces) for part in parts(code)), strict=True):
-            yield _packed([unpack(piece) for piece in pair])
+            yield overlap(*pair) if len(pair) > 1 else pair[0]
 
 
 def _pieces(code: int, pieces: int) -> list[int]:
@@ -60,7 +60,3 @@ def _pieces(code: int, pieces: int) -> list[int]:
     first = stage_of(code) * pieces
     whole = [code & ~(STAGE << STAGE_SHIFT) | (first + k) << STAGE_SHIFT for k in range(pieces)]
     return whole if code & OP == Op.F else whole[::-1]
-
-
-def _packed(actions: list[AnyAction]) -> int:
-    return actions[0].code if len(actions) == 1 else Overlap(*actions).code  # type: ignore[arg-type]

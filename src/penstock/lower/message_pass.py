@@ -21,9 +21,9 @@ A rank needs its own list and those of the ranks that it exchanges messages with
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, chain
 from typing import Literal
 
@@ -113,15 +113,8 @@ class MessageLowering:
         *,
         num_microbatches: int,
     ) -> None:
-        self.rules, self.codes_of, self.policy, self.num_microbatches = rules, codes_of, policy, num_microbatches
-        self._traffic: dict[int, _Traffic] = {}
-
-    def traffic(self, rank: int) -> _Traffic:
-        found = self._traffic.get(rank)
-        if found is None:
-            found = _Traffic(self.rules, rank, self.codes_of(rank), self.num_microbatches)
-            self._traffic[rank] = found
-        return found
+        self.codes_of, self.policy = codes_of, policy
+        self.traffic = cache(lambda rank: _Traffic(rules, rank, codes_of(rank), num_microbatches))
 
     def rank(self, rank: int) -> list[int]:
         """The lowered list of one rank.
@@ -178,10 +171,9 @@ class _Channel:
     @cached_property
     def messages(self) -> list[int]:
         """The packed receives."""
-        every = [*chain.from_iterable(column(key, self.num_microbatches) for key in self.keys)]
-        return [every[n] for n in self.order]
+        return self.along({key: column(key, self.num_microbatches) for key in self.keys})
 
-    def along(self, columns: dict[int, list[int]]) -> list[int]:
+    def along(self, columns: Mapping[int, Sequence[int]]) -> list[int]:
         """What the columns hold for each message."""
         every = [*chain.from_iterable(columns[key] for key in self.keys)]
         return [every[n] for n in self.order]

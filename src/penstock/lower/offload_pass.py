@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from penstock.errors import PlanError
-from penstock.lower.chosen import Life, Stages, Wanted, lives, wanted
+from penstock.lower.chosen import Life, Stages, Wanted, inserted, lives, wanted
 from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, stage_of, with_op
@@ -106,4 +106,4 @@ def _inserted(codes: tuple[int, ...], found: Iterable[tuple[Life, int]]) -> list
     for life, slot in sorted(found, key=lambda each: each[0].backward):
         offloads[life.forward].append(with_op(life.code, Op.O))
         loads[slot].append(with_op(life.code, Op.L))
-    return [c for slot, code in enumerate(codes) for c in (*loads[slot], code, *offloads[slot])]
+    return inserted(codes, loads, offloads)

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.errors import IncompleteError, PlanError
+from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan import Plan, Rules
-from penstock.plan.actions import KEY, OP, partner_of, parts, stage_of, text, with_op
-from penstock.plan.ops import COMPUTES, INPUT_GRADIENTS, ROWS, Op
+from penstock.plan.actions import KEY, OP, partner_of, parts, stage_of, with_op
+from penstock.plan.ops import INPUT_GRADIENTS, Op
+from penstock.simulate import Costs, Timeline, simulate
+
+_UNITS = 3.0  # of an overlapped pair, whose halves end together
 
 
 @takes(PlanError)
@@ -33,78 +36,37 @@ def add_messages_in_one_order(plan: Plan) -> Plan:
     """
     if plan.is_lowered:
         raise PlanError("the plan holds its messages already; expected compute actions only")
-    return plan.with_codes(_Clock(plan).lists())
+    one, none = (1.0,) * plan.num_stages, (0.0,) * plan.num_stages
+    clock = simulate(plan, Costs(one, one, one, none, none, copy=none, overlap=_UNITS))
+    return plan.with_codes(_lists(clock))
 
 
-class _Clock:
-    """When every action starts and ends, if each takes its units and messages take no time."""
+def _lists(clock: Timeline) -> Iterator[list[int]]:
+    for codes, starts, ours in zip(clock.plan.codes, clock.starts, _messages(clock), strict=True):
+        # Of what has one time, messages come first: an action may need them.
+        actions = [(start, 1, number, code) for number, (start, code) in enumerate(zip(starts, codes, strict=True))]
+        yield [code for *_, code in sorted([*ours, *actions])]
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.starts: list[list[int]] = [[] for _ in plan.codes]
-        self.ends: dict[int, int] = {}  # by packed F and I, a B counting as an I: when it ends
 
-    def lists(self) -> Iterator[list[int]]:
-        self.run()
-        messages = self.messages()
-        for codes, starts, ours in zip(self.plan.codes, self.starts, messages, strict=True):
-            # Of what has one time, messages come first: an action may need them.
-            actions = [(start, 1, number, code) for number, (start, code) in enumerate(zip(starts, codes, strict=True))]
-            yield [code for *_, code in sorted([*ours, *actions])]
-
-    def run(self) -> None:
-        moved = True
-        while moved:
-            moved = False
-            for rank in range(self.plan.num_ranks):
-                moved |= self.advance(rank)
-        for rank, codes in enumerate(self.plan.codes):
-            if len(self.starts[rank]) < len(codes):
-                stopped = text(codes[len(self.starts[rank])])
-                raise IncompleteError(f"rank {rank} cannot get to {stopped}; expected a plan that check accepts")
-
-    def advance(self, rank: int) -> bool:
-        """Place as many actions of a rank as can be placed; whether it was any."""
-        codes, starts = self.plan.codes[rank], self.starts[rank]
-        before = len(starts)
-        now = starts[-1] + self.units(codes[before - 1]) if starts else 0
-        for code in codes[before:]:
-            needed = [self.ends.get(need) for part in parts(code) for need in self.needs(part)]
-            if None in needed:
-                break
-            start = max([now, *(end for end in needed if end is not None)])
-            starts.append(start)
-            now = start + self.units(code)
-            for part in parts(code):
-                self.ends[self.name(part)] = now
-        return len(starts) > before
-
-    @staticmethod
-    def units(code: int) -> int:
-        return sum(len(ROWS[part & OP].halves) or 1 for part in parts(code) if part & OP in COMPUTES)
-
-    @staticmethod
-    def name(code: int) -> int:
-        return with_op(code, Op.I) if code & OP in INPUT_GRADIENTS else code
-
-    def needs(self, code: int) -> Iterator[int]:
-        """The packed actions of other stages that an action needs."""
-        for need in self.plan.rules.arrivals(code & KEY):
-            yield need | code & ~KEY
-
-    def messages(self) -> list[list[tuple[int, int, int, int]]]:
-        """By rank: its messages with their time, and a number that decides between those of one time on both ends."""
-        rules = Rules(self.plan.graph, self.plan.placement, lowered=True)
-        rank_of = self.plan.placement.rank_of
-        done: dict[int, int] = {}
-        for code, end in self.ends.items():
-            for send in rules.sends(code & KEY):
-                ends = [self.ends[need | code & ~KEY] for need in rules.needs(send)]
-                done[send | code & ~KEY] = max(end, *ends)
-        sends = sorted((when, rank_of(stage_of(send)), send) for send, when in done.items())
-        found: list[list[tuple[int, int, int, int]]] = [[] for _ in self.plan.codes]
-        for number, (when, rank, send) in enumerate(sends):
-            receive = partner_of(send)
-            found[rank].append((when, 0, number, send))
-            found[rank_of(stage_of(receive))].append((when, 0, number, receive))
-        return found
+def _messages(clock: Timeline) -> list[list[tuple[float, int, int, int]]]:
+    """By rank: its messages with their time, and a number that decides between those of one time on both ends."""
+    plan = clock.plan
+    rules, rank_of = Rules(plan.graph, plan.placement, lowered=True), plan.placement.rank_of
+    ends = {  # by packed action, a B counting as an I
+        with_op(part, Op.I) if part & OP in INPUT_GRADIENTS else part: end
+        for rank, codes in enumerate(plan.codes)
+        for code, end in zip(codes, clock.ends[rank], strict=True)
+        for part in parts(code)
+    }
+    done = {
+        send | code & ~KEY: max(end, *(ends[need | code & ~KEY] for need in rules.needs(send)))
+        for code, end in ends.items()
+        for send in rules.sends(code & KEY)
+    }
+    sends = sorted((when, rank_of(stage_of(send)), send) for send, when in done.items())
+    found: list[list[tuple[float, int, int, int]]] = [[] for _ in plan.codes]
+    for number, (when, rank, send) in enumerate(sends):
+        receive = partner_of(send)
+        found[rank].append((when, 0, number, send))
+        found[rank_of(stage_of(receive))].append((when, 0, number, receive))
+    return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.errors import PlanError
-from penstock.lower.chosen import Stages, Wanted, lives, wanted
+from penstock.lower.chosen import Stages, Wanted, inserted, lives, wanted
 from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of, with_op
@@ -47,13 +47,8 @@ def recompute(
 
 
 def _with_recompute(plan: Plan, rank: int, asked: Wanted) -> list[int]:
-    before = {life.backward: life.code for life in lives(plan, rank, asked) if life.between}
-    made: list[int] = []
-    for slot, code in enumerate(plan.codes[rank]):
-        if slot in before:
-            made.append(with_op(before[slot], Op.R))
-        made.append(code)
-    return made
+    again = {life.backward: [with_op(life.code, Op.R)] for life in lives(plan, rank, asked) if life.between}
+    return inserted(plan.codes[rank], again)
 
 
 def _moved_up(plan: Plan, costs: Costs, memory_limit: float | Sequence[float] | None) -> Plan:

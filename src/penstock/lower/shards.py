@@ -27,15 +27,12 @@ def unshard_reshard(codes: Sequence[int], max_unsharded: int = 3) -> list[int]:
     """Add UNSHARD and RESHARD to the list of one rank."""
     if max_unsharded < 1:
         raise PlanError(f"max_unsharded={max_unsharded}; a stage must be unsharded to compute: expected at least 1")
-    uses = _uses(codes)
-    cursor = dict.fromkeys(uses, 0)
     active: set[int] = set()
     lowered: list[int] = []
-    for slot, code in enumerate(codes):
+    for code, wanted in zip(codes, _next_stages(codes, max_unsharded), strict=True):
         if code & OP not in COMPUTES:
             lowered.append(code)
             continue
-        wanted = _next_stages(slot, uses, cursor, max_unsharded)
         for stage in sorted(active.difference(wanted)):
             lowered.append(key_of(Op.RESHARD, stage))
             active.remove(stage)
@@ -48,28 +45,14 @@ def unshard_reshard(codes: Sequence[int], max_unsharded: int = 3) -> list[int]:
     return lowered
 
 
-def _uses(codes: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """The slots that use each stage, each with its place within the slot."""
-    uses: dict[int, list[tuple[int, int]]] = {}
-    for slot, code in enumerate(codes):
-        for place, part in enumerate(parts(code)):
-            if part & OP in COMPUTES:
-                uses.setdefault(stage_of(part), []).append((slot, place))
-    return uses
-
-
-def _next_stages(slot: int, uses: dict[int, list[tuple[int, int]]], cursor: dict[int, int], count: int) -> list[int]:
-    """The stages that are used next, from `slot` on, the soonest first."""
-    coming = []
-    for stage, slots in uses.items():
-        at = cursor[stage]
-        while at < len(slots) and slots[at][0] < slot:
-            at += 1
-        cursor[stage] = at
-        if at < len(slots):
-            coming.append((*slots[at], stage))
-    coming.sort()
-    wanted = coming[:count]
-    if len(coming) > count and wanted[-1][0] == coming[count][0]:  # the other half of an overlapped pair
-        wanted.append(coming[count])
-    return [stage for _, _, stage in wanted]
+def _next_stages(codes: Sequence[int], count: int) -> list[list[int]]:
+    """For each slot: the stages that are used next, from there on, the soonest first."""
+    coming: dict[int, int] = {}  # by stage, the soonest first: the slot that uses it next
+    found = []
+    for slot in reversed(range(len(codes))):
+        here = {stage_of(part): slot for part in parts(codes[slot]) if part & OP in COMPUTES}
+        coming = here | {stage: at for stage, at in coming.items() if stage not in here}
+        slots = [*coming.values()]
+        pair = len(slots) > count and slots[count - 1] == slots[count]  # the other half of an overlapped pair
+        found.append([*coming][: count + pair])
+    return found[::-1]
