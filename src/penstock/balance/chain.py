@@ -1,6 +1,7 @@
 """The exact answer where every stage stands for itself: a chain of cuts, no rank-wide sums.
 
-`sweep` answers "is there a cut in which no stage costs more than `bound`?", stage by stage: for each cut the best cut
+`sweep` answers "is there a cut in which no stage costs more than `bound`?", stage by stage (a cost is a time, weighed by
+how slow the rank of the stage is): for each cut the best cut
 before it is the one with the largest start value in its window (a monotone queue). `slowest` searches the least such
 bound among real sums, `settle` then picks, under it, the least bytes between ranks and the smallest sum of squares.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
+from fractions import Fraction
 from typing import NamedTuple
 
 from penstock.balance.problem import Problem
@@ -54,12 +55,12 @@ def _window(problem: Problem, stage: int, limit: int) -> list[int]:
 def sweep(problem: Problem, bound: int | None, window: list[list[int]]) -> Layers | None:
     """Every cut that can stand at each boundary with no stage over the bound; None when the end is out of reach."""
     count, stages, prefix = problem.num_layers, problem.num_stages, problem.prefix
-    bound = problem.ceiling if bound is None else bound
+    bounds = [(problem.ceiling if bound is None else bound) // weight for weight in problem.weights]
     layers: Layers = [{0: 0}]
     for stage in range(stages):
         left = stages - 1 - stage
-        low = max(stage + 1, bisect_left(prefix, prefix[-1] - left * bound)) if left else count
-        high = min(count - left, bisect_right(prefix, (stage + 1) * bound) - 1)
+        low = max(stage + 1, bisect_left(prefix, prefix[-1] - sum(bounds[stage + 1 :]))) if left else count
+        high = min(count - left, bisect_right(prefix, sum(bounds[: stage + 1])) - 1)
         ends, starts, first = problem.ends(stage), problem.starts(stage), window[stage]
         before, taken = list(layers[-1]), 0
         queue: deque[int] = deque()
@@ -73,7 +74,7 @@ def sweep(problem: Problem, bound: int | None, window: list[list[int]]) -> Layer
                 taken += 1
             while queue and queue[0] < first[stop]:
                 queue.popleft()
-            if queue and ends[stop] - starts[queue[0]] <= bound:
+            if queue and ends[stop] - starts[queue[0]] <= bounds[stage]:
                 reached[stop] = queue[0]
         if not reached:
             return None
@@ -97,9 +98,10 @@ def slowest(problem: Problem, window: list[list[int]]) -> int | None:
         if layers is None:
             return None
         cuts = path(layers, problem.num_layers)
-        return max(problem.cost(s, cuts[s], cuts[s + 1]) for s in range(problem.num_stages))
+        return max(weight * problem.cost(s, cuts[s], cuts[s + 1]) for s, weight in enumerate(problem.weights))
 
-    low = max(-(-problem.prefix[-1] // problem.num_stages), problem.longest)
+    even = -(-problem.prefix[-1] // sum(Fraction(1, weight) for weight in problem.weights))
+    low = max(even, problem.longest * min(problem.weights))
     bound, gap = low, max(1, low >> 12)
     while (high := attempt(bound)) is None:
         if bound == problem.ceiling:
@@ -121,8 +123,6 @@ def slowest(problem: Problem, window: list[list[int]]) -> int | None:
 class Step(NamedTuple):
     """The choice of one stage: for each row (a cut behind it) the best column (a cut before it)."""
 
-    rows: list[int]
-    columns: list[int]
     # Columns that can lead to each row lie in this range, as far as memory and time without wires say.
     spans: list[tuple[int, int]]
     # The cost of the stage is tops[row] - marks[column].
@@ -140,55 +140,41 @@ def settle(problem: Problem, bound: int, window: list[list[int]]) -> tuple[int, 
     prefix = problem.prefix
     values = {0: 0}
     chosen: Layers = [{0: 0}]
-    for stage in range(problem.num_stages):
+    for stage, weight in enumerate(problem.weights):
         rows, columns, first = list(layers[stage + 1]), list(values), window[stage]
-        lowest = [max(first[stop], bisect_left(prefix, prefix[stop] - bound)) for stop in rows]
+        lowest = [max(first[stop], bisect_left(prefix, prefix[stop] - bound // weight)) for stop in rows]
         spans = [
             (bisect_left(columns, low), bisect_left(columns, stop)) for low, stop in zip(lowest, rows, strict=True)
         ]
         ends, starts = problem.ends(stage), problem.starts(stage)
-        tops, marks = [ends[r] for r in rows], [starts[c] for c in columns]
-        step = Step(rows, columns, spans, tops, marks, list(values.values()), bound)
-        best = _pick_by_halves(step) if _rises(tops) and _rises(marks) else _pick_by_scan(step)
+        tops, marks = [weight * ends[r] for r in rows], [weight * starts[c] for c in columns]
+        best = _pick(Step(spans, tops, marks, list(values.values()), bound))
         tie = problem.tie_cut(stage + 1)
         chosen.append({stop: columns[column] for stop, (_, column) in zip(rows, best, strict=True)})
         values = {stop: value + tie[stop] for stop, (value, _) in zip(rows, best, strict=True)}
     return path(chosen, problem.num_layers)
 
 
-def _rises(numbers: list[int]) -> bool:
-    return all(a <= b for a, b in pairwise(numbers))
+def _pick(step: Step) -> list[tuple[int, int]]:
+    """Best (value, column) of each row, from the middle row outwards.
 
-
-def _pick_by_halves(step: Step) -> list[tuple[int, int]]:
-    """Best (value, column) of each row, where the best column never moves left as the row moves right.
-
-    Squares of differences are convex, and where tops and marks rise a part of an allowed stage is allowed, so choices
-    that cross never pay: solve the middle row, then each half with the columns on its side.
+    Where tops and marks rise, the best column never moves left as the row moves right: squares of differences are convex, and
+    a part of an allowed stage is allowed, so choices that cross never pay. Each half then has the columns on its side. Else a
+    longer stage may cost less, because less crosses its ends, and every column is looked at.
     """
-    marks, values = step.marks, step.values
-    best = [(0, 0)] * len(step.rows)
-    stack = [(0, len(step.rows), 0, len(marks))]
+    tops, marks, values = step.tops, step.marks, step.values
+    rising = sorted(tops) == tops and sorted(marks) == marks
+    best = [(0, 0)] * len(tops)
+    stack = [(0, len(tops), 0, len(marks))]
     while stack:
         top, bottom, left, right = stack.pop()
         if top >= bottom:
             continue
         row = (top + bottom) // 2
-        here = step.tops[row]
-        begin = max(left, step.spans[row][0], bisect_left(marks, here - step.bound))
-        end = min(right, step.spans[row][1])
-        best[row] = min((values[c] + (here - marks[c]) ** 2, c) for c in range(begin, end))
+        here, least = tops[row], tops[row] - step.bound
+        columns = range(max(left, step.spans[row][0]), min(right, step.spans[row][1]))
+        best[row] = min((values[c] + (here - marks[c]) ** 2, c) for c in columns if marks[c] >= least)
         column = best[row][1]
-        stack.append((top, row, left, column + 1))
-        stack.append((row + 1, bottom, column, right))
-    return best
-
-
-def _pick_by_scan(step: Step) -> list[tuple[int, int]]:
-    """The same where a longer stage may cost less, because less crosses its ends: look at every column."""
-    marks, values = step.marks, step.values
-    best = []
-    for here, (begin, end) in zip(step.tops, step.spans, strict=True):
-        least = here - step.bound
-        best.append(min((values[c] + (here - marks[c]) ** 2, c) for c in range(begin, end) if marks[c] >= least))
+        stack.append((top, row, left, column + 1 if rising else right))
+        stack.append((row + 1, bottom, column if rising else left, right))
     return best

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Final
 
 from penstock.errors import BalanceError
 from penstock.misfits import takes
-from penstock.plan import Action, Op, Plan
-from penstock.plan.actions import parts, unpack
+from penstock.plan import Op, Plan
+from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 
 _ROUNDING = 1e-9  # of sums of sizes
+_CHANGES: Final[dict[int, tuple[int, int]]] = {  # of what is held from F to I, and from I to W
+    Op.F: (1, 0),
+    Op.I: (-1, 1),
+    Op.W: (0, -1),
+    Op.B: (-1, 0),
+}
 
 
 @takes(BalanceError)
@@ -28,23 +35,9 @@ def in_flight(plan: Plan, microbatches: Sequence[float] | None = None) -> list[t
     sizes = microbatches or (1.0,) * plan.num_microbatches
     held = [[0.0, 0.0] for _ in range(plan.num_stages)]
     most = [[0.0, 0.0] for _ in range(plan.num_stages)]
-    for codes in plan.codes:
-        for code in codes:
-            for part in parts(code):
-                action = unpack(part)
-                assert isinstance(action, Action), "a part of a pair is no pair"
-                now, size = held[action.stage], 0.0 if action.microbatch is None else sizes[action.microbatch]
-                match action.op:
-                    case Op.F:
-                        now[0] += size
-                    case Op.B:
-                        now[0] -= size
-                    case Op.I:
-                        now[0] -= size
-                        now[1] += size
-                    case Op.W:
-                        now[1] -= size
-                    case _:
-                        continue
-                most[action.stage] = [max(a, b) for a, b in zip(most[action.stage], now, strict=True)]
+    for part in (part for codes in plan.codes for code in codes for part in parts(code)):
+        if part & OP in _CHANGES:
+            stage, size = stage_of(part), sizes[microbatch_of(part)]
+            held[stage] = [now + by * size for now, by in zip(held[stage], _CHANGES[part & OP], strict=True)]
+            most[stage] = [*map(max, most[stage], held[stage])]
     return [(ceil(to_input - _ROUNDING), ceil(to_weight - _ROUNDING)) for to_input, to_weight in most]

@@ -31,6 +31,8 @@ class Problem:
     state_factor: Fraction
     # For each stage: bytes in one unit of time to the rank of the next stage and to that of the one before; None: no limit.
     bandwidths: tuple[tuple[float | None, float | None], ...]
+    # For each stage: what its time counts for, beside that of the others, as its rank is slower or faster.
+    weights: tuple[int, ...]
 
     @property
     def num_layers(self) -> int:
@@ -80,8 +82,9 @@ class Problem:
 
     @cached_property
     def ceiling(self) -> int:
-        """More than any stage or rank can cost."""
-        return self.prefix[-1] + 2 * self.num_stages * max(map(max, self._exact[1].values()), default=0) + 1
+        """More than any stage or rank can cost, weighed."""
+        wires = 2 * self.num_stages * max(map(max, self._exact[1].values()), default=0)
+        return (self.prefix[-1] + wires + 1) * max(self.weights)
 
     def local(self, cut_index: int) -> bool:
         """Whether the boundary before this stage joins two stages of one rank (the turn of a V)."""

@@ -17,19 +17,6 @@ from penstock.plan.reading import read_text, write_text
 _FORMAT = "penstock-profile"
 _LARGEST = 64 * 1024 * 1024  # bytes of a file: a line for each layer
 _VERSION = 1
-_TIMES = ("forward", "backward_input", "backward_weight")
-_BYTES = (
-    "activation_to_input",
-    "activation_to_weight",
-    "forward_peak",
-    "backward_peak",
-    "input_peak",
-    "weight_peak",
-    "unmoved",
-    "cast_bytes",
-    "parameter_bytes",
-    "output_bytes",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +77,9 @@ class LayerCost:
     def total(self) -> float:
         """Forward and both halves of backward."""
         return self.forward + self.backward_input + self.backward_weight
+
+
+_TIMES, _BYTES = ([field.name for field in fields(LayerCost) if field.type == kind] for kind in ("float", "int"))
 
 
 @takes(BalanceError)

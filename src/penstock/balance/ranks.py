@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from itertools import accumulate
-from typing import assert_never
+from itertools import accumulate, groupby
 
 from penstock.balance.chain import Layers, sweep, windows
 from penstock.balance.problem import Problem
@@ -86,14 +85,10 @@ def plan_turns(problem: Problem) -> list[Turn]:
 
 
 def _runs(stages: int, placed: set[int]) -> Iterator[tuple[int, int]]:
-    start = None
-    for stage in range(stages + 1):
-        waiting = stage < stages and stage not in placed
-        if waiting and start is None:
-            start = stage
-        elif not waiting and start is not None:
-            yield start, stage
-            start = None
+    for waiting, run in groupby(range(stages), lambda stage: stage not in placed):
+        if waiting:
+            first, *others = run
+            yield first, first + len(others) + 1
 
 
 # Open cuts -> (value so far, open cuts before, cuts of this turn)
@@ -109,6 +104,7 @@ class Search:
         limits = problem.limits
         self.limits = None if limits is None else tuple(limit + spare for limit in limits)
         self.stage_bound = problem.ceiling if goal is Goal.EXCESS else bound
+        self.longest = self.stage_bound // min(problem.weights)  # that any stage may take, as it is
         self.rank_bound = bound if goal is Goal.RANK else problem.ceiling
         by_layer = zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)
         self.least_memory = [0, *accumulate(map(min, by_layer))]
@@ -158,8 +154,9 @@ class Search:
 
         def place(index: int, *, cost: int, worst: int, tie: int, taken: int, memory: int, used: Groups) -> None:
             if index == len(turn.stages):
-                new = self._value(value, (worst, cost, tie), (turn.rank, memory))
-                self._emit(turn, key, cuts=cuts, value=new, table=table)
+                over = memory - (limit or 0) + self.bound
+                figure = worst if self.goal is Goal.STAGE else cost if self.goal is Goal.RANK else over
+                self._emit(turn, key, cuts=cuts, value=value + tie if self.ties else max(value, figure), table=table)
                 return
             stage, new_start, new_stop = turn.stages[index]
             short = need - taken if index + 1 == len(turn.stages) else 0
@@ -168,7 +165,7 @@ class Search:
                 cuts[stage] = start
                 for stop in self._choices(turn, stage + 1, cuts=cuts) if new_stop else (cuts[stage + 1],):
                     self.budget[0] -= 1
-                    here = ends[stop] - starts[start]
+                    here = problem.weights[stage] * (ends[stop] - starts[start])
                     span = problem.prefix[stop] - problem.prefix[start]
                     if here > self.stage_bound or cost + here > self.rank_bound or span < short:
                         continue
@@ -193,21 +190,6 @@ class Search:
 
         place(0, cost=0, worst=0, tie=0, taken=0, memory=0, used=frozenset())
 
-    def _value(self, before: int, costs: tuple[int, int, int], memory: tuple[int, int]) -> int:
-        worst, cost, tie = costs
-        if self.ties:
-            return before + tie
-        match self.goal:
-            case Goal.STAGE:
-                return max(before, worst)
-            case Goal.RANK:
-                return max(before, cost)
-            case Goal.EXCESS:
-                assert self.problem.limits is not None, "an excess is asked for only where there are limits"
-                return max(before, memory[1] - self.problem.limits[memory[0]])
-            case other:
-                assert_never(other)
-
     def _time(self, runs: tuple[tuple[int, int], ...], cuts: list[int]) -> int:
         """The time of the layers in these runs of stages."""
         return sum(self.problem.prefix[cuts[high]] - self.problem.prefix[cuts[low]] for low, high in runs)
@@ -215,7 +197,7 @@ class Search:
     def _choices(self, turn: Turn, cut: int, *, cuts: list[int]) -> list[int]:
         """Positions for a new cut that leave every stage between known cuts a layer, and time enough."""
         low, high = turn.near[cut]
-        prefix, bound = self.problem.prefix, self.stage_bound
+        prefix, bound = self.problem.prefix, self.longest
         first = max(cuts[low] + cut - low, bisect_left(prefix, prefix[cuts[high]] - (high - cut) * bound))
         last = min(cuts[high] - (high - cut), bisect_right(prefix, prefix[cuts[low]] + (cut - low) * bound) - 1)
         self.budget[0] -= last - first

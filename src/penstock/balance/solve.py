@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
-from penstock.balance import chain, ranks, unequal
+from penstock.balance import chain, ranks
 from penstock.balance.cuts import Cuts, StageCut
 from penstock.balance.no_room import average_excess, heaviest, no_room
 from penstock.balance.problem import Problem
@@ -80,11 +80,9 @@ def balance(
         in_flight=_in_flight(microbatches_in_flight, num_stages),
         state_factor=_positive("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte, zero=True) + 2,
         bandwidths=_bandwidths(stage_ranks, bandwidth, links),
+        weights=_weights(stage_ranks, objective, rank_times),
     )
-    if rank_times is not None and len(set(rank_times)) > 1:
-        found = _unequal(problem, objective, rank_times)
-    else:
-        found = _solve(problem, objective)
+    found = _solve(problem, objective)
     if found is None:
         raise no_room(problem)
     return _result(problem, found[0], objective=objective, exact=found[1])
@@ -101,7 +99,8 @@ def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 
     """
     ranks = placement.ranks
     factor = _positive("optimizer_bytes", optimizer_bytes, zero=True) + 2
-    problem = Problem(profile, ranks, None, _in_flight(None, len(ranks)), factor, _bandwidths(ranks, None, ()))
+    in_flight, weights = _in_flight(None, len(ranks)), _weights(ranks, "stage", None)
+    problem = Problem(profile, ranks, None, in_flight, factor, _bandwidths(ranks, None, ()), weights)
     low, high, best = 0, heaviest(problem), None
     while best is None or high - low > max(1, high // 100):
         limit = high if best is None else (low + high) // 2
@@ -164,6 +163,20 @@ def _bandwidths(
     return tuple((of(stage, stage + 1), of(stage, stage - 1)) for stage in range(len(ranks)))
 
 
+def _weights(ranks: Sequence[int], objective: str, rank_times: Sequence[float] | None) -> tuple[int, ...]:
+    """For each stage: the time of its rank, in whole numbers; 1 where all ranks are equally fast."""
+    if rank_times is None or len(set(rank_times)) < 2:
+        return (1,) * len(ranks)
+    if objective != "stage" or len(rank_times) != max(ranks) + 1 or min(rank_times) <= 0:
+        raise BalanceError(
+            f"rank_times={list(rank_times)} with objective={objective!r}; expected a number above 0 for each of the "
+            f'{max(ranks) + 1} ranks, and objective="stage"'
+        )
+    exact = [_positive("rank_times", time) for time in rank_times]
+    scale = math.lcm(*(time.denominator for time in exact))
+    return tuple(int(exact[rank] * scale) for rank in ranks)
+
+
 def _limits(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, ...] | None:
     if given is None:
         return None
@@ -183,12 +196,12 @@ def _in_flight(
         raise BalanceError(f"microbatches_in_flight has {len(entries)} entries, expected {num_stages}: one a stage")
     pairs = []
     for stage, entry in enumerate(entries):
-        pair: tuple[object, ...] = (entry, 0) if isinstance(entry, int) else tuple(entry)
+        pair = (entry, 0) if isinstance(entry, int) else entry
         if len(pair) != 2 or any(not isinstance(n, int) or n < 0 for n in pair):
             raise BalanceError(
                 f"microbatches_in_flight of stage {stage} is {entry!r}, expected a count, or two: held to I, held to W"
             )
-        pairs.append((entry, 0) if isinstance(entry, int) else entry)
+        pairs.append(pair)
     return tuple(pairs)
 
 
@@ -220,20 +233,6 @@ def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool] | N
         return None if bound is None else (ranks.settle(problem, goal, bound), True)
     except ranks.TooLarge:
         return by_shares(problem), False
-
-
-def _unequal(problem: Problem, objective: str, rank_times: Sequence[float]) -> tuple[tuple[int, ...], bool] | None:
-    """The cuts where ranks are not equally fast. Limits that several stages of a rank share may need the other solvers."""
-    if objective != "stage" or len(rank_times) != problem.num_ranks or min(rank_times) <= 0:
-        raise BalanceError(
-            f"rank_times={list(rank_times)} with objective={objective!r}; expected a number above 0 for each of the "
-            f'{problem.num_ranks} ranks, and objective="stage"'
-        )
-    cuts = unequal.cut_for(problem, rank_times, chain.windows(problem, problem.limits))
-    if cuts is not None and problem.fits(cuts):
-        return cuts, True
-    found = _solve(problem, objective)
-    return None if found is None else (found[0], False)
 
 
 def _result(problem: Problem, cuts: tuple[int, ...], *, objective: str, exact: bool) -> Cuts:
