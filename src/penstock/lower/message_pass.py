@@ -30,8 +30,8 @@ from typing import Literal
 from penstock.errors import IncompleteError, PlanError
 from penstock.misfits import takes
 from penstock.plan import Plan, Rules
-from penstock.plan.actions import KEY, OP, key_of, partner_of, peer_of, stage_of, text
-from penstock.plan.ops import RECEIVES, Op
+from penstock.plan.actions import KEY, key_of, partner_of, peer_of, stage_of, text
+from penstock.plan.ops import Op
 from penstock.plan.places import ABSENT, column, either, flatten, places
 
 
@@ -213,9 +213,8 @@ class _Traffic:
         """By key of a receive: the first slot that uses each microbatch."""
         uses: dict[int, list[int]] = {}
         for key, slots in self.slots.items():
-            for need in self.rules.needs(key):
-                if need & OP in RECEIVES:
-                    uses[need] = [*map(min, uses[need], slots)] if need in uses else slots
+            for need in self.rules.receives(key):
+                uses[need] = [*map(min, uses[need], slots)] if need in uses else slots
         return uses
 
     def _channels(self) -> dict[int, _Channel]:

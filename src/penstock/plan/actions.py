@@ -24,7 +24,8 @@ that an action needs belongs to its own microbatch.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from penstock.errors import ParseError, PlanError
@@ -204,6 +205,22 @@ def overlap(first: int, second: int) -> int:
     return OVERLAP | first << STAGE_SHIFT | second << (STAGE_SHIFT + PEER_SHIFT)
 
 
+def below(num_microbatches: int, codes: Iterable[int]) -> list[int]:
+    """Only the actions on the first microbatches; of an overlapped pair the half that is left.
+
+    What an action needs belongs to its own microbatch, so an order stays right when whole microbatches are left out.
+    """
+    limit = num_microbatches << MICROBATCH_SHIFT  # pairs, and messages that skip stages, are above it as well
+    kept: list[int] = []
+    for code in codes:
+        if code < limit:
+            kept.append(code)
+        else:
+            left = [part for part in parts(code) if microbatch_of(part) < num_microbatches]
+            kept += left if len(left) < 2 else [code]
+    return kept
+
+
 def is_pair(kinds: Collection[int]) -> bool:
     """Whether ops may overlap: a forward and a backward, of the inputs at least."""
     return Op.F in kinds and not INPUT_GRADIENTS.isdisjoint(kinds)
@@ -236,7 +253,13 @@ def text(code: int) -> str:
     """The text of a packed action: ``text(pack(a)) == str(a)``."""
     if code >> PEER_SHIFT or code & OP not in COUNTED:
         return str(unpack(code))
-    return f"{code >> STAGE_SHIFT & STAGE}{_OPS[code & OP].name}{code >> MICROBATCH_SHIFT & MICROBATCH}"
+    return f"{_head(code & KEY)}{code >> MICROBATCH_SHIFT & MICROBATCH}"
+
+
+@lru_cache(maxsize=4096)
+def _head(key: int) -> str:
+    """The text of an action before its microbatch."""
+    return f"{stage_of(key)}{_OPS[key & OP].name}"
 
 
 def parse(string: str) -> AnyAction:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, repeat
-from typing import NamedTuple
 
 from penstock.errors import DeadlockError
 from penstock.plan.actions import OP, key_of, partner_of, stage_of, text
@@ -12,17 +11,10 @@ from penstock.plan.ops import RECEIVES, SENDS, Op
 from penstock.plan.plan import Plan
 
 
-class _Wait(NamedTuple):
-    """A rank stands at position `at` until `source` has got beyond position `needed`."""
-
-    at: int
-    source: int
-    needed: int
-
-
 class Execution:
     """Ranks go from wait to wait; `progress[rank]` is the number of actions that a rank has behind it.
 
+    A wait is (position, source, needed): a rank stands at the position until the source has got beyond position `needed`.
     `columns` is what the ledger read: where each action stands, by key and microbatch.
     """
 
@@ -77,15 +69,13 @@ class Execution:
         """The cycle of waits, rank by rank."""
         codes = self.plan.codes
         stuck = {
-            rank: _Wait(*waits[self.next[rank]])
-            for rank, waits in enumerate(self.waits)
-            if self.next[rank] < len(waits)
+            rank: waits[at] for rank, (waits, at) in enumerate(zip(self.waits, self.next, strict=True)) if waits[at:]
         }
         path: list[int] = []
         rank = min(stuck)
         while rank not in path:
             path.append(rank)
-            rank = stuck[rank].source
+            rank = stuck[rank][1]
         cycle = path[path.index(rank) :]
         lines = [
             f"the plan deadlocks: {len(cycle)} ranks wait for one another",

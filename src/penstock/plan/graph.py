@@ -47,21 +47,16 @@ class StageGraph:
         return cls(num_stages, tuple(sorted(set(edges))))
 
     def producers(self, stage: int) -> tuple[int, ...]:
-        return entry(self._producers, stage, "producers(stage")
+        return entry(self._neighbours[0], stage, "producers(stage")
 
     def consumers(self, stage: int) -> tuple[int, ...]:
-        return entry(self._consumers, stage, "consumers(stage")
+        return entry(self._neighbours[1], stage, "consumers(stage")
 
     @cached_property
-    def _producers(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+    def _neighbours(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By stage, its producers; and by stage, its consumers."""
+        producers, consumers = ([list[int]() for _ in range(self.num_stages)] for _ in range(2))
         for producer, consumer in self.edges:
-            found[consumer].append(producer)
-        return tuple(map(tuple, found))
-
-    @cached_property
-    def _consumers(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(self.num_stages)]
-        for producer, consumer in self.edges:
-            found[producer].append(consumer)
-        return tuple(map(tuple, found))
+            producers[consumer].append(producer)
+            consumers[producer].append(consumer)
+        return tuple(map(tuple, producers)), tuple(map(tuple, consumers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import overload
 
 
@@ -15,8 +16,7 @@ class Lists(Sequence[tuple[int, ...]]):
     """
 
     def __init__(self, num_ranks: int, make: Callable[[int], Iterable[int]]) -> None:
-        self._num_ranks, self._make = num_ranks, make
-        self._made: dict[int, tuple[int, ...]] = {}
+        self._num_ranks, self._made = num_ranks, cache(lambda rank: tuple(make(rank)))
 
     def __len__(self) -> int:
         return self._num_ranks
@@ -30,11 +30,7 @@ class Lists(Sequence[tuple[int, ...]]):
             return tuple(self[each] for each in range(*rank.indices(self._num_ranks)))
         if not -self._num_ranks <= rank < self._num_ranks:
             raise IndexError(f"rank {rank} of {self._num_ranks}")
-        rank %= self._num_ranks
-        found = self._made.get(rank)
-        if found is None:
-            found = self._made[rank] = tuple(self._make(rank))
-        return found
+        return self._made(rank % self._num_ranks)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)

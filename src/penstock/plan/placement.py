@@ -46,10 +46,7 @@ class Placement:
         """Stages go there and back: 0, 1, .., p-1, p-1, .., 1, 0, .."""
         _positive(num_ranks, stages_per_rank)
         there = tuple(range(num_ranks))
-        ranks: tuple[int, ...] = ()
-        for leg in range(stages_per_rank):
-            ranks += there if leg % 2 == 0 else there[::-1]
-        return cls(ranks)
+        return cls(tuple(rank for leg in range(stages_per_rank) for rank in there[:: -1 if leg % 2 else 1]))
 
     @classmethod
     @takes(PlanError)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from penstock.errors import PlanError
 from penstock.misfits import entry, takes
-from penstock.plan.actions import KEY, OP, AnyAction, microbatch_of, parts, text, unpack
+from penstock.plan.actions import KEY, OP, AnyAction, below, parts, text, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.lists import Lists
 from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, OVERLAP, TRAINING, Op
@@ -169,13 +169,8 @@ class Plan:
         rank 0: 0F0 0B0
         rank 1: 1F0 1B0
         """
-
-        def left(code: int) -> Sequence[int]:
-            kept = [part for part in parts(code) if microbatch_of(part) < num_microbatches]
-            return kept if len(kept) < 2 else (code,)  # of an overlapped pair one, or the pair
-
-        rows = [[one for code in codes for one in left(code)] for codes in self.codes]
-        return replace(self, codes=tuple(map(tuple, rows)), num_microbatches=num_microbatches, family=None)
+        rows = tuple(tuple(below(num_microbatches, codes)) for codes in self.codes)
+        return replace(self, codes=rows, num_microbatches=num_microbatches, family=None)
 
     def forward_only(self) -> Plan:
         """The plan of an evaluation: every forward in its place, and nothing of the backward."""

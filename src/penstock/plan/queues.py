@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal
 
 from penstock.errors import DeadlockError
 from penstock.plan.actions import KEY, OP, partner_of, parts, peer_of, stage_of, text
-from penstock.plan.ops import MESSAGES, RECEIVES, SENDS
+from penstock.plan.ops import MESSAGES, SENDS
 from penstock.plan.plan import Plan
 
 QueueLayout = Literal["direction", "pair", "one"]
@@ -37,7 +38,7 @@ class QueueRun:
         self.at = [0] * plan.num_ranks  # the position of each rank
         self.queues: defaultdict[_Queue, deque[set[int]]] = defaultdict(deque)  # of packed messages of one rank
         self.done: list[set[int]] = [set() for _ in range(plan.num_ranks)]  # the messages that have run
-        self.inputs: dict[int, tuple[int, ...]] = {}  # by packed action without microbatch: the receives that it needs
+        self.receives = cache(plan.rules.receives)
 
     def run(self) -> None:
         ready = deque(range(self.plan.num_ranks))
@@ -78,12 +79,6 @@ class QueueRun:
                 if receive | microbatch not in done:
                     return receive | microbatch
         return None
-
-    def receives(self, key: int) -> tuple[int, ...]:
-        found = self.inputs.get(key)
-        if found is None:
-            found = self.inputs[key] = tuple(n for n in self.plan.rules.arrivals(key) if n & OP in RECEIVES)
-        return found
 
     def queue(self, rank: int, code: int) -> _Queue:
         peer = self.plan.placement.rank_of(peer_of(code))

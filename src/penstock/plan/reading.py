@@ -6,37 +6,37 @@ write_text("plan.csv", "0F0,0B0", PlanError)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
 from penstock.errors import PenstockError
 
 
-def write_text(path: str | PathLike[str], text: str, error: type[PenstockError]) -> None:
+@contextmanager
+def _named(path: str | PathLike[str], error: type[PenstockError], done: str) -> Iterator[None]:
+    """What goes wrong with a file, in an error that names it."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        yield
     except OSError as problem:
-        raise error(f"{path} cannot be written: {problem.strerror or problem}") from problem
+        raise error(f"{path} cannot be {done}: {problem.strerror or problem}") from problem
     except ValueError as problem:  # a name with a zero byte in it
         raise error(f"{str(path)!r} is no name of a file: {problem}") from problem
+
+
+def write_text(path: str | PathLike[str], text: str, error: type[PenstockError]) -> None:
+    with _named(path, error, "written"):
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def read_text(
     path: str | PathLike[str], error: type[PenstockError], *, limit: int, encoding: str = "utf-8", hint: str = ""
 ) -> str:
     """The text of a file of at most `limit` bytes; `hint` ends the error for a longer one, and may name its {size}."""
-    try:
-        with Path(path).open("rb") as file:
-            size = file.seek(0, 2) if file.seekable() else 0
-            if size <= limit:
-                if file.seekable():
-                    file.seek(0)
-                data = file.read(limit + 1)
-                size = len(data)
-    except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror or problem}") from problem
-    except ValueError as problem:  # a name with a zero byte in it
-        raise error(f"{str(path)!r} is no name of a file: {problem}") from problem
+    with _named(path, error, "read"), Path(path).open("rb") as file:
+        data = file.read(limit + 1)
+        size = file.seek(0, 2) if len(data) > limit and file.seekable() else len(data)
     if size > limit:
         raise error(f"{path} has {size:,} bytes; such files are read up to {limit:,}{hint.format(size=size)}")
     try:

@@ -27,7 +27,7 @@ from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan.actions import OP, Action, key_of, partner_of, peer_of, stage_of, unpack
 from penstock.plan.graph import StageGraph
-from penstock.plan.ops import INPUT_GRADIENTS, Op
+from penstock.plan.ops import INPUT_GRADIENTS, RECEIVES, Op
 from penstock.plan.placement import Placement
 
 
@@ -123,6 +123,10 @@ class Rules:
                 elif there not in asked:
                     asked.add(there)
                     yield key_of(Op.RECV_B, stage, self.carrier(stage, there))
+
+    def receives(self, key: int) -> tuple[int, ...]:
+        """The keys of the messages that the action with this key needs."""
+        return tuple(need for need in self.needs(key) if need & OP in RECEIVES)
 
     @takes(PlanError)
     def sends(self, key: int) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from penstock.plan.actions import (
     STAGE_SHIFT,
     AnyAction,
     is_packed,
+    microbatch_of,
     pack,
     parse,
     parts,
@@ -47,24 +48,7 @@ def dumps(plan: Plan) -> str:
 
     dumps(get_schedule("1f1b")(2, 4))
     """
-    numbers = [str(number) for number in range(plan.num_microbatches)]
-    heads = _Heads()
-    return "".join(",".join(_texts(codes, heads, numbers)) + "\n" for codes in plan.codes)
-
-
-def _texts(codes: Iterable[int], heads: _Heads, numbers: Sequence[str]) -> Iterator[str]:
-    """The text of each action; those of one key differ in the number at the end."""
-    for code in codes:
-        head = heads[code & KEY] if code & OP in COUNTED and not code >> PEER_SHIFT else None
-        yield text(code) if head is None else head + numbers[code >> MICROBATCH_SHIFT & MICROBATCH]
-
-
-class _Heads(dict[int, str]):
-    """By key: the text of an action before its microbatch."""
-
-    def __missing__(self, key: int) -> str:
-        head = self[key] = text(key).removesuffix("0")
-        return head
+    return "".join(",".join(map(text, codes)) + "\n" for codes in plan.codes)
 
 
 @takes(PlanError)
@@ -125,7 +109,7 @@ def read_off(
     return Plan(
         placed,
         graph if graph is not None else reader.graph_of(codes, placed.num_stages),
-        num_microbatches if num_microbatches is not None else reader.highest_microbatch + 1,
+        num_microbatches if num_microbatches is not None else max(map(microbatch_of, reader.seen), default=0) + 1,
         tuple(codes),
         name,
     )
@@ -141,10 +125,9 @@ class _Reader:
         self.placement = placement
         self.num_stages = placement.num_stages if placement else graph.num_stages if graph else None
         self.num_microbatches = num_microbatches
-        self.highest_microbatch = 0
         self.keys: dict[str, int] = {}  # the text before the microbatch -> the key
-        self.seen: dict[int, tuple[int, int]] = {}
-        self.home: dict[int, tuple[int, int, int]] = {}  # stage -> rank, and the row and column that say so
+        self.seen: dict[int, tuple[int, int]] = {}  # action -> its row and column
+        self.home: dict[int, tuple[int, int]] = {}  # stage -> the row and column that first put it on a rank
 
     def where(self, row: int, column: int) -> str:
         return f"{self.source + ', ' if self.source else ''}row {row}, column {column}"
@@ -158,12 +141,18 @@ class _Reader:
             if cell is None or cell == "":
                 continue
             try:
-                code = _packed(cell) if isinstance(cell, int) else self.code(str(cell))
+                code = self.packed(cell) if isinstance(cell, int) else self.code(str(cell))
+                for part in parts(code):
+                    self.note(part, row, column)
             except ParseError as error:
                 raise ParseError(f"{self.where(row, column)}: {error}") from None
-            for part in parts(code):
-                self.note(part, row, column)
             yield code
+
+    @staticmethod
+    def packed(code: int) -> int:
+        if not is_packed(code):
+            raise ParseError(f"{code} is no packed action; see penstock.plan.actions")
+        return code
 
     def code(self, cell: str) -> int:
         """Parse a cell. One that differs from an earlier cell in its microbatch alone needs no second look."""
@@ -180,81 +169,57 @@ class _Reader:
     def note(self, code: int, row: int, column: int) -> None:
         op, stage, microbatch = code & OP, code >> STAGE_SHIFT & STAGE, code >> MICROBATCH_SHIFT & MICROBATCH
         if self.num_stages is not None and max(stage, peer_of(code)) >= self.num_stages:
-            raise ParseError(
-                f"{self.where(row, column)}: {text(code)} is out of range; expected stages 0 to {self.num_stages - 1}"
-            )
+            raise ParseError(f"{text(code)} is out of range; expected stages 0 to {self.num_stages - 1}")
         if self.num_microbatches is not None and microbatch >= self.num_microbatches:
-            raise ParseError(
-                f"{self.where(row, column)}: {text(code)} is out of range; "
-                f"expected microbatches 0 to {self.num_microbatches - 1}"
-            )
+            raise ParseError(f"{text(code)} is out of range; expected microbatches 0 to {self.num_microbatches - 1}")
         if op in COUNTED:
-            if code in self.seen:
-                raise ParseError(
-                    f"{self.where(row, column)}: {text(code)} stands twice, first in {self.where(*self.seen[code])}; "
-                    "expected each action once"
-                )
-            self.seen[code] = (row, column)
-        self.highest_microbatch = max(self.highest_microbatch, microbatch)
-        if self.placement is not None and self.placement.rank_of(stage) != row - 1:
-            home = self.placement.rank_of(stage)
-            raise ParseError(
-                f"{self.where(row, column)}: {text(code)} is on rank {row - 1}; expected it on rank {home}"
-            )
+            first = self.seen.setdefault(code, (row, column))
+            if first != (row, column):
+                raise ParseError(f"{text(code)} stands twice, first in {self.where(*first)}; expected each action once")
+        home = row - 1 if self.placement is None else self.placement.rank_of(stage)
+        if home != row - 1:
+            raise ParseError(f"{text(code)} is on rank {row - 1}; expected it on rank {home}")
         if op in COMPUTES:
-            rank, first_row, first_column = self.home.setdefault(stage, (row - 1, row, column))
-            if rank != row - 1:
+            first = self.home.setdefault(stage, (row, column))
+            if first[0] != row:
                 raise ParseError(
-                    f"{self.where(row, column)}: {text(code)} puts stage {stage} on rank {row - 1}, but "
-                    f"{self.where(first_row, first_column)} puts it on rank {rank}; expected each stage on one rank"
+                    f"{text(code)} puts stage {stage} on rank {row - 1}, but {self.where(*first)} puts it on rank "
+                    f"{first[0] - 1}; expected each stage on one rank"
                 )
 
     def placement_of(self, codes: Sequence[Sequence[int]]) -> Placement:
+        whole = self.source or "the plan"
         if self.placement is not None:
             if len(codes) != self.placement.num_ranks:
                 expected = f"expected {self.placement.num_ranks}, one for each rank"
-                raise ParseError(f"{self.source or 'the plan'} has {len(codes)} rows; {expected}")
+                raise ParseError(f"{whole} has {len(codes)} rows; {expected}")
             return self.placement
         for row, cells in enumerate(codes, 1):
             if not cells:
                 raise ParseError(f"{self.where(row, 1)}: the row is empty; expected every rank to hold a stage")
-        num_stages = self.num_stages if self.num_stages is not None else max(self.home, default=-1) + 1
-        missing = [stage for stage in range(num_stages) if stage not in self.home]
-        if missing or not num_stages:
-            raise ParseError(
-                f"{self.source or 'the plan'}: no rank computes stage {missing[0] if missing else 0}; "
-                "expected every stage from 0 to the highest"
-            )
+        num_stages = self.num_stages if self.num_stages is not None else max(self.home, default=0) + 1
+        missing = next((stage for stage in range(num_stages) if stage not in self.home), None)
+        if missing is not None:
+            raise ParseError(f"{whole}: no rank computes stage {missing}; expected every stage from 0 to the highest")
         self.messages_within(num_stages)
         try:
-            return Placement.of([self.home[stage][0] for stage in range(num_stages)])
+            return Placement.of([self.home[stage][0] - 1 for stage in range(num_stages)])
         except PlanError as error:
-            raise ParseError(f"{self.source or 'the plan'}: {error}") from None
+            raise ParseError(f"{whole}: {error}") from None
 
     def messages_within(self, num_stages: int) -> None:
         """A message must be between stages that compute, which is known only when everything is read."""
-        for code, (row, column) in self.seen.items():
-            stages = sorted((stage_of(code), peer_of(code)))
-            if stages[0] < 0 or stages[1] >= num_stages:
+        for code, place in self.seen.items():
+            low, high = sorted((stage_of(code), peer_of(code)))
+            if low < 0 or high >= num_stages:
                 raise ParseError(
-                    f"{self.where(row, column)}: {text(code)} is a message between the stages {stages[0]} and "
-                    f"{stages[1]}; expected stages 0 to {num_stages - 1}"
+                    f"{self.where(*place)}: {text(code)} is a message between the stages {low} and {high}; "
+                    f"expected stages 0 to {num_stages - 1}"
                 )
 
     @staticmethod
     def graph_of(codes: Sequence[Sequence[int]], num_stages: int) -> StageGraph:
         """A chain, plus the skips that messages speak of."""
-        skips = set()
-        for row in codes:
-            for code in row:
-                if code & OP in _ACTIVATIONS:
-                    low, high = sorted((stage_of(code), peer_of(code)))
-                    if low >= 0 and high < num_stages:
-                        skips.add((low, high))
+        ends = {(stage_of(code), peer_of(code)) for row in codes for code in row if code & OP in _ACTIVATIONS}
+        skips = [(min(both), max(both)) for both in ends if min(both) >= 0 and max(both) < num_stages]
         return StageGraph.chain(num_stages, skips)
-
-
-def _packed(code: int) -> int:
-    if not is_packed(code):
-        raise ParseError(f"{code} is no packed action; see penstock.plan.actions")
-    return code

@@ -6,15 +6,17 @@ message from another knows what the other had used before it sent that: everythi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, peer_of
 from penstock.plan.ops import MESSAGES, SENDS
-from penstock.simulate.replay import Receives
 
 
 def reap_points(plan: Plan, rank: int) -> dict[int, list[tuple[int, int]]]:
     """By position in the rank's list: after that action, the first `count` sends to `peer` have arrived: (peer, count)."""
-    rank_of, needed, codes = plan.placement.rank_of, Receives(plan), plan.codes[rank]
+    rank_of, needed, codes = plan.placement.rank_of, cache(plan.rules.receives), plan.codes[rank]
     peers = {key: rank_of(peer_of(key)) for key in set(map(KEY.__and__, codes)) if key & OP in MESSAGES}
     order: dict[int, dict[int, int]] = {}  # by peer: its receives of our sends, and how many they are with those before
     for code in codes:
@@ -28,7 +30,7 @@ def reap_points(plan: Plan, rank: int) -> dict[int, list[tuple[int, int]]]:
     best = dict.fromkeys(order, 0)
     for position, code in enumerate(codes):
         for part in parts(code):
-            for need in needed[part & KEY]:
+            for need in needed(part & KEY):
                 count, peer = told.get(need | part & MICROBATCH_FIELD, 0), peers[need]
                 if count > best.get(peer, count):
                     best[peer] = count
@@ -36,7 +38,9 @@ def reap_points(plan: Plan, rank: int) -> dict[int, list[tuple[int, int]]]:
     return points
 
 
-def _told(plan: Plan, peer: int, rank: int, sent: dict[int, int], needed: Receives) -> dict[int, int]:
+def _told(
+    plan: Plan, peer: int, rank: int, sent: dict[int, int], needed: Callable[[int], tuple[int, ...]]
+) -> dict[int, int]:
     """For each message that the peer sends to us, as our receive: how many of ours it had used before."""
     codes, rank_of = plan.codes[peer], plan.placement.rank_of
     keys = {key for key in set(map(KEY.__and__, codes)) if key & OP in SENDS and rank_of(peer_of(key)) == rank}
@@ -48,6 +52,6 @@ def _told(plan: Plan, peer: int, rank: int, sent: dict[int, int], needed: Receiv
             key = part & KEY
             if key in partners:
                 found[partners[key] | part & MICROBATCH_FIELD] = used
-            for need in needed[key]:
+            for need in needed(key):
                 used = max(used, sent.get(need | part & MICROBATCH_FIELD, 0))
     return found

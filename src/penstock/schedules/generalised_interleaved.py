@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from penstock.plan.actions import below
 from penstock.schedules.registry import Recipe, Sizes
 from penstock.schedules.split import split_in_turn
-from penstock.schedules.weave import below
 
 
 def recipe(group: int, *, zero_bubble: bool = False) -> Recipe:

@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Final
 
-from penstock.plan.actions import MICROBATCH_SHIFT, OP, split_overlap
-from penstock.plan.ops import OVERLAP
+from penstock.plan.actions import MICROBATCH_SHIFT
 
 STEP: Final = 1 << MICROBATCH_SHIFT
 
@@ -59,19 +58,3 @@ def repeat(block: Iterable[tuple[int, int]], interval: int, num_microbatches: in
         ]
         actions += weave(high - low, *active)
     return actions
-
-
-def below(num_microbatches: int, actions: Iterable[int]) -> list[int]:
-    """Only the actions on the first microbatches; of an overlapped pair the half that is left.
-
-    What an action needs belongs to its own microbatch, so an order stays right when whole microbatches are left out.
-    """
-    limit = num_microbatches * STEP  # every overlapped pair is above it
-    kept: list[int] = []
-    for action in actions:
-        if action < limit:
-            kept.append(action)
-        elif action & OP == OVERLAP:
-            left = [part for part in split_overlap(action) if part < limit]
-            kept += [action] if len(left) == 2 else left
-    return kept

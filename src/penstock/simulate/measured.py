@@ -19,6 +19,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from penstock.errors import PlanError
@@ -27,7 +28,7 @@ from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, microbatch_of, partner_of, parts, stage_of
 from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, SENDS, Op
 from penstock.simulate.costs import Costs, Link
-from penstock.simulate.replay import Receives, replayed
+from penstock.simulate.replay import replayed
 from penstock.simulate.simulate import simulate
 from penstock.simulate.timeline import Timeline
 
@@ -81,11 +82,11 @@ class Steps:
     def by_stage(self) -> dict[int, list[tuple[int, float]]]:
         """By key of a compute action: the microbatch and the time of each; pairs are left out."""
         found: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        needing = Receives(self.plan)
+        needing = cache(self.plan.rules.receives)
         for codes, lengths in zip(self.plan.codes, self.lengths, strict=True):
             for code, length in zip(codes, lengths, strict=True):
                 if code & OP in COMPUTES and code & OP != OVERLAP:
-                    more = self.pickup if needing[code & KEY] else 0.0
+                    more = self.pickup if needing(code & KEY) else 0.0
                     found[code & KEY].append((microbatch_of(code), length + more))
         return found
 
@@ -189,11 +190,11 @@ def _waits(timeline: Timeline) -> list[_Awaited]:
         for code, end in zip(codes, timeline.ends[rank], strict=True)
         if code & OP in SENDS
     }
-    needing, found = Receives(plan), []
+    needing, found = cache(plan.rules.receives), []
     for rank, codes in enumerate(plan.codes):
         free = 0.0
         for code, start, end in zip(codes, timeline.starts[rank], timeline.ends[rank], strict=True):
-            messages = [sent[need | part & MICROBATCH_FIELD] for part in parts(code) for need in needing[part & KEY]]
+            messages = [sent[need | part & MICROBATCH_FIELD] for part in parts(code) for need in needing(part & KEY)]
             if messages:
                 sender, left = max(messages, key=lambda one: one[1])
                 found.append(_Awaited((sender, rank), start - max(left, free), left > free, free - left))

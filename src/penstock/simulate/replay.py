@@ -10,25 +10,13 @@ the mean of the steps.) The difference is what `Costs.uneven` says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import inf
 
 from penstock.errors import DeadlockError
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts
-from penstock.plan.ops import COMPUTES, OVERLAP, RECEIVES, SENDS
-
-
-class Receives(dict[int, tuple[int, ...]]):
-    """By key of a compute action: the keys of the receives that it needs."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.rules = plan.rules
-
-    def __missing__(self, key: int) -> tuple[int, ...]:
-        needs = self.rules.needs(key) if key & OP in COMPUTES and key & OP != OVERLAP else ()
-        found = self[key] = tuple(need for need in needs if need & OP in RECEIVES)
-        return found
+from penstock.plan.ops import COMPUTES, SENDS
 
 
 def replayed(
@@ -39,7 +27,7 @@ def replayed(
     A rank does its actions one after another. One that needs messages begins when the last of them has been under way for its
     delay, or, if they are there already, when the rank has picked them up.
     """
-    needing, usual = Receives(plan), max(delays.values(), default=0.0)
+    needing, usual = cache(plan.rules.receives), max(delays.values(), default=0.0)
     sent: dict[int, tuple[int, float]] = {}  # by receive: by whom and when
     at, free = [0] * plan.num_ranks, [0.0] * plan.num_ranks
     first, last, waiting = inf, 0.0, set(range(plan.num_ranks))
@@ -49,7 +37,7 @@ def replayed(
             codes = plan.codes[rank]
             while at[rank] < len(codes):
                 code, start = codes[at[rank]], free[rank]
-                wanted = [need | part & MICROBATCH_FIELD for part in parts(code) for need in needing[part & KEY]]
+                wanted = [need | part & MICROBATCH_FIELD for part in parts(code) for need in needing(part & KEY)]
                 if not all(need in sent for need in wanted):
                     break
                 if wanted:

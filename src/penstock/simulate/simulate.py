@@ -51,7 +51,12 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """
     costs = Costs.unit(plan) if costs is None else costs
     costs.check_sizes(plan.num_stages, plan.num_ranks, plan.num_microbatches)
-    return _Run(plan, costs).timeline()
+    try:
+        return _Run(plan, costs).timeline()
+    except LookupError as error:
+        raise PlanError(
+            "the plan has an action of a stage or microbatch that it does not have; penstock.plan.check(plan) says which"
+        ) from error
 
 
 class _Link(NamedTuple):
