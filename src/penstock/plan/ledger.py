@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from operator import le, lt
 
 from penstock.errors import DeadlockError, IncompleteError, OrderError
 from penstock.plan.actions import KEY, OP, is_pair, key_of, partner_of, parts, peer_of, stage_of, text, with_op
-from penstock.plan.keeping import check_kept
 from penstock.plan.ops import CARES, CHOICES, MESSAGES, OPS, OVERLAP, RECEIVES, ROWS, SENDS, TRAINING, Op
 from penstock.plan.places import ABSENT, column, either, flatten, places
 from penstock.plan.plan import Plan
@@ -91,7 +91,7 @@ class _RankLedger:
         chosen = [key for key in keys if key & OP in CHOICES]
         self.count(messages, chosen)
         self.order((*computes, *messages, *chosen))
-        check_kept(self.columns, chosen, self.rank)
+        self.kept(chosen)
 
     def halves(self) -> tuple[Op, ...]:
         return (Op.F, Op.I, Op.W) if self.plan.has_backward else (Op.F,)
@@ -212,3 +212,21 @@ class _RankLedger:
             if position == needed_at:
                 raise OrderError(f"{where} overlaps two actions that need each other")
             raise OrderError(f"{where} stands before {text(self.codes[needed_at])}, which it needs")
+
+    def kept(self, chosen: Sequence[int]) -> None:
+        """What a forward saved is recomputed or moved, not both, and what leaves comes back.
+
+        That nothing is used before it is back is a rule of precedence: a backward needs the R, or the L, of its microbatch.
+        """
+        there = {key: {m for m, at in enumerate(self.columns[key]) if at != ABSENT} for key in chosen}
+        for key, microbatches in there.items():
+            partner = ROWS[key & OP].partner
+            other = key if partner is None else with_op(key, partner)
+            if alone := microbatches - there.get(other, set()):
+                has, lacks = (text(column(each, max(alone) + 1)[min(alone)]) for each in (key, other))
+                raise IncompleteError(f"rank {self.rank} has {has} and lacks {lacks}; expected both, or neither")
+        for one, other in combinations(chosen, 2):
+            twice = there[one] & there[other]
+            if twice and stage_of(one) == stage_of(other) and ROWS[one & OP].partner != other & OP:
+                both = " and ".join(text(column(each, max(twice) + 1)[min(twice)]) for each in (one, other))
+                raise IncompleteError(f"rank {self.rank} has {both}; expected one way to hold less of a microbatch")

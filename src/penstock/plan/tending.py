@@ -14,12 +14,10 @@ def check_tending(plan: Plan, rank: int) -> set[int]:
     tended = Tending(plan, rank, {stage_of(code) for code in codes if code & OP == Op.UNSHARD})
     for position, code in enumerate(codes):
         for part in parts(code):
-            op, stage = part & OP, stage_of(part)
-            where = f"rank {rank}, position {position + 1}: {text(part)}"
-            if op in COMPUTES:
-                tended.use(stage, op, where)
-            elif op in CARES:
-                tended.tend(stage, Op(op), where)
+            try:
+                tended.pass_by(part & OP, stage_of(part))
+            except (OrderError, IncompleteError) as error:
+                raise type(error)(f"rank {rank}, position {position + 1}: {text(part)} {error}") from None
     if tended.gathered:
         left = min(tended.gathered)
         raise IncompleteError(f"rank {rank} leaves stage {left} unsharded; expected {left}RESHARD before the next step")
@@ -36,32 +34,36 @@ class Tending:
         self.backwards = dict.fromkeys(self.stages, plan.num_microbatches)  # weight gradients that are still to come
         self.reduced: set[int] = set()
 
-    def use(self, stage: int, op: int, where: str) -> None:
-        if stage in self.sharded and stage not in self.gathered:
-            raise OrderError(f"{where} uses stage {stage} while it is sharded")
-        if op in TRAINING and stage in self.reduced:
-            raise OrderError(f"{where} comes after {stage}REDUCE_GRAD; its gradient would not be reduced")
-        if op in WEIGHT_GRADIENTS:
-            self.backwards[stage] -= 1
+    def pass_by(self, op: int, stage: int) -> None:
+        """An action of the list; what is wrong with it is said without its place."""
+        if op in COMPUTES:
+            if stage in self.sharded and stage not in self.gathered:
+                raise OrderError(f"uses stage {stage} while it is sharded")
+            if op in TRAINING and stage in self.reduced:
+                raise OrderError(f"comes after {stage}REDUCE_GRAD; its gradient would not be reduced")
+            self.backwards[stage] -= op in WEIGHT_GRADIENTS
+        elif op in CARES:
+            if stage not in self.stages:
+                raise IncompleteError(f"is on the wrong rank; here are the stages {self.stages}")
+            self.tend(stage, Op(op))
 
-    def tend(self, stage: int, op: Op, where: str) -> None:
-        if stage not in self.stages:
-            raise IncompleteError(f"{where} is on the wrong rank; here are the stages {self.stages}")
+    def tend(self, stage: int, op: Op) -> None:
         match op:
             case Op.UNSHARD:
                 if stage in self.gathered:
-                    raise OrderError(f"{where} comes while stage {stage} is unsharded already")
+                    raise OrderError(f"comes while stage {stage} is unsharded already")
                 self.gathered.add(stage)
             case Op.RESHARD:
                 if stage not in self.gathered:
-                    raise OrderError(f"{where} comes while stage {stage} is not unsharded")
+                    raise OrderError(f"comes while stage {stage} is not unsharded")
                 self.gathered.remove(stage)
             case Op.REDUCE_GRAD:
                 if stage in self.reduced:
-                    raise IncompleteError(f"{where} stands twice; expected it once, after the last backward")
-                if self.backwards[stage]:
-                    left = self.backwards[stage]
-                    raise OrderError(f"{where} stands before the last backward of its stage; {left} follow")
+                    raise IncompleteError("stands twice; expected it once, after the last backward")
+                if left := self.backwards[stage]:
+                    raise OrderError(f"stands before the last backward of its stage; {left} follow")
                 self.reduced.add(stage)
             case _:
-                raise IncompleteError(f"{where}: no rule says where it may stand; see penstock.plan.tending")
+                raise IncompleteError(
+                    "is of a kind of which no rule says where it may stand; see penstock.plan.tending"
+                )
