@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from penstock.plan.actions import OP
@@ -105,13 +105,7 @@ def verdict(planned: Timeline, measured: Timeline) -> str:
 def _sums(timeline: Timeline) -> dict[int, tuple[int, float]]:
     """By op: how many actions, and their time on all ranks."""
     found: dict[int, tuple[int, float]] = {}
-    for op, seconds in _spans(timeline):
-        number, total = found.get(op, (0, 0.0))
-        found[op] = number + 1, total + seconds
+    for _, code, start, end in timeline.every():
+        number, total = found.get(code & OP, (0, 0.0))
+        found[code & OP] = number + 1, total + (end - start)
     return found
-
-
-def _spans(timeline: Timeline) -> Iterator[tuple[int, float]]:
-    for codes, starts, ends in zip(timeline.plan.codes, timeline.starts, timeline.ends, strict=True):
-        for code, start, end in zip(codes, starts, ends, strict=True):
-            yield code & OP, end - start

@@ -21,7 +21,7 @@ class Bar(NamedTuple):
 
 def bars(timeline: Timeline, rank: int, *, copies: bool = False) -> Iterator[Bar]:
     """The actions of one rank that occupy it, or its copy engine, in their order."""
-    for code, start, end in zip(timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
+    for code, start, end in timeline.timed(rank):
         if code & OP not in MESSAGES and (code & OP in COPIES) == copies:
             yield Bar(code, start, end)
 

@@ -15,12 +15,12 @@ from typing import Any, Final
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
-from penstock.plan import Action, AnyAction, Op, Overlap, Plan
+from penstock.plan import AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
-from penstock.plan.ops import COMPUTES, COPIES, MESSAGES, RECEIVES, doing
+from penstock.plan.ops import COMPUTES, COPIES, MESSAGES, TRAINING, doing
 from penstock.plan.reading import write_text
 from penstock.show.picture_rows import extent, has_copies
-from penstock.simulate import Message, Timeline, simulate
+from penstock.simulate import Timeline, simulate
 
 _MICROSECONDS: Final = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 _UNITLESS: Final = 1e3  # a unit of a simulation is drawn as a millisecond
@@ -105,28 +105,19 @@ class _Trace:
 
     def messages(self) -> Iterator[Event]:
         """Both ends of every message and the arrow between them."""
-        starts = self._receive_starts()
         posted = sorted(self.timeline.messages(), key=lambda message: message.posted)
         for number, message in enumerate(posted):
             leaves = self.at(message.posted)
             arrives = max(self.at(message.arrived), round(leaves + _SHORTEST, 3))
-            opens = min(self.at(starts.get(message.recv.code, message.posted)), arrives - _SHORTEST)
-            send = self.lane(message.sender, _SENDS, leaves, arrives)
-            yield from send[1]
-            yield self.slice(message.sender, send[0], message.send, begin=leaves, end=arrives)
-            recv = self.lane(message.receiver, _RECEIVES, opens, arrives)
-            yield from recv[1]
-            yield self.slice(message.receiver, recv[0], message.recv, begin=opens, end=arrives)
-            yield _arrow("s", number, _flow(message), row=(message.sender, send[0]), ts=leaves)
-            yield _arrow("f", number, _flow(message), row=(message.receiver, recv[0]), ts=max(leaves, opens))
-
-    def _receive_starts(self) -> dict[int, float]:
-        return {
-            code: start
-            for codes, starts in zip(self.timeline.plan.codes, self.timeline.starts, strict=True)
-            for code, start in zip(codes, starts, strict=True)
-            if code & OP in RECEIVES
-        }
+            opens = min(self.at(message.opened), arrives - _SHORTEST)
+            send, named = self.lane(message.sender, _SENDS, leaves, arrives)
+            yield from named
+            yield self.slice(message.sender, send, message.send, begin=leaves, end=arrives)
+            recv, named = self.lane(message.receiver, _RECEIVES, opens, arrives)
+            yield from named
+            yield self.slice(message.receiver, recv, message.recv, begin=opens, end=arrives)
+            rows = (message.sender, send, leaves), (message.receiver, recv, max(leaves, opens))
+            yield from _arrow(number, message.send.code & OP in TRAINING, *rows)
 
     def lane(self, rank: int, kind: int, begin: float, end: float) -> tuple[int, Iterable[Event]]:
         """A thread of this kind that is free from `begin` on, and its name if it is a new one."""
@@ -143,12 +134,7 @@ class _Trace:
     def dependencies(self) -> Iterator[Event]:
         """Arrows between the compute actions of different ranks."""
         plan, number = self.timeline.plan, 0
-        where = {
-            part: (rank, start, end)
-            for rank, codes in enumerate(plan.codes)
-            for code, start, end in zip(codes, self.timeline.starts[rank], self.timeline.ends[rank], strict=True)
-            for part in parts(code)
-        }
+        where = {part: (rank, start, end) for rank, code, start, end in self.timeline.every() for part in parts(code)}
         for part, (rank, start, _) in where.items():
             if part & OP not in COMPUTES:
                 continue
@@ -159,20 +145,18 @@ class _Trace:
                 if source is None or source[0] == rank:
                     continue
                 number += 1
-                name = "activation" if need & OP == Op.F else "gradient"
                 begin, end = self.at(source[1]), self.at(source[2])
-                yield _arrow("s", number, name, row=(source[0], _COMPUTE), ts=round(max(begin, end - _SHORTEST), 3))
-                yield _arrow("f", number, name, row=(rank, _COMPUTE), ts=self.at(start))
+                leaves = source[0], _COMPUTE, round(max(begin, end - _SHORTEST), 3)
+                yield from _arrow(number, need & OP != Op.F, leaves, (rank, _COMPUTE, self.at(start)))
 
 
-def _flow(message: Message) -> str:
-    return "gradient" if isinstance(message.send, Action) and message.send.op.row.training else "activation"
+_Place = tuple[int, int, float]  # process, thread, time
 
 
-def _arrow(phase: str, number: int, name: str, *, row: tuple[int, int], ts: float) -> Event:
-    pid, tid = row
-    arrow: Event = {"ph": phase, "id": number, "name": name, "cat": "message", "pid": pid, "tid": tid, "ts": ts}
-    return arrow | {"bp": "e"} if phase == "f" else arrow
+def _arrow(number: int, is_gradient: bool, source: _Place, target: _Place) -> Iterator[Event]:
+    for phase, (pid, tid, ts), more in (("s", source, {}), ("f", target, {"bp": "e"})):
+        name = "gradient" if is_gradient else "activation"
+        yield {"ph": phase, "id": number, "name": name, "cat": "message", "pid": pid, "tid": tid, "ts": ts, **more}
 
 
 def _named(what: str, rank: int, name: str, thread: int | None = None) -> Event:

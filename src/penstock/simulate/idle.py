@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
-from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, with_op
-from penstock.plan.ops import BESIDE, COMPUTES, ROWS, SENDS
+from penstock.plan.ops import ROWS, SENDS
 
-_Times = Sequence[Sequence[float]]
+if TYPE_CHECKING:
+    from penstock.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -30,55 +30,42 @@ class Idle:
         return self.filling + self.draining + self.communication + self.imbalance
 
 
-def idle_of(plan: Plan, starts: _Times, ends: _Times) -> tuple[Idle, ...]:
+def idle_of(timeline: Timeline) -> tuple[Idle, ...]:
     """One `Idle` a rank. A gap before an action is split where the last value that it needs was sent, or computed.
 
     Before that the value was not there yet (imbalance), after it the value was under way (communication; in a measured
     timeline that includes what the rank itself spends between two actions).
     """
-    given = _given(plan, starts, ends)
-    busy = [list(_busy(plan.codes[rank], starts[rank], ends[rank])) for rank in range(plan.num_ranks)]
-    first = min((spans[0][1] for spans in busy if spans), default=0.0)
-    last = max((spans[-1][2] for spans in busy if spans), default=0.0)
-    return tuple(_idle(plan, spans, given, first=first, last=last) for spans in busy)
+    given, needs = _given(timeline), timeline.plan.rules.needs
+    begin, end = timeline.start, timeline.start + timeline.makespan
+    found = []
+    for rank in range(timeline.plan.num_ranks):
+        spans = [*timeline.occupying(rank)]
+        if not spans:
+            found.append(Idle(draining=end - begin))
+            continue
+        communication = imbalance = 0.0
+        now = spans[0][2]
+        for code, start, until in spans[1:]:
+            if start > now:
+                values = (
+                    given.get(n | part & MICROBATCH_FIELD, -inf) for part in parts(code) for n in needs(part & KEY)
+                )
+                computed = min(max([now, *values]), start)
+                imbalance += computed - now
+                communication += start - computed
+            now = until
+        found.append(Idle(spans[0][1] - begin, end - now, communication, imbalance))
+    return tuple(found)
 
 
-def _idle(
-    plan: Plan, spans: list[tuple[int, float, float]], given: dict[int, float], *, first: float, last: float
-) -> Idle:
-    if not spans:
-        return Idle(draining=last - first)
-    needs = plan.rules.needs
-    communication = imbalance = 0.0
-    now = spans[0][2]
-    for code, start, end in spans[1:]:
-        if start > now:
-            values = (given.get(n | part & MICROBATCH_FIELD, -inf) for part in parts(code) for n in needs(part & KEY))
-            computed = min(max([now, *values]), start)
-            imbalance += computed - now
-            communication += start - computed
-        now = end
-    return Idle(spans[0][1] - first, last - now, communication, imbalance)
-
-
-def _busy(codes: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> Iterator[tuple[int, float, float]]:
-    """What occupies a rank, in its order."""
-    for code, start, end in zip(codes, starts, ends, strict=True):
-        if code & OP in COMPUTES or (end > start and code & OP not in BESIDE):
-            yield code, start, end
-
-
-def _given(plan: Plan, starts: _Times, ends: _Times) -> dict[int, float]:
+def _given(timeline: Timeline) -> dict[int, float]:
     """When each value left the rank that made it: as its message was sent, or, where there are none, as it was computed."""
+    if timeline.plan.is_lowered:
+        return {partner_of(code): start for _, code, start, _ in timeline.every() if code & OP in SENDS}
     given: dict[int, float] = {}
-    lowered = plan.is_lowered
-    for codes, began, ended in zip(plan.codes, starts, ends, strict=True):
-        for code, start, end in zip(codes, began, ended, strict=True):
-            if lowered:
-                if code & OP in SENDS:
-                    given[partner_of(code)] = start
-                continue
-            for part in parts(code):
-                for op in (part & OP, *ROWS[part & OP].halves):
-                    given[with_op(part, op)] = end
+    for _, code, _, end in timeline.every():
+        for part in parts(code):
+            for op in (part & OP, *ROWS[part & OP].halves):
+                given[with_op(part, op)] = end
     return given

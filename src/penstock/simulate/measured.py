@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from penstock.errors import PlanError
@@ -59,10 +60,7 @@ class Steps:
             raise PlanError("measured steps of different plans; expected one plan")
         typical = undisturbed(timelines)
         each = tuple(
-            tuple(
-                tuple(end - start for start, end in zip(*both, strict=True))
-                for both in zip(timeline.starts, timeline.ends, strict=True)
-            )
+            tuple(tuple(end - start for _, start, end in timeline.timed(rank)) for rank in range(plan.num_ranks))
             for timeline in typical
         )
         lengths = tuple(tuple(map(statistics.fmean, zip(*rank, strict=True))) for rank in zip(*each, strict=True))
@@ -83,21 +81,19 @@ class Steps:
         """By key of a compute action: the microbatch and the time of each; pairs are left out."""
         found: dict[int, list[tuple[int, float]]] = defaultdict(list)
         needing = cache(self.plan.rules.receives)
-        for codes, lengths in zip(self.plan.codes, self.lengths, strict=True):
-            for code, length in zip(codes, lengths, strict=True):
-                if code & OP in COMPUTES and code & OP != OVERLAP:
-                    more = self.pickup if needing(code & KEY) else 0.0
-                    found[code & KEY].append((microbatch_of(code), length + more))
+        for code, length in self._timed():
+            if code & OP in COMPUTES and code & OP != OVERLAP:
+                more = self.pickup if needing(code & KEY) else 0.0
+                found[code & KEY].append((microbatch_of(code), length + more))
         return found
+
+    def _timed(self) -> Iterator[tuple[int, float]]:
+        """All actions, each with its time."""
+        return chain.from_iterable(map(zip, self.plan.codes, self.lengths))
 
     def of_kind(self, ops: frozenset[int]) -> list[float]:
         """The times of all actions of some kinds."""
-        return [
-            length
-            for codes, lengths in zip(self.plan.codes, self.lengths, strict=True)
-            for code, length in zip(codes, lengths, strict=True)
-            if code & OP in ops
-        ]
+        return [length for code, length in self._timed() if code & OP in ops]
 
     def microbatches(self) -> tuple[float, ...]:
         """How long the actions of each microbatch take beside those of the others."""
@@ -184,16 +180,11 @@ def _waits(timeline: Timeline) -> list[_Awaited]:
     before the rank was free, how long after that.
     """
     plan = timeline.plan
-    sent = {
-        partner_of(code): (rank, end)
-        for rank, codes in enumerate(plan.codes)
-        for code, end in zip(codes, timeline.ends[rank], strict=True)
-        if code & OP in SENDS
-    }
+    sent = {partner_of(code): (rank, end) for rank, code, _, end in timeline.every() if code & OP in SENDS}
     needing, found = cache(plan.rules.receives), []
-    for rank, codes in enumerate(plan.codes):
+    for rank in range(plan.num_ranks):
         free = 0.0
-        for code, start, end in zip(codes, timeline.starts[rank], timeline.ends[rank], strict=True):
+        for code, start, end in timeline.timed(rank):
             messages = [sent[need | part & MICROBATCH_FIELD] for part in parts(code) for need in needing(part & KEY)]
             if messages:
                 sender, left = max(messages, key=lambda one: one[1])

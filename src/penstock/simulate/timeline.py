@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import sub
 from typing import NamedTuple
 
 from penstock.plan import Plan
@@ -39,8 +40,9 @@ class Message(NamedTuple):
     receiver: int
     send: AnyAction
     recv: AnyAction
-    posted: float
+    posted: float  # by the sender
     arrived: float
+    opened: float  # when the receive was posted
 
 
 @dataclass(frozen=True)
@@ -67,35 +69,40 @@ class Timeline:
         repr=False, default=None
     )  # by rank: when it had one, where that is known
 
+    def timed(self, rank: int) -> Iterator[tuple[int, float, float]]:
+        """The packed actions of a rank, each with its start and its end."""
+        return zip(self.plan.codes[rank], self.starts[rank], self.ends[rank], strict=True)
+
+    def every(self) -> Iterator[tuple[int, int, float, float]]:
+        """The packed actions of all ranks: rank, action, start, end."""
+        return ((rank, *timed) for rank in range(self.plan.num_ranks) for timed in self.timed(rank))
+
+    def occupying(self, rank: int) -> Iterator[tuple[int, float, float]]:
+        """What occupies a rank: no message or copy, nothing that takes no time."""
+        for code, start, end in self.timed(rank):
+            if code & OP in COMPUTES or (end > start and code & OP not in BESIDE):
+                yield code, start, end
+
     def spans(self, rank: int) -> Iterator[Span]:
-        for code, start, end in zip(self.plan.codes[rank], self.starts[rank], self.ends[rank], strict=True):
+        for code, start, end in self.timed(rank):
             yield Span(rank, unpack(code), start, end)
 
     def messages(self) -> Iterator[Message]:
         """Every message, in the order of the senders' lists."""
-        recvs = {
-            code: (rank, start, end)
-            for rank, codes in enumerate(self.plan.codes)
-            for code, start, end in zip(codes, self.starts[rank], self.ends[rank], strict=True)
-            if code & OP in RECEIVES
-        }
-        for rank, codes in enumerate(self.plan.codes):
-            for code, start in zip(codes, self.starts[rank], strict=True):
-                if code & OP in SENDS:
-                    other = partner_of(code)
-                    receiver, _, arrived = recvs[other]
-                    yield Message(rank, receiver, unpack(code), unpack(other), start, arrived)
+        recvs = {code: (rank, start, end) for rank, code, start, end in self.every() if code & OP in RECEIVES}
+        for rank, code, start, _ in self.every():
+            if code & OP in SENDS:
+                receiver, opened, arrived = recvs[other := partner_of(code)]
+                yield Message(rank, receiver, unpack(code), unpack(other), start, arrived, opened)
 
     @cached_property
     def _extents(self) -> tuple[tuple[float, float, float], ...]:
-        """First start, last end and busy time of what occupies each rank: no message or copy, nothing that takes no time."""
+        """First start, last end and busy time of what occupies each rank."""
         found = []
-        for codes, starts, ends in zip(self.plan.codes, self.starts, self.ends, strict=True):
-            first, last, busy = float("inf"), float("-inf"), 0.0
-            for code, start, end in zip(codes, starts, ends, strict=True):
-                if code & OP in COMPUTES or (end > start and code & OP not in BESIDE):
-                    first, last, busy = min(first, start), max(last, end), busy + end - start
-            found.append((first, last, busy) if busy or last >= first else (0.0, 0.0, 0.0))
+        for rank in range(self.plan.num_ranks):
+            spans = [*self.occupying(rank)] or [(0, 0.0, 0.0)]
+            _, starts, ends = zip(*spans, strict=True)
+            found.append((min(starts), max(ends), sum(map(sub, ends, starts))))
         return tuple(found)
 
     @property
@@ -115,7 +122,7 @@ class Timeline:
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """The idle time of each rank, by cause."""
-        return idle_of(self.plan, self.starts, self.ends)
+        return idle_of(self)
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -131,9 +138,8 @@ class Timeline:
         if self.processor is None:
             return 0.0
         without = 0.0
-        for codes, starts, ends, spent in zip(self.plan.codes, self.starts, self.ends, self.processor, strict=True):
-            computing = sum(e - s for code, s, e in zip(codes, starts, ends, strict=True) if code & OP in COMPUTES)
-            without += max(0.0, computing - spent)
+        for rank, spent in enumerate(self.processor):
+            without += max(0.0, sum(e - s for code, s, e in self.timed(rank) if code & OP in COMPUTES) - spent)
         return without / len(self.processor)
 
     def _bubble(self, cost: float) -> float:
