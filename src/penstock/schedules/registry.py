@@ -7,7 +7,7 @@ plan, so one rank of a thousand can build its own part alone.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -154,3 +154,15 @@ def get_schedule(name: str) -> Recipe:
         hint = f" Did you mean {_BY_SPELLING[near[0]].name!r}?" if near else ""
         raise UnknownNameError(f"no schedule is called {name!r}.{hint} There are: {', '.join(_RECIPES)}")
     return found
+
+
+def known_plans(
+    placement: Placement, num_microbatches: int, *, graph: StageGraph, more: Iterable[Recipe] = ()
+) -> Iterator[Plan]:
+    """The training plans of all schedules that place their stages so, and of some `more` recipes."""
+    per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
+    for recipe in (*all_schedules(), *more) if not rest else ():
+        if recipe.stages_per_rank in (None, per_rank):
+            plan = recipe(placement.num_ranks, num_microbatches, stages_per_rank=per_rank, graph=graph)
+            if plan.placement == placement and plan.has_backward:
+                yield plan

@@ -15,7 +15,8 @@ from math import inf
 from penstock.lower import merge_backward
 from penstock.plan import Plan, StageGraph
 from penstock.plan.actions import MICROBATCH_FIELD, MICROBATCH_SHIFT, microbatch_of
-from penstock.schedules import all_schedules, generalised_interleaved
+from penstock.schedules import generalised_interleaved
+from penstock.schedules.registry import known_plans
 from penstock.search.exact import solve
 from penstock.search.floor import floor
 from penstock.search.job import SearchJob
@@ -103,17 +104,10 @@ class Lane:
     @cached_property
     def _plans(self) -> list[Plan]:
         """The known schedules for this placement, whether they fit or not."""
-        placement, count = self.job.placement, self.job.num_microbatches
-        ranks, per_rank = placement.num_ranks, placement.num_stages // placement.num_ranks
-        groups = [generalised_interleaved.recipe(g, zero_bubble=True) for g in self._groups] if per_rank > 1 else []
-        plans = []
-        for recipe in (*all_schedules(), *groups):
-            if recipe.stages_per_rank in (None, per_rank):
-                sizes = recipe.sizes(ranks, count, per_rank)
-                if recipe.place(sizes) == placement:
-                    plan = recipe(ranks, count, stages_per_rank=per_rank, graph=self.graph)
-                    plans += [plan] if plan.has_backward else []
-        return plans
+        placement = self.job.placement
+        several = self._groups if placement.num_stages >= 2 * placement.num_ranks else []
+        groups = [generalised_interleaved.recipe(group, zero_bubble=True) for group in several]
+        return [*known_plans(placement, self.job.num_microbatches, graph=self.graph, more=groups)]
 
     @property
     def _groups(self) -> list[int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from math import floor, log10
+from math import floor
 from typing import Final, NamedTuple
+
+from penstock.show.svg import nice_step
 
 _STYLE: Final = """
 text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif;font-size:11.5px;fill:#364152}
@@ -100,8 +102,7 @@ class _Axis(NamedTuple):
 
     def ticks(self) -> Iterator[float]:
         """About six round numbers."""
-        step = 10.0 ** floor(log10((self.high - self.low) / 6))
-        step *= next((by for by in (1, 2, 5) if (self.high - self.low) / (step * by) <= 8), 10)
+        step = nice_step(self.high - self.low, 8)
         number = floor(self.low / step) + 1
         while number * step < self.high:
             yield round(number * step, 12)

@@ -52,14 +52,12 @@ def cut(timeline: Timeline) -> Grid:
     begin = extent(timeline).start
     ranks, kinds = timeline.plan.num_ranks, (False, True) if has_copies(timeline.plan) else (False,)
     spans = [list(_from_start(timeline, rank, begin, copies=copies)) for copies in kinds for rank in range(ranks)]
-    unit = _common_unit(spans)
-    if unit is not None:
-        slots = [tuple(_exact(row, unit)) for row in spans]
-        return Grid(unit, True, tuple(slots[:ranks]), tuple(slots[ranks:]))
-    durations = sorted(end - start for row in spans for _, start, end in row if end > start)
-    unit = max(durations[0], durations[len(durations) // 2] / 4) if durations else 1.0
-    slots = [tuple(_rounded(row, unit)) for row in spans]
-    return Grid(unit, False, tuple(slots[:ranks]), tuple(slots[ranks:]))
+    unit = common = _common_unit(spans)
+    if unit is None:
+        durations = sorted(end - start for row in spans for _, start, end in row if end > start)
+        unit = max(durations[0], durations[len(durations) // 2] / 4) if durations else 1.0
+    slots = [tuple((_rounded if common is None else _exact)(row, unit)) for row in spans]
+    return Grid(unit, common is not None, tuple(slots[:ranks]), tuple(slots[ranks:]))
 
 
 _Spans = list[Bar]

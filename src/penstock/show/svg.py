@@ -11,13 +11,13 @@ from typing import Final
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
-from penstock.plan import Action, AnyAction, Op, Overlap, Plan
-from penstock.plan.actions import OP, parts
-from penstock.plan.ops import BESIDE, COPIES, MESSAGES
+from penstock.plan import Action, Op, Plan
+from penstock.plan.actions import OP, parts, unpack
+from penstock.plan.ops import MESSAGES
 from penstock.show.colours import Paint, paint, shades
 from penstock.show.numbers import peak, percent, sizes, time_text
-from penstock.show.picture_rows import Extent, extent, has_copies
-from penstock.simulate import Span, Timeline, simulate
+from penstock.show.picture_rows import Bar, Extent, bars, extent, has_copies
+from penstock.simulate import Timeline, simulate
 
 _STYLE: Final = """
 text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif}
@@ -70,6 +70,10 @@ class _Drawing:
         return extent(self.timeline)
 
     @cached_property
+    def shades(self) -> tuple[tuple[int, int], ...]:
+        return shades(self.timeline.plan)
+
+    @cached_property
     def copies(self) -> bool:
         return has_copies(self.timeline.plan)
 
@@ -102,33 +106,31 @@ class _Drawing:
         yield "</svg>"
 
     def rows(self) -> Iterator[str]:
-        shade = shades(self.timeline.plan)
         left, right = self.x(self.extent.start), self.x(self.extent.end)
         for rank in range(self.timeline.plan.num_ranks):
             y = self.y(rank)
             yield f'<g class="row"><text class="rank" x="{_GUTTER - 8}" y="{y + self.row / 2 + 4:g}">rank {rank}</text>'
-            for top, height, whose in ((y, self.row, ""), (y + self.row + 2, _COPIES * self.copies, "'s copy engine")):
-                if height:
-                    yield (
-                        f'<rect x="{left:.2f}" y="{top}" width="{right - left:.2f}" height="{height}" rx="3" '
-                        f'fill="url(#idle)"><title>rank {rank}{whose} is idle here</title></rect>'
-                    )
-            for span in self.timeline.spans(rank):
-                if span.action.code & OP in COPIES:
-                    yield self.span(span, y + self.row + 2, _COPIES, shade)
-                elif _occupies(span):
-                    yield self.span(span, y, self.row, shade)
+            tracks = (y, self.row, ""), (y + self.row + 2, _COPIES, "'s copy engine")
+            for top, height, whose in tracks[: 1 + self.copies]:
+                yield (
+                    f'<rect x="{left:.2f}" y="{top}" width="{right - left:.2f}" height="{height}" rx="3" '
+                    f'fill="url(#idle)"><title>rank {rank}{whose} is idle here</title></rect>'
+                )
+                for bar in bars(self.timeline, rank, copies=bool(whose)):
+                    yield self.span(rank, bar, top, height)
             yield "</g>"
 
-    def span(self, span: Span, y: float, tall: float, shade: tuple[tuple[int, int], ...]) -> str:
-        x, until = self.x(span.start), self.x(span.end)
+    def span(self, rank: int, bar: Bar, y: float, tall: float) -> str:
+        x, until = self.x(bar.start), self.x(bar.end)
         width = max(until - x - (1 if until - x > 4 else 0), 0.4)
-        actions = _parts(span)
+        actions = _actions(bar)
         height = tall / len(actions)
-        drawn = [f'<g class="span" data-rank="{span.rank}"><title>{escape(self.tooltip(span))}</title>']
+        begin, end = (time_text(time - self.extent.start, self.timeline.unit) for time in (bar.start, bar.end))
+        words = escape("; overlapped with ".join(map(_described, actions)) + f"\nrank {rank}, {begin} to {end}")
+        drawn = [f'<g class="span" data-rank="{rank}"><title>{words}</title>']
         for number, action in enumerate(actions):
             top = y + number * height
-            colour = paint(action.op, *shade[action.stage])
+            colour = paint(action.op, *self.shades[action.stage])
             round_by = f' rx="{min(3.0, width / 4):.2g}"' if width > 3 and len(actions) == 1 else ""
             drawn.append(
                 f'<rect x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height:g}"{round_by} '
@@ -137,20 +139,15 @@ class _Drawing:
             drawn.append(self.label(action, colour, box=(x, top, width, height)))
         return "".join(drawn) + "</g>"
 
-    def tooltip(self, span: Span) -> str:
-        """What it is and when, counted from where the axis begins."""
-        begin, end = (time_text(time - self.extent.start, self.timeline.unit) for time in (span.start, span.end))
-        return f"{describe(span.action)}\nrank {span.rank}, {begin} to {end}"
-
     @cached_property
     def whole_words(self) -> bool:
         """Whether every box has room for its whole action; if not, all of them show their microbatch alone."""
-        spans = [span for rank in range(self.timeline.plan.num_ranks) for span in self.timeline.spans(rank)]
+        drawn = [bar for rank in range(self.timeline.plan.num_ranks) for bar in bars(self.timeline, rank)]
         return all(
-            _room(str(part), min(11.5, self.row / len(_parts(span)) - 1)) + 6 <= self.x(span.end) - self.x(span.start)
-            for span in spans
-            for part in _parts(span)
-            if _occupies(span) and span.end > span.start
+            _room(str(part), min(11.5, self.row / len(_actions(bar)) - 1)) + 6 <= self.x(bar.end) - self.x(bar.start)
+            for bar in drawn
+            for part in _actions(bar)
+            if bar.end > bar.start
         )
 
     def label(self, action: Action, colour: Paint, *, box: tuple[float, float, float, float]) -> str:
@@ -216,21 +213,15 @@ def nice_step(extent: float, ticks: float) -> float:
     return next(base * factor for factor in (1, 2, 5, 10) if base * factor >= rough * 0.999999)
 
 
-def _occupies(span: Span) -> bool:
-    return span.action.code & OP not in BESIDE
-
-
-def _parts(span: Span) -> tuple[Action, ...]:
-    return (span.action.first, span.action.second) if isinstance(span.action, Overlap) else (span.action,)
+def _actions(bar: Bar) -> list[Action]:
+    return [action for action in map(unpack, parts(bar.code)) if isinstance(action, Action)]
 
 
 def _room(words: str, size: float) -> float:
     return len(words) * size * _DIGIT + 4
 
 
-def describe(action: AnyAction) -> str:
-    """``2F3: forward of stage 2, microbatch 3``."""
-    if isinstance(action, Overlap):
-        return f"{describe(action.first)}; overlapped with {describe(action.second)}"
+def _described(action: Action) -> str:
+    """``2F3: forward, stage 2, microbatch 3``."""
     microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
     return f"{action}: {action.op.row.word}, stage {action.stage}{microbatch}"

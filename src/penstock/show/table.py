@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import PlanError
@@ -20,27 +19,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_DIM: Final = Paint("", "dim")
+_DIM: Final = "dim"
 
 
 class Piece(NamedTuple):
-    """A bit of a line, and how to paint it; None: as it is."""
+    """A bit of a line, and its style in the words of rich; "": as it is."""
 
     text: str
-    paint: Paint | None = None
+    style: str = ""
 
 
-@dataclass(frozen=True)
-class _Marks:
-    """The signs that a table is made of."""
-
-    idle: str
-    more: str
-    edge: str
+def _painted(colour: Paint) -> str:
+    return f"{colour.ink} on {colour.fill}"
 
 
-_FINE = _Marks("·", "─", "│")
-_ASCII = _Marks(".", "-", "|")
+_FINE, _ASCII = "·─│", ".-|"  # the signs that a table is made of: idle, goes on, edge
 
 
 @takes(PlanError)
@@ -55,7 +48,7 @@ def to_table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = Fal
     F forward, B backward; one column is 1
     """
     lines = _Layout(_timed(shown), coloured=False, marks=_ASCII if ascii_only else _FINE).lines(width)
-    return "".join("".join(piece.text for piece in line).rstrip() + "\n" for line in lines)
+    return _plain(lines)
 
 
 @takes(PlanError)
@@ -75,12 +68,7 @@ def listing(plan: Plan, *, width: int = 100) -> str:
     rank 0 │0F0 0B0
     rank 1 │1F0 1B0
     """
-    return "".join("".join(piece.text for piece in line).rstrip() + "\n" for line in _listed(plan, width))
-
-
-def coloured_listing(plan: Plan, *, width: int = 100) -> Text:
-    """`listing` as a rich text."""
-    return _rich(_listed(plan, width))
+    return _plain(_listed(plan, width))
 
 
 @takes(PlanError)
@@ -94,13 +82,12 @@ def show_table(shown: Timeline | Plan, console: Console | None = None, *, action
     console = console if console is not None else Console()
     plan = shown if isinstance(shown, Plan) else shown.plan
     if console.is_terminal and console.color_system is not None:
-        made = coloured_listing(plan, width=console.width) if actions else coloured_table(shown, width=console.width)
+        made = _rich(_listed(plan, console.width)) if actions else coloured_table(shown, width=console.width)
         console.print(made, soft_wrap=True, end="")
     else:
+        fine = console.encoding.startswith("utf")
         plain = (
-            listing(plan, width=console.width)
-            if actions
-            else to_table(shown, width=console.width, ascii_only=not console.encoding.startswith("utf"))
+            listing(plan, width=console.width) if actions else to_table(shown, width=console.width, ascii_only=not fine)
         )
         console.print(plain, soft_wrap=True, end="", markup=False, highlight=False, emoji=False)
 
@@ -109,11 +96,16 @@ def _timed(shown: Timeline | Plan) -> Timeline:
     return simulate(shown) if isinstance(shown, Plan) else shown
 
 
+def _plain(lines: Iterable[list[Piece]]) -> str:
+    return "".join("".join(piece.text for piece in line).rstrip() + "\n" for line in lines)
+
+
 class _Layout:
     """Where everything of one table goes."""
 
-    def __init__(self, timeline: Timeline, *, coloured: bool, marks: _Marks) -> None:
-        self.timeline, self.coloured, self.marks = timeline, coloured, marks
+    def __init__(self, timeline: Timeline, *, coloured: bool, marks: str) -> None:
+        self.timeline, self.coloured = timeline, coloured
+        self.no_action, self.more, self.edge = marks
         self.grid: Grid = cut(timeline)
         self.shades = shades(timeline.plan)
         self.single = timeline.plan.num_stages == timeline.plan.num_ranks
@@ -146,11 +138,9 @@ class _Layout:
             last = min(first + room, self.grid.num_columns)
             yield [Piece(" " * (self.gutter + 1)), Piece(self.ruler(first, last), _DIM)]
             for rank, row in enumerate(self.grid.rows):
-                head = Piece(f"rank {rank} ".rjust(self.gutter))
-                yield [head, Piece(self.marks.edge, _DIM), *self.row(row, first, last)]
-                if self.grid.copies:
-                    copies = self.row(self.grid.copies[rank], first, last)
-                    yield [Piece("copies ".rjust(self.gutter)), Piece(self.marks.edge, _DIM), *copies]
+                copies = [("copies ", self.grid.copies[rank])] if self.grid.copies else []
+                for head, cells in ((f"rank {rank} ", row), *copies):
+                    yield [Piece(head.rjust(self.gutter)), Piece(self.edge, _DIM), *self.row(cells, first, last)]
         yield list(self.legend())
 
     def ruler(self, first: int, last: int) -> str:
@@ -172,12 +162,12 @@ class _Layout:
         yield self.idle(last - at)
 
     def idle(self, columns: int) -> Piece:
-        return Piece(self.marks.idle.ljust(self.cell) * columns, _DIM)
+        return Piece(self.no_action.ljust(self.cell) * columns, _DIM)
 
     def action(self, slot: Cell, begin: int, end: int) -> Iterator[Piece]:
         """The columns from `begin` to `end` of one action: its label first, then what shows that it goes on."""
         if not self.coloured:
-            more = self.marks.more.ljust(self.cell)
+            more = self.more.ljust(self.cell)
             label = self.label(slot.code)
             covered = -(-(len(label) + 1) // self.cell)
             whole = label.ljust(covered * self.cell) + more * (slot.width - covered)
@@ -191,18 +181,16 @@ class _Layout:
             shown = (self.label(part).rjust(self.cell - 1 if number == 0 else 0) + " ").ljust(until - at)[: until - at]
             low, high = max(begin * self.cell, at), min(end * self.cell, until)
             if low < high:
-                yield Piece(shown[low - at : high - at], self.paint(part))
+                colour = paint(Op(part & OP), *self.shades[stage_of(part)])
+                yield Piece(shown[low - at : high - at], _painted(colour))
             at = until
-
-    def paint(self, code: int) -> Paint:
-        return paint(Op(code & OP), *self.shades[stage_of(code)])
 
     def legend(self) -> Iterator[Piece]:
         used = {part & OP for row in (*self.grid.rows, *self.grid.copies) for slot in row for part in parts(slot.code)}
         for number, op in enumerate(op for op in Op if op in used):
             yield Piece("  " if self.coloured and number else "" if self.coloured or not number else ", ")
             letter = op.row.letter or op.name
-            yield Piece(f" {letter} " if self.coloured else letter, paint(op) if self.coloured else None)
+            yield Piece(f" {letter} ", _painted(paint(op))) if self.coloured else Piece(letter)
             yield Piece(f" {op.row.word}")
         close = "is" if self.grid.exact else "is about"
         yield Piece(f"; one column {close} {time_text(self.grid.unit, self.timeline.unit)}")
@@ -212,15 +200,15 @@ def _listed(plan: Plan, width: int) -> Iterator[list[Piece]]:
     gutter = len(f"rank {plan.num_ranks - 1} ")
     shade = shades(plan)
     for rank, codes in enumerate(plan.codes):
-        line, used = [Piece(f"rank {rank} ".rjust(gutter)), Piece(_FINE.edge, _DIM)], gutter + 1
+        line, used = [Piece(f"rank {rank} ".rjust(gutter)), Piece(_FINE[-1], _DIM)], gutter + 1
         for code in codes:
             word = text(code)
             if used + len(word) > width and used > gutter + 1:
                 yield line
-                line, used = [Piece(" " * gutter), Piece(_FINE.edge, _DIM)], gutter + 1
+                line, used = [Piece(" " * gutter), Piece(_FINE[-1], _DIM)], gutter + 1
             first = parts(code)[0]
             op = Op(first & OP)
-            painted = _DIM if op.is_message else paint(op, *shade[stage_of(first)])
+            painted = _DIM if op.is_message else _painted(paint(op, *shade[stage_of(first)]))
             line += [Piece(word, painted), Piece(" ")]
             used += len(word) + 1
         yield line
@@ -232,12 +220,6 @@ def _rich(lines: Iterable[list[Piece]]) -> Text:
     made = Text(no_wrap=True, overflow="ignore")
     for line in lines:
         for piece in line:
-            made.append(piece.text, _style(piece.paint))
+            made.append(piece.text, piece.style)
         made.append("\n")
     return made
-
-
-def _style(painted: Paint | None) -> str:
-    if painted is None:
-        return ""
-    return "dim" if painted is _DIM else f"{painted.ink} on {painted.fill}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from penstock.errors import PenstockError
 from penstock.lower import lower
 from penstock.plan import Plan
 from penstock.plan.ops import Op
-from penstock.schedules import all_schedules, get_schedule
+from penstock.schedules import get_schedule
+from penstock.schedules.registry import known_plans
 from penstock.show.numbers import percent, time_text
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
 
@@ -96,8 +97,8 @@ class WhatIf:
                 words = f"stage {stage} has {work[stage] / mean:.2f} times the work of the average stage"
                 yield self._mended(words, self._scaled({stage: mean / work[stage]}))
         if max(work) > _SLOWER * mean:
-            even = {stage: mean / work[stage] for stage in self._every if work[stage]}
-            yield self._mended("the cut is uneven: all stages together, with the same work in each", self._scaled(even))
+            words = "the cut is uneven: all stages together, with the same work in each"
+            yield self._mended(words, self._scaled_evenly())
 
     def _links(self) -> Iterator[Mended]:
         for link in self.costs.links:
@@ -121,14 +122,12 @@ class WhatIf:
 
     @property
     def _even(self) -> Costs:
-        sizes = self.costs.microbatches
-        return replace(self.costs, microbatches=None) if sizes is None else self._resized(statistics.mean(sizes))
-
-    def _resized(self, size: float) -> Costs:
-        """All microbatches of one size."""
+        """All microbatches of the average size."""
+        size = statistics.mean(self.costs.microbatches or (1.0,))
         return replace(self._scaled(dict.fromkeys(self._every, size)), microbatches=None)
 
     def _scaled_evenly(self) -> Costs:
+        """The same work in all stages."""
         work = [self._work(self.costs, stage) for stage in self._every]
         mean = statistics.mean(work)
         return self._scaled({stage: mean / work[stage] for stage in self._every if work[stage]})
@@ -143,11 +142,11 @@ class WhatIf:
 
     def _scaled(self, factors: dict[int, float]) -> Costs:
         """The costs with the times of some stages multiplied."""
-        changed: dict[str, Any] = {}
-        for name in _TIMES:
-            column = getattr(self.costs, name)
-            if column is not None:
-                changed[name] = tuple(time * factors.get(stage, 1.0) for stage, time in enumerate(column))
+        changed: dict[str, Any] = {
+            name: tuple(time * factors.get(stage, 1.0) for stage, time in enumerate(column))
+            for name, column in self.costs.columns().items()
+            if name in _TIMES
+        }
         return replace(self.costs, **changed)
 
     # -- what else could be done
@@ -157,14 +156,11 @@ class WhatIf:
         beside what it holds now.
         """
         now = max(simulate(self.plan, self.costs).peak_memory) or 1.0
-        per_rank, rest = divmod(self.plan.num_stages, self.plan.num_ranks)
         found = []
-        for recipe in all_schedules() if not rest else ():
-            if recipe.stages_per_rank in (None, per_rank) and recipe.name not in ("forward", self.plan.name):
-                plan = recipe(self.plan.num_ranks, self.plan.num_microbatches, stages_per_rank=per_rank)
-                if plan.placement == self.plan.placement:
-                    timeline = simulate(lower(plan.with_graph(self.plan.graph)), self.costs)
-                    found.append((recipe.name, timeline.makespan, max(timeline.peak_memory) / now))
+        for plan in known_plans(self.plan.placement, self.plan.num_microbatches, graph=self.plan.graph):
+            if plan.name != self.plan.name:
+                timeline = simulate(lower(plan), self.costs)
+                found.append((plan.name, timeline.makespan, max(timeline.peak_memory) / now))
         return sorted(found, key=lambda one: one[1])
 
     def more_microbatches(self, times: int = 2) -> float | None:
@@ -177,15 +173,10 @@ class WhatIf:
         plan = self._again(times * self.plan.num_ranks, self.plan.num_microbatches)
         if plan is None:
             return None
-
-        def cut(column: Sequence[float], parts: int) -> tuple[float, ...]:
-            return tuple(value / parts for value in column for _ in range(times))
-
-        changed: dict[str, Any] = {}
-        for field in fields(self.costs):
-            column = getattr(self.costs, field.name)
-            if isinstance(column, tuple) and field.name not in ("links", "microbatches", "ranks"):
-                changed[field.name] = cut(column, 1 if field.name == "output_bytes" else times)
+        changed: dict[str, Any] = {
+            name: tuple(value / (1 if name == "output_bytes" else times) for value in column for _ in range(times))
+            for name, column in self.costs.columns().items()
+        }
         return self._time(replace(self.costs, **changed, links=()), plan)
 
     def _again(self, num_ranks: int, num_microbatches: int) -> Plan | None:

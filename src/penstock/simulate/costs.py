@@ -46,7 +46,6 @@ _JOINED: Final = {
     "output_bytes": lambda each: each[-1],
     "unsaved": lambda each: each[-1],
 }  # of stages that become one
-_JOINED_MOMENTS: Final = ("forward_moment", "backward_moment", "input_moment", "weight_moment")
 
 
 @takes(PlanError)
@@ -93,19 +92,17 @@ class Costs:
     ranks: tuple[float, ...] | None = None  # by rank: its compute actions take so many times as long as said above
 
     def __post_init__(self) -> None:
-        stages = [f.name for f in fields(self) if f.name not in _NOT_PER_STAGE]
-        lengths = {name: len(getattr(self, name)) for name in stages if isinstance(getattr(self, name), tuple)}
+        lengths = {name: len(column) for name, column in self.columns().items()}
         if len(set(lengths.values())) != 1:
             raise PlanError(f"costs for different numbers of stages: {lengths}; expected one number a stage in each")
-        for name in (*stages, "microbatches", "ranks"):
+        for name in (field.name for field in fields(self) if field.name != "links"):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else () if value is None else (value,)
             if not all(0 <= number <= _MOST for number in numbers):
                 raise PlanError(f"costs: {name}={value}; expected finite numbers >= 0, at most {_MOST:g}")
         for link in self.links:
-            slow = link.bandwidth is not None and (
-                not 1 / _MOST <= link.bandwidth <= _MOST or self.output_bytes is None
-            )
+            limited = link.bandwidth is not None
+            slow = limited and (not 1 / _MOST <= (link.bandwidth or 0) <= _MOST or self.output_bytes is None)
             if min(link[:2]) < 0 or link.sender == link.receiver or not 0 <= link.latency <= _MOST or slow:
                 raise PlanError(
                     f"costs: {link}; expected two ranks and a finite latency >= 0; a bandwidth must be above 0 and needs "
@@ -123,6 +120,11 @@ class Costs:
     @property
     def num_stages(self) -> int:
         return len(self.forward)
+
+    def columns(self) -> dict[str, tuple[float, ...]]:
+        """What is known stage by stage, by name."""
+        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_PER_STAGE}
+        return {name: value for name, value in known.items() if isinstance(value, tuple)}
 
     @cached_property
     def _links(self) -> dict[tuple[int, int], Link]:
@@ -187,11 +189,9 @@ class Costs:
         if count < 1 or self.num_stages % count:
             raise PlanError(f"joined({count}) of {self.num_stages} stages; expected a number that divides them")
         changed: dict[str, Any] = {}
-        for field in fields(self):
-            column = getattr(self, field.name)
-            if isinstance(column, tuple) and field.name not in _NOT_PER_STAGE:
-                join = _JOINED.get(field.name, max if field.name in _JOINED_MOMENTS else sum)
-                changed[field.name] = tuple(join(column[at : at + count]) for at in range(0, self.num_stages, count))
+        for name, column in self.columns().items():
+            join = _JOINED.get(name, max if name.endswith("_moment") else sum)
+            changed[name] = tuple(join(column[at : at + count]) for at in range(0, self.num_stages, count))
         return replace(self, **changed)
 
     @classmethod
