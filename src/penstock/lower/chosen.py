@@ -89,3 +89,11 @@ def inserted(codes: Sequence[int], before: Inserted, after: Inserted | None = No
     """A list with actions put in before some slots, and after some."""
     behind = after or {}
     return [c for slot, code in enumerate(codes) for c in (*before.get(slot, ()), code, *behind.get(slot, ()))]
+
+
+def one_a_rank(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
+    """A limit for each rank, given one number for all, or one for each."""
+    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
+    if len(limits) != num_ranks:
+        raise PlanError(f"memory_limit has {len(limits)} numbers for {num_ranks} ranks; expected one, or one a rank")
+    return limits

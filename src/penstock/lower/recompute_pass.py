@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.errors import PlanError
-from penstock.lower.chosen import Stages, Wanted, inserted, lives, wanted
+from penstock.lower.chosen import Stages, Wanted, inserted, lives, one_a_rank, wanted
 from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of, with_op
@@ -54,7 +54,7 @@ def _with_recompute(plan: Plan, rank: int, asked: Wanted) -> list[int]:
 def _moved_up(plan: Plan, costs: Costs, memory_limit: float | Sequence[float] | None) -> Plan:
     """Sweep after sweep: move Rs up into waits, rank by rank, and keep what makes the step shorter."""
     best = simulate(plan, costs)
-    limits = _limits(best, memory_limit)
+    limits = best.peak_memory if memory_limit is None else one_a_rank(memory_limit, plan.num_ranks)
     for _ in range(_SWEEPS):
         before = best.makespan
         for rank, limit in enumerate(limits):
@@ -72,16 +72,6 @@ def _moved_up(plan: Plan, costs: Costs, memory_limit: float | Sequence[float] | 
         if best.makespan >= before:
             break
     return best.plan
-
-
-def _limits(timeline: Timeline, memory_limit: float | Sequence[float] | None) -> Sequence[float]:
-    ranks = timeline.plan.num_ranks
-    if memory_limit is None:
-        return timeline.peak_memory
-    limits = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * ranks
-    if len(limits) != ranks:
-        raise PlanError(f"memory_limit has {len(limits)} numbers for {ranks} ranks; expected one, or one a rank")
-    return limits
 
 
 def _sweep(timeline: Timeline, rank: int, costs: Costs, limit: float) -> list[int]:

@@ -9,8 +9,9 @@ from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan import Placement, Plan
 from penstock.schedules import all_schedules
+from penstock.search.job import held_by_one
 from penstock.search.search import placements_of, search
-from penstock.simulate import Costs, simulate
+from penstock.simulate import Costs, Timeline, simulate
 
 _LEVELS = 12  # limits that are searched, if they are not given
 
@@ -27,6 +28,12 @@ class Point(NamedTuple):
     name: str  # of the known schedule, or "searched"
     floor: float | None  # what no schedule with so much memory can beat; None: nobody asked
     plan: Plan
+
+    @classmethod
+    def of(cls, timeline: Timeline, name: str, floor: float | None) -> Point:
+        """What a timeline says of its schedule."""
+        held = max(timeline.peak_memory)
+        return cls(held, timeline.makespan, timeline.bubble_makespan, name, floor, timeline.plan)
 
     @property
     def gap(self) -> float | None:
@@ -84,11 +91,9 @@ def front(
             exact=exact,
             seed=seed,
         )
-        timeline = found.timeline
-        if not searched or timeline.makespan < searched[-1].makespan * (1 - 1e-9):
+        if not searched or found.makespan < searched[-1].makespan * (1 - 1e-9):
             name = "searched" if found.origin in ("search", "solver") else found.origin
-            held = max(timeline.peak_memory)
-            searched.append(Point(held, found.makespan, timeline.bubble_makespan, name, found.floor, found.plan))
+            searched.append(Point.of(found.timeline, name, found.floor))
             if progress is not None:
                 progress(searched[-1])
     fewer = [point for point in known if point.plan.num_stages < costs.num_stages]  # what no search here can find
@@ -112,19 +117,14 @@ def _known(num_ranks: int, num_microbatches: int, costs: Costs) -> tuple[Point, 
         if not rest and per_rank % each == 0:
             plan = recipe(num_ranks, num_microbatches, stages_per_rank=each)
             if plan.has_backward:
-                timeline = simulate(plan, costs.joined(per_rank // each))
-                held = max(timeline.peak_memory)
-                found.append(Point(held, timeline.makespan, timeline.bubble_makespan, recipe.name, None, plan))
+                found.append(Point.of(simulate(plan, costs.joined(per_rank // each)), recipe.name, None))
     return tuple(sorted(found))
 
 
 def _levels(placements: Iterable[Placement], costs: Costs, known: Sequence[Point]) -> list[float]:
     """What the known schedules hold, and evenly between one microbatch and 1F1B's memory; at most twice that."""
-    ranks, least = 1, 0.0
-    for placement in placements:
-        ranks = placement.num_ranks
-        held = (sum(costs.held_to_input[stage] for stage in placement.stages_of(rank)) for rank in range(ranks))
-        least = max(least, max(costs.microbatches or (1.0,)) * max(held))
+    held = [held_by_one(placement, costs) for placement in placements]
+    ranks, least = len(held[0]), max(map(max, held))
     even = [least * (1 + (ranks - 1) * step / (_LEVELS - 1)) for step in range(_LEVELS)]
     levels = (*even, *(point.memory for point in known))
     return sorted({round(level, 9) for level in levels if least <= level <= 2 * least * ranks})

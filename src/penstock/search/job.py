@@ -15,9 +15,16 @@ from graphlib import TopologicalSorter
 from math import inf
 
 from penstock.errors import PlanError
+from penstock.lower.chosen import one_a_rank
 from penstock.plan import Op, Placement, Rules, StageGraph
 from penstock.plan.actions import backward, backward_input, backward_weight, forward, key_of, stage_of
 from penstock.simulate import Costs, Timeline
+
+
+def held_by_one(placement: Placement, costs: Costs) -> list[float]:
+    """By rank: what its stages hold for a single microbatch, the largest."""
+    largest, held = max(costs.microbatches or (1.0,)), costs.held_to_input
+    return [largest * sum(held[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -34,28 +41,15 @@ class SearchJob:
         cls, placement: Placement, num_microbatches: int, costs: Costs, memory_limit: float | Sequence[float] | None
     ) -> SearchJob:
         """Raises PlanError if a rank cannot even hold one microbatch."""
-        ranks = range(placement.num_ranks)
-        if memory_limit is None:
-            limits = tuple(inf for _ in ranks)
-        elif isinstance(memory_limit, Sequence):
-            limits = tuple(memory_limit)
-        else:
-            limits = tuple(memory_limit for _ in ranks)
-        if len(limits) != placement.num_ranks:
-            raise PlanError(
-                f"memory_limit has {len(limits)} numbers for {placement.num_ranks} ranks; expected one a rank"
-            )
+        limits = one_a_rank(inf if memory_limit is None else memory_limit, placement.num_ranks)
         costs.check_sizes(placement.num_stages, placement.num_ranks, num_microbatches)
-        job = cls(placement, num_microbatches, costs, limits)
-        largest = max(costs.microbatches or (1.0,))
-        for rank in ranks:
-            least = largest * sum(costs.held_to_input[stage] for stage in placement.stages_of(rank))
+        for rank, least in enumerate(held_by_one(placement, costs)):
             if not limits[rank] >= least * (1 - 1e-9):  # nor is nan
                 raise PlanError(
                     f"memory_limit={limits[rank]:g} on rank {rank}, whose stages hold {least:g} for a single microbatch; "
                     "give more, cut the microbatches smaller, or spread the stages over more ranks"
                 )
-        return job
+        return cls(placement, num_microbatches, costs, limits)
 
     def in_order(self, order: tuple[int, ...]) -> SearchJob:
         """The job whose k-th microbatch is that of this job with the k-th number."""
@@ -195,7 +189,6 @@ class SearchJob:
         work = [0.0] * self.placement.num_ranks
         half = self.num_tasks // 2
         for task, time in enumerate(self.time):
-            work[self.rank_of_link[task // self.num_microbatches]] += time + (
-                self.weight_time[task] if task >= half else 0.0
-            )
+            more = self.weight_time[task] if task >= half else 0.0
+            work[self.rank_of_link[task // self.num_microbatches]] += time + more
         return max(work) / self.num_microbatches

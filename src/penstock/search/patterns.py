@@ -12,14 +12,17 @@ Three families:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from penstock.plan import Op, Plan
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP, STAGE, STAGE_SHIFT, parts
+from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 from penstock.search.job import SearchJob
 from penstock.search.listing import Urgency
 
+_Shaken = TypeVar("_Shaken")
+_Way = tuple[int, Callable[[_Shaken], _Shaken]]  # how often something is changed beside the others, and how
 PATIENCES = (0.0, 0.25, 0.5, 0.75, 1.0)
 HOLDS = (0.0, 0.1, 0.35, 1.0)
 _SPREADS = (0.2, 0.7, 2.0)  # of changes to the keys of a known schedule, in places
@@ -90,18 +93,20 @@ class Groups:
         return self.manner.urgency(keys)
 
     def shaken(self, job: SearchJob, rng: random.Random) -> Groups:
-        found = self
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            match rng.choices(("forward", "backward", "ahead", "manner"), (3, 3, 3, 4 if job.merges else 1))[0]:
-                case "forward":
-                    found = replace(found, forward=_regrouped(found.forward, rng))
-                case "backward":
-                    found = replace(found, backward=_regrouped(found.backward, rng))
-                case "ahead":
-                    found = replace(found, ahead=_nudged(found.ahead, rng))
-                case _:
-                    found = replace(found, manner=found.manner.shaken(job, rng))
-        return found
+        ways: list[_Way[Groups]] = [
+            (3, lambda it: replace(it, forward=_regrouped(it.forward, rng))),
+            (3, lambda it: replace(it, backward=_regrouped(it.backward, rng))),
+            (3, lambda it: replace(it, ahead=_nudged(it.ahead, rng))),
+            (4 if job.merges else 1, lambda it: replace(it, manner=it.manner.shaken(job, rng))),
+        ]
+        return _changed(self, ways, rng)
+
+
+def _changed(pattern: _Shaken, ways: list[_Way[_Shaken]], rng: random.Random) -> _Shaken:
+    """The pattern with one change, or a few."""
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        pattern = rng.choices([way for _, way in ways], [often for often, _ in ways])[0](pattern)
+    return pattern
 
 
 def _groups_of(count: int, first: int, rest: int) -> tuple[int, ...]:
@@ -192,18 +197,13 @@ class BlockPattern:
         return self.manner.urgency(keys)
 
     def shaken(self, job: SearchJob, rng: random.Random) -> BlockPattern:
-        found = self
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            match rng.choices(("hops", "turns", "shift", "manner"), (4, 3, 2, 4 if job.merges else 1))[0]:
-                case "hops":
-                    found = replace(found, hops=_stretched(found.hops, rng, spread=0.5, least=0.5))
-                case "turns":
-                    found = replace(found, turns=_stretched(found.turns, rng, spread=1.5, least=0.0))
-                case "shift":
-                    found = replace(found, shift=_nudged(found.shift, rng))
-                case _:
-                    found = replace(found, manner=found.manner.shaken(job, rng))
-        return found
+        ways: list[_Way[BlockPattern]] = [
+            (4, lambda it: replace(it, hops=_stretched(it.hops, rng, spread=0.5, least=0.5))),
+            (3, lambda it: replace(it, turns=_stretched(it.turns, rng, spread=1.5, least=0.0))),
+            (2, lambda it: replace(it, shift=_nudged(it.shift, rng))),
+            (4 if job.merges else 1, lambda it: replace(it, manner=it.manner.shaken(job, rng))),
+        ]
+        return _changed(self, ways, rng)
 
 
 def _stretched(lengths: tuple[float, ...], rng: random.Random, *, spread: float, least: float) -> tuple[float, ...]:
@@ -224,10 +224,9 @@ class AsPlanned:
         keys = [0.0] * job.num_tasks
         for codes in plan.codes:
             for position, code in enumerate(part for packed in codes for part in parts(packed)):
-                op, stage = code & OP, code >> STAGE_SHIFT & STAGE
-                if op != Op.W:
-                    link = stage if op == Op.F else links - 1 - stage
-                    keys[link * size + (code >> MICROBATCH_SHIFT & MICROBATCH)] = float(position)
+                if code & OP != Op.W:
+                    link = stage_of(code) if code & OP == Op.F else links - 1 - stage_of(code)
+                    keys[link * size + microbatch_of(code)] = float(position)
         return cls(tuple(keys), manner)
 
     def urgency(self, job: SearchJob) -> Urgency:

@@ -33,7 +33,7 @@ def _painted(colour: Paint) -> str:
     return f"{colour.ink} on {colour.fill}"
 
 
-_FINE, _ASCII = "·─│", ".-|"  # the signs that a table is made of: idle, goes on, edge
+_FINE, _ASCII = ("·", "─", "│"), (".", "-", "|")  # the signs that a table is made of: idle, goes on, edge
 
 
 @takes(PlanError)
@@ -103,7 +103,7 @@ def _plain(lines: Iterable[list[Piece]]) -> str:
 class _Layout:
     """Where everything of one table goes."""
 
-    def __init__(self, timeline: Timeline, *, coloured: bool, marks: str) -> None:
+    def __init__(self, timeline: Timeline, *, coloured: bool, marks: tuple[str, str, str]) -> None:
         self.timeline, self.coloured = timeline, coloured
         self.no_action, self.more, self.edge = marks
         self.grid: Grid = cut(timeline)

@@ -9,6 +9,7 @@ its buffer from when it is posted; a gradient that is to be sent, and the input 
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -51,17 +52,14 @@ def levels(plan: Plan, rank: int, costs: Costs) -> list[dict[str, float]]:
     >>> [level["activations"] for level in levels(plan, 0, Costs.unit(plan))]
     [1.0, 2.0, 1.0, 0.0]
     """
-    found: list[dict[str, float]] = []
-    now = dict.fromkeys(KINDS, 0.0)
-    at = 0
+    at_place: defaultdict[int, list[Change]] = defaultdict(list)
     for change in changes(plan, rank, costs):
-        while at < change.place:
-            found.append(dict(now))
-            at += 1
-        now[change.kind] += change.size
-    while at < len(plan.codes[rank]):
+        at_place[change.place].append(change)
+    now, found = dict.fromkeys(KINDS, 0.0), []
+    for place in range(len(plan.codes[rank])):
+        for change in at_place[place]:
+            now[change.kind] += change.size
         found.append(dict(now))
-        at += 1
     return found
 
 
@@ -84,7 +82,7 @@ class _Ledger:
         asked = any(costs.casts or ()) or self.repeated
         each: Iterable[int] = (part for code in self.codes for part in parts(code)) if asked else ()
         self.split = {(stage_of(part), microbatch_of(part)) for part in each if part & OP == Op.I}
-        self.sent: dict[tuple[int, int], int] = {}  # by stage and microbatch: to how many ranks
+        self.sent = Counter[tuple[int, int]]()  # by stage and microbatch: to how many ranks
 
     def changes(self) -> Iterator[Change]:
         for place, code in enumerate(self.codes):
@@ -190,12 +188,8 @@ class _Ledger:
         stage, peer, microbatch = stage_of(code), peer_of(code), microbatch_of(code)
         if code & OP == Op.SEND_B:
             yield from self.drop(("back", stage, peer, microbatch))
-        elif self._last_send(code):
+            return
+        others = {self.plan.placement.rank_of(one) for one in self.plan.graph.consumers(stage)} - {self.rank}
+        self.sent[stage, microbatch] += 1
+        if self.sent[stage, microbatch] >= len(others):  # no other rank is sent the same output later
             yield from self.drop(("output", stage, 0, microbatch))
-
-    def _last_send(self, code: int) -> bool:
-        """Whether no other rank is sent the same output later."""
-        others = {self.plan.placement.rank_of(one) for one in self.plan.graph.consumers(stage_of(code))} - {self.rank}
-        stage, microbatch = stage_of(code), microbatch_of(code)
-        sent = self.sent[stage, microbatch] = self.sent.get((stage, microbatch), 0) + 1
-        return sent >= len(others)

@@ -192,11 +192,7 @@ class _Run:
 
     def complete(self, code: int, time: float) -> None:
         self.done[code & KEY][code >> MICROBATCH_SHIFT & MICROBATCH] = time
-        if code in self.waiting:
-            self.wake(code)
-
-    def wake(self, code: int) -> None:
-        self.ready += self.waiting.pop(code)
+        self.ready += self.waiting.pop(code, ())
 
     def park(self, rank: int, code: int) -> None:
         self.waiting.setdefault(code, []).append(rank)
@@ -252,9 +248,7 @@ class _Run:
             leave = (leave if leave > there[microbatch] else there[microbatch]) + transfer[microbatch]
             channel[0] = leave
             done[microbatch] = leave + latency
-            recv |= code & MICROBATCH_FIELD
-            if recv in self.waiting:
-                self.wake(recv)
+            self.ready += self.waiting.pop(recv | code & MICROBATCH_FIELD, ())
         return True
 
     def link(self, key: int) -> _Link:
