@@ -95,14 +95,12 @@ class Cuts:
             rows.append(
                 (str(s.stage), str(s.rank), layers, size_text(s.parameter_bytes), f"{s.cost:.6g}", size_text(s.memory))
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(6)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column == 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
+        columns = [
+            [cell.ljust(width) if column[0] == "layers" else cell.rjust(width) for cell in column]
+            for column in zip(*rows, strict=True)
+            for width in [max(map(len, column))]
         ]
+        lines = ["  ".join(cells) for cells in zip(*columns, strict=True)]
         if not self.exact:
             lines.append("(fits, but is not proved to be the best: too many layers and stages to weigh rank by rank)")
         return "\n".join(lines)
@@ -119,9 +117,5 @@ def size_text(size: int) -> str:
     """
     if size < 1024:
         return f"{size} B"
-    value = float(size)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1024 or unit == "TiB":
-            break
-    return f"{value:.1f} {unit}"
+    power = min((int(size).bit_length() - 1) // 10, 4)
+    return f"{size / 1024**power:.1f} {' KMGT'[power]}iB"

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,14 +58,12 @@ class LayerCost:
     last_use: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _TIMES:
+        for name in (*_TIMES, *_BYTES):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise BalanceError(f"layer {self.name!r}: {name} is {value!r}, expected a finite number >= 0")
-        for name in _BYTES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise BalanceError(f"layer {self.name!r}: {name} is {value!r}, expected a whole number of bytes >= 0")
+            kind = int if name in _BYTES else int | float
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < math.inf:
+                expected = "whole number of bytes" if name in _BYTES else "finite number"
+                raise BalanceError(f"layer {self.name!r}: {name} is {value!r}, expected a {expected} >= 0")
         shared: object = self.shared
         if isinstance(shared, str):
             raise BalanceError(
@@ -121,11 +120,7 @@ class Profile:
             last = index + 1 if layer.last_use is None else layer.last_use
             change[min(index + 1, count)] += layer.output_bytes
             change[min(last + 1, count)] -= layer.output_bytes
-        crossing, live = [], 0
-        for cut in range(1, count):
-            live += change[cut]
-            crossing.append(live)
-        return tuple(crossing)
+        return tuple(accumulate(change[1:count]))
 
     def dumps(self) -> str:
         """The profile as JSON text, one layer a line; `loads` is the inverse."""
@@ -217,15 +212,9 @@ def _check_profile(profile: Profile) -> None:
 
 def _layer_to_json(layer: LayerCost) -> dict[str, object]:
     """Fields that differ from their default; names first."""
-    row: dict[str, Any] = {"name": layer.name}
-    for name in (*_TIMES, *_BYTES):
-        if getattr(layer, name):
-            row[name] = getattr(layer, name)
-    if layer.shared:
-        row["shared"] = sorted(layer.shared)
-    if layer.last_use is not None:
-        row["last_use"] = layer.last_use
-    return row
+    values = {each.name: (getattr(layer, each.name), each.default) for each in fields(layer)}
+    row = {name: value for name, (value, default) in values.items() if value != default}
+    return row | {"shared": sorted(layer.shared)} if layer.shared else row
 
 
 def _layer_from_json(row: object) -> LayerCost:

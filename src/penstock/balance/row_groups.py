@@ -90,8 +90,8 @@ def group_rows(
             groups = [_Group(rows, sum(prices[r] for r in rows), sum(lengths[r] for r in rows)) for rows in found]
             break
         least = min(fitting, key=lambda group: (group.cost, len(group.rows)))
-        least.add(row, prices[row], lengths[row])
-    _settle(groups, prices, lengths, room)
+        least.change(-1, row, prices[row], lengths[row])
+    _settle(groups, [*prices, 0.0], [*lengths, 0], room)
     groups.sort(key=lambda group: min(group.rows))
     return Grouped(tuple(tuple(sorted(group.rows)) for group in groups), tuple(group.cost for group in groups))
 
@@ -102,15 +102,11 @@ class _Group:
     cost: float
     length: float
 
-    def add(self, row: int, price: float, length: float) -> None:
-        self.rows.append(row)
-        self.cost += price
+    def change(self, goes: int, comes: int, cost: float, length: float) -> None:
+        """A row for another; -1 is none."""
+        self.rows = [row for row in (*self.rows, comes) if row not in (goes, -1)]
+        self.cost += cost
         self.length += length
-
-    def drop(self, row: int, price: float, length: float) -> None:
-        self.rows.remove(row)
-        self.cost -= price
-        self.length -= length
 
 
 def _packed(lengths: Sequence[int], count: int, room: float) -> list[list[int]] | None:
@@ -171,27 +167,20 @@ def _settle(groups: list[_Group], prices: Sequence[float], lengths: Sequence[int
 def _exchange(high: _Group, low: _Group, prices: Sequence[float], lengths: Sequence[int], room: float) -> bool:
     """Give `low` a row of `high`, for a cheaper one of its own or for nothing, if that leaves both cheaper than `high` was."""
     gap = high.cost - low.cost
-    others = sorted(low.rows, key=lambda row: prices[row])
+    others = sorted(low.rows, key=prices.__getitem__)
     levels = [prices[row] for row in others]
-    best: tuple[float, int, int] | None = (
-        None  # how far from half the gap; the row that goes; the one that comes, or -1
-    )
+    choices = []  # how far from half the gap; the row that goes; the one that comes, or -1, which costs nothing
     for row in high.rows:
         near = bisect_left(levels, prices[row] - gap / 2)
-        candidates = [*others[max(0, near - 1) : near + 1], *([-1] if len(high.rows) > 1 else [])]
-        for other in candidates:
-            won = prices[row] - (prices[other] if other >= 0 else 0.0)
-            grown = lengths[row] - (lengths[other] if other >= 0 else 0)
+        for other in (*others[max(0, near - 1) : near + 1], *([-1] if len(high.rows) > 1 else [])):
+            won, grown = prices[row] - prices[other], lengths[row] - lengths[other]
             fits = low.length + grown <= room and high.length - grown <= room
             if fits and gap * _ROUNDING < won < gap * (1 - _ROUNDING):
-                choice = (abs(won - gap / 2), row, other)
-                best = choice if best is None else min(best, choice)
-    if best is None:
+                choices.append((abs(won - gap / 2), row, other))
+    if not choices:
         return False
-    _, row, other = best
-    high.drop(row, prices[row], lengths[row])
-    low.add(row, prices[row], lengths[row])
-    if other >= 0:
-        low.drop(other, prices[other], lengths[other])
-        high.add(other, prices[other], lengths[other])
+    _, row, other = min(choices)
+    won, grown = prices[row] - prices[other], lengths[row] - lengths[other]
+    high.change(row, other, -won, -grown)
+    low.change(other, row, won, grown)
     return True

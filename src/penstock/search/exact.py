@@ -86,12 +86,7 @@ class _Model:
         self.began: dict[int, Any] = {}  # by code
         self.ended: dict[int, Any] = {}
         self.intervals: list[list[Any]] = [[] for _ in range(job.placement.num_ranks)]
-        hints = {
-            code: start
-            for codes, starts in zip(best.plan.codes, best.starts, strict=True)
-            for packed, start in zip(codes, starts, strict=True)
-            for code in parts(packed)
-        }
+        hints = {code: start for _, packed, start, _ in best.every() for code in parts(packed)}
         for task in range(half, job.num_tasks):  # what is done in one piece begins with the input gradient
             start = hints.get(job.whole_code(task))
             if start is not None:
@@ -149,11 +144,8 @@ class _Model:
         unit = _scale((*job.held, *job.kept, limit), sum(job.held) + limit)
         spans, demands = [], []
         for task in backs:
-            began, back, weight = (
-                self.began[job.codes[self._cell(task)]],
-                self.ended[job.codes[task]],
-                self.ended[job.weight_code(task)],
-            )
+            began = self.began[job.codes[self._cell(task)]]
+            back, weight = self.ended[job.codes[task]], self.ended[job.weight_code(task)]
             held, kept = job.held[task], min(job.held[task], job.kept[task])
             for first, last, what in ((began, back, held), (back, weight, kept)):
                 length = self.model.new_int_var(0, self.horizon, "")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from penstock.schedules import Recipe, all_schedules
-from penstock.show.numbers import CAUSES, memory_text, number, percent, sizes
+from penstock.show.numbers import idle_sums, memory_text, number, percent, sizes
 from penstock.show.svg import to_svg
 from penstock.simulate import Timeline, simulate
 
@@ -65,8 +65,7 @@ def _table(timed: _Timed) -> Iterable[str]:
 def _pictures(timed: _Timed) -> Iterable[str]:
     for recipe, timeline in timed:
         held = ", ".join(map(memory_text, timeline.peak_memory))
-        idle = [(cause, sum(getattr(each, cause) for each in timeline.idle)) for cause in CAUSES]
-        causes = ", ".join(f"{cause} {number(time)}" for cause, time in idle if time > 0)
+        causes = ", ".join(f"{cause} {number(time)}" for cause, time in idle_sums(timeline).items() if time > 0)
         yield f"\n## {recipe.name}\n"
         yield f"{recipe.title[:1].upper()}{recipe.title[1:]}: {sizes(timeline)}.\n"
         yield f"![timeline of {recipe.name}](gallery/{recipe.name}.svg)\n"

@@ -20,11 +20,12 @@ from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.show.colours import paint
 from penstock.show.data import timeline_data
-from penstock.show.numbers import CAUSES, holds, memory_text, peak, percent, sizes, time_text
+from penstock.show.numbers import CAUSES, holds, idle_sums, memory_text, peak, percent, sizes, time_text
 from penstock.show.svg import ops_of
 from penstock.simulate import Timeline, simulate
 
 _CAUSE_WORDS = {
+    "busy": "",
     "filling": "before the first action",
     "draining": "after the last action",
     "communication": "value under way",
@@ -188,12 +189,9 @@ def _side(timeline: Timeline) -> str:
 
 def _causes(timeline: Timeline) -> str:
     whole = timeline.makespan * len(timeline.idle) or 1.0
-    rows = [("busy", "", sum(timeline.busy))]
-    for cause, words in _CAUSE_WORDS.items():
-        rows.append((cause, words, sum(getattr(idle, cause) for idle in timeline.idle)))
     listed = "".join(
-        f'<i style="background:var(--ps-{cause})"></i><span>{cause} <small>{words}</small></span>'
+        f'<i style="background:var(--ps-{cause})"></i><span>{cause} <small>{_CAUSE_WORDS[cause]}</small></span>'
         f"<b>{percent(total / whole)}</b>"
-        for cause, words, total in rows
+        for cause, total in ({"busy": sum(timeline.busy)} | idle_sums(timeline)).items()
     )
     return f'<div class="ps-causes">{listed}</div>'

@@ -33,7 +33,7 @@ def summary(timeline: Timeline) -> dict[str, object]:
         "makespan": timeline.makespan,
         "bubble": {"makespan": timeline.bubble_makespan, "longest_rank": timeline.bubble_longest_rank},
         "peak_activations": list(timeline.peak_memory),
-        "idle": {cause: sum(getattr(idle, cause) for idle in timeline.idle) for cause in CAUSES},
+        "idle": idle_sums(timeline),
         "idle_per_rank": [{cause: getattr(idle, cause) for cause in CAUSES} for idle in timeline.idle],
         "busy_per_rank": list(timeline.busy),
     }
@@ -46,6 +46,7 @@ def summary_text(timeline: Timeline) -> str:
     print(summary_text(simulate(plan)))
     """
     plan, unit = timeline.plan, timeline.unit
+    causes = " ".join(f"{cause:>13}" for cause in CAUSES)
     lines = [
         f"{plan.name or 'plan'}: {sizes(timeline)}, {plan.num_actions} actions",
         (
@@ -53,15 +54,19 @@ def summary_text(timeline: Timeline) -> str:
             f"bubble {percent(timeline.bubble_makespan)} of the makespan, "
             f"{percent(timeline.bubble_longest_rank)} on the longest rank   peak memory {peak(timeline)}"
         ),
+        f"{'rank':>8} {'busy':>10} {causes} {'peak memory':>12}",
     ]
-    causes = " ".join(f"{cause:>13}" for cause in CAUSES)
-    lines.append(f"{'rank':>8} {'busy':>10} {causes} {'peak memory':>12}")
     peaks = timeline.peak_memory
     for rank, idle in enumerate(timeline.idle):
         causes = " ".join(f"{time_text(getattr(idle, cause), unit):>13}" for cause in CAUSES)
         held = memory_text(peaks[rank]) if timeline.memory else "-"
         lines.append(f"{rank:>8} {time_text(timeline.busy[rank], unit):>10} {causes} {held:>12}")
     return "\n".join(lines) + "\n"
+
+
+def idle_sums(timeline: Timeline) -> dict[str, float]:
+    """By cause: the idle time of all ranks."""
+    return {cause: sum(getattr(idle, cause) for idle in timeline.idle) for cause in CAUSES}
 
 
 def sizes(timeline: Timeline) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan import AnyAction, Op, Overlap, Plan
-from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, unpack, with_op
 from penstock.plan.ops import COMPUTES, COPIES, MESSAGES, TRAINING, doing
 from penstock.plan.reading import write_text
 from penstock.show.picture_rows import extent, has_copies
@@ -81,10 +81,10 @@ class _Trace:
         return round((time - self.begin) * self.scale, 3)
 
     def slices(self, rank: int) -> Iterator[Event]:
-        for span in self.timeline.spans(rank):
-            if span.action.code & OP not in MESSAGES:
-                thread = _COPIES if span.action.code & OP in COPIES else _COMPUTE
-                yield self.slice(rank, thread, span.action, begin=self.at(span.start), end=self.at(span.end))
+        for code, start, end in self.timeline.timed(rank):
+            if code & OP not in MESSAGES:
+                thread = _COPIES if code & OP in COPIES else _COMPUTE
+                yield self.slice(rank, thread, unpack(code), begin=self.at(start), end=self.at(end))
 
     def slice(self, rank: int, thread: int, action: AnyAction, *, begin: float, end: float) -> Event:
         return {

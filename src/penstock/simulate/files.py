@@ -131,10 +131,8 @@ def _links(value: object) -> tuple[Link, ...]:
     for one in value:
         if not isinstance(one, dict) or not {"sender", "receiver", "latency"} <= set(one) <= set(Link._fields):
             raise ParseError(f"links: {one!r:.60}; expected an object with sender, receiver, latency and bandwidth")
-        ends = one["sender"], one["receiver"]
-        if not all(type(end) is int for end in ends):
+        if not type(one["sender"]) is type(one["receiver"]) is int:
             raise ParseError(f"links: {one!r:.60}; expected the numbers of two ranks")
-        bandwidth = one.get("bandwidth")
-        limit = None if bandwidth is None else _number("bandwidth", bandwidth)
-        found.append(Link(*ends, _number("latency", one["latency"]), limit))
+        numbers = {name: _number(name, one[name]) for name in ("latency", "bandwidth") if one.get(name) is not None}
+        found.append(Link(**(one | numbers)))
     return tuple(found)
