@@ -23,14 +23,10 @@ def windows(problem: Problem, limits: Sequence[int] | None) -> list[list[int]]:
     """For each stage and cut b: the first a for which the layers a..b alone fit the rank of the stage."""
     if limits is None:
         return [[0] * (problem.num_layers + 1)] * problem.num_stages
-    known: dict[tuple[int, tuple[int, int]], list[int]] = {}
-    found = []
-    for stage, flight in enumerate(problem.in_flight):
-        key = (limits[problem.ranks[stage]], flight)
-        if key not in known:
-            known[key] = _window(problem, stage, key[0])
-        found.append(known[key])
-    return found
+    keys = [(limits[rank], flight) for rank, flight in zip(problem.ranks, problem.in_flight, strict=True)]
+    some = {key: stage for stage, key in enumerate(keys)}  # one of the stages with equal limits that hold equally many
+    known = {key: _window(problem, stage, key[0]) for key, stage in some.items()}
+    return [known[key] for key in keys]
 
 
 def _window(problem: Problem, stage: int, limit: int) -> list[int]:

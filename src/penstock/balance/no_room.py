@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from penstock.balance import chain, ranks
 from penstock.balance.cuts import size_text
 from penstock.balance.problem import Problem
@@ -57,14 +59,13 @@ def _least_excess(problem: Problem) -> tuple[int, bool]:
     """The bytes by which every limit must grow before a cut fits; whether that is also enough."""
     assert problem.limits is not None, "an excess is asked for only where there are limits"
     most = heaviest(problem)
-    low, high = max(0, average_excess(problem)), most
-    while low < high:
-        middle = (low + high) // 2
-        grown = tuple(limit + middle for limit in problem.limits)
-        if chain.sweep(problem, None, chain.windows(problem, grown)) is None:
-            low = middle + 1
-        else:
-            high = middle
+
+    def fits(excess: int) -> bool:
+        grown = tuple(limit + excess for limit in problem.limits or ())
+        return chain.sweep(problem, None, chain.windows(problem, grown)) is not None
+
+    least = max(0, average_excess(problem))
+    low = least + bisect_left(range(least, most), True, key=fits)
     if problem.num_ranks == problem.num_stages:
         return low, True
     try:

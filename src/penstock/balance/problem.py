@@ -143,11 +143,9 @@ class Problem:
     @cached_property
     def memory_prefix(self) -> list[list[int]]:
         """For each stage: the sums of layer_memory before each cut."""
-        known: dict[tuple[int, int], list[int]] = {}
-        for stage, key in enumerate(self.in_flight):
-            if key not in known:
-                known[key] = [0, *accumulate(self.layer_memory(stage))]
-        return [known[key] for key in self.in_flight]
+        some = {key: stage for stage, key in enumerate(self.in_flight)}  # one of those that hold equally many
+        sums = {key: [0, *accumulate(self.layer_memory(stage))] for key, stage in some.items()}
+        return [sums[key] for key in self.in_flight]
 
     def groups(self, start: int, stop: int) -> frozenset[str]:
         """Shared parameters that the layers start..stop use."""

@@ -42,8 +42,7 @@ class Turn:
     """One rank's turn: known before the search, whatever the cuts will be."""
 
     rank: int
-    # (stage, is its first cut new, is its last cut new)
-    stages: tuple[tuple[int, bool, bool], ...]
+    stages: tuple[int, ...]
     # For each new cut: the nearest known boundaries below and above.
     near: dict[int, tuple[int, int]]
     # Open boundaries before and after the turn.
@@ -69,17 +68,14 @@ def plan_turns(problem: Problem) -> list[Turn]:
         rank = min(left, key=lambda r: (len(open_after(r)), r))
         after = open_after(rank)
         left.remove(rank)
-        scripts, near = [], {}
-        for stage in problem.rank_stages[rank]:
-            new = (stage not in known, stage + 1 not in known)
-            for cut, fresh in ((stage, new[0]), (stage + 1, new[1])):
-                if fresh:
-                    near[cut] = (max(k for k in known if k < cut), min(k for k in known if k > cut))
-                    known.add(cut)
-            placed.add(stage)
-            scripts.append((stage, *new))
+        own, near = problem.rank_stages[rank], {}
+        for cut in (cut for stage in own for cut in (stage, stage + 1)):
+            if cut not in known:
+                near[cut] = (max(k for k in known if k < cut), min(k for k in known if k > cut))
+                known.add(cut)
+        placed.update(own)
         runs = tuple(_runs(stages, placed))
-        turns.append(Turn(rank, tuple(scripts), near, before, after, waiting, runs, tuple(left)))
+        turns.append(Turn(rank, own, near, before, after, waiting, runs, tuple(left)))
         before, waiting = after, runs
     return turns
 
@@ -158,7 +154,8 @@ class Search:
                 figure = worst if self.goal is Goal.STAGE else cost if self.goal is Goal.RANK else over
                 self._emit(turn, key, cuts=cuts, value=value + tie if self.ties else max(value, figure), table=table)
                 return
-            stage, new_start, new_stop = turn.stages[index]
+            stage = turn.stages[index]
+            new_start, new_stop = cuts[stage] < 0, cuts[stage + 1] < 0
             short = need - taken if index + 1 == len(turn.stages) else 0
             ends, starts, sizes = problem.ends(stage), problem.starts(stage), problem.memory_prefix[stage]
             for start in self._choices(turn, stage, cuts=cuts) if new_start else (cuts[stage],):

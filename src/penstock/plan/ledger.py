@@ -139,11 +139,10 @@ class _RankLedger:
     def once(self) -> None:
         if len(self.standing) == len(self.flat):
             return
-        seen: set[int] = set()
-        for code, position in zip(self.flat, self.slots, strict=True):
-            if code in seen:
+        seen: dict[int, int] = {}
+        for number, (code, position) in enumerate(zip(self.flat, self.slots, strict=True)):
+            if seen.setdefault(code, number) != number:
                 raise IncompleteError(f"rank {self.rank}, position {position + 1}: {text(code)} stands there twice")
-            seen.add(code)
 
     def count(self, messages: Iterable[int], chosen: Iterable[int]) -> None:
         """Fill the columns, each of which must be full if its actions are no choice; then nothing may be left over."""

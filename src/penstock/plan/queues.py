@@ -59,14 +59,11 @@ class QueueRun:
             self.at[rank] += 1
             if code & OP in MESSAGES:
                 queue = self.queues[self.queue(rank, code)]
-                if batch and self.batches and queue:
-                    queue[-1].add(code)
-                else:
-                    queue.append({code})
-                batch = True
+                if not (batch and self.batches and queue):
+                    queue.append(set())
+                queue[-1].add(code)
                 yield code
-            else:
-                batch = False
+            batch = code & OP in MESSAGES
 
     def missing(self, rank: int) -> int | None:
         """The message without which a rank cannot go on."""
@@ -82,13 +79,8 @@ class QueueRun:
 
     def queue(self, rank: int, code: int) -> _Queue:
         peer = self.plan.placement.rank_of(peer_of(code))
-        match self.layout:
-            case "one":
-                return (rank,)
-            case "pair":
-                return rank, peer
-            case "direction":
-                return (rank, rank, peer) if code & OP in SENDS else (rank, peer, rank)
+        way = (rank, peer) if code & OP in SENDS else (peer, rank)
+        return {"one": (rank,), "pair": (rank, peer), "direction": (rank, *way)}[self.layout]
 
     def match(self, rank: int, message: int) -> set[int]:
         """Run what has come to the front; the ranks that may go on because of it."""

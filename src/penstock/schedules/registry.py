@@ -68,9 +68,8 @@ class Recipe:
 
     def sizes(self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Sizes:
         """Check the sizes and fill in the default."""
-        wanted = (
-            stages_per_rank if stages_per_rank is not None else self.stages_per_rank or self.default_stages_per_rank
-        )
+        usual = self.stages_per_rank or self.default_stages_per_rank
+        wanted = usual if stages_per_rank is None else stages_per_rank
         if self.stages_per_rank is not None and wanted != self.stages_per_rank:
             raise PlanError(
                 f"{self.name} with {wanted} stages a rank; it is made for {self.stages_per_rank}. "

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan import Plan
-from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, microbatch_of, partner_of, parts, stage_of
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, key_of, microbatch_of, partner_of, parts
 from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, SENDS, Op
 from penstock.simulate.costs import Costs, Link
 from penstock.simulate.replay import replayed
@@ -125,15 +125,11 @@ def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatc
     """
     steps = Steps.of(timelines)
     times = {key: statistics.mean(time for _, time in found) for key, found in steps.by_stage().items()}
-    columns: dict[str, list[float | None]] = {name: [None] * known.num_stages for name in _BY_OP.values()}
-    for key, time in times.items():
-        if (name := _BY_OP.get(Op(key & OP))) is not None:
-            columns[name][stage_of(key)] = time
     posts, pairs = steps.of_kind(MESSAGES), steps.of_kind(frozenset({OVERLAP}))
     latency, links = _links(steps.delays)
     found = replace(
         known,
-        **_filled(columns, known),
+        **_filled(times, known),
         overlap=statistics.mean(pairs) if pairs else known.overlap,
         latency=latency if latency is not None else known.latency,
         links=links if latency is not None else known.links,
@@ -146,12 +142,12 @@ def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatc
     return replace(found, uneven=steps.uneven(found))
 
 
-def _filled(columns: dict[str, list[float | None]], known: Costs) -> dict[str, Any]:
+def _filled(times: dict[int, float], known: Costs) -> dict[str, Any]:
     """Every op of every stage: measured, or as long as the known costs say beside what was measured of the stage."""
-    found: dict[str, list[float]] = {name: [] for name in columns}
+    found: dict[str, list[float]] = {name: [] for name in _BY_OP.values()}
     for stage in range(known.num_stages):
         before = {name: known.time(op, stage) for op, name in _BY_OP.items()}
-        now = {name: column[stage] for name, column in columns.items()}
+        now = {name: times.get(key_of(op, stage)) for op, name in _BY_OP.items()}
         both = [(value, before[name]) for name, value in now.items() if value is not None]
         scale = sum(new for new, _ in both) / (sum(old for _, old in both) or 1.0) if both else 1.0
         backward, first, second = now["backward"], now["backward_input"], now["backward_weight"]
