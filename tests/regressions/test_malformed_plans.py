@@ -22,5 +22,7 @@ def test_an_action_of_a_microbatch_that_is_not_there_is_written_down() -> None:
 @pytest.mark.parametrize("code", [forward(0, 3), forward(2, 0)], ids=["microbatch", "stage"])
 def test_simulating_an_action_that_is_out_of_range_says_so(code: int) -> None:
     """It raised an IndexError, or a KeyError of a packed number."""
-    with pytest.raises(PlanError, match=r"stage.* that it does not have; .*check\(plan\) says which|expected a stage from 0"):
+    with pytest.raises(
+        PlanError, match=r"stage.* that it does not have; .*check\(plan\) says which|expected a stage from 0"
+    ):
         simulate(plan_with(code))

@@ -129,15 +129,12 @@ def placement_ranks(
         raise BalanceError(f"num_stages is {num_stages}, expected at least 1")
     if num_ranks is not None and not 1 <= num_ranks <= num_stages:
         raise BalanceError(f"num_ranks is {num_ranks}, expected 1 to {num_stages} (num_stages): a rank needs a stage")
-    if placement == "loop":
-        count = num_ranks or num_stages
-        return Placement.loop(count, -(-num_stages // count)).ranks[:num_stages]
-    if placement == "v":
-        count = num_ranks or max(1, num_stages // 2)
-        return Placement.v(count, -(-num_stages // count)).ranks[:num_stages]
-    other: object = placement
-    if isinstance(other, str):
-        raise BalanceError(f'placement is {other!r}, expected "loop", "v" or a list: the rank of each stage')
+    if isinstance(placement, str):
+        if placement not in ("loop", "v"):
+            raise BalanceError(f'placement is {placement!r}, expected "loop", "v" or a list: the rank of each stage')
+        make, each = (Placement.loop, 1) if placement == "loop" else (Placement.v, 2)
+        count = num_ranks or max(1, num_stages // each)
+        return make(count, -(-num_stages // count)).ranks[:num_stages]
     given = placement.ranks if isinstance(placement, Placement) else tuple(placement)
     if len(given) != num_stages:
         raise BalanceError(f"placement lists {len(given)} ranks, num_stages is {num_stages}; write one for each stage")
@@ -237,14 +234,11 @@ def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool] | N
 
 def _result(problem: Problem, cuts: tuple[int, ...], *, objective: str, exact: bool) -> Cuts:
     costs = [problem.cost(s, cuts[s], cuts[s + 1]) for s in range(problem.num_stages)]
-    if objective == "rank":
-        slowest = max(sum(costs[s] for s in stages) for stages in problem.rank_stages)
-    else:
-        slowest = max(costs)
+    weighed = [sum(costs[s] for s in stages) for stages in problem.rank_stages] if objective == "rank" else costs
     return Cuts(
         stages=tuple(_stage(problem, stage, cuts=cuts, cost=cost) for stage, cost in enumerate(costs)),
         rank_memory=tuple(problem.rank_memory(rank, cuts) for rank in range(problem.num_ranks)),
-        slowest=slowest / problem.scale,
+        slowest=max(weighed) / problem.scale,
         objective=objective,
         exact=exact,
     )

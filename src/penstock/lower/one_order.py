@@ -13,8 +13,6 @@ on both its ranks. This holds for queues of every layout, and with blocking send
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan import Plan, Rules
@@ -38,14 +36,12 @@ def add_messages_in_one_order(plan: Plan) -> Plan:
         raise PlanError("the plan holds its messages already; expected compute actions only")
     one, none = (1.0,) * plan.num_stages, (0.0,) * plan.num_stages
     clock = simulate(plan, Costs(one, one, one, none, none, copy=none, overlap=_UNITS))
-    return plan.with_codes(_lists(clock))
-
-
-def _lists(clock: Timeline) -> Iterator[list[int]]:
-    for codes, starts, ours in zip(clock.plan.codes, clock.starts, _messages(clock), strict=True):
+    lists = []
+    for rank, messages in enumerate(_messages(clock)):
         # Of what has one time, messages come first: an action may need them.
-        actions = [(start, 1, number, code) for number, (start, code) in enumerate(zip(starts, codes, strict=True))]
-        yield [code for *_, code in sorted([*ours, *actions])]
+        actions = ((start, 1, number, code) for number, (code, start, _) in enumerate(clock.timed(rank)))
+        lists.append([code for *_, code in sorted([*messages, *actions])])
+    return plan.with_codes(lists)
 
 
 def _messages(clock: Timeline) -> list[list[tuple[float, int, int, int]]]:
@@ -54,8 +50,7 @@ def _messages(clock: Timeline) -> list[list[tuple[float, int, int, int]]]:
     rules, rank_of = Rules(plan.graph, plan.placement, lowered=True), plan.placement.rank_of
     ends = {  # by packed action, a B counting as an I
         with_op(part, Op.I) if part & OP in INPUT_GRADIENTS else part: end
-        for rank, codes in enumerate(plan.codes)
-        for code, end in zip(codes, clock.ends[rank], strict=True)
+        for _, code, _, end in clock.every()
         for part in parts(code)
     }
     done = {

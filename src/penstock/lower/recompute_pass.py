@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -82,16 +83,16 @@ def _sweep(timeline: Timeline, rank: int, costs: Costs, limit: float) -> list[in
     codes, starts, ends = timeline.plan.codes[rank], timeline.starts[rank], timeline.ends[rank]
     slots = [slot for slot, code in enumerate(codes) if code & OP not in BESIDE]
     begun = {part: slot for slot in slots for part in parts(codes[slot]) if part & OP == Op.F}
-    late = [a for a, b in pairwise(slots) if codes[a] & OP == Op.R and starts[b] <= ends[a] * (1 + _ROUNDING)]
+    late = deque(a for a, b in pairwise(slots) if codes[a] & OP == Op.R and starts[b] <= ends[a] * (1 + _ROUNDING))
     full, kept = (costs.sizes(what) or () for what in (Op.R.row.takes, Op.R.row.spares))
     moved: dict[int, int] = {}  # from the slot of an R to the one that it goes before
     more: list[tuple[float, float]] = []  # what moved Rs hold more: until when, and how much
-    now, next_late = 0.0, 0
+    now = 0.0
     for slot in slots:
-        while next_late < len(late) and late[next_late] <= slot:
-            next_late += 1
-        while next_late < len(late):
-            place = late[next_late]
+        while late and late[0] <= slot:
+            late.popleft()
+        while late:
+            place = late[0]
             stage, takes = stage_of(codes[place]), ends[place] - starts[place]
             extra = (full[stage] - kept[stage]) * costs.scale(microbatch_of(codes[place]))
             peak = max((held for time, held in timeline.memory[rank] if now <= time <= starts[place]), default=0.0)
@@ -99,10 +100,9 @@ def _sweep(timeline: Timeline, rank: int, costs: Costs, limit: float) -> list[in
             held = sum(size for until, size in more if until > now)
             if not fits or begun[with_op(codes[place], Op.F)] >= slot or peak + held + extra > limit * (1 + _ROUNDING):
                 break
-            moved[place] = slot
+            moved[late.popleft()] = slot
             more.append((starts[place], extra))
             now += takes
-            next_late += 1
         now = ends[slot]
     before = {target: [codes[place] for place in moved if moved[place] == target] for target in moved.values()}
     return [c for slot, code in enumerate(codes) for c in (*before.get(slot, ()), *(() if slot in moved else (code,)))]

@@ -167,21 +167,20 @@ class SearchJob:
     @cached_property
     def codes(self) -> tuple[int, ...]:
         """By task: the packed action."""
-        half, numbers = self.placement.num_stages, range(self.num_microbatches)
-        pack = (forward, backward_input)
-        return tuple(
-            pack[link >= half](stage, number) for link, stage in enumerate(self.stage_of_link) for number in numbers
-        )
+        half = self.num_tasks // 2
+        return tuple(self._code(backward_input if task >= half else forward, task) for task in range(self.num_tasks))
 
     def weight_code(self, task: int) -> int:
         """The packed weight gradient that the task, an input gradient, leaves to be done."""
-        link, microbatch = divmod(task, self.num_microbatches)
-        return backward_weight(self.stage_of_link[link], microbatch)
+        return self._code(backward_weight, task)
 
     def whole_code(self, task: int) -> int:
         """The packed backward in one piece of the task, an input gradient."""
+        return self._code(backward, task)
+
+    def _code(self, pack: Callable[[int, int], int], task: int) -> int:
         link, microbatch = divmod(task, self.num_microbatches)
-        return backward(self.stage_of_link[link], microbatch)
+        return pack(self.stage_of_link[link], microbatch)
 
     @cached_property
     def pace(self) -> float:

@@ -89,17 +89,17 @@ def _better_ones(lanes: list[Lane], first: int, rest: int) -> Iterator[Searched]
     def hopeful(lane: Lane) -> bool:
         return lane.bound < min(other.end for other in lanes) * (1 - 1e-9)
 
-    for lane in lanes:
-        for found in chain(lane.known(), lane.search(first, afresh=True) if hopeful(lane) else ()):
+    def told(lane: Lane, gains: Iterable[Searched]) -> Iterator[Searched]:
+        for found in gains:
             yield replace(lane.told(found), floor=least)
             if not hopeful(lane):
                 break
+
+    for lane in lanes:
+        yield from told(lane, chain(lane.known(), lane.search(first, afresh=True) if hopeful(lane) else ()))
     lane = min(lanes, key=lambda lane: lane.end)
     if rest and hopeful(lane):
-        for found in lane.search(rest, afresh=False):
-            yield replace(lane.told(found), floor=least)
-            if not hopeful(lane):
-                break
+        yield from told(lane, lane.search(rest, afresh=False))
 
 
 def _orders(sizes: Sequence[float]) -> Iterator[tuple[int, ...]]:

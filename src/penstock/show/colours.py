@@ -27,9 +27,8 @@ def paint(op: Op, shade: int = 0, shades: int = 1) -> Paint:
     >>> paint(Op.F, 1, 2).ink
     '#101827'
     """
-    red, green, blue = _rgb(op.row.colour)
     towards_white = _PALEST * shade / (shades - 1) if shades > 1 else 0.0
-    mixed = tuple(round(part + (255 - part) * towards_white) for part in (red, green, blue))
+    mixed = tuple(round(part + (255 - part) * towards_white) for part in bytes.fromhex(op.row.colour[1:]))
     return Paint("#{:02x}{:02x}{:02x}".format(*mixed), _ink(mixed))
 
 
@@ -47,10 +46,6 @@ def rank_colour(rank: int, num_ranks: int) -> str:
     """A colour for the curve of one rank: from blue for the first to red for the last, for any background."""
     hue = 215 - 215 * rank / max(num_ranks - 1, 1) if num_ranks > 1 else 215
     return f"hsl({hue:.0f} 62% 52%)"
-
-
-def _rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def _ink(rgb: tuple[int, ...]) -> str:

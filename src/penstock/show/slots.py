@@ -51,7 +51,15 @@ def cut(timeline: Timeline) -> Grid:
     """
     begin = extent(timeline).start
     ranks, kinds = timeline.plan.num_ranks, (False, True) if has_copies(timeline.plan) else (False,)
-    spans = [list(_from_start(timeline, rank, begin, copies=copies)) for copies in kinds for rank in range(ranks)]
+    spans = [
+        [
+            Bar(code, start - begin, end - begin)
+            for code, start, end in bars(timeline, rank, copies=copies)
+            if end > start or code & OP in COMPUTES  # the care of parameters has no column when it takes no time
+        ]
+        for copies in kinds
+        for rank in range(ranks)
+    ]
     unit = common = _common_unit(spans)
     if unit is None:
         durations = sorted(end - start for row in spans for _, start, end in row if end > start)
@@ -61,13 +69,6 @@ def cut(timeline: Timeline) -> Grid:
 
 
 _Spans = list[Bar]
-
-
-def _from_start(timeline: Timeline, rank: int, begin: float, *, copies: bool) -> Iterator[Bar]:
-    """The bars of one rank, counted from `begin`. The care of parameters has no column when it takes no time."""
-    for code, start, end in bars(timeline, rank, copies=copies):
-        if end > start or code & OP in COMPUTES:
-            yield Bar(code, start - begin, end - begin)
 
 
 def _exact(spans: _Spans, unit: float) -> Iterator[Cell]:

@@ -109,16 +109,12 @@ class _Layout:
         self.grid: Grid = cut(timeline)
         self.shades = shades(timeline.plan)
         self.single = timeline.plan.num_stages == timeline.plan.num_ranks
-        self.cell = self._cell_width()
+        slots = [slot for row in (*self.grid.rows, *self.grid.copies) for slot in row]
+        # The narrowest columns in which every label, and a space after it, fits into the slots of its action.
+        fitting = (-(-(len(self.label(slot.code)) + 1) // slot.width) for slot in slots)
+        self.cell = max(3 if coloured else 2, *fitting, 0)
+        self.ops = {part & OP for slot in slots for part in parts(slot.code)}
         self.gutter = len(f"rank {timeline.plan.num_ranks - 1} ")
-
-    def _cell_width(self) -> int:
-        """The narrowest columns in which every label, and a space after it, fits into the slots of its action."""
-        widest = 3 if self.coloured else 2
-        for row in (*self.grid.rows, *self.grid.copies):
-            for slot in row:
-                widest = max(widest, -(-(len(self.label(slot.code)) + 1) // slot.width))
-        return widest
 
     def label(self, code: int) -> str:
         if code & OP == OVERLAP:
@@ -186,8 +182,7 @@ class _Layout:
             at = until
 
     def legend(self) -> Iterator[Piece]:
-        used = {part & OP for row in (*self.grid.rows, *self.grid.copies) for slot in row for part in parts(slot.code)}
-        for number, op in enumerate(op for op in Op if op in used):
+        for number, op in enumerate(op for op in Op if op in self.ops):
             yield Piece("  " if self.coloured and number else "" if self.coloured or not number else ", ")
             letter = op.row.letter or op.name
             yield Piece(f" {letter} ", _painted(paint(op))) if self.coloured else Piece(letter)
