@@ -72,9 +72,8 @@ class Lane:
     """The search for one job, from one seed. `end` is the shortest time so far."""
 
     def __init__(self, job: SearchJob, graph: StageGraph, seed: int, order: tuple[int, ...] | None = None) -> None:
-        self.order = (
-            order  # the k-th microbatch of the job is this one of the user's; None: they are as the user has them
-        )
+        # The k-th microbatch of the job is the one with this number of the user's; None: they are as the user has them.
+        self.order = order
         self.job, self.graph = (job if order is None else job.in_order(order)), graph
         self.asked = job
         self.bound = floor(job)
@@ -86,10 +85,14 @@ class Lane:
     def known(self) -> Iterator[Searched]:
         """The known schedules that fit the memory; they take the microbatches as they are."""
         for plan in self._plans if self.order is None else ():
-            found = self._made(plan, plan.name)
-            if found.makespan < self.end and self.job.holds(found.timeline):
-                self.end, self.best = found.makespan, found
-                yield found
+            yield from self._better(plan, plan.name, than=self.end)
+
+    def _better(self, plan: Plan, origin: str, *, than: float) -> Iterator[Searched]:
+        """What a plan gives, if that is shorter and fits the memory."""
+        found = self._made(plan, origin)
+        if found.makespan < than and self.job.holds(found.timeline):
+            self.end, self.best = found.makespan, found
+            yield found
 
     def told(self, found: Searched) -> Searched:
         """What was found, with the microbatches numbered as the user has them."""
@@ -151,12 +154,8 @@ class Lane:
         assert self.best is not None, "searched before"
         solved = solve(self.job, self.best.timeline, floor=self.bound, effort=effort, seed=seed)
         self.bound = min(solved.floor, self.end)
-        if solved.codes is None:
-            return
-        found = self._made(self._plan(solved.codes), "solver")
-        if found.makespan < self.end * (1 - 1e-12) and self.job.holds(found.timeline):
-            self.end, self.best = found.makespan, found
-            yield found
+        if solved.codes is not None:
+            yield from self._better(self._plan(solved.codes), "solver", than=self.end * (1 - 1e-12))
 
     def _any_entry(self) -> LaneEntry:
         """Every other time of the best family, otherwise of any; the better ones more often."""

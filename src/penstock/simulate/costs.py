@@ -64,9 +64,7 @@ class Costs:
     held_to_weight: tuple[float, ...]  # bytes that it still holds from its I to its W
     kept_input: tuple[float, ...] | None = None  # bytes that it holds from F to R where it is recomputed; None: none
     unmoved: tuple[float, ...] | None = None  # bytes of it that stay where the rest is offloaded; None: none
-    unsaved: tuple[float, ...] | None = (
-        None  # bytes of it that an R does not make again, for a B: an output; None: none
-    )
+    unsaved: tuple[float, ...] | None = None  # bytes of it that an R does not make again, for a B: an output
     casts: tuple[float, ...] | None = None  # bytes that a stage holds from its first F on: parameters in another type
     forward_moment: tuple[float, ...] | None = None  # bytes that operators need for a moment in F and R
     backward_moment: tuple[float, ...] | None = None  # and in B
@@ -81,9 +79,8 @@ class Costs:
     output_bytes: tuple[float, ...] | None = None  # what a stage sends for a microbatch; its gradient is as large
     overhead: float = 0.0  # what a rank spends on each compute action beside the computation
     posting: float = 0.0  # what a rank spends on each send or receive of a lowered plan
-    uneven: float = (
-        0.0  # of a step: what ranks wait for one another since equal actions do not take equal time; not simulated
-    )
+    # of a step: what ranks wait for one another since equal actions do not take equal time; not simulated
+    uneven: float = 0.0
     unshard: float = 0.0  # gather the parameters of a stage
     reshard: float = 0.0
     reduce_grad: float = 0.0

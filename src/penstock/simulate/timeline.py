@@ -65,9 +65,8 @@ class Timeline:
     recorded_memory: tuple[Curve, ...] | None = field(repr=False, default=None)  # one a rank, where it was measured
     measured: bool = False  # measured on real ranks, or simulated
     unit: str = ""  # of the times: "s" when measured, as the costs say when simulated
-    processor: tuple[float, ...] | None = field(
-        repr=False, default=None
-    )  # by rank: when it had one, where that is known
+    # by rank: how long it had a processor, where that is known
+    processor: tuple[float, ...] | None = field(repr=False, default=None)
 
     def timed(self, rank: int) -> Iterator[tuple[int, float, float]]:
         """The packed actions of a rank, each with its start and its end."""
