@@ -14,12 +14,14 @@ import gc
 import io
 import linecache
 import logging
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.arguments import Dims, InputTable, model_values
-from penstock.capture.marks import (
-    SplitPoint,
-    keep_functions,
-    refuse_backward_hooks,
-    watching,
-    watching_checkpoints,
-    watching_functions,
-)
+from penstock.capture.marks import SplitPoint, keep_functions, refuse_backward_hooks, watching, watching_calls
 from penstock.capture.skeleton import Skeleton, fake_leaves
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
-from penstock.nest import Nest
+from penstock.nest import LEAF, Nest, Value
 
 _PREFIX = "model."
 
@@ -82,45 +77,43 @@ class Traced:
     origins: dict[fx.Node, Origin]
     outputs: list[object]  # for each leaf of the output: a node, or a constant
     recipe: Nest  # puts the output leaves back into what the model returns
-    training: bool
     why_static: str  # why the batch dimension could not be kept dynamic, or ""
     guards: tuple[Guard, ...]  # what must be true of the sizes
-
-
-class _Holder:
-    """Carries the recipe of the output out of the trace."""
-
-    recipe: Nest
 
 
 class _Root(nn.Module):
     """Takes and returns flat tensors, so that export never meets a container that it does not know."""
 
-    def __init__(self, model: nn.Module, table: InputTable, holder: _Holder) -> None:
+    def __init__(self, model: nn.Module, call: Callable[[nn.Module, Sequence[Value]], tuple[Value, ...]]) -> None:
         super().__init__()
         self.model = model
-        self.call = table.call
-        self.holder = holder
+        self.call = call
+        self.training = model.training
 
-    def forward(self, *leaves: torch.Tensor) -> tuple[object, ...]:
-        result = self.call(self.model, leaves)
-        values, self.holder.recipe = model_values.flatten(result, "the output")
-        return tuple(values)
+    def forward(self, *leaves: torch.Tensor) -> tuple[Value, ...]:
+        return self.call(self.model, leaves)
 
 
 _LESS = (torch.Tensor.lt, torch.lt, torch.Tensor.__lt__)
 _MORE = (torch.Tensor.gt, torch.gt, torch.Tensor.__gt__)
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # data is a property of C's
 
 
-class CertainDraws(TorchFunctionMode):
-    """Answers ``torch.rand([]) < 0``: never, and ``> 0``: always. Models with a layer-drop rate of zero ask this before every
-    layer, and adapters with such a rate."""
+class Answers(TorchFunctionMode):
+    """Answers what export cannot.
+
+    ``torch.rand([]) < 0``: never, and ``> 0``: always. Models with a layer-drop rate of zero ask this before every layer, and
+    adapters with such a rate. ``weight.data`` is ``weight.detach()``: export takes the first for a constant, and knows no longer
+    of what.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.draws: list[torch.Tensor] = []
 
-    def __torch_function__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
+    def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> object:
+        if func == _DATA:
+            return args[0].detach()
         if func in _LESS + _MORE and len(args) == 2:
             if isinstance(args[1], int | float) and args[1] <= 0 and any(args[0] is draw for draw in self.draws):
                 return func in _MORE
@@ -128,16 +121,6 @@ class CertainDraws(TorchFunctionMode):
         if func is torch.rand:
             self.draws.append(result)
         return result
-
-
-class DetachedData(TorchFunctionMode):
-    """Answers ``weight.data`` with ``weight.detach()``. Export takes the first for a constant, and knows no longer of what."""
-
-    def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> object:
-        return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
-
-
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # data is a property of C's
 
 
 @contextmanager
@@ -195,61 +178,62 @@ def trace(
     With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
     """
     why, dims = "", example.dims
-    draws: AbstractContextManager[object] = nullcontext()
-    data: AbstractContextManager[object] = nullcontext()
+    answers: AbstractContextManager[object] = nullcontext()
+    recipe = LEAF
     model = skeleton.module
+
+    def call(model: nn.Module, leaves: Sequence[Value]) -> tuple[Value, ...]:
+        nonlocal recipe
+        values, recipe = model_values.flatten(example.table.call(model, leaves), "the output")
+        return tuple(values)
+
     refuse_backward_hooks(model)
     if training is not None and any(part.training is not training for part in model.modules()):
         model.train(training)
     while True:
-        holder = _Holder()
-        root = _Root(model, example.table, holder)
-        root.training = model.training
         fakes = tuple(fake_leaves(list(example.leaves), skeleton.device))
+        open_dims = (dims,) if any(dims) else None
         try:
             with (
                 watching(model, points) as called,
-                watching_checkpoints(),
-                watching_functions(),
+                watching_calls(),
                 _quiet(),
                 _without_autocast(skeleton.device),
-                draws,
-                data,
+                answers,
                 torch.enable_grad(),
             ):
-                program = torch.export.export(root, fakes, dynamic_shapes=(dims,) if any(dims) else None, strict=False)
+                program = torch.export.export(_Root(model, call), fakes, dynamic_shapes=open_dims, strict=False)
         except CaptureError as error:
             raise CaptureError(f"{error}{_place_of(model, error)}") from error
         except Exception as error:
             if isinstance(error, GuardOnDataDependentSymNode):
-                if isinstance(draws, nullcontext):
-                    draws = CertainDraws()
+                if isinstance(answers, nullcontext):
+                    answers = Answers()
                     continue
             elif fall_back and any(dims):
                 why, dims = _reason(error), tuple(None for _ in dims)
                 continue
             raise _explained(model, error) from error
-        if isinstance(data, nullcontext) and any(isinstance(one, FakeTensor) for one in program.constants.values()):
-            data = DetachedData()
+        if isinstance(answers, nullcontext) and any(isinstance(one, FakeTensor) for one in program.constants.values()):
+            answers = Answers()
             continue
         _check_called(model, points, called)
         for inner in program.graph_module.modules():
             if isinstance(inner, fx.GraphModule):
                 keep_functions(inner.graph)
-        return _traced(program, holder, model.training, why)
+        return _traced(program, recipe, why)
 
 
-def _traced(program: torch.export.ExportedProgram, holder: _Holder, training: bool, why: str) -> Traced:
+def _traced(program: torch.export.ExportedProgram, recipe: Nest, why: str) -> Traced:
     graph = program.graph
     origins: dict[fx.Node, Origin] = {}
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    index = 0
+    indices = count()
     for spec in program.graph_signature.input_specs:
         node = nodes[spec.arg.name]
         match spec.kind:
             case InputKind.USER_INPUT:
-                origins[node] = FromInput(index)
-                index += 1
+                origins[node] = FromInput(next(indices))
             case InputKind.PARAMETER | InputKind.BUFFER:
                 name = str(spec.target).removeprefix(_PREFIX)
                 origins[node] = FromState(name, spec.kind is InputKind.PARAMETER)
@@ -259,11 +243,9 @@ def _traced(program: torch.export.ExportedProgram, holder: _Holder, training: bo
                 raise CaptureError(
                     f"the model uses {spec.target}, a {spec.kind.name.lower()} that cannot be put into a stage"
                 )
-    outputs = []
-    output = graph.output_node()
-    for spec, value in zip(program.graph_signature.output_specs, output.args[0], strict=True):
-        outputs.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
-    return Traced(graph, program.graph_module, origins, outputs, holder.recipe, training, why, guards_of(program))
+    returned = zip(program.graph_signature.output_specs, graph.output_node().args[0], strict=True)
+    outputs = [spec.arg.value if isinstance(spec.arg, ConstantArgument) else value for spec, value in returned]
+    return Traced(graph, program.graph_module, origins, outputs, recipe, why, guards_of(program))
 
 
 def _check_called(model: nn.Module, points: Mapping[str, frozenset[SplitPoint]], called: set[str]) -> None:
@@ -283,9 +265,7 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), 
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else text
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _explained(model: nn.Module, error: Exception) -> CaptureError:
@@ -315,22 +295,20 @@ def _place_of(model: nn.Module, error: BaseException) -> str:
 
 
 _CHANGES = {  # what a reason says: what to do
-    (
-        "guard on data-dependent",
-    ): "torch.where(condition, a, b), or torch.cond, in place of a branch that tensors decide",
-    ("specialized integer", "specialized float", ".item()", "unbacked"): (
+    "guard on data-dependent": "torch.where(condition, a, b), or torch.cond, in place of a branch that tensors decide",
+    r"specialized integer|specialized float|\.item\(\)|unbacked": (
         "a number that comes out of a tensor must be an argument or a constant of the model instead (no .item(), int() or "
         "float() of a tensor)"
     ),
-    ("numpy",): "stay in torch: no .numpy() and no numpy functions on tensors",
-    ("mutat", "in-place", "inplace"): "make a new tensor instead of writing to this one, or register it as a buffer",
+    "numpy": "stay in torch: no .numpy() and no numpy functions on tensors",
+    "mutat|in-place|inplace": "make a new tensor instead of writing to this one, or register it as a buffer",
 }
 _ANY_CHANGE = "it must not depend on the values of tensors (torch.where for a branch, torch.cond, a fixed size)"
 
 
 def _change(error: BaseException) -> str:
     text = str(error).lower()
-    return next((what for signs, what in _CHANGES.items() if any(sign in text for sign in signs)), _ANY_CHANGE)
+    return next((what for signs, what in _CHANGES.items() if re.search(signs, text)), _ANY_CHANGE)
 
 
 def _parts(model: nn.Module) -> str:

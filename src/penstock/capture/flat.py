@@ -45,7 +45,10 @@ class Flat:
     traced: Traced
     nodes: list[fx.Node]
     marks: tuple[Mark, ...]
-    index: dict[fx.Node, int] = field(default_factory=dict)
+    index: dict[fx.Node, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index", {node: i for i, node in enumerate(self.nodes)})
 
     def copied(self) -> Flat:
         """The same in a graph of its own: placing and cutting it leaves this one as it is."""
@@ -58,8 +61,7 @@ class Flat:
             origins={values[node]: origin for node, origin in self.traced.origins.items()},
             outputs=[values[v] if isinstance(v, fx.Node) else v for v in self.traced.outputs],
         )
-        nodes = [values[node] for node in self.nodes]
-        return Flat(traced, nodes, self.marks, {node: i for i, node in enumerate(nodes)})
+        return Flat(traced, [values[node] for node in self.nodes], self.marks)
 
 
 def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
@@ -67,8 +69,7 @@ def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
     numbers = count()
     for node in list(traced.graph.nodes):
         if is_region(node):
-            _clean(node, traced.root)
-            if _has_mark(node, traced.root):
+            if _cleaned(node, traced.root):
                 _open(node, traced.root, numbers, ())
     nodes: list[fx.Node] = []
     marks: list[Mark] = []
@@ -93,24 +94,19 @@ def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
             nodes.append(node)
             if inside:
                 node.meta[REGION] = (*inside, *node.meta.get(REGION, ()))
-    return Flat(traced, nodes, tuple(marks), {node: i for i, node in enumerate(nodes)})
+    return Flat(traced, nodes, tuple(marks))
 
 
-def _clean(node: fx.Node, root: nn.Module | None) -> None:
+def _cleaned(node: fx.Node, root: nn.Module | None) -> bool:
+    """Take checks and checkpoints out of what a region runs; whether a mark for a cut stands in it."""
+    marked = False
     for body in bodies(node, root):
         for inner in list(body.nodes):
             if is_check(inner) or (inner.target is mark and inner.args[0] in (CHECKPOINT_BEGIN, CHECKPOINT_END)):
                 body.erase_node(inner)
-            elif is_region(inner):
-                _clean(inner, body.owning_module)
-
-
-def _has_mark(node: fx.Node, root: nn.Module | None) -> bool:
-    return any(
-        inner.target is mark or (is_region(inner) and _has_mark(inner, body.owning_module))
-        for body in bodies(node, root)
-        for inner in body.nodes
-    )
+            elif inner.target is mark or (is_region(inner) and _cleaned(inner, body.owning_module)):
+                marked = True
+    return marked
 
 
 def _open(node: fx.Node, root: fx.GraphModule, numbers: count[int], outer: tuple[object, ...]) -> None:
@@ -133,8 +129,11 @@ def _open(node: fx.Node, root: fx.GraphModule, numbers: count[int], outer: tuple
             elif inner.op == "output":
                 results = inner.args[0]
             else:
-                values[inner] = _copied(inner, graph, root, body.owning_module, values)
-                values[inner].meta[REGION] = tag
+                made = values[inner] = graph.node_copy(inner, lambda n: values[n])
+                made.meta[REGION] = tag
+                if inner.op == "get_attr" and body.owning_module is not root:
+                    made.target = f"{inner.target}_of_{made.name}"
+                    setattr(root, made.target, getattr(body.owning_module, str(inner.target)))
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise CaptureError(
@@ -144,19 +143,8 @@ def _open(node: fx.Node, root: fx.GraphModule, numbers: count[int], outer: tuple
         graph.erase_node(user)
     graph.erase_node(node)
     for copied in list(values.values()):
-        if isinstance(copied, fx.Node) and is_region(copied) and _has_mark(copied, root):
+        if isinstance(copied, fx.Node) and is_region(copied) and _cleaned(copied, root):
             _open(copied, root, numbers, tag)
-
-
-def _copied(
-    inner: fx.Node, graph: fx.Graph, root: fx.GraphModule, owner: fx.GraphModule | None, values: dict[fx.Node, fx.Node]
-) -> fx.Node:
-    made = graph.node_copy(inner, lambda n: values[n])
-    if inner.op == "get_attr" and owner is not root:
-        name = f"{inner.target}_of_{made.name}"
-        setattr(root, name, getattr(owner, str(inner.target)))
-        made.target = name
-    return made
 
 
 aten = torch.ops.aten
@@ -186,11 +174,6 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), _SYMBOLIC) and all(is_size(arg) for arg in node.all_input_nodes)
 
 
-def is_random(node: fx.Node) -> bool:
-    """Draws from the random state, or might."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
 def is_region(node: fx.Node) -> bool:
     """A higher-order operator: its body is a graph of its own."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -213,10 +196,10 @@ def is_pure(node: fx.Node, root: torch.nn.Module) -> bool:
     """May be computed anywhere, any number of times: not random, writes nothing."""
     if node.op == "get_attr":
         return True
-    if node.op != "call_function" or is_random(node) or written(node):
+    if node.op != "call_function" or written(node):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
-        return len(node.target._schema.returns) > 0
+        return len(node.target._schema.returns) > 0 and torch.Tag.nondeterministic_seeded not in node.target.tags
     if is_region(node):
         inner = bodies(node, root)
         return bool(inner) and all(
@@ -263,9 +246,7 @@ def _aliased(node: fx.Node, wanted: Callable[[Any], bool]) -> list[fx.Node]:
 
 
 def _argument(node: fx.Node, position: int, name: str) -> object:
-    if position < len(node.args):
-        return node.args[position]
-    return node.kwargs.get(name)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def checkpointed(body: Callable[..., object], *args: object) -> object:

@@ -4,8 +4,8 @@
     pipeline(model, (x,), split_spec={"layers.4": SplitPoint.BEGINNING})
 
 Both become the same thing while the model is traced: a call of the operator ``penstock::mark``, which leaves a node in
-the graph at the place where it was called and computes nothing. Named modules are watched with torch's hooks for all
-modules, so that neither the user's module nor its class is touched.
+the graph at the place where it was called and computes nothing. Named modules are watched with hooks on the skeleton that is
+traced, so that neither the user's module nor its class is touched.
 
 Export looks into ``Square.apply(x)`` and forgets that its backward is its own: a captured model would train with other
 gradients than the model. So, while a model is traced, such a call leaves one node as well, which in the stages calls the
@@ -28,9 +28,9 @@ from torch import Tensor, fx, nn
 from torch._functorch import utils as functorch_utils
 from torch.autograd import Function
 from torch.fx.node import has_side_effect
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import CaptureError
 from penstock.misfits import takes
@@ -40,11 +40,7 @@ _library.define("mark(str what) -> ()")
 _library.define("function(str number, Tensor[] tensors) -> Tensor[]")
 
 
-def _mark_nothing(what: str) -> None:
-    del what
-
-
-_library.impl("mark", _mark_nothing, "CompositeExplicitAutograd")
+_library.impl("mark", lambda what: None, "CompositeExplicitAutograd")
 mark = torch.ops.penstock.mark.default
 has_side_effect(mark)
 
@@ -96,12 +92,7 @@ def annotate_split_points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> 
 
 def remembered(module: nn.Module) -> dict[str, frozenset[SplitPoint]]:
     """The cuts remembered for the submodules of `module`, by name."""
-    found = {}
-    for name, child in module.named_modules():
-        points = _annotated.get(child)
-        if points:
-            found[name] = points
-    return found
+    return {name: _annotated[child] for name, child in module.named_modules() if child in _annotated}
 
 
 def submodule(module: nn.Module, name: str) -> nn.Module:
@@ -123,62 +114,29 @@ CHECKPOINT_END = "checkpoint ends"
 
 
 @contextmanager
-def watching_checkpoints() -> Iterator[None]:
-    """While open, ``torch.utils.checkpoint`` leaves marks around the function that it is given.
-
-    Export runs straight through a checkpoint and forgets it; the marks let the stages have it again.
-    """
-    original = checkpoints._checkpoint_without_reentrant_generator
-
-    def marked(*args: object, **kwargs: object) -> Iterator[None]:
-        del args, kwargs
-        mark(CHECKPOINT_BEGIN)
-        yield
-        mark(CHECKPOINT_END)
-
-    checkpoints._checkpoint_without_reentrant_generator = marked
-    try:
-        yield
-    finally:
-        checkpoints._checkpoint_without_reentrant_generator = original
-
-
-_CUT = "_penstock_cut"  # where a module that is being traced has its name
-
-
-@contextmanager
-def watching(module: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -> Iterator[set[str]]:
-    """While open, every call of a named submodule leaves its marks. Yields the names that were called so far.
-
-    The name stands in the submodule itself: export traces a copy of a module that holds another one twice.
-    """
+def watching(skeleton: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -> Iterator[set[str]]:
+    """While open, every call of a named submodule leaves its marks. Yields the names that were called so far."""
     called: set[str] = set()
-    children = [submodule(module, name) for name in points]
-    for child, name in zip(children, points, strict=True):
-        child.__dict__[_CUT] = name
 
-    def before(child: nn.Module, args: object) -> None:
-        del args
-        name = str(child.__dict__.get(_CUT, ""))
-        if name in points:
+    def watch(name: str, sides: frozenset[SplitPoint]) -> tuple[RemovableHandle, RemovableHandle]:
+        def before(*_: object) -> None:
             called.add(name)
-            if SplitPoint.BEGINNING in points[name]:
+            if SplitPoint.BEGINNING in sides:
                 mark(f"the beginning of {name}")
 
-    def after(child: nn.Module, args: object, output: object) -> None:
-        del args, output
-        name = str(child.__dict__.get(_CUT, ""))
-        if name in points and SplitPoint.END in points[name]:
-            mark(f"the end of {name}")
+        def after(*_: object) -> None:
+            if SplitPoint.END in sides:
+                mark(f"the end of {name}")
 
-    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)] if points else []
+        child = skeleton.get_submodule(name)
+        return child.register_forward_pre_hook(before, prepend=True), child.register_forward_hook(after, prepend=True)
+
+    handles = [handle for name, sides in points.items() for handle in watch(name, sides)]
     try:
         yield called
     finally:
         for handle in handles:
             handle.remove()
-        for child in children:
-            child.__dict__.pop(_CUT, None)
 
 
 _operator = torch.ops.penstock.function.default
@@ -235,10 +193,29 @@ torch.library.register_fake("penstock::function", _shapes, lib=_library)
 
 
 @contextmanager
-def watching_functions() -> Iterator[None]:
-    """While open, calls of autograd functions that are not torch's own leave one node each."""
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def watching_calls() -> Iterator[None]:
+    """While open, calls that export would run straight through and forget leave nodes, so that the stages have them again.
+
+    ``torch.utils.checkpoint`` leaves marks around the function that it is given; an autograd function that is not torch's own
+    leaves one node.
+    """
     original = Function.__dict__["apply"]
     unwrap = functorch_utils.unwrap_dead_wrappers
+
+    def marked(*_: object, **__: object) -> Iterator[None]:
+        mark(CHECKPOINT_BEGIN)
+        yield
+        mark(CHECKPOINT_END)
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> object:
         if cls is checkpoints.CheckpointFunction:  # what torch calls reentrant: the same here as the other kind
@@ -266,16 +243,13 @@ def watching_functions() -> Iterator[None]:
         )
 
     _calls.clear()
-    register_hook = Tensor.register_hook
-    Tensor.register_hook = hooked  # type: ignore[method-assign]
-    Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    functorch_utils.unwrap_dead_wrappers = unwrapped
-    try:
+    with (
+        _replaced(checkpoints, "_checkpoint_without_reentrant_generator", marked),
+        _replaced(Tensor, "register_hook", hooked),
+        _replaced(Function, "apply", classmethod(apply)),
+        _replaced(functorch_utils, "unwrap_dead_wrappers", unwrapped),
+    ):
         yield
-    finally:
-        Tensor.register_hook = register_hook  # type: ignore[method-assign]
-        Function.apply = original  # type: ignore[method-assign]
-        functorch_utils.unwrap_dead_wrappers = unwrap
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:

@@ -37,10 +37,8 @@ class Skeleton:
                 f"{lazy[0]} has no shape yet: its module is a lazy one; run the model once with the example before the capture"
             )
         device = _main_device(model, leaves)
-        memo: dict[int, object] = {}
         fake = fake_mode()
-        for value in _tensors(model):
-            memo[id(value)] = _fake(fake, value, device)
+        memo: dict[int, object] = {id(v): _fake(fake, v, device) for v in (*model.parameters(), *model.buffers())}
         for constant in _plain_tensors(model):
             memo.setdefault(id(constant), constant)
         try:
@@ -75,28 +73,15 @@ def _fake(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> to
 
 
 def _main_device(model: nn.Module, leaves: list[Value]) -> torch.device:
-    for value in (*model.parameters(), *model.buffers(), *leaves):
-        if not value.is_meta:
-            return torch.device(value.device)
-    return torch.device("cpu")
-
-
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values()):
-            if value is not None:
-                yield value
+    tensors = (*model.parameters(), *model.buffers(), *leaves)
+    return next((torch.device(value.device) for value in tensors if not value.is_meta), torch.device("cpu"))
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """Tensors that are plain attributes: small constants, kept as they are."""
     for module in model.modules():
         for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            if isinstance(value, torch.Tensor):
-                yield value
-            elif isinstance(value, list | tuple):
-                yield from (item for item in value if isinstance(item, torch.Tensor))
-            elif isinstance(value, dict):
-                yield from (item for item in value.values() if isinstance(item, torch.Tensor))
+            if name not in ("_parameters", "_buffers", "_modules"):
+                inside = value.values() if isinstance(value, dict) else value
+                items = inside if isinstance(value, dict | list | tuple) else (value,)
+                yield from (item for item in items if isinstance(item, torch.Tensor))
