@@ -87,13 +87,10 @@ class Node(NamedTuple):
         if self.by is By.KEY and not isinstance(self.value, MutableMapping):
             return dict(zip(self.keys, children, strict=True))
         made = copy.copy(self.value)
-        if self.by is By.PLACE:
-            made[:] = children
+        if self.by is By.NAME:
+            return _with(made, dict(zip(self.keys, children, strict=True)), self.keys)
         for key, child in zip(self.keys, children, strict=True):
-            if self.by is By.KEY:
-                made[key] = child
-            elif self.by is By.NAME:
-                object.__setattr__(made, key, child)
+            made[key] = child
         return made
 
 
@@ -304,24 +301,17 @@ def tensors_in(value: object) -> list[Tensor]:
     >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": (2, [torch.tensor(3)])})]
     [1, 3]
     """
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    return found
+    if isinstance(value, Tensor):
+        return [value]
+    node = open_node(value) or open_object(value)
+    return [] if node is None else [tensor for child in node.children for tensor in tensors_in(child)]
 
 
-def has_tensor(value: object, depth: int = 6) -> bool:
+def has_tensor(value: object, depth: int = 6, seen: set[int] | None = None) -> bool:
     """Whether a tensor hides in attributes or items: a cache of attention keys keeps its layers in a list."""
-    return _finds_tensor(value, depth, set())
-
-
-def _finds_tensor(value: object, depth: int, seen: set[int]) -> bool:
     if isinstance(value, Tensor):
         return True
+    seen = set() if seen is None else seen
     if depth == 0 or id(value) in seen or isinstance(value, torch.nn.Module | str) or callable(value):
         return False
     seen.add(id(value))
@@ -331,4 +321,4 @@ def _finds_tensor(value: object, depth: int, seen: set[int]) -> bool:
         items = value
     else:
         items = getattr(value, "__dict__", {}).values()
-    return any(_finds_tensor(item, depth - 1, seen) for item in items)
+    return any(has_tensor(item, depth - 1, seen) for item in items)

@@ -43,20 +43,20 @@ class Batch(NamedTuple):
 
 def find_batch(leaves: list[BatchLeaf]) -> Batch | None:
     """The first tensor that is to be cut, or else the first block mask, shows the batch size."""
-    masks = []
+    mask = None
     for leaf in leaves:
         if is_replicate(leaf.spec):
             continue
         if isinstance(leaf.value, Tensor) and (leaf.spec is not None or leaf.value.dim()):
             dim = 0 if leaf.spec is None else _checked_dim(leaf)
             return Batch(leaf.value.size(dim), dim, leaf)
-        if is_block_mask(leaf.value) and block_mask_batch(leaf.value) > 1:
-            masks.append(Batch(block_mask_batch(leaf.value), 0, leaf))
-    return masks[0] if masks else None
+        if mask is None and is_block_mask(leaf.value) and block_mask_batch(leaf.value) > 1:
+            mask = Batch(block_mask_batch(leaf.value), 0, leaf)
+    return mask
 
 
 def cut_leaves(
-    leaves: list[BatchLeaf], num_microbatches: int, batch_size: int | None, strict: bool
+    leaves: list[BatchLeaf], num_microbatches: int, batch_size: int | None = None, strict: bool = True
 ) -> list[Sequence[Value]]:
     """What each leaf is in each microbatch."""
     if num_microbatches < 1:
@@ -110,12 +110,8 @@ def _split_tensor_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | No
             f"{leaf.path} has shape {tuple(tensor.shape)}: dimension {dim} is too small for {num_microbatches} "
             f"microbatches. To hand it to each of them whole, write {leaf.path.write('Replicate()')}"
         )
-    if batch is not None and size % batch.size == 0:
-        times = size // batch.size
-        sizes = tuple(times * rows for rows in microbatch_sizes(batch.size, num_microbatches))
-    else:
-        sizes = microbatch_sizes(size, num_microbatches)
-    cut = split_sizes(tensor, sizes, dim)
+    per_row = size // batch.size if batch is not None and size % batch.size == 0 else 1
+    cut = split_sizes(tensor, [per_row * rows for rows in microbatch_sizes(size // per_row, num_microbatches)], dim)
     if is_dtensor(tensor) and any(piece.size(dim) == 0 for piece in cut):
         raise SplitError(
             f"{leaf.path} is a DTensor of shape {tuple(tensor.shape)}, {tensor.placements}: its shards are too small "

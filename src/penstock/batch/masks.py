@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -54,8 +55,7 @@ def split_block_mask(mask: BlockMask, sizes: Sequence[int]) -> list[BlockMask]:
             f"a BlockMask of batch size {batch_size} cannot be cut into microbatches of sizes {tuple(sizes)}"
         )
     pieces = []
-    start = 0
-    for size in sizes:
+    for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
         piece = copy.copy(mask)
         for name in _TABLES:
             table = getattr(mask, name, None)
@@ -63,7 +63,6 @@ def split_block_mask(mask: BlockMask, sizes: Sequence[int]) -> list[BlockMask]:
                 setattr(piece, name, table.narrow(0, start, size))
         piece.mask_mod = _with_offset(mask, start)
         pieces.append(piece)
-        start += size
     return pieces
 
 

@@ -44,29 +44,21 @@ def _merge(values: list[object], spec: object, path: Path) -> Value:
     node = _open(values[0], spec)
     if node is None:
         return _merge_leaf(values, spec, path)
-    nodes = [
-        _same_structure(node, _open(value, spec), value, microbatch, path) for microbatch, value in enumerate(values)
-    ]
-    specs = child_specs(spec, node, path)
-    return node.build(
-        [
-            _merge([one.children[index] for one in nodes], specs[index], path.child(node, index))
-            for index in range(len(node.keys))
-        ]
-    )
+    children = []
+    for microbatch, value in enumerate(values):
+        other = _open(value, spec)
+        if other is None or list(other.keys) != list(node.keys):
+            has = type(value).__name__ if other is None else list(other.keys)
+            raise MergeError(f"{path} has {list(node.keys)} in microbatch 0, but {has} in microbatch {microbatch}")
+        children.append(other.children)
+    columns = zip(zip(*children, strict=True), child_specs(spec, node, path), strict=True)
+    return node.build([_merge([*column], own, path.child(node, i)) for i, (column, own) in enumerate(columns)])
 
 
 def _open(value: object, spec: object) -> Node | None:
     """An object that keeps tensors in its attributes is opened, unless a spec says how to make one of several."""
     whole = is_leaf_spec(spec) and not isinstance(spec, TensorChunkSpec)
     return open_value(value) or (None if whole or is_block_mask(value) else open_object(value))
-
-
-def _same_structure(first: Node, node: Node | None, value: object, microbatch: int, path: Path) -> Node:
-    if node is None or list(node.keys) != list(first.keys):
-        has = type(value).__name__ if node is None else list(node.keys)
-        raise MergeError(f"{path} has {list(first.keys)} in microbatch 0, but {has} in microbatch {microbatch}")
-    return node
 
 
 def _merge_leaf(values: list[object], spec: object, path: Path) -> Value:

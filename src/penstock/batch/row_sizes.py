@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 from penstock.errors import SplitError
 from penstock.misfits import takes
@@ -33,8 +34,13 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
             f"a batch of {batch_size} cannot be cut into {num_microbatches} microbatches: "
             f"use a batch of {num_microbatches} or more, or at most {batch_size} microbatches"
         )
-    rows, larger = divmod(batch_size, num_microbatches)
-    return (rows + 1,) * larger + (rows,) * (num_microbatches - larger)
+    return even_sizes(batch_size, num_microbatches)
+
+
+def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
+    """Rows in parts as equal as possible, larger ones first; some have none if there are more parts than rows."""
+    each, larger = divmod(rows, parts)
+    return (each + 1,) * larger + (each,) * (parts - larger)
 
 
 @takes(SplitError)
@@ -62,8 +68,4 @@ def weighted_mean(values: Sequence[Value], sizes: Sequence[int]) -> Value:
     """
     if len(values) != len(sizes):
         raise SplitError(f"{len(values)} values and {len(sizes)} microbatch sizes; expected one size for each value")
-    parts = [value * float(weight) for value, weight in zip(values, weights(sizes), strict=True)]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return reduce(operator.add, (value * float(weight) for value, weight in zip(values, weights(sizes), strict=True)))

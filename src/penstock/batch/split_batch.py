@@ -114,8 +114,7 @@ def split_target(target: Value, num_microbatches: int, *, target_spec: object = 
             return split_sizes(target, microbatch_sizes(target.size(0), num_microbatches), 0)
     leaves: list[BatchLeaf] = []
     outline = _outline(target, target_spec, TARGET, leaves)
-    pieces = cut_leaves(leaves, num_microbatches, None, True)
-    return list(_fill(outline, pieces, num_microbatches))
+    return list(_fill(outline, cut_leaves(leaves, num_microbatches), num_microbatches))
 
 
 @takes(SplitError)
@@ -159,17 +158,13 @@ class _Rule(NamedTuple):
     strict: bool = True
 
 
-_CHEAP = (
-    Kind.TUPLE,
-    Kind.LIST,
-    Kind.DICT,
-)  # to rebuild; others are shared by all microbatches if nothing in them varies
+# To rebuild; others are shared by all microbatches if nothing in them varies.
+_CHEAP = (Kind.TUPLE, Kind.LIST, Kind.DICT)
 
 
 class _Branch(NamedTuple):
     node: Node
     parts: list[int | _Branch]  # an int is the number of a leaf
-    original: object
     rebuild: bool
 
 
@@ -206,12 +201,8 @@ def _outline(
         _outline(child, child_spec, path.child(node, index), leaves, inherited)
         for index, (child, child_spec) in enumerate(zip(node.children, child_specs(spec, node, path), strict=True))
     ]
-    varies = any(_may_vary(leaf.value) for leaf in leaves[first:])
-    return _Branch(node, parts, value, node.kind in _CHEAP or varies)
-
-
-def _may_vary(value: object) -> bool:
-    return isinstance(value, Tensor | Microbatches) or is_block_mask(value)
+    varies = any(isinstance(leaf.value, Tensor | Microbatches) or is_block_mask(leaf.value) for leaf in leaves[first:])
+    return _Branch(node, parts, node.kind in _CHEAP or varies)
 
 
 def _fill(outline: int | _Branch, pieces: list[Sequence[object]], num_microbatches: int) -> Sequence[Value]:
@@ -219,8 +210,6 @@ def _fill(outline: int | _Branch, pieces: list[Sequence[object]], num_microbatch
     if isinstance(outline, int):
         return pieces[outline]
     if not outline.rebuild:
-        return [outline.original] * num_microbatches
-    if not outline.parts:
-        return [outline.node.build(()) for _ in range(num_microbatches)]
+        return [outline.node.value] * num_microbatches
     parts = [_fill(part, pieces, num_microbatches) for part in outline.parts]
-    return [outline.node.build(items) for items in zip(*parts, strict=True)]
+    return [outline.node.build([part[m] for part in parts]) for m in range(num_microbatches)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from penstock.batch.row_sizes import microbatch_sizes
+from penstock.batch.row_sizes import even_sizes, microbatch_sizes
 from penstock.batch.specs import TensorChunkSpec
 from penstock.errors import MergeError, SplitError
 from penstock.misfits import takes
@@ -85,37 +85,25 @@ def _check_shapes(pieces: Sequence[Tensor], dim: int) -> None:
 
 def _split_dtensor(tensor: DTensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     """Each rank cuts its own shard; a piece has as many rows as all shards put into it."""
-    from torch.distributed.tensor import DTensor
-
     local = tensor.to_local()
     shards = _shard_sizes(tensor, dim)
-    if shards == [tensor.size(dim)]:
-        cuts = list(sizes)
-        totals = list(sizes)
-    else:
-        cuts = _even(local.size(dim), len(sizes))
-        totals = [sum(column) for column in zip(*(_even(shard, len(sizes)) for shard in shards), strict=True)]
-    pieces: list[Tensor] = []
-    for piece, total in zip(local.split(cuts, dim), totals, strict=True):
-        shape = list(tensor.shape)
-        shape[dim] = total
-        pieces.append(
-            DTensor.from_local(
-                piece,
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=tensor.stride(),
-            )
-        )
-    return pieces
+    cuts = totals = list(sizes)
+    if shards != [tensor.size(dim)]:  # a shard may have nothing for some microbatch
+        cuts = list(even_sizes(local.size(dim), len(sizes)))
+        totals = [sum(column) for column in zip(*(even_sizes(shard, len(sizes)) for shard in shards), strict=True)]
+    pieces = zip(local.split(cuts, dim), totals, strict=True)
+    return [
+        _placed_like(tensor, piece, (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :])) for piece, rows in pieces
+    ]
 
 
-def _even(size: int, num_microbatches: int) -> list[int]:
-    """As `microbatch_sizes`, but a shard may have nothing for some microbatch."""
-    rows, larger = divmod(size, num_microbatches)
-    return [rows + 1] * larger + [rows] * (num_microbatches - larger)
+def _placed_like(tensor: DTensor, local: Tensor, shape: Sequence[int], stride: Sequence[int] | None = None) -> DTensor:
+    """A DTensor of that shape with this shard here, on the mesh and with the placements (and strides) of another one."""
+    from torch.distributed.tensor import DTensor
+
+    strides, size = tuple(stride or tensor.stride()), torch.Size(shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=strides)
 
 
 def _shard_sizes(tensor: DTensor, dim: int) -> list[int]:
@@ -136,8 +124,6 @@ def _shard_sizes(tensor: DTensor, dim: int) -> list[int]:
 
 
 def _merge_dtensors(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
     first = pieces[0]
     parts: list[Tensor] = []
     for microbatch, piece in enumerate(pieces):
@@ -153,16 +139,5 @@ def _merge_dtensors(pieces: Sequence[Tensor], dim: int) -> Tensor:
     assert is_dtensor(first)
     dim = normal_dim(first, dim)
     _check_shapes(pieces, dim)
-    shape = list(first.shape)
-    shape[dim] = sum(piece.size(dim) for piece in pieces)
-    stride = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        stride[axis] = stride[axis + 1] * max(shape[axis + 1], 1)
-    return DTensor.from_local(
-        torch.cat(parts, dim),
-        first.device_mesh,
-        first.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )
+    shape = (*first.shape[:dim], sum(piece.size(dim) for piece in pieces), *first.shape[dim + 1 :])
+    return _placed_like(first, torch.cat(parts, dim), shape, torch.empty(shape, device="meta").stride())
