@@ -22,6 +22,7 @@ from penstock.capture import (
     pipe_split,
     pipeline,
 )
+from penstock.capture.pipe import StageRoutes
 from penstock.errors import CaptureError
 from tests.capture import toys
 from tests.capture.chain import assert_same, assert_same_grads, forward_backward
@@ -146,11 +147,13 @@ def test_arguments_that_cannot_fit_are_refused() -> None:
 
 def test_a_rank_gives_only_what_its_stages_read() -> None:
     x = torch.randn(3, 4)
-    info = pipeline(toys.Arguments(), (x, x), {"late": x}).info()
-    assert info.arguments(1, (), {"late": x}) == {"late": x}
-    assert list(info.arguments(0, (x, x), {})) == ["x", "y"]
+    y, late = x + 1, x + 2
+    pipe = pipeline(toys.Arguments(), (x, x), {"late": x})
+    first, second = StageRoutes(pipe.info(), 0), StageRoutes(pipe.info(), 1)
+    assert [value for value in second.bind([()], [{"late": late}], 1)[0] if value is not None] == [late]
+    assert list(first.bind([(x, y)], [{}], 1)[0]) == [x, y]
     with pytest.raises(CaptureError, match=r"stage 1 reads late, and this rank's call does not give it"):
-        info.arguments(1, (x, x), {})
+        second.bind([(x, y)], [{}], 1)
 
 
 def test_a_value_crosses_each_pair_of_stages_once() -> None:

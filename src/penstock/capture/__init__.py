@@ -16,9 +16,9 @@ A file uses those before it, and nobody outside needs more than this door.
 from __future__ import annotations
 
 from penstock.capture.by_modules import ListStage, PipeSequential, Tie, find_ties, split_modules, tie
-from penstock.capture.capture_model import capture_layers, pipeline, profile, profile_layers
+from penstock.capture.capture_model import capture_layers, pipeline, profile
 from penstock.capture.cost_cuts import cuts_at, warn_if_uneven
-from penstock.capture.layer_costs import layer_names
+from penstock.capture.layer_costs import layer_names, profile_layers
 from penstock.capture.load_state import LoadReport, load, materialise
 from penstock.capture.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, pipe_split
 from penstock.capture.one_layer import LayerSetting

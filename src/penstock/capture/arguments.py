@@ -18,6 +18,7 @@ from torch.export import Dim
 
 from penstock.errors import CaptureError
 from penstock.nest import (
+    LEAF,
     Kind,
     Nest,
     Nesting,
@@ -61,12 +62,12 @@ model_values = _ModelValues()
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument that the capture was given: its nest, and which leaves of the call are its own."""
+    """One argument that the capture was given."""
 
     name: str
     root: str  # before the names of its leaves: its name, or nothing for **kwargs
     recipe: Nest
-    leaves: tuple[int, ...]
+    names: tuple[str, ...]  # of its leaves
 
 
 @dataclass(frozen=True)
@@ -93,26 +94,24 @@ class InputTable:
                 "Give mb_args and mb_kwargs as the model would be called with one microbatch"
             ) from None
         leaves: list[Value] = []
-        names: list[str] = []
         arguments = []
         for name, value in bound.arguments.items():
             root = "" if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else name
             own, recipe = model_values.flatten(value, name)
-            arguments.append(Argument(name, root, recipe, tuple(range(len(leaves), len(leaves) + len(own)))))
-            names += leaf_names(recipe, root)
+            arguments.append(Argument(name, root, recipe, tuple(leaf_names(recipe, root))))
             leaves += own
         plain = inspect.Signature([inspect.Parameter(p.name, p.kind) for p in signature.parameters.values()])
-        tensors = {argument.root for argument in arguments if argument.leaves} | set(names)
+        names = tuple(name for argument in arguments for name in argument.names)
+        tensors = {argument.root for argument in arguments if argument.names} | set(names)
         by_position = [name for name in bound.arguments if name not in kwargs][: len(args)]
         given = tuple(name for name in (*by_position, *kwargs) if name in tensors)
-        return InputTable(tuple(arguments), tuple(names), plain, given), leaves
+        return InputTable(tuple(arguments), names, plain, given), leaves
 
     def call(self, function: Callable[..., object], leaves: Sequence[Value]) -> Value:
         """Call `function` as the model was called at capture, with other leaves."""
-        bound = self.signature.bind_partial()
-        for argument in self.arguments:
-            own = [leaves[i] for i in argument.leaves]
-            bound.arguments[argument.name] = model_values.unflatten(argument.recipe, own)
+        bound, left = self.signature.bind_partial(), iter(leaves)
+        for argument in self.arguments:  # each takes its own, in order
+            bound.arguments[argument.name] = model_values.unflatten(argument.recipe, left)
         return function(*bound.args, **bound.kwargs)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object], *, partial: bool = False) -> dict[str, Value]:
@@ -130,7 +129,7 @@ class InputTable:
         for argument in self.arguments:
             if argument.name in values:
                 found |= self._leaves(argument, values.pop(argument.name))
-            elif argument.leaves and not partial:
+            elif argument.names and not partial:
                 raise CaptureError(f"argument {argument.name!r} is missing; the model was captured with it")
         for name, value in values.items():
             if value is not None and not partial:
@@ -144,23 +143,15 @@ class InputTable:
         """The leaves of several calls of one form, each as far as it is given. The first is bound with all checks; in the
         others tensors may differ, and what else differs is bound again."""
         first = self.bind(*calls[0], partial=True)
-        names = self._positions(len(calls[0][0]))
-        others = (_like(first, names, calls[0], call) or self.bind(*call, partial=True) for call in calls[1:])
-        return [first, *others]
+        names = {id(leaf): name for name, leaf in first.items()}
+        alone = len(names) == len(first)  # else one tensor stands in several places, and does not tell which
+        like = [(alone and _like(first, names, calls[0], call)) or self.bind(*call, partial=True) for call in calls[1:]]
+        return [first, *like]
 
     @property
     def _counts_given(self) -> bool:
         kinds = {parameter.kind for parameter in self.signature.parameters.values()}
         return self.as_given and not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
-
-    def _positions(self, count: int) -> list[str]:
-        """What the leaves are called that stand in the first places of a call."""
-        if self._counts_given:
-            return list(self.given[:count])
-        parameters = self.signature.parameters.values()
-        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
-        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
-        return names + [f"{rest}[{i}]" for i in range(count - len(names))]
 
     def _by_name(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Value]:
         """All arguments of a call by name, when positions count what was given at the capture."""
@@ -173,14 +164,14 @@ class InputTable:
             raise CaptureError(f"multiple values for argument {twice[0]!r}: it is given by position and by name")
         return {**dict(zip(self.given, args, strict=False)), **kwargs}
 
-    def _leaves(self, argument: Argument, value: object) -> dict[str, Value]:
+    @staticmethod
+    def _leaves(argument: Argument, value: object) -> dict[str, Value]:
         leaves, recipe = model_values.flatten(value, argument.name)
-        names = [self.names[i] for i in argument.leaves]
         paths = leaf_names(recipe, argument.root)
-        if paths != names:
+        if paths != list(argument.names):
             raise CaptureError(
-                f"argument {argument.name!r} was captured with the tensors {names}, and is called with {paths}; "
-                "a captured model takes the same structure that it was captured with"
+                f"argument {argument.name!r} was captured with the tensors {list(argument.names)}, and is called with "
+                f"{paths}; a captured model takes the same structure that it was captured with"
             )
         parts = zip(named(argument.recipe, argument.root), named(recipe, argument.root), strict=True)
         for (path, old), (_, new) in parts:
@@ -188,34 +179,33 @@ class InputTable:
                 raise CaptureError(
                     f"{path} was {old.data!r} when the model was captured, and is {new.data!r} now; capture again"
                 )
-        return dict(zip(names, leaves, strict=True))
+        return dict(zip(paths, leaves, strict=True))
 
 
 def _like(
-    known: dict[str, object], names: Sequence[str], first: ModelCall, other: ModelCall
+    known: Mapping[str, Value], names: Mapping[int, str], first: ModelCall, other: ModelCall
 ) -> dict[str, Value] | None:
-    """The leaves of a call that differs from the first in nothing but tensors; None for any other."""
+    """The leaves of a call that differs from the first in nothing but tensors; None for any other.
+
+    `names` says what each leaf of the first call, by its id, is called.
+    """
     (args, kwargs), (new_args, new_kwargs) = first, other
     if len(args) != len(new_args) or kwargs.keys() != new_kwargs.keys():
         return None
     found = dict(known)
     olds, news = (*args, *kwargs.values()), (*new_args, *map(new_kwargs.__getitem__, kwargs))
-    for name, old, new in zip((*names, *kwargs), olds, news, strict=True):
+    for old, new in zip(olds, news, strict=True):
         if type(new) is torch.Tensor and type(old) is torch.Tensor:
-            found[name] = new
+            if id(old) in names:
+                found[names[id(old)]] = new
         elif new is not old:
             return None
     return found
 
 
 def same(old: object, new: object) -> bool:
-    """Whether two arguments that are not tensors count as the same."""
-    if old is new:
-        return True
-    if type(old) is not type(new):
-        return False
-    result = old == new
-    return bool(result) if isinstance(result, bool) else True
+    """Whether two arguments that are not tensors count as the same: if they cannot be compared, they do."""
+    return old is new or (type(old) is type(new) and (old == new) is not False)
 
 
 def batch_dims(leaves: Sequence[torch.Tensor]) -> tuple[Dims, str]:
@@ -229,16 +219,15 @@ def batch_dims(leaves: Sequence[torch.Tensor]) -> tuple[Dims, str]:
 def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[str, object]) -> Dims:
     """What the user said, leaf by leaf: by argument, or by the name of a leaf."""
     found: list[object] = [None] * len(leaves)
-    arguments = {argument.name: argument for argument in table.arguments}
+    known = {argument.name: (argument.recipe, argument.names) for argument in table.arguments}
+    known |= {name: (LEAF, (name,)) for name in table.names}
     for name, value in spec.items():
-        if name in table.names:
-            found[table.names.index(name)] = _normal(value, leaves[table.names.index(name)], name)
-        elif name in arguments:
-            parts = _parts(arguments[name].recipe, value)
-            for place, part in zip(arguments[name].leaves, parts, strict=True):
-                found[place] = _normal(part, leaves[place], table.names[place])
-        else:
+        if name not in known:
             raise CaptureError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(table.names)}")
+        recipe, names = known[name]
+        for own, part in zip(names, _parts(recipe, value), strict=True):
+            place = table.names.index(own)
+            found[place] = _normal(part, leaves[place], own)
     return tuple(found)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.marks import pipe_split, submodule
+from penstock.capture.stage_state import owner_of
 from penstock.errors import CaptureError
 from penstock.misfits import takes
 from penstock.nest import Value
@@ -60,14 +61,7 @@ class ListStage(nn.Module):
         self.order = tuple(modules)
         self.calls = {name: call for name, call in calls.items() if name in modules}
         for name, module in modules.items():
-            path, _, leaf = name.rpartition(".")
-            owner: nn.Module = self
-            for part in path.split(".") if path else ():
-                if part not in owner._modules:
-                    owner._modules[part] = nn.Module()
-                child = owner._modules[part]
-                assert child is not None
-                owner = child
+            owner, leaf = owner_of(self, name, make=True)
             owner._modules[leaf] = module
 
     def forward(self, *values: Value) -> Value:

@@ -12,26 +12,25 @@ are alike are measured once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.balance import Cuts, Profile, balance
+from penstock.balance import Profile
 from penstock.capture.arguments import InputTable, batch_dims, given_dims
-from penstock.capture.cost_cuts import CostCuts, Layers, basis_of, device_of, unevenness, unevenness_of_marks
+from penstock.capture.cost_cuts import CostCuts, device_of, unevenness_of_others
 from penstock.capture.cut_places import cut_places
 from penstock.capture.cutter import Cut, Cutter
 from penstock.capture.flat import Flat, Mark
-from penstock.capture.layer_costs import kept_random_state, measure
+from penstock.capture.layer_costs import profile_layers
 from penstock.capture.marks import SplitPoint, remembered, submodule
 from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import MultiUseParameterConfig, Pipe, PipeInfo, find_loss
 from penstock.capture.place import place
-from penstock.capture.retrace import ChooseCuts, Retracer
+from penstock.capture.retrace import Retracer
 from penstock.capture.skeleton import Skeleton
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames, assign, find_shared, give
@@ -41,6 +40,7 @@ from penstock.nest import Value, leaf_names
 from penstock.stage.digest import model_digest
 
 SplitPolicy = Callable[[fx.GraphModule], object]
+ChooseCuts = Callable[[Flat, int], Sequence[int]]
 
 
 @takes(CaptureError)
@@ -82,11 +82,16 @@ def pipeline(
         raise CaptureError("give either num_stages= (cut by cost) or split_spec= (cut where it says), not both")
     if num_stages is not None and num_stages < 1:
         raise CaptureError(f"num_stages={num_stages}; expected at least 1")
-    known = _loaded(profile, num_stages)
-    by_name: Cuts | None = None
+    known, names = _loaded(profile, num_stages), StateNames.of(module)
+
+    def layers(flat: Flat, marks: Sequence[Mark]) -> Pipe:
+        cutter = Cutter(place(flat, marks), names, input_names=table.names, transmit=source.transmit)
+        return Pipe(*_assembled(source, cutter.cut(), module, loss_spec=loss_spec))
+
+    chooser = CostCuts(module, mb_args, mb_kwargs or {}, names, layers, known)
     if known is not None and num_stages is not None and known.metadata.get("places") is None:
-        by_name = balance(known, num_stages)  # costs of modules by their names: marks stand before these
-        split_spec, num_stages = dict.fromkeys(by_name.names, SplitPoint.BEGINNING), None
+        by_name = chooser.best(known, num_stages).names  # costs of modules by their names: marks stand before these
+        split_spec, num_stages = dict.fromkeys(by_name, SplitPoint.BEGINNING), None
     table, leaves = InputTable.of(module.forward, mb_args, mb_kwargs or {})
     dims, why = batch_dims(leaves) if dynamic_shapes is None else (given_dims(table, leaves, dynamic_shapes), "")
     source = Retracer(
@@ -96,11 +101,10 @@ def pipeline(
         dims=dims,
         fall_back=dynamic_shapes is None,
         points=_points(module, split_spec or {}, automatic=num_stages is not None),
-        names=StateNames.of(module),
+        names=names,
         transmit=multi_use_param_spec is MultiUseParameterConfig.TRANSMIT,
         carry=arguments_from_first,
         policy=split_policy,
-        num_stages=num_stages,
         why_static=why,
     )
     if isinstance(output_loss_value_spec, torch.Tensor):
@@ -110,22 +114,16 @@ def pipeline(
         )
     loss_spec = output_loss_value_spec or getattr(module, "loss_spec", None)
 
-    def layers(flat: Flat, marks: Sequence[Mark]) -> Layers:
-        cutter = Cutter(place(flat, marks), source.names, input_names=table.names, transmit=source.transmit)
-        return _assembled(source, cutter.cut(), module, loss_spec=loss_spec)
+    def choose(flat: Flat) -> Sequence[int] | None:
+        places = None if num_stages is None else (choose_cuts or chooser)(flat, num_stages)
+        if chooser.cuts is None:
+            chosen = {mark.position for mark in flat.marks} if places is None else set(places)
+            chooser.uneven = unevenness_of_others(flat, chosen, names)
+        return places
 
-    chooser = CostCuts(module, mb_args, mb_kwargs or {}, source.names, layers, known)
-
-    def judge(flat: Flat, marks: Sequence[Mark]) -> None:
-        if chooser.cuts is None and marks:
-            chooser.uneven = unevenness_of_marks(flat, marks, source.names)
-
-    cut = source.first(choose_cuts or chooser, judge)
+    cut = source.first(choose)
     stages, info = _assembled(source, cut, module, loss_spec=loss_spec, again=source)
-    info = replace(info, cuts=chooser.cuts, cut_by=chooser.basis, uneven=chooser.uneven)
-    if by_name is not None and known is not None:
-        info = replace(info, cuts=by_name, cut_by=basis_of(known), uneven=unevenness(known, by_name.boundaries))
-    return Pipe(stages, info)
+    return Pipe(stages, replace(info, cuts=chooser.cuts, cut_by=chooser.basis, uneven=chooser.uneven))
 
 
 def _assembled(
@@ -216,20 +214,6 @@ def profile(
     return profile_layers(layers, where, setting, progress=progress)
 
 
-@takes(CaptureError)
-def profile_layers(
-    layers: Pipe, where: Sequence[tuple[int, str]] | None, setting: LayerSetting, *, progress: bool | None = None
-) -> Profile:
-    """Measure the stages of a captured model, each as one layer. `where` they were cut is kept beside the costs.
-
-    profile_layers(*capture_layers(model, (x,), {}, num_stages=8), LayerSetting((x,), {}, torch.device("cpu")))
-    """
-    stages = [layers.get_stage_module(k) for k in range(layers.num_stages)]
-    metadata = {"places": None if where is None else [list(place) for place in where]}
-    with kept_random_state(setting.device), _bar(progress, layers.num_stages) as advance:
-        return measure(stages, layers.info(), setting=setting, advance=advance, metadata=metadata)
-
-
 def capture_layers(
     model: torch.nn.Module,
     example: tuple[Value, ...],
@@ -251,20 +235,3 @@ def capture_layers(
 
     pipe = pipeline(model, example, example_kwargs, num_stages=num_stages, choose_cuts=everywhere, **options)
     return pipe, tuple(found)
-
-
-@contextmanager
-def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on a terminal; nothing anywhere else."""
-    from rich.console import Console
-
-    console = Console(stderr=True, force_terminal=wanted or None)
-    if not (console.is_terminal if wanted is None else wanted):
-        yield lambda name: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda name: bar.update(task, advance=1, description=name)

@@ -14,7 +14,7 @@ import hashlib
 import re
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from penstock.balance import Cuts, Profile, balance
 from penstock.capture.cut_places import cut_places, estimated, sizes_in_example
 from penstock.capture.flat import Flat, Mark
-from penstock.capture.layer_costs import kept_random_state, measure
+from penstock.capture.layer_costs import profile_layers
 from penstock.capture.load_state import has_no_data
 from penstock.capture.one_layer import LayerSetting
-from penstock.capture.pipe import PipeInfo
-from penstock.capture.stage_module import StageModule
+from penstock.capture.pipe import Pipe
 from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError, UnevenCut
 from penstock.misfits import takes
@@ -39,7 +38,6 @@ from penstock.nest import Value, map_tensors, tensors_in
 
 ENOUGH = 0.3  # seconds for one layer
 
-Layers = tuple[Sequence[StageModule], PipeInfo]
 Places = Sequence[tuple[int, str]]  # position and name of the operator before which to cut
 
 
@@ -51,7 +49,7 @@ class CostCuts:
     args: tuple[Value, ...]
     kwargs: Mapping[str, Value]
     names: StateNames
-    make_layers: Callable[[Flat, Sequence[Mark]], Layers]
+    make_layers: Callable[[Flat, Sequence[Mark]], Pipe]
     given: Profile | None = None
     cuts: Cuts | None = field(default=None, init=False)
     basis: str = field(default="", init=False)
@@ -61,11 +59,16 @@ class CostCuts:
         if num_stages == 1:
             return []
         profile = self.given or self._agreed(flat, num_stages)
-        self.cuts = balance(profile, num_stages)
-        self.basis = basis_of(profile)
-        self.uneven = warn_if_uneven(profile, self.cuts.boundaries)
+        boundaries = self.best(profile, num_stages).boundaries
+        warn_if_uneven(profile, boundaries)
         places = [tuple(place) for place in profile.metadata["places"]]
-        return cuts_at([places[boundary - 1] for boundary in self.cuts.boundaries])(flat, num_stages)
+        return cuts_at([places[boundary - 1] for boundary in boundaries])(flat, num_stages)
+
+    def best(self, profile: Profile, num_stages: int) -> Cuts:
+        """The best cuts by these costs, which are remembered."""
+        self.cuts, self.basis = balance(profile, num_stages), basis_of(profile)
+        self.uneven = unevenness(profile, self.cuts.boundaries)
+        return self.cuts
 
     def _agreed(self, flat: Flat, num_stages: int) -> Profile:
         places = cut_places(flat, num_stages)
@@ -83,23 +86,18 @@ class CostCuts:
         return Profile.loads(text)
 
     def _profile(self, flat: Flat, places: Sequence[int], why_not: str) -> Profile:
-        where = [[place, flat.nodes[place].name] for place in places]
+        where = [(place, flat.nodes[place].name) for place in places]
         if not why_not:
             try:
-                return self._measured(flat, places, where)
+                layers = self.make_layers(flat.copied(), [Mark(place, f"operator {place}") for place in places])
+                args, kwargs = map_tensors(Tensor.clone, (self.args, dict(self.kwargs)))
+                setting = LayerSetting(args, kwargs, device_of(self.model), enough=ENOUGH)
+                return profile_layers(layers, where, setting, progress=False)
             except (PenstockError, RuntimeError, ValueError, TypeError, LookupError) as error:
                 why_not = f"it cannot be run with the example: {(str(error).splitlines() or [''])[0]}"
         found = estimated(flat, places, self.names)
         metadata = {"unit": "operations", "estimated": "the work in its graph", "why": why_not, "places": where}
         return replace(found, metadata=metadata)
-
-    def _measured(self, flat: Flat, places: Sequence[int], where: list[Any]) -> Profile:
-        stages, info = self.make_layers(flat.copied(), [Mark(place, f"operator {place}") for place in places])
-        device = device_of(self.model)
-        args, kwargs = map_tensors(Tensor.clone, (self.args, dict(self.kwargs)))
-        setting = LayerSetting(args, kwargs, device, enough=ENOUGH)
-        with kept_random_state(device):
-            return measure(stages, info, setting=setting, advance=lambda _: None, metadata={"places": where})
 
 
 _UNEVEN = 1.5  # times the mean: more than that in one stage is said
@@ -142,10 +140,11 @@ def warn_if_uneven(profile: Profile, boundaries: Sequence[int]) -> str:
     return text
 
 
-def unevenness_of_marks(flat: Flat, marks: Sequence[Mark], names: StateNames) -> str:
-    """The same for cuts that somebody else chose, by the work in the graph."""
-    chosen = {mark.position for mark in marks}
-    places = sorted({*cut_places(flat, len(marks) + 1), *chosen} - {0, len(flat.nodes)})
+def unevenness_of_others(flat: Flat, chosen: Set[int], names: StateNames) -> str:
+    """The same for cuts at positions that somebody else chose, by the work in the graph."""
+    if not chosen:
+        return ""
+    places = sorted({*cut_places(flat, len(chosen) + 1), *chosen} - {0, len(flat.nodes)})
     profile = replace(estimated(flat, places, names), metadata={"estimated": "the work in its graph"})
     return unevenness(profile, [i + 1 for i, place in enumerate(places) if place in chosen])
 
@@ -252,8 +251,6 @@ def forget() -> None:
 
 def _store() -> Any:
     """The store of the default process group; None if there is no group that connects processes."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    if "fake" in dist.get_backend():
-        return None
-    return dist.distributed_c10d._get_default_store()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and "fake" not in dist.get_backend():
+        return dist.distributed_c10d._get_default_store()
+    return None

@@ -16,6 +16,7 @@ from math import prod
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from penstock.balance import LayerCost, Profile
 from penstock.capture.cutter import module_path
@@ -36,7 +37,7 @@ def estimated(flat: Flat, places: Sequence[int], names: StateNames) -> Profile:
     active = _activations(flat)
     alive = alive_bytes(flat, active)
     parts = [flat.nodes[start:end] for start, end in pairwise([0, *places, len(flat.nodes)])]
-    users: dict[str, list[int]] = {}
+    users: dict[str, set[int]] = {}
     sizes: dict[str, int] = {}
     for k, part in enumerate(parts):
         for arg in (arg for node in part for arg in node.all_input_nodes):
@@ -44,15 +45,14 @@ def estimated(flat: Flat, places: Sequence[int], names: StateNames) -> Profile:
             if isinstance(origin, FromState) and origin.parameter:
                 first = names.first[origin.name]
                 sizes[first] = int(_bytes(arg.meta["val"]))
-                if k not in users.setdefault(first, []):
-                    users[first].append(k)
+                users.setdefault(first, set()).add(k)
     shared = {name: sizes[name] for name, held in users.items() if len(held) > 1}
     named = numbered([[module_path(node) for node in part if node in active] for part in parts])
     layers = (
         LayerCost(
             name,
             forward=sum(estimate(node) for node in part if node in active),
-            parameter_bytes=sum(sizes[n] for n, held in users.items() if held == [k]),
+            parameter_bytes=sum(sizes[n] for n, held in users.items() if held == {k}),
             shared=frozenset(n for n in shared if k in users[n]),
         )
         for k, (name, part) in enumerate(zip(named, parts, strict=True))
@@ -72,14 +72,13 @@ def numbered(layers: Sequence[Sequence[str]]) -> list[str]:
 
 def _activations(flat: Flat) -> set[fx.Node]:
     """Nodes that depend on a parameter: the real work."""
-    found: set[fx.Node] = set()
+    origins = flat.traced.origins.items()
+    parameters = {node for node, origin in origins if isinstance(origin, FromState) and origin.parameter}
+    found = set(parameters)
     for node in flat.nodes:
-        for arg in node.all_input_nodes:
-            origin = flat.traced.origins.get(arg)
-            if arg in found or (isinstance(origin, FromState) and origin.parameter):
-                found.add(node)
-                break
-    return {n for n in found if not is_size(n)}
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return {node for node in found - parameters if not is_size(node)}
 
 
 def alive_bytes(flat: Flat, active: set[fx.Node]) -> list[float]:
@@ -92,12 +91,7 @@ def alive_bytes(flat: Flat, active: set[fx.Node]) -> list[float]:
         size = _bytes(node.meta.get("val"))
         change[i + 1] += size
         change[last + 1] -= size
-    total = 0.0
-    alive = []
-    for delta in change[: len(flat.nodes)]:
-        total += delta
-        alive.append(total)
-    return alive
+    return list(accumulate(change[: len(flat.nodes)]))
 
 
 def _places(flat: Flat, alive: list[float], active: set[fx.Node], num_stages: int) -> list[int]:
@@ -139,12 +133,9 @@ def _narrow_here(low: Sequence[int], alive: Sequence[float], done: Sequence[floa
     reach = done[-1] / min(num_stages, 4) / 16
     found = []
     for p in low:
-        near = low[
-            bisect_left(low, done[p] - reach, key=done.__getitem__) : bisect_right(
-                low, done[p] + reach, key=done.__getitem__
-            )
-        ]
-        if alive[p] <= _AS_NARROW * min(alive[q] for q in near):
+        first = bisect_left(low, done[p] - reach, key=done.__getitem__)
+        end = bisect_right(low, done[p] + reach, key=done.__getitem__)
+        if alive[p] <= _AS_NARROW * min(alive[q] for q in low[first:end]):
             found.append(p)
     return found
 
@@ -182,17 +173,14 @@ def sizes_in_example(value: torch.Tensor) -> list[int]:
     return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in value.shape]
 
 
-def _elements(value: object) -> float:
-    if isinstance(value, torch.Tensor):
-        return float(prod(sizes_in_example(value)))
-    if isinstance(value, list | tuple):
-        return sum(_elements(v) for v in value)
-    return 0.0
-
-
 def _bytes(value: object) -> float:
-    if isinstance(value, torch.Tensor):
-        return float(prod(sizes_in_example(value))) * value.dtype.itemsize
-    if isinstance(value, list | tuple):
-        return sum(map(_bytes, value))
-    return 0.0
+    return sum(_elements(part) * part.dtype.itemsize for part in _tensors(value))
+
+
+def _elements(value: object) -> float:
+    return float(sum(prod(sizes_in_example(part)) for part in _tensors(value)))
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    """Those in what an operator makes: one, several, or none."""
+    return [part for part in pytree.tree_leaves(value) if isinstance(part, torch.Tensor)]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
+from penstock.capture.arguments import model_values
 from penstock.capture.export import FromConstant, FromInput, FromState
 from penstock.capture.flat import REGION, SIZE, aten, body_module, is_size
 from penstock.capture.place import EVERYWHERE, Placed
@@ -20,15 +22,14 @@ from penstock.capture.stage_graph import OperatorGraph, late, wrap_regions
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Guard, Wire, wire_of
 from penstock.errors import CaptureError
-from penstock.nest import LEAF, Nest
+from penstock.nest import LEAF, Kind, Nest, Value
 
 
 @dataclass(frozen=True)
 class StagePiece:
     """One stage: its graph and what goes in and out."""
 
-    graph: fx.Graph
-    bodies: dict[str, OperatorGraph]  # regions, by attribute name
+    program: OperatorGraph
     inputs: tuple[Wire, ...]
     outputs: tuple[Wire, ...]  # of the last stage: the leaves of the model's output
     states: tuple[str, ...]  # parameters and buffers that it uses, by the names that it uses
@@ -36,6 +37,21 @@ class StagePiece:
     recipe: Nest = LEAF  # of the last stage: puts the model's output together
     fixed: tuple[tuple[int, object], ...] = ()  # of the last stage: leaves of the output that are always the same
     guards: tuple[Guard, ...] = ()  # what must be true of the sizes, of the whole model
+
+    def model_output(self, values: Sequence[object]) -> Value:
+        """What the model returns, out of the outputs of the last stage."""
+        if self.recipe.kind is Kind.LEAF and values:
+            return values[0]
+        leaves = list(values)
+        for position, value in self.fixed:
+            leaves.insert(position, value)
+        return model_values.unflatten(self.recipe, leaves)
+
+    @cached_property
+    def computed(self) -> Sequence[int]:
+        """The places of the outputs that are computed in this graph; all, if none is."""
+        values: Any = self.program.graph.output_node().args[0]
+        return [i for i, value in enumerate(values) if value.op != "placeholder"] or range(len(values))
 
 
 @dataclass(frozen=True)
@@ -50,8 +66,7 @@ class Cut:
 class _Needs:
     """What one stage must be given."""
 
-    arguments: set[fx.Node] = field(default_factory=set)
-    values: set[fx.Node] = field(default_factory=set)
+    given: set[fx.Node] = field(default_factory=set)  # arguments of the model, and what other stages have
     sizes: set[fx.Node] = field(default_factory=set)
     own: list[fx.Node] = field(default_factory=list)
 
@@ -75,7 +90,9 @@ class Cutter:
         self.carry = carry  # whether later stages get the model's arguments from the first one
         self.needs = [self._needs(k) for k in range(placed.num_stages)]
         if carry:
-            self.needs[0].arguments |= {n for needs in self.needs for n in needs.values if self._is_argument(n)}
+            self.needs[0].given |= {
+                n for needs in self.needs for n in needs.given if isinstance(self.origins.get(n), FromInput)
+            }
         self._resolve_sizes()
         self.wires = self._wires()
         self.carried = {
@@ -103,48 +120,31 @@ class Cutter:
     def _needs(self, k: int) -> _Needs:
         needs = _Needs()
         seen: set[fx.Node] = set()
-        roots = [n for n in self.flat.nodes if self.stage[n] == k and not is_size(n)]
+        todo = [n for n in self.flat.nodes if self.stage[n] == k and not is_size(n)]
         if k == self.last:
-            roots += [v for v in self.flat.traced.outputs if isinstance(v, fx.Node)]
-        todo = list(roots)
+            todo += [v for v in self.flat.traced.outputs if isinstance(v, fx.Node)]
         while todo:
             node = todo.pop()
             if node in seen:
                 continue
             seen.add(node)
-            origin = self.origins.get(node)
-            if isinstance(origin, FromInput):
-                (needs.values if self.carry and k > 0 else needs.arguments).add(node)
-            elif isinstance(origin, FromState):
-                node = self.leader[node]
-                if self.owner.get(node, k) < k:
-                    needs.values.add(node)
-            elif origin is not None:
-                continue
-            elif is_size(node):
+            leader = self.leader.get(node, node)
+            if is_size(node):
                 needs.sizes.add(node)
-            elif self.stage[node] in (k, EVERYWHERE):
+            elif self.stage.get(node) in (k, EVERYWHERE):
                 needs.own.append(node)
                 todo += node.all_input_nodes
-            else:
-                needs.values.add(node)
+            elif not isinstance(self.origins.get(node), FromState | FromConstant) or self.owner.get(leader, k) < k:
+                needs.given.add(leader)
         needs.own.sort(key=self.order.__getitem__)
         return needs
-
-    def _is_argument(self, node: fx.Node) -> bool:
-        return isinstance(self.origins.get(node), FromInput)
 
     def _resolve_sizes(self) -> None:
         """Each stage reads sizes off tensors that it has; a size that none of them shows, and it cannot make, becomes a wire."""
         for k, needs in enumerate(self.needs):
-            for node in list(needs.sizes):
+            for node in needs.sizes:
                 if not self._reachable(node, k) and self._size_home(node) != k:
-                    needs.sizes.discard(node)
-                    needs.values.add(node)
-        for needs in self.needs:  # the producer of such a size must be able to make it
-            for node in list(needs.values):
-                if is_size(node):
-                    self.needs[self._size_home(node)].sizes.add(node)
+                    needs.given.add(node)
 
     def _size_home(self, node: fx.Node) -> int:
         return next(k for k in range(len(self.needs)) if self._reachable(node, k, own=True))
@@ -161,32 +161,25 @@ class Cutter:
         return bool(node.all_input_nodes) and not is_size(node.all_input_nodes[0])
 
     def _is_here(self, node: fx.Node, k: int) -> bool:
-        needs = self.needs[k]
-        if node in self.origins:
-            origin = self.origins[node]
-            return node in needs.arguments | needs.values or isinstance(origin, FromState | FromConstant)
-        return node in needs.values or self.stage[node] in (k, EVERYWHERE)
+        if node in self.needs[k].given or isinstance(self.origins.get(node), FromState | FromConstant):
+            return True
+        return node not in self.origins and self.stage[node] in (k, EVERYWHERE)
 
     def _size_source(self, node: fx.Node, k: int) -> tuple[fx.Node, int] | None:
         """A tensor among the stage's inputs that shows the size, and in which dimension."""
         value = node.meta.get("val")
         if not isinstance(value, torch.SymInt):
             return None
-        expression = value.node.expr
-        needs = self.needs[k]
-        for given in sorted(needs.arguments | needs.values, key=self.order.__getitem__):
-            tensor = given.meta.get("val")
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            for dim, size in enumerate(tensor.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr == expression:
+        for given in sorted(self.needs[k].given, key=self.order.__getitem__):
+            for dim, size in enumerate(getattr(given.meta.get("val"), "shape", ())):
+                if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
                     return given, dim
         return None
 
     def _wires(self) -> dict[fx.Node, Wire]:
         used: dict[fx.Node, list[int]] = {}
         for k, needs in enumerate(self.needs):
-            for node in needs.arguments | needs.values:
+            for node in needs.given:
                 used.setdefault(node, []).append(k)
         wires = {}
         for node, stages in sorted(used.items(), key=lambda item: self.order[item[0]]):
@@ -206,7 +199,7 @@ class Cutter:
 
     def _piece(self, k: int) -> StagePiece:
         needs = self.needs[k]
-        given = sorted(needs.arguments | needs.values, key=lambda n: (n not in needs.arguments, self.order[n]))
+        given = sorted(needs.given, key=lambda n: (self._wire(n, k).source is not None, self.order[n]))
         builder = _Builder(self, k, given)
         for node in needs.own:
             builder.add(node)
@@ -218,8 +211,9 @@ class Cutter:
             leaves, outputs = list(made), tuple(made.values())
         builder.graph.output(tuple(builder.value(n) for n in leaves))
         wrap_regions(builder.graph, builder.bodies)
+        program = OperatorGraph(builder.graph, builder.bodies)
         inputs = tuple(self._wire(n, k) for n in given)
-        return StagePiece(builder.graph, builder.bodies, inputs, outputs, tuple(builder.states), builder.constants)
+        return StagePiece(program, inputs, outputs, tuple(builder.states), builder.constants)
 
 
 class _Builder:
@@ -252,8 +246,7 @@ class _Builder:
             self.bodies[name] = OperatorGraph.of(body)
             self.values[node] = self._attribute(name)
             return
-        args = fx.map_arg(node.args, lambda n: self.value(n, user=node))
-        kwargs = fx.map_arg(node.kwargs, lambda n: self.value(n, user=node))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value(n, user=node))
         made = self.graph.create_node(
             node.op, self.relaxed.get(node.target, late(node.target)), args, kwargs, node.name
         )
@@ -271,7 +264,7 @@ class _Builder:
                 return self.values[canonical]
             name = self.cutter.names.name_for(origin.name, "" if user is None else module_path(user))
             self.states[name] = None
-            return self._once(name)
+            return self._attribute(name)
         if node in self.values:
             return self.values[node]
         if isinstance(origin, FromConstant):
@@ -294,21 +287,16 @@ class _Builder:
         made.meta[SIZE] = True
         return made
 
-    def _once(self, name: str) -> fx.Node:
-        if name not in self.attributes:
-            self.attributes[name] = self._attribute(name)
-        return self.attributes[name]
-
     def _attribute(self, name: str) -> fx.Node:
-        return self.graph.create_node("get_attr", name)
+        if name not in self.attributes:
+            self.attributes[name] = self.graph.create_node("get_attr", name)
+        return self.attributes[name]
 
 
 def module_path(node: fx.Node) -> str:
     """The module in whose forward the node was made, by its name in the user's model."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = ""
-    for entry in stack.values():
-        path = entry[0]
+    stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
+    path, _ = next(reversed(stack.values()), ("", None))
     return path.removeprefix("model").removeprefix(".")
 
 

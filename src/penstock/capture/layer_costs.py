@@ -23,8 +23,8 @@ from torch import Tensor, fx
 from penstock.balance import LayerCost, Profile
 from penstock.capture.cut_places import numbered
 from penstock.capture.load_state import has_no_data, materialise
-from penstock.capture.one_layer import Bytes, Layer, LayerSetting, Times, address_of, clock, moved, seeds
-from penstock.capture.pipe import PipeInfo
+from penstock.capture.one_layer import Layer, LayerSetting, Measured, address_of, as_leaf, clock, moved, saved_by, seeds
+from penstock.capture.pipe import Pipe, PipeInfo
 from penstock.capture.stage_module import StageModule
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError, NotCompiled
@@ -35,22 +35,30 @@ from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.engine import run_engine
 
 
-def measure(
-    stages: Sequence[StageModule],
-    info: PipeInfo,
-    *,
-    setting: LayerSetting,
-    advance: Callable[[str], None],
-    metadata: Mapping[str, object],
+@takes(CaptureError)
+def profile_layers(
+    layers: Pipe, where: Sequence[tuple[int, str]] | None, setting: LayerSetting, *, progress: bool | None = None
 ) -> Profile:
-    """The costs of the stages, each as one layer; `advance` is told the name of each before it is run."""
+    """Measure the stages of a captured model, each as one layer. `where` they were cut is kept beside the costs.
+
+    profile_layers(*capture_layers(model, (x,), {}, num_stages=8), LayerSetting((x,), {}, torch.device("cpu")))
+    """
+    with kept_random_state(setting.device), _bar(progress, layers.num_stages) as advance:
+        measured = _measured(layers, setting, advance)
+    places = None if where is None else [list(place) for place in where]
+    return replace(measured, metadata={**measured.metadata, "places": places})
+
+
+def _measured(layers: Pipe, setting: LayerSetting, advance: Callable[[str], None]) -> Profile:
+    """The costs of the stages; `advance` is told the name of each before it is run."""
+    info, stages = layers.info(), [layers.get_stage_module(k) for k in range(layers.num_stages)]
     shared = {
         name: stages[entry.owner].get_parameter(entry.name) for name, entry in info.shared.items() if entry.is_parameter
     }
     taken = {id(value): name for name, value in shared.items()}
     names = layer_names(stages)
     values = _Values(info, setting)
-    known: dict[object, Times] = {}
+    known: dict[object, Measured] = {}
     rows: list[LayerCost] = []
     full: list[float] = []
     for k, stage in enumerate(stages):
@@ -59,30 +67,20 @@ def measure(
         key = signature(stage)
         if key not in known:
             known[key] = layer.measure()
-        times = known[key]
+        found = known[key]
         values.add(stage.outputs, layer.outputs(), k)
-        values.keep(stage, times.size, k)
+        values.keep(stage, found, k)
         parameters = {id(p): p for p in stage.parameters()}
         rows.append(
-            LayerCost(
-                names[k],
-                times.forward,
-                times.backward_input,
-                times.backward_weight,
-                activation_to_input=times.size.activation_to_input,
-                activation_to_weight=times.size.activation_to_weight,
-                forward_peak=times.size.forward_peak,
-                backward_peak=times.size.backward_peak,
-                input_peak=times.size.input_peak,
-                weight_peak=times.size.weight_peak,
-                unmoved=times.size.unmoved,
-                cast_bytes=times.size.cast_bytes,
+            replace(
+                found.cost,
+                name=names[k],
                 parameter_bytes=sum(p.nbytes for i, p in parameters.items() if i not in taken),
                 output_bytes=sum(values.sizes.get(wire.name, 0) for wire in stage.outputs),
                 shared=frozenset(taken[i] for i in parameters if i in taken),
             )
         )
-        full.append(times.backward)
+        full.append(found.backward)
     rows = [replace(row, activation_to_input=row.activation_to_input + values.later[k]) for k, row in enumerate(rows)]
     return Profile(
         tuple(rows),
@@ -96,7 +94,6 @@ def measure(
             "backward": full,
             "crossing_kept": list(values.crossing(kept=True)),
             "crossing_unsaved": list(values.unsaved()),
-            **metadata,
         },
     )
 
@@ -105,10 +102,7 @@ class _Values:
     """What layers hand on, kept as long as a later one reads it."""
 
     def __init__(self, info: PipeInfo, setting: LayerSetting) -> None:
-        self.info = info
-        self.now = {
-            name: moved(value, setting.device) for name, value in info.inputs.bind(setting.args, setting.kwargs).items()
-        }
+        self.now = _given(info, setting)
         self.sizes: dict[str, int] = {}
         self.root: dict[str, str] = {}  # of a value that is a view of another one: that one
         self.source: dict[str, int] = {}
@@ -116,7 +110,9 @@ class _Values:
             str, int
         ] = {}  # values that a layer's graph keeps, and the first such; they count for their maker
         self.later: defaultdict[int, int] = defaultdict(int)  # by layer: bytes of its outputs that a later one keeps
+        # Of each value that a later layer reads: the last one that does.
         self.last = {wire.name: max(wire.stages) for outputs in info.stage_outputs for wire in outputs if wire.stages}
+        self.num_layers = info.num_stages
 
     def of(self, wires: Sequence[Wire]) -> list[Value]:
         return [self.now[wire.name] for wire in wires]
@@ -133,12 +129,12 @@ class _Values:
             if last <= layer:
                 self.now.pop(name, None)
 
-    def keep(self, stage: StageModule, size: Bytes, layer: int) -> None:
+    def keep(self, stage: StageModule, found: Measured, layer: int) -> None:
         """Note what the graph of a layer keeps of its inputs and outputs."""
-        for wire, kept in zip(stage.outputs, size.outputs, strict=False):
+        for wire, kept in zip(stage.outputs, found.outputs, strict=False):
             if kept:
                 self.kept.setdefault(self.root[wire.name], layer)
-        for wire, kept in zip(stage.inputs, size.inputs, strict=False):
+        for wire, kept in zip(stage.inputs, found.inputs, strict=False):
             root = self.root.get(wire.name, wire.name)
             if kept and root not in self.kept and root in self.source:  # what the user gave is the user's
                 self.kept[root] = layer
@@ -146,25 +142,26 @@ class _Values:
 
     def crossing(self, *, kept: bool = False) -> tuple[int, ...]:
         """Bytes over each cut between two layers; or of those what is held as activations anyway."""
-        wires = [wire for outputs in self.info.stage_outputs for wire in outputs if wire.stages]
-        if kept:
-            wires = [wire for wire in wires if self.root[wire.name] in self.kept]
+        names = [name for name in self.last if not kept or self.root[name] in self.kept]
         return tuple(
-            sum(self.sizes[w.name] for w in wires if w.source is not None and w.source < cut <= max(w.stages))
-            for cut in range(1, self.info.num_stages)
+            sum(self.sizes[name] for name in names if self.source[name] < cut <= self.last[name])
+            for cut in range(1, self.num_layers)
         )
 
     def unsaved(self) -> tuple[int, ...]:
         """Bytes over each cut that the layer before it makes and that no layer up to there keeps."""
-        wires = [
-            (cut, wire) for cut, outputs in enumerate(self.info.stage_outputs, 1) for wire in outputs if wire.stages
-        ]
-        sizes = [0] * self.info.num_stages
-        for cut, wire in wires:
-            root = self.root[wire.name]
-            if self.source.get(root) == cut - 1 and self.kept.get(root, cut) >= cut:
-                sizes[cut - 1] += self.sizes[wire.name]
+        sizes = [0] * self.num_layers
+        for name in self.last:
+            layer, root = self.source[name], self.root[name]
+            if self.source.get(root) == layer and self.kept.get(root, layer + 1) > layer:
+                sizes[layer] += self.sizes[name]
         return tuple(sizes[:-1])
+
+
+def _given(info: PipeInfo, setting: LayerSetting) -> dict[str, Value]:
+    """The arguments of the model, by name."""
+    given = info.inputs.bind(setting.args, setting.kwargs)
+    return {name: moved(value, setting.device) for name, value in given.items()}
 
 
 def signature(stage: StageModule) -> object:
@@ -174,21 +171,13 @@ def signature(stage: StageModule) -> object:
     for node in stage.graph.nodes:
         numbers[node] = len(numbers)
         arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
-        state = _state(stage, str(node.target)) if node.op == "get_attr" else None
+        state = stage.tensor_named(str(node.target)) if node.op == "get_attr" else None
         if state is not None:
             rows.append(("state", tuple(state.shape), state.dtype, state.requires_grad))
         else:
             rows.append((node.op, "" if node.op == "placeholder" else str(node.target), str(arguments)))
     wires = tuple((wire.shape, wire.dtype, wire.source is None) for wire in stage.inputs)
     return stage.is_last, wires, tuple(rows)
-
-
-def _state(module: StageModule, name: str) -> Tensor | None:
-    """The parameter or buffer of that name; None for what is none."""
-    owner: object = module
-    for part in name.split("."):
-        owner = getattr(owner, part, None)
-    return owner if isinstance(owner, Tensor) else None
 
 
 @takes(CaptureError)
@@ -206,13 +195,8 @@ def on_device(stage: StageModule, device: torch.device) -> StageModule:
     """A copy that may be run and differentiated; one without data gets some."""
     made = copy.deepcopy(stage)
     if any(map(has_no_data, (*made.parameters(), *made.buffers()))):
-        materialise(made, None, device=device, fill=_something)
+        materialise(made, device=device, fill=lambda _, t: t.normal_(0.0, 0.02) if t.is_floating_point() else t.zero_())
     return made.to(device)
-
-
-def _something(name: str, tensor: Tensor) -> None:
-    with torch.no_grad():
-        tensor.normal_(0.0, 0.02) if tensor.is_floating_point() else tensor.zero_()
 
 
 @contextmanager
@@ -226,8 +210,24 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on a terminal; nothing anywhere else."""
+    if wanted is False:
+        yield lambda name: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True, force_terminal=wanted or None)
+    shown = console.is_terminal if wanted is None else wanted
+    columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda name: bar.update(task, advance=1, description=name)
+
+
 BUDGETS = (0.5, 0.0)
-ByName = dict[str, object]
 
 
 class _Compiled(NamedTuple):
@@ -245,7 +245,7 @@ def measured_budgets(
     found: dict[str, list[list[float]]] = {}
     known: dict[object, list[list[float]]] = {}
     with kept_random_state(setting.device):
-        values = {name: moved(v, setting.device) for name, v in info.inputs.bind(setting.args, setting.kwargs).items()}
+        values = _given(info, setting)
         for k, layer in enumerate(layers):
             for start, stop in bounds:
                 if start == k:
@@ -256,20 +256,12 @@ def measured_budgets(
                         )
                     found[f"{start}:{stop}"] = known[key]
             if k < max(stop for _, stop in bounds):
-                values |= _outputs(on_device(layer, setting.device), values)
+                made = on_device(layer, setting.device).run([values[wire.name] for wire in layer.inputs])
+                values |= {wire.name: as_leaf(value) for wire, value in zip(layer.outputs, made, strict=False)}
     return found
 
 
-def _outputs(layer: StageModule, values: ByName) -> ByName:
-    """What the next layers get: leaves that say whether a gradient is wanted."""
-    made = layer.run([values[wire.name] for wire in layer.inputs])
-    return {
-        wire.name: value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-        for wire, value in zip(layer.outputs, made, strict=False)
-    }
-
-
-def _rows(layers: Sequence[StageModule], values: ByName, setting: LayerSetting) -> list[list[float]]:
+def _rows(layers: Sequence[StageModule], values: Mapping[str, object], setting: LayerSetting) -> list[list[float]]:
     made = {wire.name for layer in layers for wire in layer.outputs}
     names = [*dict.fromkeys(w.name for layer in layers for w in layer.inputs if w.name not in made)]
     inputs = tuple(values[name] for name in names)
@@ -304,27 +296,22 @@ def _compiled(
 
     call.__code__ = call.__code__.replace(co_name="call_stage")  # torch.compile keeps only so many versions of one code
     compiled = torch.compile(call, backend=backend)
-    given = {address_of(tensor) for tensor in (*state, *inputs) if isinstance(tensor, Tensor)}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if address_of(tensor) not in given:
-            kept[address_of(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
+    known = [tensor for tensor in (*state, *inputs) if isinstance(tensor, Tensor)]
+    given = set(map(address_of, known))
     try:
         with warnings.catch_warnings(action="ignore", category=NotCompiled):
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                compiled(*inputs)
+            saved = saved_by(lambda: compiled(*inputs)).items()
+            kept = sum(tensor.untyped_storage().nbytes() for place, tensor in saved if place not in given)
+            del saved
             passes = [_timed(compiled, inputs, setting) for _ in range(setting.repeats)]
     except Exception:  # noqa: BLE001  what cannot be compiled so is not given a budget
         return None
     finally:
-        for tensor in (*state, *(v for v in inputs if isinstance(v, Tensor))):
+        for tensor in known:
             tensor.grad = None
     if len(backend.joints) != 1 or backend.told:
         return None
-    return _Compiled(sum(kept.values()), *(min(column) for column in zip(*passes, strict=True)))
+    return _Compiled(kept, *(min(column) for column in zip(*passes, strict=True)))
 
 
 def _timed(call: Callable[..., Value], inputs: tuple[Value, ...], setting: LayerSetting) -> tuple[float, float]:

@@ -19,11 +19,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.capture.stage_module import StageModule
+from penstock.capture.stage_state import transient_names
 from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
 from penstock.errors import CaptureError
 from penstock.misfits import takes
 
-Fill = Callable[[str, torch.Tensor], None]
+Fill = Callable[[str, torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,8 @@ def to_materialise(
         for name, _, _, value in _entries(stage):
             if has_no_data(value):
                 empty.setdefault(id(value), []).append(name)
-    blank = frozenset(name for names in empty.values() for name in names)
     weights: Mapping[str, torch.Tensor] = {} if source is None else open_weights(source)
-    report = LoadReport((), (), ()) if source is None else _checked(modules, weights, blank)
+    report = LoadReport((), (), ()) if source is None else _checked(modules, weights)
     left = {tensor: names for tensor, names in empty.items() if not set(names) & set(report.loaded)}
     if strict and source is not None and left and fill is None:
         listed = sorted(name for names in left.values() for name in names)
@@ -111,11 +111,7 @@ def _give_memory(modules: Sequence[StageModule], device: torch.device | str) -> 
                 old.append(value)
                 if id(value) not in fresh:
                     fresh[id(value)] = _empty(value, device)
-                made = fresh[id(value)]
-                if isinstance(made, nn.Parameter):
-                    owner._parameters[leaf] = made
-                else:
-                    owner._buffers[leaf] = made
+                setattr(owner, leaf, fresh[id(value)])
         stage.to(device)
     return fresh
 
@@ -134,28 +130,30 @@ def load(stages: nn.Module | Iterable[nn.Module], source: Source) -> LoadReport:
     Nothing is changed before all of it has been read and checked.
     """
     modules, weights = _stage_modules(stages), open_weights(source)
-    report = _checked(modules, weights, frozenset())
+    report = _checked(modules, weights)
     _copy(modules, weights)
     return report
 
 
-def _checked(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor], blank: frozenset[str]) -> LoadReport:
-    """What would become of every name. Nothing is changed: each tensor is read, held against the model, and let go.
-
-    `blank`: names that have no value yet, so that they count as missing even if checkpoints leave them out.
-    """
+def _checked(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor]) -> LoadReport:
+    """What would become of every name. Nothing is changed: each tensor is read, held against the model, and let go."""
     loaded: dict[str, None] = {}
     missing: dict[str, None] = {}
     known: set[str] = set()
     for stage in modules:
         known |= stage.model_names
-        transient = _transient(stage)
+        transient = transient_names(stage)
         for name, _, _, value in _entries(stage):
             found = _spelling(stage, name, weights)
             if found is not None:
-                _check_fits(name, value, weights[found])
+                new = weights[found]
+                check_values(name, new)
+                if value.shape != new.shape:
+                    raise CaptureError(
+                        f"{name} is {tuple(value.shape)} in the model and {tuple(new.shape)} in the source"
+                    )
                 loaded[name] = None
-            elif name not in transient or name in blank or has_no_data(value):
+            elif name not in transient or has_no_data(value):  # checkpoints leave those out
                 missing[name] = None
     unexpected = tuple(sorted(str(name) for name in weights.keys() - known))
     return LoadReport(tuple(loaded), tuple(missing), unexpected)
@@ -177,10 +175,8 @@ def _spelling(stage: StageModule, name: str, weights: Mapping[str, torch.Tensor]
 
 
 def _stage_modules(stages: nn.Module | Iterable[nn.Module]) -> list[StageModule]:
-    if isinstance(stages, nn.Module):
-        found = [m for m in stages.modules() if isinstance(m, StageModule)]
-    else:
-        found = [m for stage in stages for m in stage.modules() if isinstance(m, StageModule)]
+    given = [stages] if isinstance(stages, nn.Module) else stages
+    found = [m for stage in given for m in stage.modules() if isinstance(m, StageModule)]
     if not found:
         raise CaptureError(
             "materialise and load take stages of a captured model: pipe, pipe.get_stage_module(k), or a list of them"
@@ -192,26 +188,12 @@ def _entries(stage: StageModule) -> list[tuple[str, nn.Module, str, torch.Tensor
     found = []
     for prefix, owner in stage.named_modules():
         for leaf, value in (*owner._parameters.items(), *owner._buffers.items()):
-            name = f"{prefix}.{leaf}" if prefix else leaf
+            name = f"{prefix}.{leaf}".removeprefix(".")
             if value is not None and name in stage.model_names:
                 found.append((name, owner, leaf, value))
     return found
 
 
-def _transient(stage: StageModule) -> set[str]:
-    return {
-        f"{prefix}.{leaf}" if prefix else leaf
-        for prefix, owner in stage.named_modules()
-        for leaf in owner._non_persistent_buffers_set
-    }
-
-
 def _empty(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
-
-
-def _check_fits(name: str, value: torch.Tensor, new: torch.Tensor) -> None:
-    check_values(name, new)
-    if value.shape != new.shape:
-        raise CaptureError(f"{name} is {tuple(value.shape)} in the model and {tuple(new.shape)} in the source")

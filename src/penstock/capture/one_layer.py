@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.balance import LayerCost
 from penstock.capture.stage_module import StageModule
 from penstock.nest import Value, tensors_in
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
@@ -35,29 +36,13 @@ class LayerSetting:
     enough: float = 1.0  # seconds: a layer that took longer than this is not run again
 
 
-class Bytes(NamedTuple):
-    """What one layer holds for one microbatch; the names are those of `LayerCost`."""
+class Measured(NamedTuple):
+    """What one layer costs for one microbatch, in seconds and bytes."""
 
-    activation_to_input: int
-    activation_to_weight: int
-    forward_peak: int
-    backward_peak: int
-    input_peak: int
-    weight_peak: int
-    unmoved: int
-    cast_bytes: int
+    cost: LayerCost  # without a name, and without what can be read off the layer
+    backward: float  # in one piece
     inputs: tuple[bool, ...]  # which of them its graph keeps
     outputs: tuple[bool, ...]
-
-
-class Times(NamedTuple):
-    """What one layer takes for one microbatch, in seconds, and what it holds."""
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-    backward: float
-    size: Bytes
 
 
 class Layer:
@@ -67,7 +52,7 @@ class Layer:
         self, module: StageModule, inputs: Sequence[Value], setting: LayerSetting, loss_index: int | None
     ) -> None:
         self.module = module
-        self.inputs = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in inputs]
+        self.inputs = [as_leaf(value) for value in inputs]
         self.setting = setting
         self.loss_index = loss_index
         self.last: tuple[Value, ...] = ()
@@ -88,7 +73,7 @@ class Layer:
             return (loss_fn(self.module.build_output(results), moved(target, self.setting.device)),)
         return results
 
-    def measure(self) -> Times:
+    def measure(self) -> Measured:
         self._run()
         rows = []
         start = clock(self.setting.device)
@@ -97,16 +82,29 @@ class Layer:
             if clock(self.setting.device) - start > self.setting.enough:
                 break
         forward, first, second, full = (statistics.median(column) for column in zip(*rows, strict=True))
-        return Times(forward, first, second, full, self._bytes())
+        kept = saved_by(lambda: self.call(*self.inputs))
+        seen = [
+            [isinstance(v, Tensor) and address_of(v) in kept for v in values] for values in (self.inputs, self.last)
+        ]
+        state = (*self.module.parameters(), *self.module.buffers())
+        users = tensors_in((self.inputs, self.setting.target))  # what the user gave for the loss is the user's
+        others = {address_of(tensor) for tensor in (*state, *users)}
+        # What the next forward keeps too is kept for all of them: casts of parameters, by autocast.
+        again = saved_by(lambda: self.call(*self.inputs)).keys() if self.casts else set()
+        casts = kept.keys() & again - others
+        sizes = {place: tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in others}
+        own = [size for place, size in sizes.items() if place not in casts]
+        small = sum(size for size in own if size < THRESHOLD)
+        cast_bytes = sum(sizes[place] for place in casts)
+        del kept
+        cost = LayerCost("", forward, first, second, sum(own), *self._passes(), small, cast_bytes)
+        return Measured(cost, full, *map(tuple, seen))
 
     def outputs(self) -> tuple[Value, ...]:
         """What the next layers get: leaves that say whether a gradient is wanted, and hold nothing of this layer."""
         self.call(*self.inputs)
         results, self.last = self.last, ()
-        return tuple(
-            value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-            for value in results
-        )
+        return tuple(map(as_leaf, results))
 
     def _run(self) -> tuple[float, float, float, float]:
         """Seconds of the forward, of both passes of a split backward, and of a full one."""
@@ -133,11 +131,12 @@ class Layer:
         for tensor in (*self.module.parameters(), *(v for v in self.inputs if isinstance(v, Tensor))):
             tensor.grad = None
 
-    def _bytes(self) -> Bytes:
-        """What one microbatch holds, counted as a stage runs. What a layer is given belongs to the layer that made it."""
+    def _passes(self) -> tuple[int, int, int, int, int]:
+        """What the passes of one microbatch hold, counted as a stage runs them: between the two of a split backward, and at the
+        most in a forward, in a full backward and in these two. What a layer is given belongs to the layer that made it."""
+        self.last = ()
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)  # gradients have their memory before the first microbatch
-        saved = _Saved(self)
         with Held() as held:
             given = self._fresh()
             taken = held.now
@@ -159,8 +158,7 @@ class Layer:
             backward_weight(pending)
             weight_peak = held.most - waiting
         self._forget()
-        peaks = forward_peak, backward_peak, input_peak, weight_peak
-        return Bytes(saved.size, waiting, *peaks, saved.small, saved.casts, saved.inputs, saved.outputs)
+        return waiting, forward_peak, backward_peak, input_peak, weight_peak
 
     def _fresh(self) -> tuple[object, ...]:
         """The inputs in memory of their own."""
@@ -169,27 +167,8 @@ class Layer:
         )
 
 
-class _Saved:
-    """What the graph of one forward keeps: bytes of its own, and which of its inputs and outputs."""
-
-    def __init__(self, layer: Layer) -> None:
-        kept = _saved(layer)
-        self.inputs = tuple(isinstance(v, Tensor) and address_of(v) in kept for v in layer.inputs)
-        self.outputs = tuple(isinstance(v, Tensor) and address_of(v) in kept for v in layer.last)
-        state = (*layer.module.parameters(), *layer.module.buffers())
-        users = tensors_in((layer.inputs, layer.setting.target))  # what the user gave for the loss is the user's
-        others = {address_of(tensor) for tensor in (*state, *users)}
-        # What the next forward keeps too is kept for all of them: casts of parameters, by autocast.
-        casts = kept.keys() & _saved(layer).keys() - others if layer.casts else set()
-        self.casts = sum(kept[place].untyped_storage().nbytes() for place in casts)
-        sizes = [t.untyped_storage().nbytes() for place, t in kept.items() if place not in others | casts]
-        self.size = sum(sizes)
-        self.small = sum(size for size in sizes if size < THRESHOLD)
-        layer.last = ()
-
-
-def _saved(layer: Layer) -> dict[int, Tensor]:
-    """What a forward saves, by its address."""
+def saved_by(call: Callable[[], object]) -> dict[int, Tensor]:
+    """What the graph of a forward keeps, by its address."""
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -197,8 +176,13 @@ def _saved(layer: Layer) -> dict[int, Tensor]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer.call(*layer.inputs)
+        call()
     return kept
+
+
+def as_leaf(value: Value) -> Value:
+    """A tensor without its history, which still says whether a gradient is wanted; other values as they are."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def clock(device: torch.device) -> float:

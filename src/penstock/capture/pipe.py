@@ -24,13 +24,13 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from penstock.balance import Cuts
-from penstock.capture.arguments import InputTable, ModelCall, model_values
+from penstock.capture.arguments import InputTable, model_values
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import Shared
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError
 from penstock.misfits import takes
-from penstock.nest import Nest, Value, leaf_names
+from penstock.nest import Nest, Nesting, Value, leaf_names, named
 from penstock.stage.pipeline_stage import Group, PipelineStage
 
 
@@ -77,26 +77,6 @@ class PipeInfo:
             )
         return model_values.flatten(output)[0][self.loss_index]
 
-    def arguments(self, stage: int, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Value]:
-        """The model's arguments that a stage reads, out of a call; a rank may leave out what its stages do not read."""
-        return self.arguments_of_each(stage, [(args, kwargs)])[0]
-
-    def arguments_of_each(self, stage: int, calls: Sequence[ModelCall]) -> list[dict[str, Value]]:
-        """The same for several calls of one form, such as the microbatches of a step."""
-        wanted = [wire.name for wire in self.stage_inputs[stage] if wire.source is None]
-        found = self.inputs.bind_each(calls) if wanted else [{} for _ in calls]
-        missing = [name for name in wanted if name not in found[0]]
-        if missing:
-            taken = next((name for name in missing if name in STEPS_OWN), None)
-            instead = (
-                "" if taken is None else f". {taken}= is an argument of step itself: give the model's by its place"
-            )
-            raise CaptureError(
-                f"stage {stage} reads {', '.join(missing)}, and this rank's call does not give it; pass the same "
-                f"arguments on every rank, or at least {', '.join(wanted)} here{instead}"
-            )
-        return [{name: given[name] for name in wanted} for given in found]
-
 
 STEPS_OWN = ("target", "outputs", "losses", "return_outputs", "loss_kwargs")
 """Names that `step` takes for itself. A model may have arguments of the same names."""
@@ -108,33 +88,20 @@ def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec
     `fixed` are the places of the leaves that have no wire, because they are always the same.
     """
     paths = leaf_names(recipe)
-    travelling = iter(wires)
-    leaves = [None if place in fixed else next(travelling) for place in range(len(paths))]
-    tensors = [place for place, wire in enumerate(leaves) if wire is not None and wire.kind == "tensor"]
+    travelling = [path for place, path in enumerate(paths) if place not in fixed]
+    tensors = [(path, wire) for path, wire in zip(travelling, wires, strict=True) if wire.kind == "tensor"]
     if spec is not None:
-        marked = _marked(spec, "")
-        wanted = [i for i in tensors if paths[i] in marked or (marked == [""] and len(paths) == 1)]
+        marked = [path for path, part in named(Nesting().flatten(spec)[1]) if part.data is True]
+        whole = marked == [""] and len(paths) == 1
+        wanted = [number for number, (path, _) in enumerate(tensors) if path in marked or whole]
         if len(wanted) != 1:
             raise CaptureError(
                 f"output_loss_value_spec={spec!r} marks {len(wanted)} of the model's outputs ({', '.join(paths)}); it "
                 "must mark exactly one with True, for example {'loss': True}"
             )
-        return tensors.index(wanted[0])
-    for number, place in enumerate(tensors):
-        wire = leaves[place]
-        if wire is not None and wire.shape == () and paths[place].rpartition(".")[2] == "loss":
-            return number
-    return None
-
-
-def _marked(spec: object, path: str) -> list[str]:
-    if spec is True:
-        return [path.removeprefix(".")]
-    if isinstance(spec, Mapping):
-        return [p for key, value in spec.items() for p in _marked(value, f"{path}.{key}")]
-    if isinstance(spec, list | tuple):
-        return [p for i, value in enumerate(spec) for p in _marked(value, f"{path}[{i}]")]
-    return []
+        return wanted[0]
+    losses = (i for i, (path, wire) in enumerate(tensors) if wire.shape == () and path.rpartition(".")[2] == "loss")
+    return next(losses, None)
 
 
 @dataclass(frozen=True)
@@ -195,12 +162,22 @@ class StageRoutes:
     def bind(
         self, args: Sequence[tuple[object, ...]] | None, kwargs: Sequence[dict[str, object]], num_microbatches: int
     ) -> Sequence[Sequence[Value]]:
-        """For each microbatch the inputs of the stage, with None where another stage's value goes."""
+        """For each microbatch the inputs of the stage, with None where another stage's value goes.
+
+        A rank may leave out arguments of the model that its stages do not read.
+        """
         names = [wire.name if wire.source is None else "" for wire in self.info.stage_inputs[self.stage]]
         if not any(names):
             return [[None] * len(names)] * num_microbatches
         calls = [(args[m] if args else (), kwargs[m] if kwargs else {}) for m in range(num_microbatches)]
-        each = self.info.arguments_of_each(self.stage, calls)
+        each = self.info.inputs.bind_each(calls)
+        if missing := [name for name in names if name and name not in each[0]]:
+            own = next((name for name in missing if name in STEPS_OWN), "")
+            instead = own and f". {own}= is an argument of step itself: give the model's by its place"
+            raise CaptureError(
+                f"stage {self.stage} reads {', '.join(missing)}, and this rank's call does not give it; pass the same "
+                f"arguments on every rank, or at least {', '.join(filter(None, names))} here{instead}"
+            )
         return [[given[name] if name else None for name in names] for given in each]
 
     @cached_property
@@ -309,13 +286,14 @@ class Pipe(nn.Module):
         """All stages, one after the other, in this process: returns what the model returns."""
         values: dict[str, Value] = {}
         arguments = self._info.inputs.bind(args, kwargs)
-        for k in range(self.num_stages):
-            stage = self.get_stage_module(k)
-            given = [arguments[w.name] if w.source is None else values[w.name] for w in stage.inputs]
-            if k == self.num_stages - 1:
-                return stage.model_output(given)
-            values |= zip([w.name for w in stage.outputs], stage.run(given), strict=True)
-        raise AssertionError("a pipe has at least one stage")
+        *earlier, last = map(self.get_stage_module, range(self.num_stages))
+
+        def given(stage: StageModule) -> list[Value]:
+            return [arguments[w.name] if w.source is None else values[w.name] for w in stage.inputs]
+
+        for stage in earlier:
+            values |= zip([w.name for w in stage.outputs], stage.run(given(stage)), strict=True)
+        return last.model_output(given(last))
 
     def state_dict(self, *args: Value, **kwargs: Value) -> dict[str, Value]:  # type: ignore[override]
         """The tensors of all stages, under the names of the user's model."""
@@ -331,8 +309,8 @@ class Pipe(nn.Module):
         missing: list[str] = []
         known: set[str] = set()
         for stage in self.stages:
-            own = {name: value for name, value in state_dict.items() if name in stage.state_dict()}
-            known |= set(own)
+            own = {name: state_dict[name] for name in stage.state_dict() if name in state_dict}
+            known |= own.keys()
             missing += stage.load_state_dict(own, strict=False, assign=assign).missing_keys
         unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):

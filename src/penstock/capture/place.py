@@ -12,6 +12,7 @@ A node belongs to the stage in whose part of the model's code it stands, with th
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,19 +37,14 @@ class Placed:
 
 def place(flat: Flat, cuts: Sequence[Mark]) -> Placed:
     """Decide the stage of every node, for the given cuts."""
-    stage: dict[fx.Node, int] = {}
-    current = 0
-    boundaries = [cut.position for cut in cuts]
     transformed = _transformed(flat)
     if inside := [cut for cut in cuts if cut.position in transformed]:
         raise CaptureError(
             f"{inside[0].what} is inside a function that torch.vmap, or another transform of functions, runs: its values cannot "
             "leave it. Move the cut before or after it"
         )
-    for i, node in enumerate(flat.nodes):
-        while current < len(boundaries) and boundaries[current] <= i:
-            current += 1
-        stage[node] = current
+    boundaries = [cut.position for cut in cuts]
+    stage = {node: bisect_right(boundaries, i) for i, node in enumerate(flat.nodes)}
     num_stages = len(cuts) + 1
     free = _free(flat)
     written_there, busy = dict(stage), _busy(flat, stage)
@@ -59,9 +55,10 @@ def place(flat: Flat, cuts: Sequence[Mark]) -> Placed:
         stage |= written_there
         _move_free(flat, stage, free, num_stages)
     _keep_tuples_whole(flat, stage)
-    _settle_writes(flat, stage)
+    placed = Placed(flat, num_stages, stage)
+    _settle_writes(placed)
     _check_full(flat, stage, cuts)
-    return Placed(flat, num_stages, stage)
+    return placed
 
 
 def inseparable(flat: Flat) -> set[int]:
@@ -95,29 +92,17 @@ def _transformed(flat: Flat) -> set[int]:
 
 def _free(flat: Flat) -> dict[fx.Node, bool]:
     """The values that depend on nothing but arguments, buffers and constants -> whether they depend on an argument."""
-    origins = flat.traced.origins
-    dirty = _written_state(flat)
+    # A value that somebody writes to is not free, nor is what shares its memory.
+    dirty = {member for node in flat.nodes for target in written(node) for member in _family(target)}
     free: dict[fx.Node, bool] = {}
-    for node, origin in origins.items():
-        match origin:
-            case FromInput():
-                free[node] = True
-            case FromState(_, parameter) if not parameter and node not in dirty:
-                free[node] = False
-            case FromConstant():
-                free[node] = False
+    for node, origin in flat.traced.origins.items():
+        if node not in dirty and not (isinstance(origin, FromState) and origin.parameter):
+            free[node] = isinstance(origin, FromInput)
     for node in flat.nodes:
         if is_size(node) or body_module(node, flat.traced.root) is not None:
             free[node] = False
-        elif all(a in free for a in node.all_input_nodes) and is_pure(node, flat.traced.root):
+        elif node not in dirty and all(a in free for a in node.all_input_nodes) and is_pure(node, flat.traced.root):
             free[node] = any(free[a] for a in node.all_input_nodes)
-    for node in flat.nodes:  # a value that somebody writes to is not free, nor is what shares its memory
-        for target in written(node):
-            for member in _family(target):
-                free.pop(member, None)
-    for node in flat.nodes:  # what depends on it is not free either
-        if node in free and any(a not in free for a in node.all_input_nodes) and not is_size(node):
-            free.pop(node)
     return free
 
 
@@ -134,15 +119,6 @@ def _move_free(flat: Flat, stage: dict[fx.Node, int], free: Mapping[fx.Node, boo
             stage[node] = EVERYWHERE
         elif users:
             stage[node] = min(users)
-
-
-def _written_state(flat: Flat) -> set[fx.Node]:
-    """Placeholders whose tensor is written to, directly or through a view."""
-    found: set[fx.Node] = set()
-    for node in flat.nodes:
-        for target in written(node):
-            found |= {m for m in _family(target) if m in flat.traced.origins}
-    return found
 
 
 def _family(node: fx.Node) -> set[fx.Node]:
@@ -169,19 +145,20 @@ def _keep_tuples_whole(flat: Flat, stage: dict[fx.Node, int]) -> None:
                 stage[arg] = stage[node]
 
 
-def _settle_writes(flat: Flat, stage: dict[fx.Node, int]) -> None:
+def _settle_writes(placed: Placed) -> None:
     """In-place operators on what another stage made write to a copy; a buffer is written by one stage only."""
-    for node in list(flat.nodes):
+    for node in list(placed.flat.nodes):
         for target in written(node):
             family = _family(target)
-            states = [m for m in family if m in flat.traced.origins]
+            states = [m for m in family if m in placed.flat.traced.origins]
             if states:
-                _settle_state(flat, stage, states, family)
+                _settle_state(placed, states, family)
             else:
-                _settle_value(flat, stage, node, family)
+                _settle_value(placed, node, family)
 
 
-def _settle_value(flat: Flat, stage: dict[fx.Node, int], node: fx.Node, family: set[fx.Node]) -> None:
+def _settle_value(placed: Placed, node: fx.Node, family: set[fx.Node]) -> None:
+    stage, index, outputs = placed.stage, placed.flat.index, placed.flat.traced.outputs
     here = stage[node]
     crossing = [
         m for m in family if m in stage and stage[m] < here and any(stage.get(u, here) >= here for u in m.users)
@@ -194,23 +171,14 @@ def _settle_value(flat: Flat, stage: dict[fx.Node, int], node: fx.Node, family: 
             f"as {' and as '.join(m.name for m in crossing)}{_line(node)}; use the out-of-place form there, or move "
             "the cut"
         )
-    _copy_into(flat, stage, crossing[0], here)
-
-
-def _copy_into(flat: Flat, stage: dict[fx.Node, int], value: fx.Node, here: int) -> None:
-    graph = value.graph
+    (value,) = crossing
     users = [u for u in value.users if stage.get(u, -1) >= here or u.op == "output"]
-    first = min((u for u in users if u in flat.index), key=lambda u: flat.index[u])
-    with graph.inserting_before(first):
-        made = graph.call_function(aten.clone.default, (value,))
-    made.meta = {"val": value.meta.get("val"), "nn_module_stack": first.meta.get("nn_module_stack")}
-    for user in users:
-        user.replace_input_with(value, made)
-    _insert(flat, stage, made, flat.index[first], at=here)
-    _rename_outputs(flat, value, made)
+    made = _cloned(placed, value, users, position=min(index[u] for u in users if u in index), at=here)
+    outputs[:] = [made if output is value else output for output in outputs]
 
 
-def _settle_state(flat: Flat, stage: dict[fx.Node, int], states: list[fx.Node], family: set[fx.Node]) -> None:
+def _settle_state(placed: Placed, states: list[fx.Node], family: set[fx.Node]) -> None:
+    flat, stage = placed.flat, placed.stage
     writers = {stage[n] for n in flat.nodes if any(t in family for t in written(n))}
     readers = {stage[u] for m in family for u in m.users if u in stage}
     names = ", ".join(_state_name(flat, s) for s in states)
@@ -222,26 +190,24 @@ def _settle_state(flat: Flat, stage: dict[fx.Node, int], states: list[fx.Node], 
     (owner,) = writers
     for member in list(family):
         later = [u for u in member.users if stage.get(u, owner) > owner]
-        if not later:
-            continue
-        last = max((n for n in flat.nodes if stage[n] == owner), key=lambda n: flat.index[n])
-        with member.graph.inserting_after(last):
-            made = member.graph.call_function(aten.clone.default, (member,))
-        made.meta = {"val": member.meta.get("val")}
-        for user in later:
-            user.replace_input_with(member, made)
-        _insert(flat, stage, made, flat.index[last] + 1, at=owner)
+        if later:
+            after_all = 1 + max(flat.index[n] for n in flat.nodes if stage[n] == owner)
+            _cloned(placed, member, later, position=after_all, at=owner)
 
 
-def _insert(flat: Flat, stage: dict[fx.Node, int], made: fx.Node, position: int, *, at: int) -> None:
+def _cloned(placed: Placed, value: fx.Node, users: Sequence[fx.Node], *, position: int, at: int) -> fx.Node:
+    """A copy of a value, which these users get instead, made by stage `at` before what stands at that position."""
+    flat = placed.flat
+    with value.graph.inserting_after(flat.nodes[position - 1]):
+        made = value.graph.call_function(aten.clone.default, (value,))
+    stack = next((user.meta["nn_module_stack"] for user in users if "nn_module_stack" in user.meta), None)
+    made.meta = {"val": value.meta.get("val"), "nn_module_stack": stack}
+    for user in users:
+        user.replace_input_with(value, made)
     flat.nodes.insert(position, made)
-    flat.index.clear()
     flat.index.update({node: i for i, node in enumerate(flat.nodes)})
-    stage[made] = at
-
-
-def _rename_outputs(flat: Flat, old: fx.Node, new: fx.Node) -> None:
-    flat.traced.outputs[:] = [new if value is old else value for value in flat.traced.outputs]
+    placed.stage[made] = at
+    return made
 
 
 def _state_name(flat: Flat, node: fx.Node) -> str:

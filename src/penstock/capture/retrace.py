@@ -22,13 +22,12 @@ from penstock.capture.marks import SplitPoint
 from penstock.capture.place import EVERYWHERE, Placed, place
 from penstock.capture.skeleton import Skeleton
 from penstock.capture.stage_state import StateNames
-from penstock.capture.wires import Fixed, Key, Wire, same_wires, size_of, where_shapes_differ
+from penstock.capture.wires import Fixed, Key, Wire, same_wires, size_of, where, where_shapes_differ
 from penstock.errors import CaptureError
 from penstock.nest import Value
 from penstock.stage.buffers import modes_of
 
-ChooseCuts = Callable[[Flat, int], Sequence[int]]
-Judge = Callable[[Flat, Sequence[Mark]], None]
+Choose = Callable[[Flat], Sequence[int] | None]  # positions before which to cut; None: at the marks
 _FOLLOWING = 4  # operators, of which one will be there in every trace
 
 
@@ -89,24 +88,19 @@ class Retracer:
     transmit: bool = False
     carry: bool = False
     policy: Callable[[fx.GraphModule], Value] | None = None
-    num_stages: int | None = None
     key: Key = (None, frozenset())
     modes: tuple[bool, ...] = ()  # of each part of the model when it was captured
     why_static: str = ""
-    gave_up: bool = False  # on dynamic sizes
     shapes: tuple[tuple[int | str, ...], ...] = ()
-    chosen: tuple[tuple[Landmark, ...], ...] = ()  # the operators before which to cut, each with some that follow it
+    # The operators before which to cut, each with some that follow it; None: at the marks.
+    chosen: tuple[tuple[Landmark, ...], ...] | None = None
     cuts: dict[Key, Cut] = field(default_factory=dict)
 
-    def first(self, choose_cuts: ChooseCuts, judge: Judge) -> Cut:
-        """Trace the model in the mode that it is in, and cut it: where the marks are or, with `num_stages`, as chosen.
-
-        `judge` is shown the cuts.
-        """
+    def first(self, choose: Choose) -> Cut:
+        """Trace the model in the mode that it is in, and cut it as chosen."""
         self.modes = modes_of(self.skeleton.module)
         self.key = (self.modes[0] if len(set(self.modes)) == 1 else None, frozenset())
-        cut = self._cut(self.key, choose_cuts, judge)
-        self.cuts[self.key] = cut
+        cut = self.cuts[self.key] = self._cut(self.key, choose)
         return cut
 
     def piece(self, stage: int, key: Key) -> StagePiece:
@@ -117,31 +111,27 @@ class Retracer:
     def __deepcopy__(self, memo: dict[int, object]) -> Retracer:
         return self
 
-    def _cut(self, key: Key, choose_cuts: ChooseCuts | None = None, judge: Judge | None = None) -> Cut:
+    def _cut(self, key: Key, choose: Choose | None = None) -> Cut:
         mode, fixed = key
         if mode is None:  # mixed, as captured; an evaluation may have been traced since
             for part, training in zip(self.skeleton.module.modules(), self.modes, strict=True):
                 part.training = training
-        dims = self.dims if not self.gave_up else tuple(None for _ in self.dims)
         traced = trace(
             self.skeleton,
-            Example(self.table, self._leaves(fixed), self._without(dims, fixed)),
+            self._example(fixed),
             training=mode,
             points=self.points,
-            fall_back=self.fall_back and choose_cuts is not None,  # later traces must leave open what the first one did
+            fall_back=self.fall_back and choose is not None,  # later traces must leave open what the first one did
         )
         wanted = policy_positions(self.policy, traced.root) if self.policy is not None else ()
         flat = flatten(traced, wanted)
         inputs = [node for node, origin in traced.origins.items() if isinstance(origin, FromInput)]
         shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
-        if choose_cuts is not None:
-            self.gave_up = bool(traced.why_static)
-            self.why_static = traced.why_static or self.why_static
+        if choose is not None:
             self.shapes = shapes
-        marks = self._marks(flat, choose_cuts)
-        if judge is not None:
-            judge(flat, marks)
-        placed = place(flat, marks)
+            if traced.why_static:
+                self.why_static, self.dims = traced.why_static, tuple(None for _ in self.dims)
+        placed = place(flat, self._marks(flat, choose))
         cutter = Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit, carry=self.carry)
         known = dict(fixed)
         open_shapes = [[known.get(str(size), size) for size in shape] for shape in self.shapes]
@@ -149,13 +139,12 @@ class Retracer:
         cut = cutter.cut()
         return replace(cut, pieces=tuple(replace(piece, guards=guards) for piece in cut.pieces))
 
-    def _marks(self, flat: Flat, choose_cuts: ChooseCuts | None) -> Sequence[Mark]:
-        if self.num_stages is None:
-            return flat.marks
+    def _marks(self, flat: Flat, choose: Choose | None) -> Sequence[Mark]:
         here = landmarks(flat)
-        if choose_cuts is not None:
-            places = choose_cuts(flat, self.num_stages)
+        if choose is not None and (places := choose(flat)) is not None:
             self.chosen = tuple(tuple(here[place : place + _FOLLOWING]) for place in places)
+        if self.chosen is None:
+            return flat.marks
         marks = []
         for (mark, *_), at in zip(self.chosen, found_again(self.chosen, here), strict=True):
             if at is None:
@@ -181,25 +170,15 @@ class Retracer:
                 found[name] = found.get(name, frozenset()) | (names - {name})
         return found
 
-    def _leaves(self, fixed: Fixed) -> list[torch.Tensor]:
-        if not fixed:
-            return self.leaves
-        known = dict(fixed)
-        made = []
-        for leaf, shape in zip(self.leaves, self.shapes, strict=True):
-            sizes = [known.get(str(name), now) for name, now in zip(shape, leaf.shape, strict=True)]
-            made.append(torch.empty(sizes, dtype=leaf.dtype, device="meta"))
-        return made
-
-    def _without(self, dims: Dims, fixed: Fixed) -> Dims:
-        if not fixed:
-            return dims
-        known = dict(fixed)
-        kept = []
-        for spec, shape in zip(dims, self.shapes, strict=True):
-            left = {d: v for d, v in spec.items() if shape[d] not in known} if spec else None
-            kept.append(left or None)
-        return tuple(kept)
+    def _example(self, fixed: Fixed) -> Example:
+        """What the model is traced with, for sizes that are fixed."""
+        known: dict[int | str, int] = dict(fixed)
+        leaves, dims = [], []
+        for leaf, spec, shape in zip(self.leaves, self.dims, self.shapes, strict=True) if known else ():
+            sizes = [known.get(name, now) for name, now in zip(shape, leaf.shape, strict=True)]
+            leaves.append(torch.empty(sizes, dtype=leaf.dtype, device="meta"))
+            dims.append({d: v for d, v in (spec or {}).items() if shape[d] not in known} or None)
+        return Example(self.table, leaves or self.leaves, tuple(dims) or self.dims)
 
     def _checked(self, cut: Cut, key: Key) -> Cut:
         """The other graph must send the same things, for the stages may not know of each other's mode and sizes."""
@@ -208,13 +187,13 @@ class Retracer:
         when = f"in {'train' if mode else 'eval'} mode"
         instead = "capture the model once in each mode instead"
         if fixed:
-            when = f"with {' and '.join(self._dimensions(fixed))}"
+            when = f"with {where(zip(self.table.names, self.shapes, strict=True), fixed, 'being')}"
             instead = "avoid that size, or capture the model with an example of that size instead"
         if len(cut.pieces) != len(base.pieces):
             raise CaptureError(
                 f"{when} the model falls into {len(cut.pieces)} stages, not {len(base.pieces)}; {instead}"
             )
-        shapes = [leaf.shape for leaf in self._leaves(fixed)]
+        shapes = [leaf.shape for leaf in self._example(fixed).leaves]
         for k, (old, new) in enumerate(zip(base.pieces, cut.pieces, strict=True)):
             last = new is cut.pieces[-1]
             if not same_wires(old.inputs, new.inputs) or not (last or same_wires(old.outputs, new.outputs)):
@@ -235,16 +214,6 @@ class Retracer:
         seen = {size for wire in self.cuts[self.key].pieces[stage].inputs for size in wire.shape}
         partners = self.partners()
         return any(not seen & {name, *partners[name]} for name, _ in fixed)
-
-    def _dimensions(self, fixed: Fixed) -> list[str]:
-        """Where these sizes stand, as a user would say it."""
-        known = dict(fixed)
-        return [
-            f"dimension {dim} of {name} being {known[str(size)]}"
-            for name, shape in zip(self.table.names, self.shapes, strict=True)
-            for dim, size in enumerate(shape)
-            if size in known
-        ]
 
 
 def _listed(wires: Sequence[Wire]) -> str:

@@ -9,6 +9,7 @@ Nothing of torch's tracing (fake tensors, symbolic sizes) is kept.
 
 from __future__ import annotations
 
+import copy
 import linecache
 import operator
 import re
@@ -40,13 +41,6 @@ class Ref:
     """A use of another node, in a saved graph."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class Named:
-    """An operator of torch, by name, in a saved graph."""
-
-    path: str
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,9 @@ class OperatorGraph:
         )
 
     def __getstate__(self) -> dict[str, object]:
+        refer: Any = lambda node: Ref(node.name)  # noqa: E731  # a Ref is no argument of a graph yet
         nodes = [
-            (n.op, n.name, _pack_target(n.target), _pack(n.args), _pack(n.kwargs), n.meta.get("path", ""))
+            (n.op, n.name, _saved(n.target), fx.map_arg((n.args, n.kwargs), refer), n.meta.get("path", ""))
             for n in self.graph.nodes
         ]
         return {"nodes": nodes, "bodies": self.bodies}
@@ -116,10 +111,12 @@ class OperatorGraph:
     def __setstate__(self, state: dict[str, Any]) -> None:
         graph = fx.Graph()
         values: dict[str, fx.Node] = {}
-        for op, name, target, args, kwargs, path in state["nodes"]:
-            made = graph.create_node(op, _unpack_target(target), _unpack(args, values), _unpack(kwargs, values), name)
-            made.meta["path"] = path
-            values[name] = made
+        for op, name, target, given, path in state["nodes"]:
+            if op == "call_function" and isinstance(target, str):
+                target = operator.attrgetter(target)(torch.ops)
+            args, kwargs = fx.node.map_aggregate(given, lambda v: values[v.name] if isinstance(v, Ref) else v)
+            values[name] = graph.create_node(op, target, args, kwargs, name)
+            values[name].meta["path"] = path
         object.__setattr__(self, "graph", graph)
         object.__setattr__(self, "bodies", state["bodies"])
 
@@ -132,39 +129,18 @@ def late(target: object) -> Any:
     return _LATE.get(target, target) if isinstance(target, torch._ops.OpOverload) else target
 
 
-def _pack_target(target: object) -> object:
-    if isinstance(target, torch._ops.OpOverload):
-        return Named(str(target))
+def _saved(target: object) -> object:
+    """What stands for the target of a node in a saved graph: for an operator of torch its name in `torch.ops`."""
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return Named(f"higher_order.{target.name()}")
-    return target
-
-
-def _unpack_target(target: object) -> Any:
-    if not isinstance(target, Named):
-        return target
-    found: object = torch.ops
-    for part in target.path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _pack(value: Any) -> object:
-    pack: Any = lambda v: Ref(v.name) if isinstance(v, fx.Node) else v  # noqa: E731  # a Ref is no argument of a graph yet
-    return fx.node.map_aggregate(value, pack)
-
-
-def _unpack(value: Any, values: dict[str, fx.Node]) -> Any:
-    return fx.node.map_aggregate(value, lambda v: values[v.name] if isinstance(v, Ref) else v)
+        return f"higher_order.{target.name()}"
+    return str(target) if isinstance(target, torch._ops.OpOverload) else target
 
 
 def _copy(graph: fx.Graph, change: Callable[[fx.Node], None]) -> fx.Graph:
     """Another graph, with each node changed."""
-    made = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        values[node] = made.node_copy(node, lambda n: values[n])
-        change(values[node])
+    made = copy.deepcopy(graph)
+    for node in made.nodes:
+        change(node)
     return made
 
 
@@ -177,7 +153,7 @@ def wrap_regions(graph: fx.Graph, bodies: dict[str, OperatorGraph]) -> None:
     run: list[fx.Node] = []
     number: object = None
     for node in list(graph.nodes):
-        if run and REGION not in node.meta and (node.op == "get_attr" or SIZE in node.meta):
+        if run and not node.meta.get(REGION) and (node.op == "get_attr" or SIZE in node.meta):
             if not any(arg in run for arg in node.all_input_nodes):
                 run[0].prepend(node)
                 continue
@@ -195,23 +171,15 @@ def _wrap(graph: fx.Graph, run: list[fx.Node], bodies: dict[str, OperatorGraph])
     _, target, leading = run[0].meta[REGION][0]
     members = set(run)
     inner = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    inner_bodies: dict[str, OperatorGraph] = {}
-    outside = list(
-        dict.fromkeys(a for node in run for a in node.all_input_nodes if a not in members and not _body(a, bodies))
-    )
-    for arg in outside:
-        values[arg] = inner.placeholder(arg.name)
+    used = dict.fromkeys(arg for node in run for arg in node.all_input_nodes if arg not in members)
+    inside = {arg: str(arg.target) for arg in used if arg.op == "get_attr" and str(arg.target) in bodies}
+    outside = [arg for arg in used if arg not in inside]
+    values = {arg: inner.placeholder(arg.name) for arg in outside}
+    values |= {arg: inner.create_node("get_attr", name) for arg, name in inside.items()}
+    inner_bodies = {name: bodies[name] for name in inside.values()}
     for node in run:
-        for arg in node.all_input_nodes:
-            if _body(arg, bodies) and arg not in values:
-                inner_bodies[str(arg.target)] = bodies[str(arg.target)]
-                values[arg] = inner.create_node("get_attr", str(arg.target))
         made = inner.node_copy(node, lambda n: values[n])
-        made.meta = {"path": node.meta.get("path", "")}
-        rest = node.meta[REGION][1:]
-        if rest:
-            made.meta[REGION] = rest
+        made.meta = {"path": node.meta.get("path", ""), REGION: node.meta[REGION][1:]}
         values[node] = made
     results = [node for node in run if any(user not in members for user in node.users)]
     inner.output(tuple(values[node] for node in results))
@@ -227,7 +195,3 @@ def _wrap(graph: fx.Graph, run: list[fx.Node], bodies: dict[str, OperatorGraph])
             node.replace_all_uses_with(part, lambda user: user not in members)
     for node in reversed(run):
         graph.erase_node(node)
-
-
-def _body(node: fx.Node, bodies: dict[str, OperatorGraph]) -> bool:
-    return node.op == "get_attr" and str(node.target) in bodies

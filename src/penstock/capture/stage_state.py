@@ -44,29 +44,19 @@ class StateNames:
 
     @staticmethod
     def of(model: nn.Module) -> StateNames:
-        first: dict[str, str] = {}
+        leaders: dict[int, str] = {}
+        first = {name: leaders.setdefault(id(value), name) for name, value in named_state(model).items()}
         groups: dict[str, list[str]] = {}
-        by_identity: dict[int, str] = {}
-        for name, value in named_state(model).items():
-            leader = by_identity.setdefault(id(value), name)
-            first[name] = leader
+        for name, leader in first.items():
             groups.setdefault(leader, []).append(name)
         parameters = frozenset(n for n, _ in model.named_parameters(remove_duplicate=False))
-        transient = frozenset(
-            f"{prefix}.{n}" if prefix else n
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            for n in module._non_persistent_buffers_set
-            if module._buffers.get(n) is not None
-        )
-        return StateNames(first, {k: tuple(v) for k, v in groups.items()}, parameters, transient)
+        return StateNames(first, {k: tuple(v) for k, v in groups.items()}, parameters, transient_names(model))
 
     def name_for(self, name: str, path: str) -> str:
         """Of all names of a tensor, the one that belongs to the module at `path`, if there is one."""
-        for candidate in self.groups[self.first[name]]:
-            if candidate.rpartition(".")[0] == path:
-                return candidate
-        inside = [c for c in self.groups[self.first[name]] if not path or c.startswith(f"{path}.")]
-        return inside[0] if inside else self.first[name]
+        names = self.groups[self.first[name]]
+        own = [candidate for candidate in names if candidate.rpartition(".")[0] == path]
+        return (own or [c for c in names if not path or c.startswith(f"{path}.")] or names)[0]
 
     def leaders(self, origins: Mapping[fx.Node, Origin]) -> dict[fx.Node, fx.Node]:
         """For each placeholder of a parameter or buffer, the one that stands for all names of the same tensor."""
@@ -80,9 +70,27 @@ class StateNames:
 
 def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers, under every name that they have."""
-    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    found |= dict(model.named_buffers(remove_duplicate=False))
-    return found
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def transient_names(model: nn.Module) -> frozenset[str]:
+    """The names of buffers that state_dict leaves out."""
+    return frozenset(
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    )
+
+
+def owner_of(root: nn.Module, name: str, *, make: bool = False) -> tuple[nn.Module, str]:
+    """The submodule that holds what a model has under a name, and the last part of that name. With `make`, submodules that are
+    not there are made. They are not looked up as attributes: a stage has some of the same names."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if make and part not in root._modules:
+            root._modules[part] = nn.Module()
+        root = root._modules.get(part) or nn.Module()
+    return root, leaf
 
 
 def assign(names: StateNames, used: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -103,13 +111,10 @@ def assign(names: StateNames, used: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _nearest(name: str, home: dict[str, int]) -> int:
     """The stage of the used name that shares the longest path with `name`; the first stage if there is none."""
-    path = name.split(".")[:-1]
-    while path:
-        prefix = ".".join(path) + "."
-        stages = [k for other, k in home.items() if other.startswith(prefix)]
-        if stages:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if stages := [k for other, k in home.items() if other.startswith(f"{name}.")]:
             return min(stages)
-        path.pop()
     return 0
 
 

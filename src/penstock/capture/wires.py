@@ -7,15 +7,13 @@ stage.outputs    # values that later stages use, or the leaves of the model's ou
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
-
-from penstock.errors import ShapeError
 
 Size = int | str  # a fixed size, or the name of a size that may change from call to call
 # Changing sizes for which the model is traced on its own: 1, or what a branch asks for.
@@ -54,12 +52,8 @@ def wire_of(node: fx.Node, name: str, *, source: int | None, stages: Sequence[in
 
 def _is_contiguous(value: torch.Tensor) -> bool:
     if any(isinstance(s, torch.SymInt) for s in value.shape):
-        expected: list[object] = []
-        step: Any = 1
-        for size in reversed(value.shape):
-            expected.append(str(step))
-            step = size * step
-        return [str(s) for s in value.stride()] == expected[::-1]
+        steps = accumulate(reversed(value.shape[1:]), lambda step, size: size * step, initial=1)
+        return [str(s) for s in value.stride()] == [str(s) for s in steps][::-1]
     return value.is_contiguous()
 
 
@@ -70,54 +64,48 @@ def size_of(size: int | torch.SymInt) -> Size:
     return int(size)
 
 
-def check_sizes(wires: Sequence[Wire], values: Sequence[object], *, why_static: str, symbols: dict[str, int]) -> None:
-    """Refuse values whose sizes are not what was captured; collects what each changing size is now."""
+def misfit(wires: Sequence[Wire], values: Sequence[object], sizes: dict[str, int], why_static: str = "") -> str:
+    """Which value does not have the sizes that were captured, or ""; `sizes` gets what each changing size is now."""
     for wire, value in zip(wires, values, strict=True):
-        if wire.kind != "tensor" or not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             continue
         shape = value.shape
         if len(shape) != len(wire.shape):
-            raise ShapeError(
+            return (
                 f"{wire.name} has {len(shape)} dimensions {tuple(shape)}; the model was captured with "
                 f"{len(wire.shape)} ({', '.join(map(str, wire.shape))})"
             )
         for dim, (expected, now) in enumerate(zip(wire.shape, shape, strict=True)):
-            if isinstance(expected, int):
-                if expected != now:
-                    raise ShapeError(_fixed(wire, dim, expected, now, why_static))
-            elif symbols.setdefault(expected, now) != now:
-                raise ShapeError(
-                    f"dimension {dim} of {wire.name} is {now}, and must equal another dimension of this call that is "
-                    f"{symbols[expected]} (both are {expected})"
+            if isinstance(expected, str):
+                if sizes.setdefault(expected, now) != now:
+                    return (
+                        f"dimension {dim} of {wire.name} is {now}, and must equal another dimension of this call that is "
+                        f"{sizes[expected]} (both are {expected})"
+                    )
+            elif expected != now:
+                return (
+                    f"dimension {dim} of {wire.name} is {now}; the model was captured with {expected} there, and that "
+                    f"dimension is fixed{why_static and f' ({why_static})'}. Capture with dynamic_shapes={{{wire.name!r}: "
+                    f"{{{dim}: torch.export.Dim.AUTO}}}}, or with this size"
                 )
+    return ""
 
 
-def _fixed(wire: Wire, dim: int, expected: int, now: int, why_static: str) -> str:
-    reason = f" ({why_static})" if why_static else ""
-    return (
-        f"dimension {dim} of {wire.name} is {now}; the model was captured with {expected} there, and that dimension is "
-        f"fixed{reason}. Capture with dynamic_shapes={{{wire.name!r}: {{{dim}: torch.export.Dim.AUTO}}}}, or with "
-        "this size"
-    )
-
-
-def where(wires: Sequence[Wire], fixed: Fixed) -> str:
-    """The dimensions that have these sizes."""
-    known = dict(fixed)
+def where(shapes: Iterable[tuple[str, Sequence[Size]]], fixed: Fixed, verb: str) -> str:
+    """The dimensions that have these sizes, as a user would say it."""
+    known: dict[Size, int] = dict(fixed)
     return " and ".join(
-        f"dimension {dim} of {wire.name} is {known[str(size)]}"
-        for wire in wires
-        for dim, size in enumerate(wire.shape)
+        f"dimension {dim} of {name} {verb} {known[size]}"
+        for name, shape in shapes
+        for dim, size in enumerate(shape)
         if size in known
     )
 
 
 def same_wires(old: Sequence[Wire], new: Sequence[Wire]) -> bool:
     """Whether two captures of a model send the same things in the same order."""
-    plain = [replace(w, name="", shape=(), contiguous=True) for w in old]
-    return plain == [replace(w, name="", shape=(), contiguous=True) for w in new] and [len(w.shape) for w in old] == [
-        len(w.shape) for w in new
-    ]
+    first, second = ([(w.source, w.stages, w.dtype, len(w.shape)) for w in wires] for wires in (old, new))
+    return first == second
 
 
 @dataclass(frozen=True)
@@ -125,22 +113,19 @@ class Guard:
     """One condition, as Python text, and the sizes that it speaks of."""
 
     text: str
-    names: frozenset[str]
+    names: tuple[str, ...]
 
     def __post_init__(self) -> None:
         """Make a function of the text, through which torch.compile can look."""
-        order = sorted(self.names)
-        object.__setattr__(self, "_order", order)
-        object.__setattr__(self, "_function", eval(f"lambda {', '.join(order)}: {self.text}", {"math": math}))
+        object.__setattr__(self, "_function", eval(f"lambda {', '.join(self.names)}: {self.text}", {"math": math}))
 
     def __reduce__(self) -> tuple[object, ...]:
         return Guard, (self.text, self.names)
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Whether it is true; a stage that does not see all of these sizes leaves it to others."""
-        order: list[str] = self._order  # type: ignore[attr-defined]
-        given = [sizes[name] for name in order if name in sizes]
-        return len(given) < len(order) or bool(self._function(*given))  # type: ignore[attr-defined]
+        given = [sizes[name] for name in self.names if name in sizes]
+        return len(given) < len(self.names) or bool(self._function(*given))  # type: ignore[attr-defined]
 
 
 def guards_of(program: torch.export.ExportedProgram) -> tuple[Guard, ...]:
@@ -152,7 +137,7 @@ def guards_of(program: torch.export.ExportedProgram) -> tuple[Guard, ...]:
         return ()
     printer = PythonPrinter()
     return tuple(
-        Guard(printer.doprint(guard.expr), frozenset(map(str, guard.expr.free_symbols)))
+        Guard(printer.doprint(guard.expr), tuple(sorted(map(str, guard.expr.free_symbols))))
         for guard in mode.shape_env.guards
     )
 
@@ -165,17 +150,8 @@ def sizes_fit(
     torch.compile can look through it, and then guards what it asks. `partners` names the sizes that change.
     """
     sizes: dict[str, int] = {}
-    for wire, value in zip(wires, values, strict=True):
-        if wire.kind != "tensor" or not isinstance(value, torch.Tensor):
-            continue
-        if value.dim() != len(wire.shape):
-            return False
-        for expected, now in zip(wire.shape, value.shape, strict=True):
-            if isinstance(expected, str):
-                if sizes.setdefault(expected, now) != now or (now == 1 and expected in partners):
-                    return False
-            elif expected != now:
-                return False
+    if misfit(wires, values, sizes) or any(size == 1 and name in partners for name, size in sizes.items()):
+        return False
     return all(guard.holds(sizes) for guard in guards)
 
 
@@ -183,7 +159,7 @@ def where_shapes_differ(known: Sequence[Sequence[int | str]], here: Sequence[Seq
     """Sizes that may change by the first trace of a model, and are fixed or tied to another by a later one."""
     pairs = {(old, new) for one, other in zip(known, here, strict=True) for old, new in zip(one, other, strict=True)}
     return [
-        Guard(f"{old} == {new}", frozenset({old, new} if isinstance(new, str) else {old}))
+        Guard(f"{old} == {new}", (old, new) if isinstance(new, str) else (old,))
         for old, new in sorted(pairs, key=str)
         if isinstance(old, str) and old != new
     ]
