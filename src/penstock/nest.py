@@ -77,11 +77,8 @@ class Node(NamedTuple):
 
     def build(self, children: Sequence[object]) -> Value:
         """Another one like this, with other children. Neither __init__ nor __post_init__ runs again."""
-        if self.kind in _COPIED:
-            return self._copied(children)
-        return rebuilt(self.kind, self.data, children)
-
-    def _copied(self, children: Sequence[object]) -> Value:
+        if self.kind not in _COPIED:
+            return rebuilt(self.kind, self.data, children)
         if self.by is By.PLACE and isinstance(self.value, tuple):
             return type(self.value)(children)
         if self.by is By.KEY and not isinstance(self.value, MutableMapping):

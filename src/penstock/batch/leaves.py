@@ -48,7 +48,7 @@ def find_batch(leaves: list[BatchLeaf]) -> Batch | None:
         if is_replicate(leaf.spec):
             continue
         if isinstance(leaf.value, Tensor) and (leaf.spec is not None or leaf.value.dim()):
-            dim = 0 if leaf.spec is None else _checked_dim(leaf)
+            dim = _dim_of(leaf)
             return Batch(leaf.value.size(dim), dim, leaf)
         if mask is None and is_block_mask(leaf.value) and block_mask_batch(leaf.value) > 1:
             mask = Batch(block_mask_batch(leaf.value), 0, leaf)
@@ -63,9 +63,8 @@ def cut_leaves(
         raise SplitError(f"num_microbatches is {num_microbatches}; expected 1 or more")
     batch = Batch(batch_size, 0, None) if batch_size is not None else find_batch(leaves)
     if batch is not None and batch.size < num_microbatches and num_microbatches > 1:
-        hint = ""
-        if batch.source is not None:
-            hint = f". If {batch.source.path} is no batch, write {batch.source.path.write('Replicate()')}"
+        path = batch.source and batch.source.path
+        hint = f". If {path} is no batch, write {path.write('Replicate()')}" if path else ""
         advice = f"use at most {batch.size} microbatches, or a larger batch" if batch.size else "the batch has no rows"
         raise SplitError(f"{batch} is smaller than the number of microbatches, {num_microbatches}: {advice}{hint}")
     return [_split_leaf(leaf, num_microbatches, batch, strict) for leaf in leaves]
@@ -99,9 +98,7 @@ def _split_tensor_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | No
             if num_microbatches == 1:
                 return [tensor]
             raise _ambiguous(leaf, batch)
-        dim = 0
-    else:
-        dim = _checked_dim(leaf)
+    dim = _dim_of(leaf)
     size = tensor.size(dim)
     if num_microbatches == 1:
         return split_sizes(tensor, (size,), dim)
@@ -134,9 +131,9 @@ def _split_mask_leaf(leaf: BatchLeaf, num_microbatches: int, batch: Batch | None
     return split_block_mask(leaf.value, microbatch_sizes(size, num_microbatches))
 
 
-def _checked_dim(leaf: BatchLeaf) -> int:
+def _dim_of(leaf: BatchLeaf) -> int:
     try:
-        return normal_dim(leaf.value, leaf.spec.split_dim)
+        return 0 if leaf.spec is None else normal_dim(leaf.value, leaf.spec.split_dim)
     except SplitError as error:
         raise SplitError(f"{leaf.path}: {error}; the spec is {leaf.spec}") from None
 

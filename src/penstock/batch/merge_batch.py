@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -68,10 +69,7 @@ def _merge_leaf(values: list[object], spec: object, path: Path) -> Value:
             "TensorChunkSpec(dim), Replicate(), a CustomReducer or None"
         )
     if isinstance(spec, CustomReducer):
-        reduced = spec.init_value
-        for value in values:
-            reduced = spec.reduce_fn(reduced, value)
-        return reduced
+        return reduce(spec.reduce_fn, values, spec.init_value)
     if isinstance(values[0], Tensor) and (spec is None or isinstance(spec, TensorChunkSpec)):
         return _merge_tensor_leaf(values, spec, path)
     for microbatch, value in enumerate(values):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeGuard, overload
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 from penstock.batch.masks import is_block_mask
 from penstock.errors import SplitError
@@ -54,10 +54,9 @@ def _spec_of_dims(dims: object) -> object:
         return TensorChunkSpec(dims)
     if isinstance(dims, Mapping):
         return {key: _spec_of_dims(dim) for key, dim in dims.items()}
-    if isinstance(dims, list):
-        return [_spec_of_dims(dim) for dim in dims]
-    if isinstance(dims, tuple):
-        return tuple(_spec_of_dims(dim) for dim in dims)
+    if isinstance(dims, list | tuple):
+        specs = map(_spec_of_dims, dims)
+        return list(specs) if isinstance(dims, list) else tuple(specs)
     return dims
 
 
@@ -104,10 +103,6 @@ class Microbatches(Sequence[Value]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @overload
-    def __getitem__(self, index: int) -> Value: ...
-    @overload
-    def __getitem__(self, index: slice) -> Microbatches: ...
     def __getitem__(self, index: int | slice) -> Value:
         return Microbatches(self._items[index]) if isinstance(index, slice) else self._items[index]
 
