@@ -149,7 +149,7 @@ def test_a_rank_gives_only_what_its_stages_read() -> None:
     x = torch.randn(3, 4)
     y, late = x + 1, x + 2
     pipe = pipeline(toys.Arguments(), (x, x), {"late": x})
-    first, second = StageRoutes(pipe.info(), 0), StageRoutes(pipe.info(), 1)
+    first, second = StageRoutes.of(pipe.info(), 0), StageRoutes.of(pipe.info(), 1)
     assert [value for value in second.bind([()], [{"late": late}], 1)[0] if value is not None] == [late]
     assert list(first.bind([(x, y)], [{}], 1)[0]) == [x, y]
     with pytest.raises(CaptureError, match=r"stage 1 reads late, and this rank's call does not give it"):

@@ -14,7 +14,7 @@ info.cut_by, print(info.cuts)                           # with num_stages=: "cos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from typing import Self
@@ -49,7 +49,7 @@ class PipeInfo:
     output_paths: tuple[str, ...]  # of the output leaves, tensors and traced sizes, as a user would write them
     loss_index: int | None  # which tensor of the output is the model's own loss
     why_static: str = ""  # why the batch size could not be kept open
-    model: str = ""  # names, shapes and types of what all stages hold, in a few words
+    model: str = ""  # names, shapes and types of what all stages hold, in a few words, which ranks compare
     cuts: Cuts | None = None  # with num_stages=: the table of the stages and what each costs
     cut_by: str = ""  # what these costs are: measured where, estimated how and why
     uneven: str = ""  # which stage takes more than 1.5 times the mean, and where it could be cut
@@ -105,48 +105,32 @@ def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec
 
 
 @dataclass(frozen=True)
-class StageRoutes:
-    """The wires of one stage, as the runtime asks for them (``penstock.stage.routes.Routes``)."""
+class StageRoutes(PipeInfo):
+    """The captured model as one of its stages sees it, and the runtime asks for it (``penstock.stage.routes.Routes``)."""
 
-    info: PipeInfo
-    stage: int
+    stage: int = 0
 
-    @property
-    def edges(self) -> Iterable[tuple[int, int]]:
-        """(producer, consumer) for every pair of stages between which something travels."""
-        return self.info.edges
+    @classmethod
+    def of(cls, info: PipeInfo, stage: int) -> Self:
+        return cls(**{field.name: getattr(info, field.name) for field in fields(PipeInfo)}, stage=stage)
 
     @property
     def wires(self) -> str:
         """All that travels, in one line: the same on ranks that cut the same model at the same places."""
-        inputs = enumerate(self.info.stage_inputs)
+        inputs = enumerate(self.stage_inputs)
         return ", ".join(
             f"{wire.source}>{k} {wire.name}" for k, wires in inputs for wire in wires if wire.source is not None
         )
 
     @property
-    def model(self) -> str:
-        """What all stages hold, in a few words: the same on ranks that have captured the same model."""
-        return self.info.model
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the model returns its own loss."""
-        return self.info.has_loss
-
-    def loss_of(self, output: object) -> Value:
-        """The model's own loss, out of what the model returned."""
-        return self.info.loss_of(output)
-
-    @property
     def ties(self) -> list[tuple[tuple[int, str], ...]]:
         """The holders of each parameter that several stages use."""
-        return [shared.holders for shared in self.info.shared.values() if shared.is_parameter]
+        return [shared.holders for shared in self.shared.values() if shared.is_parameter]
 
     def wanted_on(self, producer: int, consumers: Iterable[int]) -> tuple[int, ...]:
         """Which outputs of `producer` these stages read, by their place: each crosses once, however many read it."""
         wanted = set(consumers)
-        outputs = self.info.stage_outputs[producer]
+        outputs = self.stage_outputs[producer]
         return tuple(place for place, wire in enumerate(outputs) if wanted & set(wire.stages))
 
     def call(
@@ -166,11 +150,11 @@ class StageRoutes:
 
         A rank may leave out arguments of the model that its stages do not read.
         """
-        names = [wire.name if wire.source is None else "" for wire in self.info.stage_inputs[self.stage]]
+        names = [wire.name if wire.source is None else "" for wire in self.stage_inputs[self.stage]]
         if not any(names):
             return [[None] * len(names)] * num_microbatches
         calls = [(args[m] if args else (), kwargs[m] if kwargs else {}) for m in range(num_microbatches)]
-        each = self.info.inputs.bind_each(calls)
+        each = self.inputs.bind_each(calls)
         if missing := [name for name in names if name and name not in each[0]]:
             own = next((name for name in missing if name in STEPS_OWN), "")
             instead = own and f". {own}= is an argument of step itself: give the model's by its place"
@@ -183,10 +167,10 @@ class StageRoutes:
     @cached_property
     def sources(self) -> tuple[tuple[int | None, int], ...]:
         """For each input the stage whose output it is, and which; (None, 0) for an argument of the model."""
-        outputs = [[output.name for output in wires] for wires in self.info.stage_outputs]
+        outputs = [[output.name for output in wires] for wires in self.stage_outputs]
         return tuple(
             (None, 0) if wire.source is None else (wire.source, outputs[wire.source].index(wire.name))
-            for wire in self.info.stage_inputs[self.stage]
+            for wire in self.stage_inputs[self.stage]
         )
 
 
@@ -208,7 +192,7 @@ class CapturedStage(PipelineStage):
         group: Group = None,
     ) -> None:
         super().__init__(stage_module.to(device), stage_index, pipe_info.num_stages, device, group=group)
-        self.routes = StageRoutes(pipe_info, stage_index)
+        self.routes = StageRoutes.of(pipe_info, stage_index)
         self.pipe_info = pipe_info
 
 
@@ -297,10 +281,7 @@ class Pipe(nn.Module):
 
     def state_dict(self, *args: Value, **kwargs: Value) -> dict[str, Value]:  # type: ignore[override]
         """The tensors of all stages, under the names of the user's model."""
-        found: dict[str, Value] = {}
-        for stage in self.stages:
-            found |= stage.state_dict(*args, **kwargs)
-        return found
+        return {name: value for stage in self.stages for name, value in stage.state_dict(*args, **kwargs).items()}
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
