@@ -119,7 +119,8 @@ class InputTable:
 
         With `partial`, arguments may be missing: a rank gives only what its stages read.
         """
-        if self._counts_given:
+        kinds = {parameter.kind for parameter in self.signature.parameters.values()}
+        if self.as_given and not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
             args, kwargs = (), self._by_name(args, kwargs)
         try:
             values = dict(self.signature.bind_partial(*args, **kwargs).arguments)
@@ -147,11 +148,6 @@ class InputTable:
         alone = len(names) == len(first)  # else one tensor stands in several places, and does not tell which
         like = [(alone and _like(first, names, calls[0], call)) or self.bind(*call, partial=True) for call in calls[1:]]
         return [first, *like]
-
-    @property
-    def _counts_given(self) -> bool:
-        kinds = {parameter.kind for parameter in self.signature.parameters.values()}
-        return self.as_given and not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
 
     def _by_name(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Value]:
         """All arguments of a call by name, when positions count what was given at the capture."""

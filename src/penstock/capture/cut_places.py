@@ -27,9 +27,32 @@ from penstock.capture.stage_state import StateNames
 
 
 def cut_places(flat: Flat, num_stages: int) -> list[int]:
-    """Every position where the model can well be cut, more of them if many stages are wanted."""
+    """Positions where little crosses, enough of them for stages that are about as even as cuts anywhere would make them.
+
+    Little is less than just before and just after, between two pieces of real work, of which taking a part out of a tuple is
+    none. Where the model is as wide all along, the best of all such positions do. Where it is not (a decoder reads what the
+    encoder made in every layer; a convolutional net narrows towards its end) the narrowest are all in one part, and each position
+    is held against those near it.
+    """
     active = _activations(flat)
-    return _places(flat, alive_bytes(flat, active), active, num_stages)
+    alive = alive_bytes(flat, active)
+    real = [i for i, node in enumerate(flat.nodes) if node in active and node.target is not operator.getitem]
+    whole = inseparable(flat)
+    spots = [b for a, b in pairwise(real) if b not in whole]
+    low = [
+        p
+        for k, p in enumerate(spots)
+        if alive[p] <= alive[spots[max(k - 1, 0)]] and alive[p] <= alive[spots[min(k + 1, len(spots) - 1)]]
+    ]
+    floor = min((alive[p] for p in low), default=0.0)
+    narrowest = [p for p in low if alive[p] <= _AS_NARROW * floor]
+    done = [0.0, *accumulate(estimate(node) if node in active else 0.0 for node in flat.nodes)]  # before each position
+    best = heaviest([done[p] for p in spots], done[-1], num_stages)
+    for places in (narrowest, _narrow_here(low, alive, done, num_stages), low):
+        if len(places) >= 2 * (num_stages - 1):
+            if heaviest([done[p] for p in places], done[-1], num_stages) <= _GIVEN_UP * best:
+                return places
+    return spots
 
 
 def estimated(flat: Flat, places: Sequence[int], names: StateNames) -> Profile:
@@ -94,38 +117,8 @@ def alive_bytes(flat: Flat, active: set[fx.Node]) -> list[float]:
     return list(accumulate(change[: len(flat.nodes)]))
 
 
-def _places(flat: Flat, alive: list[float], active: set[fx.Node], num_stages: int) -> list[int]:
-    """Positions where little crosses, enough of them for stages that are about as even as cuts anywhere would make them.
-
-    Little is less than just before and just after, between two pieces of real work, of which taking a part out of a tuple is
-    none. Where the model is as wide all along, the best of all such positions do. Where it is not (a decoder reads what the
-    encoder made in every layer; a convolutional net narrows towards its end) the narrowest are all in one part, and each position
-    is held against those near it.
-    """
-    real = [i for i, node in enumerate(flat.nodes) if node in active and node.target is not operator.getitem]
-    whole = inseparable(flat)
-    spots = [b for a, b in pairwise(real) if b not in whole]
-    low = [
-        p
-        for k, p in enumerate(spots)
-        if alive[p] <= alive[spots[max(k - 1, 0)]] and alive[p] <= alive[spots[min(k + 1, len(spots) - 1)]]
-    ]
-    done = [0.0, *accumulate(estimate(node) if node in active else 0.0 for node in flat.nodes)]  # before each position
-    best = heaviest([done[p] for p in spots], done[-1], num_stages)
-    for places in (_narrowest(low, alive), _narrow_here(low, alive, done, num_stages), low):
-        if len(places) >= 2 * (num_stages - 1):
-            if heaviest([done[p] for p in places], done[-1], num_stages) <= _GIVEN_UP * best:
-                return places
-    return spots
-
-
 _GIVEN_UP = 1.2  # how much heavier a stage may be for less to cross
 _AS_NARROW = 1.01
-
-
-def _narrowest(low: Sequence[int], alive: Sequence[float]) -> list[int]:
-    floor = min((alive[p] for p in low), default=0.0)
-    return [p for p in low if alive[p] <= _AS_NARROW * floor]
 
 
 def _narrow_here(low: Sequence[int], alive: Sequence[float], done: Sequence[float], num_stages: int) -> list[int]:

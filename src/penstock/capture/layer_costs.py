@@ -10,6 +10,7 @@ stage are compiled together, by AOTAutograd without a compiler behind it: what i
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,9 +107,8 @@ class _Values:
         self.sizes: dict[str, int] = {}
         self.root: dict[str, str] = {}  # of a value that is a view of another one: that one
         self.source: dict[str, int] = {}
-        self.kept: dict[
-            str, int
-        ] = {}  # values that a layer's graph keeps, and the first such; they count for their maker
+        # Values that the graph of a layer keeps, and the first such layer; they count for the layer that made them.
+        self.kept: dict[str, int] = {}
         self.later: defaultdict[int, int] = defaultdict(int)  # by layer: bytes of its outputs that a later one keeps
         # Of each value that a later layer reads: the last one that does.
         self.last = {wire.name: max(wire.stages) for outputs in info.stage_outputs for wire in outputs if wire.stages}
@@ -213,16 +213,14 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on a terminal; nothing anywhere else."""
-    if wanted is False:
+    if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda name: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    console = Console(stderr=True, force_terminal=wanted or None)
-    shown = console.is_terminal if wanted is None else wanted
     columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+    with Progress(*columns, console=Console(stderr=True, force_terminal=True), transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda name: bar.update(task, advance=1, description=name)
 

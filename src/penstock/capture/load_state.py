@@ -11,7 +11,7 @@ Only the tensors of the given stages are read from files. A tied tensor is found
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +110,9 @@ def _give_memory(modules: Sequence[StageModule], device: torch.device | str) -> 
             if has_no_data(value):
                 old.append(value)
                 if id(value) not in fresh:
-                    fresh[id(value)] = _empty(value, device)
+                    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+                    is_parameter = isinstance(value, nn.Parameter)
+                    fresh[id(value)] = nn.Parameter(made, value.requires_grad) if is_parameter else made
                 setattr(owner, leaf, fresh[id(value)])
         stage.to(device)
     return fresh
@@ -184,16 +186,10 @@ def _stage_modules(stages: nn.Module | Iterable[nn.Module]) -> list[StageModule]
     return found
 
 
-def _entries(stage: StageModule) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
-    found = []
+def _entries(stage: StageModule) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """What a stage holds of the model: name in the model, submodule, name there, tensor."""
     for prefix, owner in stage.named_modules():
         for leaf, value in (*owner._parameters.items(), *owner._buffers.items()):
             name = f"{prefix}.{leaf}".removeprefix(".")
             if value is not None and name in stage.model_names:
-                found.append((name, owner, leaf, value))
-    return found
-
-
-def _empty(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+                yield name, owner, leaf, value

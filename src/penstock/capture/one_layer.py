@@ -162,9 +162,7 @@ class Layer:
 
     def _fresh(self) -> tuple[object, ...]:
         """The inputs in memory of their own."""
-        return tuple(
-            v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in self.inputs
-        )
+        return tuple(as_leaf(value.clone()) if isinstance(value, Tensor) else value for value in self.inputs)
 
 
 def saved_by(call: Callable[[], object]) -> dict[int, Tensor]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from penstock.capture.export import FromConstant, FromInput, FromState
+from penstock.capture.export import FromInput, FromState
 from penstock.capture.flat import Flat, Mark, aten, body_module, is_pure, is_size, shares_memory, written
 from penstock.errors import CaptureError
 
@@ -181,7 +181,7 @@ def _settle_state(placed: Placed, states: list[fx.Node], family: set[fx.Node]) -
     flat, stage = placed.flat, placed.stage
     writers = {stage[n] for n in flat.nodes if any(t in family for t in written(n))}
     readers = {stage[u] for m in family for u in m.users if u in stage}
-    names = ", ".join(_state_name(flat, s) for s in states)
+    names = ", ".join(getattr(flat.traced.origins[state], "name", f"argument {state.name}") for state in states)
     if len(writers) > 1 or min(readers) < min(writers):
         raise CaptureError(
             f"buffer {names} is written by stages {sorted(writers)} and used by stages {sorted(readers)}: with "
@@ -210,11 +210,6 @@ def _cloned(placed: Placed, value: fx.Node, users: Sequence[fx.Node], *, positio
     return made
 
 
-def _state_name(flat: Flat, node: fx.Node) -> str:
-    origin = flat.traced.origins[node]
-    return origin.name if isinstance(origin, FromState | FromConstant) else f"argument {node.name}"
-
-
 def _line(node: fx.Node) -> str:
     trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
     return f" ({trace[-2].strip()}: {trace[-1].strip()})" if len(trace) >= 2 else ""
@@ -226,14 +221,10 @@ def _busy(flat: Flat, stage: Mapping[fx.Node, int]) -> set[int]:
 
 
 def _check_full(flat: Flat, stage: dict[fx.Node, int], cuts: Sequence[Mark]) -> None:
-    used = _busy(flat, stage)
-    for k in range(len(cuts) + 1):
-        if k in used:
-            continue
-        if k == 0:
-            where = f"nothing is computed before {cuts[0].what}"
-        elif k == len(cuts):
-            where = f"nothing is computed after {cuts[-1].what}"
-        else:
-            where = f"nothing is computed between {cuts[k - 1].what} and {cuts[k].what}"
-        raise CaptureError(f"stage {k} would be empty: {where}. Remove one of the {len(cuts)} marks, or move it")
+    if empty := set(range(len(cuts) + 1)) - _busy(flat, stage):
+        k = min(empty)
+        side = "before" if k == 0 else "after" if k == len(cuts) else "between"
+        marks = " and ".join(cut.what for cut in cuts[max(k - 1, 0) : k + 1])
+        raise CaptureError(
+            f"stage {k} would be empty: nothing is computed {side} {marks}. Remove one of the {len(cuts)} marks, or move it"
+        )

@@ -13,7 +13,7 @@ import copy
 import linecache
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,28 +100,28 @@ class OperatorGraph:
             _copy(self.graph, move), {name: body.moved(old, new) for name, body in self.bodies.items()}
         )
 
-    def __getstate__(self) -> dict[str, object]:
+    def __reduce__(self) -> tuple[object, ...]:
         refer: Any = lambda node: Ref(node.name)  # noqa: E731  # a Ref is no argument of a graph yet
         nodes = [
             (n.op, n.name, _saved(n.target), fx.map_arg((n.args, n.kwargs), refer), n.meta.get("path", ""))
             for n in self.graph.nodes
         ]
-        return {"nodes": nodes, "bodies": self.bodies}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        graph = fx.Graph()
-        values: dict[str, fx.Node] = {}
-        for op, name, target, given, path in state["nodes"]:
-            if op == "call_function" and isinstance(target, str):
-                target = operator.attrgetter(target)(torch.ops)
-            args, kwargs = fx.node.map_aggregate(given, lambda v: values[v.name] if isinstance(v, Ref) else v)
-            values[name] = graph.create_node(op, target, args, kwargs, name)
-            values[name].meta["path"] = path
-        object.__setattr__(self, "graph", graph)
-        object.__setattr__(self, "bodies", state["bodies"])
+        return _loaded, (nodes, self.bodies)
 
     def __deepcopy__(self, memo: dict[int, object]) -> OperatorGraph:
         return self
+
+
+def _loaded(nodes: Sequence[Any], bodies: dict[str, OperatorGraph]) -> OperatorGraph:
+    graph = fx.Graph()
+    values: dict[str, fx.Node] = {}
+    for op, name, target, given, path in nodes:
+        if op == "call_function" and isinstance(target, str):
+            target = operator.attrgetter(target)(torch.ops)
+        args, kwargs = fx.node.map_aggregate(given, lambda v: values[v.name] if isinstance(v, Ref) else v)
+        values[name] = graph.create_node(op, target, args, kwargs, name)
+        values[name].meta["path"] = path
+    return OperatorGraph(graph, bodies)
 
 
 def late(target: object) -> Any:

@@ -60,12 +60,9 @@ class StateNames:
 
     def leaders(self, origins: Mapping[fx.Node, Origin]) -> dict[fx.Node, fx.Node]:
         """For each placeholder of a parameter or buffer, the one that stands for all names of the same tensor."""
-        by_name: dict[str, fx.Node] = {}
-        found = {}
-        for node, origin in origins.items():
-            if isinstance(origin, FromState):
-                found[node] = by_name.setdefault(self.first[origin.name], node)
-        return found
+        leaders: dict[str, fx.Node] = {}
+        states = ((node, origin) for node, origin in origins.items() if isinstance(origin, FromState))
+        return {node: leaders.setdefault(self.first[origin.name], node) for node, origin in states}
 
 
 def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
