@@ -24,6 +24,7 @@ from penstock.capture.arguments import InputTable, batch_dims, given_dims
 from penstock.capture.cost_cuts import CostCuts, device_of, unevenness_of_others
 from penstock.capture.cut_places import cut_places
 from penstock.capture.cutter import Cut, Cutter
+from penstock.capture.export import Example
 from penstock.capture.flat import Flat, Mark
 from penstock.capture.layer_costs import profile_layers
 from penstock.capture.marks import SplitPoint, remembered, submodule
@@ -82,11 +83,14 @@ def pipeline(
         raise CaptureError("give either num_stages= (cut by cost) or split_spec= (cut where it says), not both")
     if num_stages is not None and num_stages < 1:
         raise CaptureError(f"num_stages={num_stages}; expected at least 1")
-    known, names = _loaded(profile, num_stages), StateNames.of(module)
+    if num_stages is None and profile is not None:
+        raise CaptureError("profile= says what layers cost, and num_stages= is missing: into how many stages?")
+    known = Profile.load(profile) if isinstance(profile, str | Path) else profile
+    names = StateNames.of(module)
 
     def layers(flat: Flat, marks: Sequence[Mark]) -> Pipe:
         cutter = Cutter(place(flat, marks), names, input_names=table.names, transmit=source.transmit)
-        return Pipe(*_assembled(source, cutter.cut(), module, loss_spec=loss_spec))
+        return Pipe(*_assembled(source, cutter.cut(), module, loss_spec=loss_spec, again=False))
 
     chooser = CostCuts(module, mb_args, mb_kwargs or {}, names, layers, known)
     if known is not None and num_stages is not None and known.metadata.get("places") is None:
@@ -96,9 +100,7 @@ def pipeline(
     dims, why = batch_dims(leaves) if dynamic_shapes is None else (given_dims(table, leaves, dynamic_shapes), "")
     source = Retracer(
         skeleton=Skeleton.of(module, leaves),
-        table=table,
-        leaves=[_without_data(leaf, name) for leaf, name in zip(leaves, table.names, strict=True)],
-        dims=dims,
+        example=Example(table, list(map(_without_data, leaves, table.names)), dims),
         fall_back=dynamic_shapes is None,
         points=_points(module, split_spec or {}, automatic=num_stages is not None),
         names=names,
@@ -121,28 +123,21 @@ def pipeline(
             chooser.uneven = unevenness_of_others(flat, chosen, names)
         return places
 
-    cut = source.first(choose)
-    stages, info = _assembled(source, cut, module, loss_spec=loss_spec, again=source)
+    stages, info = _assembled(source, source.first(choose), module, loss_spec=loss_spec, again=True)
     return Pipe(stages, replace(info, cuts=chooser.cuts, cut_by=chooser.basis, uneven=chooser.uneven))
 
 
 def _assembled(
-    source: Retracer, cut: Cut, module: nn.Module, *, loss_spec: object, again: Retracer | None = None
+    source: Retracer, cut: Cut, module: nn.Module, *, loss_spec: object, again: bool
 ) -> tuple[list[StageModule], PipeInfo]:
-    """The stages of a cut, with the tensors of the model in them; `again` traces the model in other modes and sizes."""
+    """The stages of a cut, with the tensors of the model in them; `again`: they can be traced in other modes and sizes."""
     count, last = len(cut.pieces), cut.pieces[-1]
-    stages = [
-        StageModule(k, count, piece=piece, key=source.key, source=again, device=source.skeleton.device)
-        for k, piece in enumerate(cut.pieces)
-    ]
+    stages = [StageModule(k, count, piece=piece, source=source, again=again) for k, piece in enumerate(cut.pieces)]
     held = assign(source.names, [piece.states for piece in cut.pieces])
     give(stages, module, names=source.names, held=held)
-    partners = source.partners()
-    for stage in stages:
-        stage.why_static, stage.partners = source.why_static, partners
     info = PipeInfo(
         num_stages=count,
-        inputs=source.table,
+        inputs=source.example.table,
         stage_inputs=tuple(p.inputs for p in cut.pieces),
         stage_outputs=tuple(p.outputs for p in cut.pieces),
         shared=find_shared(source.names, held),
@@ -152,14 +147,6 @@ def _assembled(
         model=model_digest(stages),
     )
     return stages, info
-
-
-def _loaded(profile: Profile | str | Path | None, num_stages: int | None) -> Profile | None:
-    if profile is None:
-        return None
-    if num_stages is None:
-        raise CaptureError("profile= says what layers cost, and num_stages= is missing: into how many stages?")
-    return profile if isinstance(profile, Profile) else Profile.load(profile)
 
 
 def _points(module: nn.Module, spec: Mapping[str, SplitPoint], *, automatic: bool) -> dict[str, frozenset[SplitPoint]]:

@@ -78,12 +78,8 @@ class CostCuts:
                 f"ask for at most {len(places) + 1}"
             )
         why_not = _why_not_measured(self.model, (self.args, self.kwargs))
-        text = agreed(
-            f"cut/{fingerprint(flat, num_stages)}",
-            lambda: self._profile(flat, places, why_not).dumps(),
-            kind="estimated" if why_not else "measured",
-        )
-        return Profile.loads(text)
+        question, kind = f"cut/{fingerprint(flat, num_stages)}", "estimated" if why_not else "measured"
+        return Profile.loads(agreed(question, lambda: self._profile(flat, places, why_not).dumps(), kind=kind))
 
     def _profile(self, flat: Flat, places: Sequence[int], why_not: str) -> Profile:
         where = [(place, flat.nodes[place].name) for place in places]
@@ -198,9 +194,8 @@ def fingerprint(flat: Flat, num_stages: int) -> str:
     digest = hashlib.sha256(f"{num_stages}".encode())
     for node in (*flat.traced.origins, *flat.nodes):
         value = node.meta.get("val")
-        shape = sizes_in_example(value) if isinstance(value, Tensor) else None
-        kind = (value.dtype, value.device.type) if isinstance(value, Tensor) else None
-        line = f"{node.name} {node.target} {node.args} {node.kwargs} {shape} {kind}"
+        kind = (sizes_in_example(value), value.dtype, value.device.type) if isinstance(value, Tensor) else None
+        line = f"{node.name} {node.target} {node.args} {node.kwargs} {kind}"
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", line).encode())
     return digest.hexdigest()[:24]
 
@@ -221,9 +216,14 @@ def agreed(question: str, answer: Callable[[], str], *, kind: str = "") -> str:
                 _known[key] = answer()
             return _known[key]
 
-    store = _store()
-    if store is None:
+    if (
+        not dist.is_available()
+        or not dist.is_initialized()
+        or dist.get_world_size() == 1
+        or "fake" in dist.get_backend()
+    ):
         return own()
+    store: Any = dist.distributed_c10d._get_default_store()
     # The n-th time that a rank asks it gets the answer to the n-th question of all others.
     place = f"penstock/{question}/{store.add(f'penstock/{question}/asked by {dist.get_rank()}', 1)}"
     if store.add(f"{place}/answering", 1) == 1:
@@ -247,10 +247,3 @@ def forget() -> None:
     """Answer anew what was answered in this process before."""
     with _lock:
         _known.clear()
-
-
-def _store() -> Any:
-    """The store of the default process group; None if there is no group that connects processes."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and "fake" not in dist.get_backend():
-        return dist.distributed_c10d._get_default_store()
-    return None

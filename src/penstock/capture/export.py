@@ -124,8 +124,12 @@ class Answers(TorchFunctionMode):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """What export would log, warn and print goes into our own error instead."""
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """What export would log, warn and print goes into our own error instead.
+
+    Casts belong to a step, not to the graph, and so does whether there are gradients: a stage that is traced in the middle of a
+    step is as it would be before it.
+    """
     logger = logging.getLogger("torch")
     level = logger.level
     collecting = gc.isenabled()
@@ -133,8 +137,10 @@ def _quiet() -> Iterator[None]:
     gc.disable()  # a trace makes many small objects and drops few; collecting in between only takes time
     printed, graph = io.StringIO(), ""
     try:
-        with warnings.catch_warnings(), redirect_stderr(printed):
+        with warnings.catch_warnings(), redirect_stderr(printed), torch.enable_grad(), ExitStack() as casts:
             warnings.simplefilter("ignore")
+            for kind in filter(torch.amp.is_autocast_available, {"cpu", device.type}):
+                casts.enter_context(torch.autocast(kind, enabled=False))
             yield
     except Exception as error:
         graph = str(getattr(error, "partial_fx_graph", ""))  # export prints pages of it, whoever catches the error
@@ -144,16 +150,6 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
         if collecting:
             gc.enable()
-
-
-@contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
-    """Casts belong to a step, not to the graph: a stage that is traced in the middle of one is as it would be before it."""
-    with ExitStack() as stack:
-        for kind in {"cpu", device.type}:
-            if torch.amp.is_autocast_available(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 @dataclass(frozen=True)
@@ -194,14 +190,7 @@ def trace(
         fakes = tuple(fake_leaves(list(example.leaves), skeleton.device))
         open_dims = (dims,) if any(dims) else None
         try:
-            with (
-                watching(model, points) as called,
-                watching_calls(),
-                _quiet(),
-                _without_autocast(skeleton.device),
-                answers,
-                torch.enable_grad(),
-            ):
+            with watching(model, points) as called, watching_calls(), _undisturbed(skeleton.device), answers:
                 program = torch.export.export(_Root(model, call), fakes, dynamic_shapes=open_dims, strict=False)
         except CaptureError as error:
             raise CaptureError(f"{error}{_place_of(model, error)}") from error

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from penstock.capture.arguments import Dims, InputTable
 from penstock.capture.cutter import Cut, Cutter, StagePiece, module_path
 from penstock.capture.export import Example, FromConstant, FromInput, trace
 from penstock.capture.flat import Flat, Mark, flatten, is_size
@@ -79,9 +78,7 @@ class Retracer:
     """All that is needed to trace the model again; holds none of its data."""
 
     skeleton: Skeleton
-    table: InputTable
-    leaves: list[torch.Tensor]  # of the example, on the meta device
-    dims: Dims
+    example: Example  # its leaves are on the meta device
     fall_back: bool
     points: Mapping[str, frozenset[SplitPoint]]
     names: StateNames
@@ -130,9 +127,12 @@ class Retracer:
         if choose is not None:
             self.shapes = shapes
             if traced.why_static:
-                self.why_static, self.dims = traced.why_static, tuple(None for _ in self.dims)
+                fixed_dims = tuple(None for _ in self.example.dims)
+                self.why_static, self.example = traced.why_static, replace(self.example, dims=fixed_dims)
         placed = place(flat, self._marks(flat, choose))
-        cutter = Cutter(placed, self.names, input_names=self.table.names, transmit=self.transmit, carry=self.carry)
+        cutter = Cutter(
+            placed, self.names, input_names=self.example.table.names, transmit=self.transmit, carry=self.carry
+        )
         known = dict(fixed)
         open_shapes = [[known.get(str(size), size) for size in shape] for shape in self.shapes]
         guards = (*traced.guards, *where_shapes_differ(open_shapes, shapes))
@@ -160,25 +160,25 @@ class Retracer:
     def partners(self) -> dict[str, frozenset[str]]:
         """For each size that may change, the sizes of other arguments that are its equal in the example, as the batch's are."""
         places: dict[tuple[int, int], set[str]] = {}
-        for leaf, shape in zip(self.leaves, self.shapes, strict=True):
+        for leaf, shape in zip(self.example.leaves, self.shapes, strict=True):
             for dim, (size, name) in enumerate(zip(leaf.shape, shape, strict=True)):
                 if isinstance(name, str):
                     places.setdefault((dim, size), set()).add(name)
-        found: dict[str, frozenset[str]] = {}
-        for names in places.values():
-            for name in names:
-                found[name] = found.get(name, frozenset()) | (names - {name})
-        return found
+        equal = places.values()
+        names = {name for own in equal for name in own}
+        return {name: frozenset(n for own in equal if name in own for n in own if n != name) for name in names}
 
     def _example(self, fixed: Fixed) -> Example:
         """What the model is traced with, for sizes that are fixed."""
+        if not fixed:
+            return self.example
         known: dict[int | str, int] = dict(fixed)
         leaves, dims = [], []
-        for leaf, spec, shape in zip(self.leaves, self.dims, self.shapes, strict=True) if known else ():
+        for leaf, spec, shape in zip(self.example.leaves, self.example.dims, self.shapes, strict=True):
             sizes = [known.get(name, now) for name, now in zip(shape, leaf.shape, strict=True)]
             leaves.append(torch.empty(sizes, dtype=leaf.dtype, device="meta"))
             dims.append({d: v for d, v in (spec or {}).items() if shape[d] not in known} or None)
-        return Example(self.table, leaves or self.leaves, tuple(dims) or self.dims)
+        return Example(self.example.table, leaves, tuple(dims))
 
     def _checked(self, cut: Cut, key: Key) -> Cut:
         """The other graph must send the same things, for the stages may not know of each other's mode and sizes."""
@@ -187,7 +187,7 @@ class Retracer:
         when = f"in {'train' if mode else 'eval'} mode"
         instead = "capture the model once in each mode instead"
         if fixed:
-            when = f"with {where(zip(self.table.names, self.shapes, strict=True), fixed, 'being')}"
+            when = f"with {where(zip(self.example.table.names, self.shapes, strict=True), fixed, 'being')}"
             instead = "avoid that size, or capture the model with an example of that size instead"
         if len(cut.pieces) != len(base.pieces):
             raise CaptureError(
@@ -197,13 +197,13 @@ class Retracer:
         for k, (old, new) in enumerate(zip(base.pieces, cut.pieces, strict=True)):
             last = new is cut.pieces[-1]
             if not same_wires(old.inputs, new.inputs) or not (last or same_wires(old.outputs, new.outputs)):
-                if fixed and same_work(base.placed, cut.placed, shapes):
+                if fixed and work(base.placed, shapes) == work(cut.placed, shapes):
                     return replace(base, pieces=tuple(replace(p, guards=new.guards) for p in base.pieces))
                 raise CaptureError(
                     f"{when} stage {k} takes ({_listed(new.inputs)}) and gives ({_listed(new.outputs)}); it was captured "
                     f"with ({_listed(old.inputs)}) and ({_listed(old.outputs)}); {instead}"
                 )
-            if self._unseen(k, fixed) and not same_work(base.placed, cut.placed, shapes, stage=k):
+            if self._unseen(k, fixed) and work(base.placed, shapes, k) != work(cut.placed, shapes, k):
                 raise CaptureError(
                     f"{when} stage {k} does other work, and sees that size in none of its inputs; {instead}"
                 )
@@ -237,17 +237,12 @@ def policy_positions(policy: Callable[[fx.GraphModule], Value], root: fx.GraphMo
     return names
 
 
-def same_work(old: Placed, new: Placed, shapes: Sequence[Sequence[int]], *, stage: int | None = None) -> bool:
-    """Whether two traces do the same, as far as `stage` is concerned, when the arguments have these shapes.
+def work(placed: Placed, shapes: Sequence[Sequence[int]], stage: int | None = None) -> list[Any]:
+    """What a trace does when the arguments have these shapes, in all or as far as `stage` is concerned: the operators on their
+    values in their order, with a number for each value and for each size what it is.
 
-    A size of 1 is a constant to export. Where that size would have crossed to another stage as a number, a trace for it has
-    a wire less; when the two differ in nothing else, the one with the size open does for 1, too.
-    """
-    return _work(old, shapes, stage) == _work(new, shapes, stage)
-
-
-def _work(placed: Placed, shapes: Sequence[Sequence[int]], stage: int | None) -> list[Any]:
-    """The operators on their values in their order, with a number for each value and for each size what it is.
+    Two traces can so be compared. A size of 1 is a constant to export. Where that size would have crossed to another stage as a
+    number, a trace for it has a wire less; when the two differ in nothing else, the one with the size open does for 1, too.
 
     Values that a stage gets from others are numbered as they are first used. What is not looked into (the body of a region)
     is like nothing else.

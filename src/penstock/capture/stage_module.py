@@ -42,9 +42,7 @@ class StageModule(nn.Module):
     outputs: tuple[Wire, ...]
     _anchor: torch.Tensor  # has no elements; goes wherever the module goes
 
-    def __init__(
-        self, index: int, num_stages: int, *, piece: StagePiece, key: Key, source: Retracer | None, device: torch.device
-    ) -> None:
+    def __init__(self, index: int, num_stages: int, *, piece: StagePiece, source: Retracer, again: bool = True) -> None:
         super().__init__()
         self.stage_index = index
         self.num_stages = num_stages
@@ -52,22 +50,22 @@ class StageModule(nn.Module):
         self.outputs = piece.outputs
         self.bare = False  # whether a call returns one output as it is, and the model's outputs without their nest
         self.own_only = False  # whether it then leaves out those that it was given, and did not compute
-        self.why_static = ""
+        self.why_static = source.why_static
         # Of each changing size of the arguments: those that are what it is, unless seen otherwise.
-        self.partners: dict[str, frozenset[str]] = {}
+        self.partners = source.partners()
         self.model_names: frozenset[str] = frozenset()  # every name of the whole model
         self.aliases: dict[str, tuple[str, ...]] = {}  # all names of a tensor that has several, in the model's order
-        self.mode = key  # which graph runs
-        self._source = source
+        self.mode = source.key  # which graph runs
+        self._source = source if again else None  # traces the model in other modes and sizes
         self._pieces: dict[Key, StagePiece] = {}
         self._functions: dict[Key, Callable[..., Value]] = {}
         self._keys: dict[tuple[object, ...], Key] = {}  # which graph is for which sizes
         self._why_not: dict[Key, str] = {}
-        self.register_buffer("_anchor", torch.empty(0, device=device), persistent=False)
-        self._device = device
-        self._learn(key, piece)
-        if key[0] is not None:
-            self.training = key[0]
+        self._device = source.skeleton.device
+        self.register_buffer("_anchor", torch.empty(0, device=self._device), persistent=False)
+        self._learn(self.mode, piece)
+        if self.mode[0] is not None:
+            self.training = self.mode[0]
 
     def add_state(self, name: str, value: torch.Tensor, *, persistent: bool = True) -> None:
         """Hold a parameter or buffer under its name in the user's model."""
