@@ -458,3 +458,21 @@ def test_the_data_of_a_parameter_is_that_parameter() -> None:
     with torch.no_grad():
         pipe.get_stage_module(1).get_parameter("1.weight").zero_()
     torch.testing.assert_close(pipe(x), model[1].turn.bias.expand(6, 4))
+
+
+def test_a_module_with_two_names_is_cut_by_both() -> None:
+    """A module noted the last of its names alone, so that a cut by the other one was refused: the model never calls it."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.again = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.first(torch.tanh(x)))
+
+    model, x = Twice(), torch.randn(2, 4)
+    pipe = pipeline(model, (x,), split_spec={"first": SplitPoint.BEGINNING, "again": SplitPoint.END})
+    assert pipe.num_stages == 3
+    assert torch.equal(pipe(x), model(x))

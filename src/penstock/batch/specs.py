@@ -147,7 +147,7 @@ def child_specs(spec: object, node: Node, path: Path) -> Sequence[object]:
         unknown = [key for key in spec if key not in node.keys]
         if unknown:
             raise SplitError(
-                f"{path.root.spec_name} has entries for {unknown}, but {path} has only {list(node.keys)}; "
+                f"{path.spec_name} has entries for {unknown}, but {path} has only {list(node.keys)}; "
                 "leave out what is not there"
             )
         return [spec.get(key) for key in node.keys]
@@ -164,17 +164,18 @@ def child_specs(spec: object, node: Node, path: Path) -> Sequence[object]:
 class Path(NamedTuple):
     """Where a leaf stands; made into text only when an error needs it."""
 
-    root: Root
+    name: str  # what it begins with
+    spec_name: str  # the parameter that takes the specs for it
     parent: Path | None = None
     node: Node | None = None
     position: int = 0
 
     def child(self, node: Node, index: int) -> Path:
-        return Path(self.root, self, node, index)
+        return Path(self.name, self.spec_name, self, node, index)
 
     def __str__(self) -> str:
         if self.parent is None or self.node is None:
-            return self.root.name
+            return self.name
         return f"{self.parent}{self.node.written(self.position)}"
 
     def write(self, spec: str) -> str:
@@ -188,17 +189,10 @@ class Path(NamedTuple):
             else:
                 spec = f"{{{path.node.keys[path.position]!r}: {spec}}}"
             path = path.parent
-        return f"{self.root.spec_name}={spec}"
+        return f"{self.spec_name}={spec}"
 
 
-class Root(NamedTuple):
-    """What a path begins with, and the parameter that takes the specs for it."""
-
-    name: str
-    spec_name: str
-
-
-ARGS = Path(Root("args", "args_chunk_spec"))
-KWARGS = Path(Root("kwargs", "kwargs_chunk_spec"))
-TARGET = Path(Root("target", "target_chunk_spec"))
-OUTPUT = Path(Root("output", "output_merge_spec"))
+ARGS = Path("args", "args_chunk_spec")
+KWARGS = Path("kwargs", "kwargs_chunk_spec")
+TARGET = Path("target", "target_chunk_spec")
+OUTPUT = Path("output", "output_merge_spec")

@@ -38,8 +38,6 @@ from penstock.nest import Value, map_tensors, tensors_in
 
 ENOUGH = 0.3  # seconds for one layer
 
-Places = Sequence[tuple[int, str]]  # position and name of the operator before which to cut
-
 
 @dataclass
 class CostCuts:
@@ -154,10 +152,10 @@ def basis_of(profile: Profile) -> str:
     return f"costs measured on {about['device']}, in seconds" if "device" in about else "costs as given"
 
 
-def cuts_at(where: Places) -> Callable[[Flat, int], list[int]]:
-    """For `pipeline`: cut at these places, found on another rank or another day in the same model.
+def cuts_at(where: Sequence[tuple[int, str]]) -> Callable[[Flat, int], list[int]]:
+    """For `pipeline`: cut before these operators (position and name), found on another rank or another day in the same model.
 
-    pipeline(model, (x,), split_policy=cuts_at(places))
+    pipeline(model, (x,), num_stages=4, choose_cuts=cuts_at(places))
     """
 
     def choose(flat: Flat, _: int) -> list[int]:

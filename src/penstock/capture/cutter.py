@@ -1,7 +1,7 @@
 """The placed graph into one graph for each stage, and the wires between them.
 
-cut = cut_graph(placed, table, names)
-cut.pieces[1].graph, cut.pieces[1].inputs, cut.pieces[1].outputs
+cut = Cutter(placed, names, input_names=table.names, transmit=False).cut()
+cut.pieces[1].program, cut.pieces[1].inputs, cut.pieces[1].outputs
 """
 
 from __future__ import annotations

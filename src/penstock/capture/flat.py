@@ -2,7 +2,7 @@
 
     flat = flatten(traced)
     flat.nodes          # operators in order, without marks and checks
-    flat.cuts           # before which node each mark stood, and what the mark was
+    flat.marks          # before which node each mark stood, and what the mark was
 
 A region (autocast, no_grad) stays one node unless a mark stands inside it; then its body is put into the list, each
 node remembering the region, and the cutter wraps what ends up in one stage again. Checkpoints, which export does not
