@@ -68,9 +68,8 @@ def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
     """Opens regions with marks inside, takes marks and checks out of the graph. `wanted`: more nodes to cut before."""
     numbers = count()
     for node in list(traced.graph.nodes):
-        if is_region(node):
-            if _cleaned(node, traced.root):
-                _open(node, traced.root, numbers, ())
+        if is_region(node) and _cleaned(node, traced.root):
+            _open(node, traced.root, numbers, ())
     nodes: list[fx.Node] = []
     marks: list[Mark] = []
     inside: tuple[object, ...] = ()

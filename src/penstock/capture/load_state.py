@@ -75,11 +75,11 @@ def to_materialise(
 ) -> tuple[LoadReport, Callable[[], None]]:
     """The same with all that can be wrong found out, and nothing changed: the function that comes back does that."""
     modules = _stage_modules(stages)
-    empty: dict[int, list[str]] = {}  # by tensor without values: its names
+    empty: dict[torch.Tensor, list[str]] = {}  # tensors without values, and their names
     for stage in modules:
         for name, _, _, value in _entries(stage):
             if has_no_data(value):
-                empty.setdefault(id(value), []).append(name)
+                empty.setdefault(value, []).append(name)
     weights: Mapping[str, torch.Tensor] = {} if source is None else open_weights(source)
     report = LoadReport((), (), ()) if source is None else _checked(modules, weights)
     left = {tensor: names for tensor, names in empty.items() if not set(names) & set(report.loaded)}
@@ -91,7 +91,12 @@ def to_materialise(
         )
 
     def change() -> None:
-        fresh = _give_memory(modules, device)
+        fresh = {tensor: _with_memory(tensor, device) for tensor in empty}
+        for stage in modules:
+            for _, owner, leaf, value in _entries(stage):
+                if value in fresh:
+                    setattr(owner, leaf, fresh[value])
+            stage.to(device)
         _copy(modules, weights)
         if fill is not None:
             with torch.no_grad():
@@ -101,21 +106,10 @@ def to_materialise(
     return report, change
 
 
-def _give_memory(modules: Sequence[StageModule], device: torch.device | str) -> dict[int, torch.Tensor]:
-    """Put tensors with memory in the place of those without; by the id of the old ones, the new ones."""
-    fresh: dict[int, torch.Tensor] = {}
-    old = []  # kept until all are replaced: an id is that of a living tensor
-    for stage in modules:
-        for _, owner, leaf, value in _entries(stage):
-            if has_no_data(value):
-                old.append(value)
-                if id(value) not in fresh:
-                    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-                    is_parameter = isinstance(value, nn.Parameter)
-                    fresh[id(value)] = nn.Parameter(made, value.requires_grad) if is_parameter else made
-                setattr(owner, leaf, fresh[id(value)])
-        stage.to(device)
-    return fresh
+def _with_memory(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """One like it that has memory on a device, and no values yet."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
