@@ -123,15 +123,12 @@ def _move_free(flat: Flat, stage: dict[fx.Node, int], free: Mapping[fx.Node, boo
 
 def _family(node: fx.Node) -> set[fx.Node]:
     """Everything that may share memory with `node`."""
-    found = {node}
-    todo = [node]
+    found, todo = {node}, [node]
     while todo:
         here = todo.pop()
-        near = [*shares_memory(here), *(u for u in here.users if here in shares_memory(u))]
-        for other in near:
-            if other not in found:
-                found.add(other)
-                todo.append(other)
+        new = {*shares_memory(here), *(u for u in here.users if here in shares_memory(u))} - found
+        found |= new
+        todo += new
     return found
 
 
