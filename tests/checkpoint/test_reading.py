@@ -325,11 +325,11 @@ _TYPE = b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n)R" + double
     [
         (b"\x80\x02" + doubled(60) + b")R.", "is called that is no class"),
         (whole_list(b"}", b"}(" + _INDEX + b"Nu"), "none of its contents"),
-        (one_tensor(b"ctorch\nSize\n" + doubled(60) + b"\x85R", b"N"), "is no size"),
+        (one_tensor(b"ctorch\nSize\n" + doubled(60) + b"\x85R", b"N"), "has the sizes"),
         (one_tensor(sizes(0), _TYPE), "no type of numbers"),
         (
             b"\x80\x04\x8c\x01a\x94" + b"".join(b"h%ch%c\x93\x94" % (n, n) for n in range(60)) + b".",
-            "a name is made of",
+            "requires str",
         ),
         (chunks_that_all_tensors_share(), "more blocks than it has room for"),
     ],

@@ -14,14 +14,16 @@ import json
 import math
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as short
 
 from penstock.checkpoint.plain import num_bytes
 from penstock.dtypes import dtype_named
 from penstock.errors import RunError, StageError
+from penstock.misfits import fits
 from penstock.nest import Value
 
 FILE = "penstock.json"
@@ -29,6 +31,7 @@ FORMAT = 2
 LIMIT = 1 << 30  # bytes of a manifest; a part of a tensor takes about 250
 _RECORD = 1 << 20  # bytes of a record beside its values, at the most: a file may claim any size and hold nothing
 _MOST_ABREAST = 128  # parts of a tensor that lie side by side, whichever way one looks; that takes 128 x 128 ranks
+Span = tuple[str, int, int]  # of bytes: the file, where they begin, how many they are
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in the checkpoint's own folder
 
 
@@ -56,6 +59,10 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[Part, ...]
+
+    @property
+    def spans(self) -> list[Span]:
+        return [(part.file, part.offset, part.length) for part in self.parts]
 
 
 @dataclass(frozen=True)
@@ -109,11 +116,7 @@ class Manifest:
         file = folder / FILE
         made = cls.loads(read_small(file, LIMIT), source=str(file))
         for name, length in made.sizes().items():
-            has = (folder / name).stat().st_size if (folder / name).is_file() else None
-            if has is None or has < length:
-                raise Damaged(
-                    f"{folder / name} {'is missing' if has is None else f'has {has} bytes'}; the manifest says {length} bytes"
-                )
+            check_size(folder / name, length, "the manifest")
         return made
 
     def small(self, folder: Path, name: str) -> bytes:
@@ -130,9 +133,16 @@ class Manifest:
         """The bytes that each file has at least."""
         found = {name: small.size for name, small in self.files.items()}
         for entry in self.tensors.values():
-            for part in entry.parts:
-                found[part.file] = max(found.get(part.file, 0), part.offset + part.length)
+            for file, offset, length in entry.spans:
+                found[file] = max(found.get(file, 0), offset + length)
         return found
+
+
+def check_size(file: Path, length: int, source: str) -> None:
+    """A file is there with as many bytes as something says, and maybe more."""
+    has = file.stat().st_size if file.is_file() else None
+    if has is None or has < length:
+        raise Damaged(f"{file} {'is missing' if has is None else f'has {has} bytes'}; {source} says {length} bytes")
 
 
 def read_small(file: Path, limit: int) -> bytes:
@@ -159,28 +169,22 @@ def _other_format(source: str, found: object) -> str:
 # -- from JSON, checked
 
 
-def _known(value: object, kinds: Mapping[str, type], what: str, *, all_needed: bool = True) -> dict[str, Value]:
+def _known(value: object, kinds: Mapping[str, object], what: str, *, all_needed: bool = True) -> dict[str, Value]:
     if not isinstance(value, dict) or not value.keys() <= kinds.keys() or (all_needed and value.keys() != kinds.keys()):
-        raise ValueError(f"{what} is {_short(value)}; expected an object with {', '.join(kinds)}")
+        raise ValueError(f"{what} is {short(value)}; expected an object with {', '.join(kinds)}")
     for name, one in value.items():
-        if not isinstance(one, kinds[name]) or (isinstance(one, bool) and kinds[name] is int):
-            raise ValueError(f"{what} has {name}: {_short(one)}; expected {kinds[name].__name__}")
+        kind = kinds[name]
+        if not fits(one, kind) or (isinstance(one, bool) and kind is int):
+            raise ValueError(
+                f"{what} has {name}: {short(one)}; expected {kind.__name__ if isinstance(kind, type) else kind}"
+            )
         if isinstance(one, int) and not 0 <= one < 1 << 62:
-            raise ValueError(f"{what} has {name}: {_short(one)}; expected a number from 0")
+            raise ValueError(f"{what} has {name}: {short(one)}; expected a number from 0")
     return value
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:80]}..."
-
-
 def _manifest(body: dict[str, object]) -> Manifest:
-    kinds = {f.name: int if f.name in ("step", "ranks", "replicas") else dict for f in fields(Manifest)}
-    facts = _known(body, kinds, "the checkpoint")
-    for name, version in facts["versions"].items():
-        if not isinstance(version, str):
-            raise ValueError(f"the version of {name} is {_short(version)}; expected text")
+    facts = _known(body, _CHECKPOINT, "the checkpoint")
     tensors = {name: _entry(name, entry) for name, entry in facts["tensors"].items()}
     files = {
         _file(name): SmallFile(**_known(one, {"size": int, "sha256": str}, name))
@@ -188,27 +192,19 @@ def _manifest(body: dict[str, object]) -> Manifest:
     }
     if large := [name for name, one in files.items() if one.size > LIMIT]:
         raise ValueError(f"{large[0]} has {files[large[0]].size:,} bytes; at most {LIMIT:,} are read")
-    for name, others in facts["aliases"].items():
-        if not isinstance(others, list) or not all(isinstance(other, str) for other in others):
-            raise ValueError(f"the other names of {name} are {_short(others)}; expected a list of names")
     if facts["optimizer"]:
-        parts = _known(facts["optimizer"], {"kind": str, "values": dict, "groups": list}, "the optimizer")
-        for name, values in parts["values"].items():
-            if not isinstance(values, dict):
-                raise ValueError(f"the optimizer's values of {name} are {_short(values)}; expected an object")
+        parts = _known(
+            facts["optimizer"], {"kind": str, "values": dict[str, dict[str, object]], "groups": list}, "the optimizer"
+        )
         for group in parts["groups"]:
-            _known(group, {"options": dict, "names": list}, "a group of the optimizer")
-            if not all(isinstance(name, str) for name in group["names"]):
-                raise ValueError(f"a group of the optimizer has {_short(group['names'])}; expected names")
-    _check_overlaps(tensors)
+            _known(group, {"options": dict, "names": list[str]}, "a group of the optimizer")
+    check_overlaps(span for entry in tensors.values() for span in entry.spans)
     return Manifest(**{**facts, "tensors": tensors, "files": files})
 
 
 def _entry(name: str, value: object) -> Entry:
     facts = _known(value, {"shape": list, "dtype": str, "parts": list}, name)
-    shape = _sizes(name, facts["shape"])
-    parts = tuple(_part(name, one) for one in facts["parts"])
-    made = Entry(shape, facts["dtype"], parts)
+    made = Entry(sizes(name, facts["shape"]), facts["dtype"], tuple(_part(name, one) for one in facts["parts"]))
     check_entry(name, made)
     return made
 
@@ -250,33 +246,38 @@ def _check_blocks(name: str, entry: Entry) -> None:
 
 
 def _part(name: str, value: object) -> Part:
-    kinds = {f.name: str if f.name in ("file", "sha256") else int for f in fields(Part)}
-    facts = _known(value, {**kinds, "start": list, "shape": list}, f"a part of {name}")
+    facts = _known(value, _PART, f"a part of {name}")
     _file(facts["file"])
-    return Part(**{**facts, "start": _sizes(name, facts["start"]), "shape": _sizes(name, facts["shape"])})
+    return Part(**{**facts, "start": sizes(name, facts["start"]), "shape": sizes(name, facts["shape"])})
 
 
-def _sizes(name: str, value: list[int]) -> tuple[int, ...]:
-    if not all(type(one) is int and 0 <= one < 1 << 62 for one in value) or len(value) > 64:
-        raise ValueError(f"{name} has the sizes {_short(value)}; expected whole numbers from 0")
+def sizes(name: str, value: object) -> tuple[int, ...]:
+    """The sizes of a tensor, or of a part, as they stand in a file."""
+    if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one < 1 << 62 for one in value[:65]):
+        raise ValueError(f"{name} has the sizes {short(value)}; expected whole numbers from 0")
+    if len(value) > 64:
+        raise ValueError(f"{name} has {len(value)} dimensions; expected at most 64")
     return tuple(value)
 
 
 def _file(name: object) -> str:
     """A plain name: nothing outside the checkpoint's folder is ever opened."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in (".", ".."):
-        raise ValueError(f"{_short(name)} is no name of a file in the checkpoint's folder")
+        raise ValueError(f"{short(name)} is no name of a file in the checkpoint's folder")
     return name
 
 
-def _check_overlaps(tensors: Mapping[str, Entry]) -> None:
+def check_overlaps(spans: Iterable[Span]) -> None:
     """Each byte belongs to one part, so that what is read is never more than what is there."""
-    ends: dict[str, list[tuple[int, int]]] = {}
-    for entry in tensors.values():
-        for part in entry.parts:
-            ends.setdefault(part.file, []).append((part.offset, part.offset + part.length))
-    for file, spans in ends.items():
-        spans.sort()
-        for (_, end), (start, _) in pairwise(spans):
-            if start < end:
-                raise ValueError(f"two parts in {file} overlap at byte {start}")
+    for (file, offset, length), (other, start, _) in pairwise(sorted(spans)):
+        if file == other and start < offset + length:
+            raise ValueError(f"two parts in {file} overlap at byte {start}")
+
+
+_CHECKPOINT = {
+    **{each.name: dict for each in fields(Manifest)},
+    **dict.fromkeys(("step", "ranks", "replicas"), int),
+    "versions": dict[str, str],
+    "aliases": dict[str, list[str]],
+}
+_PART = {**{each.name: int for each in fields(Part)}, "file": str, "sha256": str, "start": list, "shape": list}

@@ -7,10 +7,11 @@ record the values begin; penstock reads them from there, and unpickles nothing.
 from __future__ import annotations
 
 import hashlib
+import io
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Damaged, Entry, Part
 from penstock.checkpoint.plain import num_bytes
 from penstock.dtypes import dtype_named
+from penstock.errors import StageError
 
 Block = tuple[str, tuple[int, ...], Tensor]  # the key, the first corner in the whole tensor, the values
 
@@ -55,9 +57,9 @@ def write_parts(file: Path, blocks: Iterable[Block], disk: Disk) -> list[tuple[s
         offset = 0
         for key, start, values in blocks:
             plain = _plain(values)
-            out: Any = _Hashing(disk, stream)
+            out = _Hashing(disk, stream)
             try:
-                torch.save(plain, out)
+                torch.save(plain, out)  # type: ignore[arg-type]  # it only writes and flushes
             except RuntimeError:
                 raise out.error or RuntimeError(f"torch cannot save {key}") from None
             stream.flush()
@@ -104,8 +106,8 @@ def read_entry(folder: Path, entry: Entry, *, start: tuple[int, ...], shape: tup
     except (RuntimeError, MemoryError) as error:
         raise Damaged(f"{folder} has a tensor of {list(shape)} {entry.dtype}, for which there is no memory") from error
     for part in entry.parts:
-        here, there = _common(start, shape, part)
-        if here is not None:
+        if (common := _common(start, shape, part)) is not None:
+            here, there = common
             made[here] = read_part(folder, part, entry.dtype)[there]
     return made
 
@@ -121,6 +123,8 @@ def read_part(folder: Path, part: Part, dtype: str) -> Tensor:
             got = stream.readinto(record)
     except (OSError, MemoryError) as error:
         raise Damaged(f"{file} cannot be read: {str(error) or 'not enough memory'}") from error
+    if not part.sha256:
+        return _checked(load_tensors(io.BytesIO(record), f"{file} cannot be read"), part, kind)
     if got != part.length or hashlib.sha256(record).hexdigest() != part.sha256:
         raise Damaged(
             f"{file} is damaged: bytes {part.offset} to {part.offset + part.length} are not those that were written"
@@ -131,13 +135,43 @@ def read_part(folder: Path, part: Part, dtype: str) -> Tensor:
     return torch.frombuffer(record, dtype=kind, count=count, offset=part.data).reshape(part.shape)
 
 
-def _common(start: tuple[int, ...], shape: tuple[int, ...], part: Part) -> Any:
-    """Where a block and a part overlap, as indices into each; (None, None) if they do not."""
+def _checked(found: object, part: Part, dtype: torch.dtype) -> Tensor:
+    """What a record of torch's holds, which has no digest."""
+    if not isinstance(found, Tensor) or found.layout is not torch.strided or not found.is_cpu:
+        raise StageError(f"{part.file} holds a {type(found).__name__} where a plain tensor should be")
+    if tuple(found.shape) != part.shape or found.dtype is not dtype:
+        raise StageError(f"{part.file}: a part is {found.dtype} {list(found.shape)}, not {dtype} {list(part.shape)}")
+    return found.detach()
+
+
+def load_tensors(source: Path | io.BytesIO, problem: str, advice: str = "") -> object:
+    """What `torch.save` wrote, as tensors alone, mapped into memory if it is a file. An error says the problem and the advice."""
+    try:
+        archived = zipfile.is_zipfile(source)
+        if archived:
+            with zipfile.ZipFile(source) as archive:
+                for one in archive.infolist():
+                    if one.compress_type or one.file_size != one.compress_size:  # a small file may grow without end
+                        raise ValueError(f"{one.filename:.80} in it is compressed, which torch.save never does")
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=archived and isinstance(source, Path))
+    except Exception as error:  # torch's reader raises whatever the bytes lead it to
+        first = next(iter(str(error).splitlines()), "").partition(". ")[
+            0
+        ]  # what torch advises next is to trust the file
+        raise StageError(f"{problem}: {type(error).__name__}: {first}{advice}") from error
+
+
+def _common(
+    start: tuple[int, ...], shape: tuple[int, ...], part: Part
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where a block and a part overlap, as indices into each; None if they do not."""
     here, there = [], []
     for a, n, b, m in zip(start, shape, part.start, part.shape, strict=True):
         low, high = max(a, b), min(a + n, b + m)
         if low >= high:
-            return None, None
+            return None
         here.append(slice(low - a, high - a))
         there.append(slice(low - b, high - b))
     return tuple(here), tuple(there)

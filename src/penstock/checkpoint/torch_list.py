@@ -4,28 +4,37 @@
     entries = read_list(folder)                    # of a checkpoint that torch alone has written
 
 The list is a pickle, and unpickling runs what a pickle says. So penstock has a reader of its own: the few instructions that
-such a list is made of build inert records (`_Record`: a name, arguments, a state); nothing is imported, called or set on
-an object of anybody's. What the records mean is decided afterwards, by their names.
+such a list is made of build inert records (`_Record`: a name, arguments, a state), and any other is refused; nothing is imported,
+called or set on an object of anybody's. What the records mean is decided afterwards, by their names.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
-import reprlib
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from reprlib import repr as short
 
-from penstock.checkpoint.manifest import Damaged, Entry, Manifest, Part, check_entry, read_small
+from penstock.checkpoint.manifest import Damaged, Entry, Manifest, Part, check_entry, check_overlaps, read_small, sizes
 from penstock.dtypes import dtype_name, dtype_named
-from penstock.errors import StageError
+from penstock.nest import Value
 
 LIST = ".metadata"  # as torch calls it
 LIMIT = 1 << 30
 UNKNOWN = -1  # where the values of a part begin, if penstock did not write it
 _OF_LISTS = "torch.distributed.checkpoint.metadata."
+_ALLOWED = ("torch.Size", "torch.serialization._get_layout", "torch.distributed.checkpoint.filesystem._StorageInfo")
+_PLAIN = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BUILD),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.BINFLOAT, pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+)
+"""The instructions that are safe as Python has them. They call nothing, but for BUILD, whose state records take themselves."""
 
 
 def write_list(manifest: Manifest) -> bytes:
@@ -72,19 +81,10 @@ def _path(key: str) -> tuple[str, ...]:
 def read_list(folder: Path) -> dict[str, Entry]:
     """The tensors of a checkpoint, as its list of contents says."""
     file = folder / LIST
+    data = read_small(file, LIMIT)
     try:
-        data = read_small(file, LIMIT)
-        return _entries(_records(data), most=len(data) // 16)  # a block takes some sixty bytes
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-        StageError,
-    ) as error:
+        return _entries(_Reader(io.BytesIO(data)).load(), most=len(data) // 16)  # a block takes some sixty bytes
+    except Exception as error:  # Python's reader raises whatever the bytes lead it to
         raise Damaged(f"{file}, torch's list of what the checkpoint holds, cannot be read: {error}") from error
 
 
@@ -93,11 +93,16 @@ class _Record:
 
     __slots__ = ("args", "name", "state")
 
-    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, name: str, args: tuple[Value, ...]) -> None:
         self.name, self.args = name, args
-        self.state: Any = None
+        self.state: Value = None
 
-    def __getitem__(self, field: str) -> Any:
+    def __setstate__(self, state: Value) -> None:
+        if self.state is not None:
+            raise ValueError("a state is set on something that is no new record")
+        self.state = state
+
+    def __getitem__(self, field: str) -> Value:
         if not isinstance(self.state, dict):
             raise ValueError(f"a {self.name} without fields")
         return self.state[field]
@@ -109,121 +114,51 @@ class _Global(str):
     __slots__ = ()
 
 
-_MARK = object()
-_WORDS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
-_CONSTANT = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+class _Instructions(dict[int, Callable[[Value], None]]):
+    """What the reader does at each byte that is an instruction of a list of contents."""
+
+    def __missing__(self, code: int) -> Callable[[Value], None]:
+        name = next((op.name for op in pickletools.opcodes if ord(op.code) == code), code)
+        raise ValueError(f"it says {name}, which no list of tensors needs; it is not run")
 
 
-def _records(data: bytes) -> Any:
-    """The value of a pickle whose instructions are those of a list of contents."""
-    machine = _Machine()
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        if name in ("PROTO", "FRAME"):
-            continue
-        if name == "STOP":
-            return machine.pop()
-        if name in _WORDS:
-            machine.stack.append(argument)
-        elif name in _CONSTANT:
-            machine.stack.append(_CONSTANT[name])
-        elif name in _TUPLES:
-            machine.tuple_of(_TUPLES[name])
-        else:
-            act = machine.acts.get(name)
-            if act is None:
-                raise ValueError(f"it says {name}, which no list of tensors needs; it is not run")
-            act(argument)
-    raise ValueError("it ends too early")
+class _Reader(pickle._Unpickler):
+    """Python's own reader, in Python, with few of its instructions: what a pickle would make or call becomes a record."""
 
+    stack: list[Value]
+    pop_mark: Callable[[], list[Value]]
 
-class _Machine:
-    """The stack and the memo of a pickle, and what the instructions do to them."""
-
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-        self.acts: dict[str, Callable[[Any], None]] = {
-            "MARK": lambda _: self.stack.append(_MARK),
-            "EMPTY_LIST": lambda _: self.stack.append([]),
-            "EMPTY_DICT": lambda _: self.stack.append({}),
-            "TUPLE": lambda _: self.stack.append(tuple(self.to_mark())),
-            "MEMOIZE": lambda _: self.remember(len(self.memo)),
-            "BINPUT": self.remember,
-            "LONG_BINPUT": self.remember,
-            "BINGET": lambda number: self.stack.append(self.memo[number]),
-            "LONG_BINGET": lambda number: self.stack.append(self.memo[number]),
-            "GLOBAL": lambda pair: self.stack.append(_Global(str(pair).replace(" ", "."))),
-            "STACK_GLOBAL": lambda _: self.name(self.pop(), self.pop()),
-            "APPEND": lambda _: self.extend([self.pop()]),
-            "APPENDS": lambda _: self.extend(self.to_mark()),
-            "SETITEM": lambda _: self.update(list(reversed([self.pop(), self.pop()]))),
-            "SETITEMS": lambda _: self.update(self.to_mark()),
-            "NEWOBJ": lambda _: self.make(),
-            "REDUCE": lambda _: self.make(),
-            "BUILD": lambda _: self.build(),
-        }
-
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise ValueError("a mark stands where a value is expected")
-        return value
-
-    def to_mark(self) -> list[Any]:
-        for place in range(len(self.stack) - 1, -1, -1):
-            if self.stack[place] is _MARK:
-                values = self.stack[place + 1 :]
-                del self.stack[place:]
-                return values
-        raise ValueError("a mark is missing")
-
-    def tuple_of(self, count: int) -> None:
-        values = [self.pop() for _ in range(count)]
-        self.stack.append(tuple(reversed(values)))
-
-    def remember(self, number: int) -> None:
-        self.memo[number] = self.stack[-1]
-
-    def extend(self, values: list[object]) -> None:
-        target = self.stack[-1]
-        if type(target) is not list:
-            raise ValueError(f"something is added to a {type(target).__name__}")
-        target.extend(values)
-
-    def update(self, values: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not dict or len(values) % 2:
-            raise ValueError(f"something is set in a {type(target).__name__}")
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            if not isinstance(key, str | _Record):
-                raise ValueError(f"a {type(key).__name__} is a key; expected a name")
-            target[key] = value
-
-    def name(self, name: Any, module: Any) -> None:
-        if type(name) is not str or type(module) is not str:  # a name of names would double with every instruction
-            raise ValueError(f"a name is made of {_short(module)} and {_short(name)}")
-        self.stack.append(_Global(f"{module}.{name}"))
+    def find_class(self, module: str, name: str) -> _Global:
+        return _Global(f"{module}.{name}")
 
     def make(self) -> None:
-        args, name = self.pop(), self.pop()
+        args, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, _Global) or not isinstance(args, tuple):
-            raise ValueError(f"something is called that is no class of a list: {_short(name)}")
+            raise ValueError(f"something is called that is no class of a list: {short(name)}")
         if not (name in _ALLOWED or name.startswith(_OF_LISTS) or name.partition(".")[0] == "pathlib"):
             raise ValueError(f"it names {name}, which no checkpoint of tensors needs; it is not run")
         self.stack.append(_Record(str(name), args))
 
-    def build(self) -> None:
-        state, record = self.pop(), self.stack[-1]
-        if not isinstance(record, _Record) or record.state is not None:
-            raise ValueError("a state is set on something that is no new record")
-        record.state = state
+    def set_one(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.update([key, value])
 
+    def update(self, values: list[Value]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(values) % 2:
+            raise ValueError(f"something is set in a {type(target).__name__}")
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            if not isinstance(key, str | _Record):  # to hash a tuple of tuples of tuples may take for ever
+                raise ValueError(f"a {type(key).__name__} is a key; expected a name")
+            target[key] = value
 
-_ALLOWED = frozenset(
-    ("torch.Size", "torch.serialization._get_layout", "torch.distributed.checkpoint.filesystem._StorageInfo")
-)
+    dispatch = _Instructions({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN})
+    dispatch |= {
+        pickle.REDUCE[0]: make,
+        pickle.NEWOBJ[0]: make,
+        pickle.SETITEM[0]: set_one,
+        pickle.SETITEMS[0]: lambda self: self.update(self.pop_mark()),
+    }
 
 
 # -- what the records mean
@@ -243,69 +178,45 @@ def _entries(whole: object, *, most: int) -> dict[str, Entry]:
             if most < 0:
                 raise ValueError("it names more blocks than it has room for")
             for chunk in entry["chunks"]:
-                shapes[str(key), _size(chunk["offsets"])] = _size(chunk["sizes"])
+                shapes[str(key), _size(key, chunk["offsets"])] = _size(key, chunk["sizes"])
     for index, info in whole["storage_data"].items():
         key = index["fqn"]
         if not isinstance(key, str) or key not in everything:
-            raise ValueError(f"it says where {_short(key)} lies, which is none of its contents")
+            raise ValueError(f"it says where {short(key)} lies, which is none of its contents")
         if key not in listed:
             continue  # no tensor
-        start = (0,) * len(_size(listed[key]["size"])) if index["offset"] is None else _size(index["offset"])
+        whole_size = _size(key, listed[key]["size"])
+        start = (0,) * len(whole_size) if index["offset"] is None else _size(key, index["offset"])
         parts.setdefault(key, []).append(_part(info, start, shapes[key, start]))
     made = {
-        key: Entry(_size(entry["size"]), _dtype(entry["properties"]), tuple(parts.get(key, ())))
+        key: Entry(_size(key, entry["size"]), _dtype(entry["properties"]), tuple(parts.get(key, ())))
         for key, entry in listed.items()
     }
     for key, entry in made.items():
         check_entry(key, entry)
-    _check_bytes(made)
+        if len({*entry.spans}) != len(entry.spans):
+            raise ValueError(f"two parts of {key} are the same bytes")
+    check_overlaps(
+        {span for entry in made.values() for span in entry.spans}
+    )  # a tensor with several names lies there once
     return made
 
 
-def _check_bytes(entries: dict[str, Entry]) -> None:
-    """Bytes belong to one part, or to the same part of a tensor with several names."""
-    spans: dict[str, set[tuple[int, int]]] = {}
-    for key, entry in entries.items():
-        mine = {(part.file, part.offset, part.length) for part in entry.parts}
-        if len(mine) != len(entry.parts):
-            raise ValueError(f"two parts of {key} are the same bytes")
-        for file, offset, length in mine:
-            spans.setdefault(file, set()).add((offset, offset + length))
-    for file, found in spans.items():
-        for (_, end), (start, _) in pairwise(sorted(found)):
-            if start < end:
-                raise ValueError(f"two parts in {file} overlap at byte {start}")
-
-
 def _part(info: _Record, start: tuple[int, ...], shape: tuple[int, ...]) -> Part:
-    if info["relative_path"] != Path(info["relative_path"]).name or dict(info.state).get("transform_descriptors"):
-        raise ValueError(
-            f"a part is in {_short(info['relative_path'])}; expected a file in the folder, as it was written"
-        )
-    offset, length = info["offset"], info["length"]
+    file, offset, length = info["relative_path"], info["offset"], info["length"]
+    if file != Path(file).name or dict(info.state).get("transform_descriptors"):
+        raise ValueError(f"a part is in {short(file)}; expected a file in the folder, as it was written")
     if not (isinstance(offset, int) and isinstance(length, int) and offset >= 0 and length >= 0):
-        raise ValueError(f"a part has {_short(length)} bytes at {_short(offset)}")
-    return Part(info["relative_path"], offset, length, UNKNOWN, "", start, shape)
+        raise ValueError(f"a part has {short(length)} bytes at {short(offset)}")
+    return Part(file, offset, length, UNKNOWN, "", start, shape)
 
 
-def _size(value: object) -> tuple[int, ...]:
-    (sizes,) = value.args if isinstance(value, _Record) and value.name == "torch.Size" else (None,)
-    if (
-        not isinstance(sizes, tuple)
-        or not all(type(one) is int and 0 <= one < 1 << 62 for one in sizes)
-        or len(sizes) > 64
-    ):
-        raise ValueError(f"{_short(sizes)} is no size")
-    return sizes
-
-
-def _short(value: object) -> str:
-    """For an error. A list may hold another one twice, and so on: all of it may be longer than any memory."""
-    return reprlib.repr(value)
+def _size(key: str, value: object) -> tuple[int, ...]:
+    return sizes(key, *(value.args if isinstance(value, _Record) and value.name == "torch.Size" else (None,)))
 
 
 def _dtype(properties: _Record) -> str:
     name = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
     if not isinstance(name, str):
-        raise ValueError(f"{_short(name)} is no type of numbers")
-    return dtype_name(dtype_named(str(name).removeprefix("torch.")))
+        raise ValueError(f"{short(name)} is no type of numbers")
+    return dtype_name(dtype_named(name.removeprefix("torch.")))
