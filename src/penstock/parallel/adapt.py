@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import torch  # noqa: F401 - for the example above
 from torch import nn
@@ -26,16 +27,12 @@ def adapt(module: nn.Module) -> DataParallel:
     adapt(DistributedDataParallel(module)).reduce_grad()
     """
     found = list(_adapters(module, set()))
-    match found:
-        case []:
-            return Unwrapped()
-        case [one]:
-            return one
-        case _:
-            return Several(found)
+    if len(found) > 1:
+        return Several(found)
+    return found[0] if found else Unwrapped()
 
 
-class Several:
+class Several(DataParallel):
     """Wrapped modules side by side in one stage: each action goes to all of them, in one order on every replica."""
 
     def __init__(self, adapters: Sequence[DataParallel]) -> None:
@@ -54,14 +51,9 @@ class Several:
             adapter.begin()
 
     def end(self, *, failed: bool = True) -> None:
-        problems: list[Exception] = []
-        for adapter in reversed(self._adapters):
-            try:
-                adapter.end(failed=failed)
-            except RuntimeError as problem:  # the others must end all the same
-                problems.append(problem)
-        if problems:
-            raise problems[0]
+        with ExitStack() as all_of_them:  # each of them, the last first, even if one raises
+            for adapter in self._adapters:
+                all_of_them.callback(adapter.end, failed=failed)
 
     def unshard(self) -> None:
         for adapter in self._adapters:

@@ -11,8 +11,7 @@ another first, and the buckets carry gradients alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,20 +31,19 @@ def average_gradients(
 
     The replicas that have failed come back, by their ranks in the group; gradients are then as they were.
     """
-    size = dist.get_world_size(group)
-    if size == 1:
+    if group.size() == 1:
         return [0] if failed else []
     told = all(local(p).device.type != "cpu" for p in parameters) and bool(parameters)
     failures = agree_in_host_memory(parameters, group, failed=failed) if told else []
     if failures:
         return failures
-    flight: deque[_Bucket] = deque()
+    flight: deque[Callable[[], list[int]]] = deque()
     for members in _by_size(parameters, bucket_bytes):
-        flight.append(_Bucket(members, group, size=size, failed=None if told else failed))
+        flight.append(_send(members, group, None if told else failed))
         if len(flight) > IN_FLIGHT:
-            failures = flight.popleft().finish() or failures
-    for bucket in flight:
-        failures = bucket.finish() or failures
+            failures = flight.popleft()() or failures
+    for finish in flight:
+        failures = finish() or failures
     return failures
 
 
@@ -82,10 +80,7 @@ def average_sparse_gradients(parameters: Sequence[Tensor], group: dist.ProcessGr
     size = dist.get_world_size(group)
     for parameter in parameters:
         grad = parameter.grad
-        if grad is None:
-            mean = torch.zeros_like(parameter, layout=torch.sparse_coo)
-        else:
-            mean = grad / size
+        mean = torch.zeros_like(parameter, layout=torch.sparse_coo) if grad is None else grad / size
         mean = mean.coalesce()
         dist.all_reduce(mean, group=group)
         if grad is not None or mean._nnz():
@@ -108,43 +103,36 @@ def _by_size(parameters: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]
         yield members
 
 
-class _Bucket:
-    """Gradients on their way; `finish` waits for the mean and writes it back, if no replica has failed.
+def _send(members: list[Tensor], group: dist.ProcessGroup, failed: bool | None) -> Callable[[], list[int]]:
+    """Send gradients; what comes back waits for their mean and writes it back, unless a replica has failed.
 
     With `failed=None` the replicas have agreed before.
     """
+    first = local(members[0])
+    parts = [
+        torch.zeros(local(p).numel(), dtype=first.dtype, device=first.device)
+        if p.grad is None
+        else local(p.grad).reshape(-1)
+        for p in members
+    ]
+    facts = [] if failed is None else [*_used(members), *_flags(group, failed)]
+    if facts:
+        parts.append(torch.tensor(facts, dtype=first.dtype, device=first.device))
+    flat = torch.cat(parts).div_(group.size())  # before the sum, which might overflow
+    work = dist.all_reduce(flat, group=group, async_op=True)
 
-    __slots__ = ("_asks", "_flat", "_members", "_work")
-
-    def __init__(self, members: list[Tensor], group: dist.ProcessGroup, *, size: int, failed: bool | None) -> None:
-        self._asks = 0 if failed is None else size  # numbers about failures
-        self._members = members
-        first = local(members[0])
-        parts = [
-            torch.zeros(local(p).numel(), dtype=first.dtype, device=first.device)
-            if p.grad is None
-            else local(p.grad).reshape(-1)
-            for p in members
-        ]
-        if failed is not None:
-            known = [*_used(members), *_flags(group, failed)]
-            parts.append(torch.tensor(known, dtype=first.dtype, device=first.device))
-        self._flat = torch.cat(parts).div_(size)  # before the sum, which might overflow
-        self._work: Any = dist.all_reduce(self._flat, group=group, async_op=True)
-
-    def finish(self) -> list[int]:
-        self._work.wait()
-        members = self._members
-        told = len(members) + self._asks if self._asks else 0
-        *views, known = self._flat.split([*(local(p).numel() for p in members), told])
-        failures = _failures(members, known) if self._asks else []
-        if failures:
+    def finish() -> list[int]:
+        work.wait()
+        *views, known = flat.split([*(local(p).numel() for p in members), len(facts)])
+        if facts and (failures := _failures(members, known)):
             return failures
         for parameter, view in zip(members, views, strict=True):
             if parameter.grad is not None:
                 target = local(parameter.grad)
                 target.copy_(view.view(target.shape))
         return []
+
+    return finish
 
 
 def local(tensor: Tensor) -> Tensor:

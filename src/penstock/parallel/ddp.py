@@ -13,42 +13,38 @@ because the reducer learns the graph from the first backward that it sees.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.comm.host_group import HostGroup, host_group
-from penstock.errors import ReplicaFailed, StageError
+from penstock.errors import StageError
 from penstock.parallel.buckets import agree_in_host_memory, average_gradients, average_sparse_gradients, local
-from penstock.parallel.protocol import Flags, StepOrder, replica_failed
+from penstock.parallel.protocol import Adapter, replica_failed
+
+if TYPE_CHECKING:
+    from torch.distributed._composable.replicate import _ReplicateState
 
 
-class DDPAdapter:
+class DDPAdapter(Adapter):
     """One `DistributedDataParallel`, at the top of a stage's module or anywhere within it."""
 
-    sharded = False
-    reduces = True
+    _syncs = True
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
+        super().__init__()
         _refuse_what_cannot_wait(wrapper)
-        self._wrapper: Any = wrapper
-        self._flags = Flags()
-        self._order = StepOrder()
-        self._replicas: HostGroup | None = None
-        self._syncs = True
+        self._wrapper = wrapper
 
     def begin(self) -> None:
-        self._order.begin()
-        ddp = self._wrapper
+        super().begin()
+        ddp, flags = self._wrapper, self._flags
         self._syncs = ddp.require_backward_grad_sync
-        self._replicas = host_group(ddp.process_group)
-        self._replicas.begin()
+        replicas = self._meet(ddp.process_group)
         if ddp.will_sync_module_buffers():
-            with self._replicas.explained():
+            with replicas.explained():
                 ddp._sync_buffers()
-        flags = self._flags
         flags.set(ddp, "require_forward_param_sync", False)
         flags.set(ddp, "require_backward_grad_sync", False)
         flags.set(ddp, "find_unused_parameters", False)  # else it copies every output, to find what buckets say anyway
@@ -56,20 +52,12 @@ class DDPAdapter:
             flags.set(ddp, "_static_graph_delay_allreduce_enqueued", True)  # else the first backward reduces
 
     def end(self, *, failed: bool = True) -> None:
-        if self._order.end():
-            if self._replicas is not None:
-                self._replicas.end()
+        if self._close():
             self._flags.restore()
             self._wrapper.require_forward_param_sync = self._syncs  # as its own forward would leave it
 
-    def unshard(self) -> None:
-        self._order.unshard()
-
-    def reshard(self) -> None:
-        self._order.reshard()
-
     def reduce_grad(self, *, failed: bool = False) -> None:
-        self._order.reduce()
+        super().reduce_grad(failed=failed)
         if not self._syncs:  # the user's own `no_sync()` stands around the step
             return
         ddp = self._wrapper
@@ -78,63 +66,26 @@ class DDPAdapter:
         if failures and not failed:
             raise replica_failed(ddp.process_group, failures)
 
-    def explain(self, error: BaseException) -> ReplicaFailed | None:
-        return None if self._replicas is None else self._replicas.explain(error)
 
-    def give_up(self, cause: str) -> None:
-        if self._replicas is not None:
-            self._replicas.give_up(cause)
-
-
-class ReplicateAdapter:
+class ReplicateAdapter(DDPAdapter):
     """A module under `torch.distributed._composable.replicate`, which makes its DDP at the first forward."""
 
-    sharded = False
-    reduces = True
-
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: _ReplicateState) -> None:
+        Adapter.__init__(self)
         self._state = state
-        self._flags = Flags()
-        self._inner: DDPAdapter | None = None
 
     def begin(self) -> None:
         state = self._state
         if state._init_args or state._init_kwargs:
             state.lazy_init()
-        if self._inner is None:
-            self._inner = DDPAdapter(state._ddp)
-        state._ddp.require_backward_grad_sync = not state._no_sync
-        self._inner.begin()
+        _refuse_what_cannot_wait(state._ddp)
+        self._wrapper = state._ddp
+        self._wrapper.require_backward_grad_sync = not state._no_sync
+        super().begin()
         self._flags.set(state, "_no_sync", True)
 
-    def end(self, *, failed: bool = True) -> None:
-        self._flags.restore()
-        if self._inner is not None:
-            self._inner.end(failed=failed)
 
-    def unshard(self) -> None:
-        self._opened().unshard()
-
-    def reshard(self) -> None:
-        self._opened().reshard()
-
-    def reduce_grad(self, *, failed: bool = False) -> None:
-        self._opened().reduce_grad(failed=failed)
-
-    def explain(self, error: BaseException) -> ReplicaFailed | None:
-        return None if self._inner is None else self._inner.explain(error)
-
-    def give_up(self, cause: str) -> None:
-        if self._inner is not None:
-            self._inner.give_up(cause)
-
-    def _opened(self) -> DDPAdapter:
-        if self._inner is None:
-            self._inner = DDPAdapter(self._state._ddp)
-        return self._inner
-
-
-def _refuse_what_cannot_wait(ddp: Any) -> None:
+def _refuse_what_cannot_wait(ddp: DistributedDataParallel) -> None:
     """Options of DDP that communicate in the middle of a backward and cannot be told to wait."""
     in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters)
     options = [
@@ -151,13 +102,13 @@ def _refuse_what_cannot_wait(ddp: Any) -> None:
             )
 
 
-def _has_comm_hook(ddp: Any) -> bool:
+def _has_comm_hook(ddp: DistributedDataParallel) -> bool:
     if ddp._comm_hooks:
         return True
     return bool(ddp._get_ddp_logging_data().get("comm_hook"))  # those that are written in C++ show up here alone
 
 
-def _average(ddp: Any, failed: bool) -> list[int]:
+def _average(ddp: DistributedDataParallel, failed: bool) -> list[int]:
     """The replicas that have failed."""
     trained = [p for p in ddp._module_parameters if p.requires_grad]
     rows = _sparse_parameters(ddp.module)
@@ -169,13 +120,12 @@ def _average(ddp: Any, failed: bool) -> list[int]:
 
 
 @torch.no_grad()
-def _average_through_hook(ddp: Any, failed: bool) -> list[int]:
+def _average_through_hook(ddp: DistributedDataParallel, failed: bool) -> list[int]:
     """The same by the user's hook: give it `.grad` in the reducer's own buckets, and write back what it returns."""
     parameters = ddp._module_parameters
     failures = agree_in_host_memory(parameters, ddp.process_group, failed=failed)
     if failures:
         return failures
-    unused = {id(p) for p in parameters if p.grad is None}  # on all replicas
     for bucket in ddp.reducer._get_zeros_like_grad_buckets():
         members = bucket.parameters()
         for parameter, view in zip(members, bucket.gradients(), strict=True):
@@ -184,7 +134,7 @@ def _average_through_hook(ddp: Any, failed: bool) -> list[int]:
         result = ddp.reducer._run_comm_hook(bucket).wait()
         bucket.set_buffer(result if isinstance(result, Tensor) else result[0])
         for parameter, view in zip(members, bucket.gradients(), strict=True):
-            if id(parameter) not in unused:
+            if parameter.grad is not None:  # else it is unused on all replicas
                 local(parameter.grad).copy_(view)
     return []
 

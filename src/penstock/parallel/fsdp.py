@@ -19,39 +19,40 @@ gradients are added up in another dtype than that of the parameters: then a hook
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.hooks import RemovableHandle
 
-from penstock.comm.host_group import HostGroup, host_group
 from penstock.errors import ReplicaFailed, RunError, StageError
-from penstock.parallel.protocol import Flags, StepOrder, replica_failed
+from penstock.parallel.buckets import agree_in_host_memory
+from penstock.parallel.protocol import Adapter, Flags, replica_failed
 
 
-class FullyShardAdapter:
+class FullyShardAdapter(Adapter):
     """One module under `fully_shard` or `replicate`, with all the modules inside it that are under them as well."""
 
-    reduces = True
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._root: Any = module._get_fsdp_state()
-        self._flags = Flags()
-        self._order = StepOrder()
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(module, FSDPModule), "asked before"
+        self._module: nn.Module = module
+        self._root = module._get_fsdp_state()
         self._hooks: list[RemovableHandle] = []
         self._watched: set[int] = set()  # groups, by id
-        self._syncing: list[object] = []  # groups that the user wants reduced
-        self._replicas: list[HostGroup] = []
+        self._syncing: list[FSDPParamGroup] = []  # groups that the user wants reduced
 
     @property
     def sharded(self) -> bool:
-        return any(_is_held(state, group) for state in self._states() for group in state._fsdp_param_groups)
+        return any(_is_held(state, group) for state, group in self._groups())
 
     def begin(self) -> None:
-        self._order.begin()
+        super().begin()
         self._syncing = []
         self._root._lazy_init()
         if not self._root._is_root:
@@ -61,41 +62,38 @@ class FullyShardAdapter:
             )
         flags = self._flags
         flags.set(self._root._state_ctx, "is_last_backward", False)
-        for state in self._states():
-            for group in state._fsdp_param_groups:
-                if group.reduce_grads:
-                    self._syncing.append(group)
-                flags.set(group, "reduce_grads", False)
-                if _is_frugal(state, group):
-                    continue
-                flags.set(group, "reshard_after_backward", False)
-                flags.set(group, "post_forward_mesh_info", None)
-                if not state._states_to_backward_prefetch:
-                    flags.set(state, "_states_to_backward_prefetch", [state])  # itself, which is there: a no-op
-        self._replicas = []
-        for group in _process_groups(self._syncing):
-            host_group(group).begin()
-            self._replicas.append(host_group(group))
+        for state, group in self._groups():
+            if group.reduce_grads:
+                self._syncing.append(group)
+            flags.set(group, "reduce_grads", False)
+            if _is_frugal(state, group):
+                continue
+            flags.set(group, "reshard_after_backward", False)
+            flags.set(group, "post_forward_mesh_info", None)
+            if not state._states_to_backward_prefetch:
+                flags.set(state, "_states_to_backward_prefetch", [state])  # itself, which is there: a no-op
+        for process_group in _process_groups(self._syncing):
+            self._meet(process_group)
         for state, group in self._groups():
             if not _is_held(state, group):
-                self._prepare(state, group)
+                self._prepare(group)
 
     def unshard(self) -> None:
-        self._order.unshard()
+        super().unshard()
         for state, group in self._groups():
             if _is_held(state, group):
                 group.unshard(async_op=True)  # the forward or backward that needs it waits for it
                 self._watch(group)
 
     def reshard(self) -> None:
-        self._order.reshard()
+        super().reshard()
         for state, group in self._groups():
             if _is_held(state, group):
                 _free(group)
 
     @torch.no_grad()
     def reduce_grad(self, *, failed: bool = False) -> None:
-        self._order.reduce()
+        super().reduce_grad(failed=failed)
         failure = self._failure(failed)
         if failure is not None:
             if not failed:
@@ -111,10 +109,8 @@ class FullyShardAdapter:
             flags.restore()
 
     def end(self, *, failed: bool = True) -> None:
-        if not self._order.end():
+        if not self._close():
             return
-        for replicas in self._replicas:
-            replicas.end()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -143,39 +139,23 @@ class FullyShardAdapter:
         """
         found = None
         for group in _process_groups(self._syncing):
-            flags = torch.zeros(group.size(), dtype=torch.int64)
-            flags[group.rank()] = int(failed or found is not None)
-            host_group(group).sum(flags)  # in host memory: no host waits for its device
-            failures = [rank for rank, flag in enumerate(flags.tolist()) if flag]
+            failures = agree_in_host_memory(
+                (), group, failed=failed or found is not None
+            )  # no host waits for its device
             if failures and found is None:
                 found = replica_failed(group, failures)
         return found
 
-    def explain(self, error: BaseException) -> ReplicaFailed | None:
-        return next(filter(None, (replicas.explain(error) for replicas in self._replicas)), None)
-
-    def give_up(self, cause: str) -> None:
-        for replicas in self._replicas:
-            replicas.give_up(cause)
-
-    def _states(self) -> list[Any]:
-        """All states of the tree; before the first step FSDP2 itself has not collected them yet."""
-        collected: list[object] = self._root._state_ctx.all_states
-        if collected:
-            return collected
-        states = {}
-        for module in self._module.modules():
-            if hasattr(module, "_get_fsdp_state"):
-                state = module._get_fsdp_state()
-                states[id(state)] = state
-        return list(states.values())
-
-    def _groups(self) -> Iterator[tuple[Any, Any]]:
-        for state in self._states():
+    def _groups(self) -> Iterator[tuple[FSDPState, FSDPParamGroup]]:
+        """All of the tree; before the first step FSDP2 itself has not collected its states yet."""
+        states = self._root._state_ctx.all_states or dict.fromkeys(
+            module._get_fsdp_state() for module in self._module.modules() if isinstance(module, FSDPModule)
+        )
+        for state in states:
             for group in state._fsdp_param_groups:
                 yield state, group
 
-    def _prepare(self, state: object, group: Any) -> None:
+    def _prepare(self, group: FSDPParamGroup) -> None:
         """At the beginning of a step, for a group that UNSHARD leaves alone."""
         if not _is_sharded(group):
             group.unshard()
@@ -186,7 +166,7 @@ class FullyShardAdapter:
             group.reshard()
         self._watch(group)
 
-    def _watch(self, group: Any) -> None:
+    def _watch(self, group: FSDPParamGroup) -> None:
         if id(group) in self._watched or not _upcasts(group):
             return
         self._watched.add(id(group))
@@ -206,7 +186,7 @@ class FullyShardAdapter:
         return any(state._training_state != idle or group._training_state != idle for state, group in self._groups())
 
 
-def _process_groups(groups: list[Any]) -> list[dist.ProcessGroup]:
+def _process_groups(groups: list[FSDPParamGroup]) -> list[dist.ProcessGroup]:
     """The process groups that the reduction of parameter groups goes over, each once."""
     found = {}
     for group in groups:
@@ -216,19 +196,19 @@ def _process_groups(groups: list[Any]) -> list[dist.ProcessGroup]:
     return [process_group for process_group in found.values() if process_group.size() > 1]
 
 
-def _is_sharded(group: Any) -> bool:
+def _is_sharded(group: FSDPParamGroup) -> bool:
     return isinstance(group.mesh_info, FSDPMeshInfo)
 
 
-def _is_frugal(state: Any, group: Any) -> bool:
+def _is_frugal(state: FSDPState, group: FSDPParamGroup) -> bool:
     return _is_sharded(group) and group.post_forward_mesh_info is not None and not state._auto_reshard_after_forward
 
 
-def _is_held(state: object, group: object) -> bool:
+def _is_held(state: FSDPState, group: FSDPParamGroup) -> bool:
     return _is_sharded(group) and not _is_frugal(state, group)
 
 
-def _is_current(group: Any) -> bool:
+def _is_current(group: FSDPParamGroup) -> bool:
     """Whether the full parameters exist and know which of them are trained; gathering makes it so."""
     return all(
         hasattr(parameter, "_unsharded_param")
@@ -237,11 +217,11 @@ def _is_current(group: Any) -> bool:
     )
 
 
-def _upcasts(group: Any) -> bool:
+def _upcasts(group: FSDPParamGroup) -> bool:
     return any(p.reduce_dtype not in (None, p.param_dtype or p.orig_dtype) for p in group.fsdp_params)
 
 
-def _mover(parameter: Any) -> object:
+def _mover(parameter: FSDPParam) -> object:
     """Moves a fresh gradient to the sum in the dtype of the reduction, as FSDP2 does after a full backward."""
 
     def move(_: object) -> None:
@@ -251,12 +231,12 @@ def _mover(parameter: Any) -> object:
     return move
 
 
-def _free(group: Any) -> None:
+def _free(group: FSDPParamGroup) -> None:
     group.wait_for_unshard()  # gathered and never used
     group.reshard()
 
 
-def _drop_unreduced(group: Any) -> list[str]:
+def _drop_unreduced(group: FSDPParamGroup) -> list[str]:
     """What a step that failed has added up must not leak into the next one; the names of the parameters concerned."""
     names = []
     for parameter in group.fsdp_params:
