@@ -36,8 +36,7 @@ class Disk:
             os.fsync(stream.fileno())
 
     def write_file(self, file: Path, data: bytes) -> None:
-        stream = self.create(file)
-        with stream:
+        with self.create(file) as stream:
             self.write(stream, data)
             self.finish(stream)
 

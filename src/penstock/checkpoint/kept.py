@@ -24,12 +24,8 @@ _UNREADABLE = ".unreadable"
 def older(place: Path) -> list[Path]:
     """The older ones beside a checkpoint, newest first."""
     pattern = re.compile(re.escape(place.name) + r"\.step-(\d{1,18})")
-    found = []
-    if place.parent.is_dir():
-        for path in place.parent.iterdir():
-            match = pattern.fullmatch(path.name)
-            if match is not None and (path / FILE).is_file():
-                found.append((int(match[1]), path))
+    names = {path: pattern.fullmatch(path.name) for path in (place.parent.iterdir() if place.parent.is_dir() else ())}
+    found = [(int(name[1]), path) for path, name in names.items() if name is not None and (path / FILE).is_file()]
     return [path for _, path in sorted(found, reverse=True)]
 
 

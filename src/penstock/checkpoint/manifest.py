@@ -103,7 +103,11 @@ class Manifest:
             whole = json.loads(data)
             facts = _known(whole, {"format": int, "digest": str, "checkpoint": dict}, "it", all_needed=False)
             if facts.get("format") != FORMAT:
-                raise Damaged(_other_format(source, facts.get("format")))
+                raise Damaged(
+                    f"{source} has format {facts.get('format')!r}, this penstock reads {FORMAT}; make one file of it with "
+                    "torch's own tool, python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER model.pt, and "
+                    "give that as weights="
+                )
             if facts["digest"] != hashlib.sha256(json.dumps(facts["checkpoint"]).encode()).hexdigest():
                 raise Damaged(f"{source} is damaged: its contents do not have the digest that stands in it")
             return _manifest(facts["checkpoint"])
@@ -157,13 +161,6 @@ def read_small(file: Path, limit: int) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise Damaged(f"{file} cannot be read: {error}") from error
-
-
-def _other_format(source: str, found: object) -> str:
-    return (
-        f"{source} has format {found!r}, this penstock reads {FORMAT}; make one file of it with torch's own tool, "
-        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER model.pt, and give that as weights="
-    )
 
 
 # -- from JSON, checked

@@ -52,9 +52,8 @@ class _Hashing:
 def write_parts(file: Path, blocks: Iterable[Block], disk: Disk) -> list[tuple[str, Part]]:
     """One file with these blocks; what the manifest says of each."""
     found: list[tuple[str, Part]] = []
-    stream = disk.create(file)
-    with stream:
-        offset = 0
+    offset = 0
+    with disk.create(file) as stream:
         for key, start, values in blocks:
             plain = _plain(values)
             out = _Hashing(disk, stream)

@@ -40,30 +40,22 @@ _PLAIN = (
 def write_list(manifest: Manifest) -> bytes:
     """The manifest as torch's own classes, pickled. A tensor with several names is shown under each, and lies there once."""
     from torch import Size
+    from torch.distributed.checkpoint import metadata as torchs
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
 
-    listed: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    listed: dict[str, torchs.TensorStorageMetadata | torchs.BytesStorageMetadata] = {}
     where, paths = {}, {}
     names = {f"model.{name}": [f"model.{other}" for other in others] for name, others in manifest.aliases.items()}
     for key, entry in manifest.tensors.items():
-        chunks = [ChunkStorageMetadata(Size(part.start), Size(part.shape)) for part in entry.parts]
-        properties = TensorProperties(dtype=dtype_named(entry.dtype))
+        chunks = [torchs.ChunkStorageMetadata(Size(part.start), Size(part.shape)) for part in entry.parts]
+        properties = torchs.TensorProperties(dtype=dtype_named(entry.dtype))
         for name in (key, *names.get(key, ())):
-            listed[name] = TensorStorageMetadata(properties, Size(entry.shape), chunks)
+            listed[name] = torchs.TensorStorageMetadata(properties, Size(entry.shape), chunks)
             paths[name] = _path(name)
             for number, part in enumerate(entry.parts):
-                index = MetadataIndex(name, part.start, number)
+                index = torchs.MetadataIndex(name, part.start, number)
                 where[index] = _StorageInfo(part.file, part.offset, part.length)
-    return pickle.dumps(Metadata(listed, paths, where, StorageMeta(), version="1.0.0"))
+    return pickle.dumps(torchs.Metadata(listed, paths, where, torchs.StorageMeta(), version="1.0.0"))
 
 
 def _path(key: str) -> tuple[str, ...]:
