@@ -101,8 +101,9 @@ class AcceleratorTransport(DistributedTransport):
 
     def _communicators(self) -> list[Communicator]:
         """All that are there, each once."""
-        found = [self.whole, *(each for way in self._ways.values() for each in way.communicators)]
-        return list({id(each): each for each in found if each is not None}.values())
+        found = [] if self.whole is None else [self.whole]
+        found += (each for way in self._ways.values() for each in way.pair or ())
+        return list({id(each): each for each in found}.values())
 
     def sender(self, peer: int) -> Send:
         return self._way(peer).send
@@ -113,7 +114,7 @@ class AcceleratorTransport(DistributedTransport):
     def isend(self, tensor: Tensor, peer: int) -> Work:
         """The wait makes the current stream wait, so that the tensor may be changed. In a step `end_step` does it for all."""
         super().isend(tensor, peer)
-        return Sent(self._way(peer))
+        return self._way(peer)
 
     def waiter(self) -> Callable[[Work], object]:
         return methodcaller("wait")  # the stream waits; a bound would make the host wait for it
@@ -168,14 +169,8 @@ class AcceleratorTransport(DistributedTransport):
 
     def _way(self, peer: int) -> Way:
         if peer not in self._ways:
-            self._ways[peer] = Way(self._peer(peer), self)
+            self._ways[peer] = Way(self.peer(peer), self)
         return self._ways[peer]
-
-    def _unwatch(self, *, fine: bool) -> None:
-        for way in self._ways.values():
-            with suppress(RuntimeError):  # a communicator that was aborted has said so
-                way.settle()
-        super()._unwatch(fine=fine)
 
     def begin_step(self) -> int:
         if self._torn is not None or (not self._fine and self.store.check(self._torn_key)):
@@ -188,6 +183,9 @@ class AcceleratorTransport(DistributedTransport):
 
     def end_step(self, *, fine: bool = True) -> None:
         self._fine = fine
+        for way in self._ways.values():
+            with suppress(RuntimeError):  # a communicator that was aborted has said so
+                way.wait()
         super().end_step(fine=fine)
 
     def _come_together(self) -> None:
@@ -311,16 +309,6 @@ class HostMessages:
         return self._gloo.recv(tensors, srcRank, tag)
 
 
-class Sent:
-    """Sends to a peer that may still be on their way."""
-
-    def __init__(self, way: Way) -> None:
-        self._way = way
-
-    def wait(self, timeout: timedelta | None = None, /) -> None:
-        self._way.settle()
-
-
 class Way:
     """The communicators between this rank and a peer. Before the first message they are made and used once."""
 
@@ -329,17 +317,12 @@ class Way:
         one = transport.queues == "one"
         self._there = peer if one else int(transport.rank < peer)  # the peer's rank in a communicator of all, or of two
         self._sent: deque[tuple[Posted, Tensor]] = deque()  # on its way, and kept alive until it is there
-        self._out: Communicator | None = None
-        self._back: Communicator | None = None
-
-    @property
-    def communicators(self) -> tuple[Communicator | None, Communicator | None]:
-        return self._out, self._back
+        self.pair: tuple[Communicator, Communicator] | None = None  # to the peer, and back
 
     def open(self) -> tuple[Communicator, Communicator]:
         """Both communicators. They are made and used once: the host waits for the peer, here and never again."""
-        if self._out is not None and self._back is not None:
-            return self._out, self._back
+        if self.pair is not None:
+            return self.pair
         transport, lower = self._transport, self._transport.rank < self._peer
         if transport.queues == "one":
             assert transport.whole is not None, "it is made before the first pair is opened"
@@ -350,22 +333,21 @@ class Way:
             up, *rest = (transport.communicator(f"{pair[0]}-{pair[1]}/{name}", pair) for name in names)
             down = rest[0] if rest else up
             out, back = (up, down) if lower else (down, up)
-        self._out, self._back = out, back
+        self.pair = out, back
         for use in (out.send, back.recv) if lower else (back.recv, out.send):
             use([torch.zeros(1, dtype=torch.uint8, device=transport.device)], self._there, _TAG).wait()
-        return out, back
+        return self.pair
 
     def send(self, tensors: list[Tensor]) -> None:
         """Nobody waits for a send: it is forgotten when it is done, which is asked without waiting."""
-        out = self.open()[0] if self._out is None else self._out
+        out = (self.pair or self.open())[0]
         sent, tensor = self._sent, _as_carried(tensors[0])
         while sent and sent[0][0].is_completed():
             sent.popleft()[0].wait()  # nothing waits, but the memory is now seen to be free on this stream as well
         sent.append((self._posted(out.send, tensor), tensor))
 
     def receive(self, tensors: list[Tensor]) -> Work:
-        back = self.open()[1] if self._back is None else self._back
-        return self._posted(back.recv, _as_carried(tensors[0]))
+        return self._posted((self.pair or self.open())[1].recv, _as_carried(tensors[0]))
 
     def _posted(self, post: Callable[[list[Tensor], int, int], Posted], tensor: Tensor) -> Posted:
         try:
@@ -373,14 +355,14 @@ class Way:
         except (TypeError, ValueError) as error:  # groups that are written in Python raise what they like
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    def settle(self) -> None:
-        """After a step: what comes on the current stream, perhaps a change of what was sent, waits for the sends."""
+    def wait(self, timeout: timedelta | None = None, /) -> None:
+        """After a send, or a step: what comes on the current stream, perhaps a change of what was sent, waits for the sends."""
         while self._sent:
             self._sent.popleft()[0].wait()
 
     def forget(self) -> None:
         """Before the next message new communicators are made."""
-        self._out = self._back = None
+        self.pair = None
         self._sent.clear()
 
 

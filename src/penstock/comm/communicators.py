@@ -32,14 +32,12 @@ from penstock.comm.messages import Work
 from penstock.errors import TransportError
 
 _SETTINGS = {
-    (
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "NCCL_ASYNC_ERROR_HANDLING",
-    ): "2",  # abort the communicator, let the process live
-    ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",  # and do so at once
-    ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",): "0",  # where messages queue, their order was proved
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # abort the communicator, let the process live
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # and do so at once
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # where messages queue, their order was proved
 }
-"""What torch reads from the environment when a communicator is made: above all, how its watchdog treats an error.
+"""What torch reads from the environment when a communicator is made, in part also without TORCH_: above all, how its watchdog treats
+an error.
 
 By itself it ends the process: then nobody would raise PeerFailed, and no checkpoint would be written."""
 
@@ -106,7 +104,8 @@ class Maker:
 @contextmanager
 def _survivable() -> Iterator[None]:
     """What is made here does not end the process when it fails, unless the user has said how errors are to be treated."""
-    ours = {names[0]: value for names, value in _SETTINGS.items() if not any(name in os.environ for name in names)}
+    given = {"TORCH_" + name.removeprefix("TORCH_") for name in os.environ}
+    ours = {name: value for name, value in _SETTINGS.items() if name not in given}
     os.environ |= ours
     try:
         yield

@@ -1,7 +1,7 @@
 """Reading what other ranks wrote: plain JSON of known form, and an error of penstock's own for everything else.
 
->>> with reading("a departure"):
-...     epoch, cause = loads(b"[7, \\"it left\\"]", list)
+>>> read(b"[7, \\"it left\\"]", tuple[int, str], "a departure")
+(7, 'it left')
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import is_dataclass
+from typing import TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.errors import PenstockError, TransportError
+from penstock.misfits import fits
+from penstock.nest import Value
 
 Form = TypeVar("Form")
 
@@ -31,11 +34,31 @@ def reading(what: str) -> Iterator[None]:
 
 
 def loads(data: bytes, form: type[Form]) -> Form:
-    """JSON of this form."""
-    found: object = json.loads(data)
-    if not isinstance(found, form):
-        raise ValueError(f"expected a {form.__name__}, got {str(found)[:80]}")
-    return found
+    """JSON of this form: a list, a dictionary, a tuple of known kinds, or the fields of a dataclass."""
+    found: Value = json.loads(data)
+    if is_dataclass(form):
+        kinds = get_type_hints(form)
+        right = isinstance(found, dict) and all(n in kinds and _is(one, kinds[n]) for n, one in found.items())
+    elif get_origin(form) is tuple:
+        found = tuple(found) if isinstance(found, list) else ()
+        right = len(found) == len(get_args(form)) and all(map(_is, found, get_args(form)))
+    else:
+        right = isinstance(found, form)
+    if not right:
+        raise ValueError(f"expected a {getattr(form, '__name__', form)}, got {str(found)[:80]}")
+    made: Form = form(**found) if is_dataclass(form) else found
+    return made
+
+
+def _is(value: object, kind: object) -> bool:
+    """Whether it is of that kind; to Python a truth is a number as well."""
+    return fits(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def read(data: bytes, form: type[Form], what: str) -> Form:
+    """JSON of this form, and if it is not an error that names what was read."""
+    with reading(what):
+        return loads(data, form)
 
 
 def whole(*numbers: object) -> None:

@@ -52,6 +52,7 @@ class DistributedTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str = "cpu") -> None:
+        super().__init__()
         group = _member(group)
         self.device = torch.device(device)
         self.rank = group.rank()
@@ -71,7 +72,8 @@ class DistributedTransport(Transport):
         self._gloo: Carrier = self._in_host_memory(group)
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
-        self.store.silent = partial(_look, self.kinds, self.pulse)
+        kinds, pulse = self.kinds, self.pulse
+        self.store.silent = lambda: kinds.look() or pulse.look()
         self.store.ended, self.store.notice = self.pulse.all_ended, self.pulse.notice
         self.pulse.notice({(self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks})
         self.store.everybody = weakref.WeakMethod(self.everybody)
@@ -135,7 +137,7 @@ class DistributedTransport(Transport):
 
     def _backend_calls(self, peer: int) -> tuple[Send, Receive]:
         # The backend itself, not the group: one dispatch less for each message.
-        send, receive, number = self._gloo.send, self._gloo.recv, self._peer(peer)
+        send, receive, number = self._gloo.send, self._gloo.recv, self.peer(peer)
         return partial(send, dstRank=number, tag=_TAG), partial(receive, srcRank=number, tag=_TAG)
 
     def waiter(self) -> Callable[[Work], object]:
@@ -217,11 +219,6 @@ class DistributedTransport(Transport):
             return self.report_failure(record)
         return record
 
-    def _peer(self, peer: int) -> int:
-        if not 0 <= peer < self.num_ranks or peer == self.rank:
-            raise ValueError(f"rank {self.rank} of {self.num_ranks} has no peer {peer}")
-        return peer
-
     # -- steps
 
     def begin_step(self) -> int:
@@ -229,16 +226,15 @@ class DistributedTransport(Transport):
             self.epoch += 1
             self._post(self._torn)  # for ranks whose own connections were not touched
             raise self._unusable()
-        return super().begin_step()
-
-    def _watch(self) -> None:
+        super().begin_step()
         self._in_step = True
         self._switchboard.begin(self.epoch)
         if self._watcher is None:
             self._watcher = Watcher(self, self.store.clone())
         self._watcher.begin(self.epoch)
+        return self.epoch
 
-    def _unwatch(self, *, fine: bool) -> None:
+    def end_step(self, *, fine: bool = True) -> None:
         self._in_step = False
         if self._watcher is not None:
             self._watcher.end()
@@ -309,11 +305,6 @@ def _part_from(leaving: list[DistributedTransport]) -> None:
         for transport in leaving:
             if transport.farewell.holds:
                 transport.farewell.see_off(now + (_SEE_OFF if transport._left_well else _EXPLAIN))
-
-
-def _look(kinds: KindsOfDevice, pulse: Pulse) -> FailureRecord | None:
-    """In long waits for others."""
-    return kinds.look() or pulse.look()
 
 
 def last_words() -> str:

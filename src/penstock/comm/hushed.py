@@ -29,34 +29,24 @@ def _level() -> ctypes.c_int | None:
         return None
 
 
-class _Log:
-    """The level of torch's log, and how many threads want it to be quiet."""
-
-    def __init__(self) -> None:
-        self.level = _level()
-        self.before = 0
-        self.inside = 0
-        self.lock = threading.Lock()
-
-
-_LOG = _Log()
+_LEVEL = _level()
+_LOCK = threading.Lock()
+_BEFORE: list[int] = []  # the level that the log had before the first came in, once for each that is in
 
 
 @contextmanager
 def hushed() -> Iterator[None]:
     """For calls that end at once: warnings of other threads are not printed either."""
-    if _LOG.level is None:
+    if _LEVEL is None:
         yield
         return
-    with _LOG.lock:
-        if not _LOG.inside:
-            _LOG.before = _LOG.level.value
-            _LOG.level.value = max(_LOG.before, _ERROR)
-        _LOG.inside += 1
+    with _LOCK:
+        _BEFORE.append(_BEFORE[0] if _BEFORE else _LEVEL.value)
+        _LEVEL.value = max(_LEVEL.value, _ERROR)
     try:
         yield
     finally:
-        with _LOG.lock:
-            _LOG.inside -= 1
-            if not _LOG.inside:
-                _LOG.level.value = _LOG.before
+        with _LOCK:
+            before = _BEFORE.pop()
+            if not _BEFORE:
+                _LEVEL.value = before

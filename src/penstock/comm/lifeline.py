@@ -28,10 +28,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.comm.beat import MAC, sign
-from penstock.comm.decoding import loads, reading, texts, whole
+from penstock.comm.decoding import loads, reading
+from penstock.comm.store import keep_alive
 from penstock.comm.transport import Store
 
 _HELLO = struct.Struct("<I")  # the rank that calls; its signature follows, by the key of the one who is called
+_NOWHERE = b"[]"  # what a rank says that nobody can call
 _CALLERS = 64  # that have not said yet who they are; more are sent away
 _SECONDS = 2.0  # for a caller to say who it is, and for a line that has ended to be made anew
 
@@ -56,11 +58,11 @@ class Lifelines:
         self._called: set[int] = set()  # peers that have said where they are, or that nobody can call them
         self._key = secrets.token_bytes(32)
         self._door = _open_door(address) if patience else None
-        where: list[object] = []
+        where = _NOWHERE
         if self._door is not None:
             _ALL.add(self)
-            where = [*self._door.getsockname()[:2], self._key.hex()]
-        store.set(f"lifeline/{rank}", json.dumps(where).encode())
+            where = json.dumps([*self._door.getsockname()[:2], self._key.hex()]).encode()
+        store.set(f"lifeline/{rank}", where)
 
     def reach(self, peer: int) -> None:
         """Call a peer, once, that has said where it is. One that has not may call this rank when it comes, but may then be busy
@@ -87,12 +89,10 @@ class Lifelines:
             return
         self._called.add(peer)
         with reading(f"where rank {peer} can be reached"):
-            where = loads(self._store.get(f"lifeline/{peer}", 1.0), list)
-            if not where:  # nowhere
+            said = self._store.get(f"lifeline/{peer}", 1.0)
+            if said == _NOWHERE:
                 return
-            address, port, key = where
-            whole(port)
-            texts(address, key)
+            address, port, key = loads(said, tuple[str, int, str])
             ipaddress.ip_address(address.partition("%")[0])  # no name that would have to be looked up
             if not 0 < port < 1 << 16:
                 raise ValueError(f"{port} is no port")
@@ -164,12 +164,8 @@ class Lifelines:
         self._callers = waiting
 
     def _kept_alive(self, end: socket.socket) -> socket.socket:
-        """Have the kernel ask the other one, several times in a heartbeat."""
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        seconds = max(1, int(self._patience / 4))
-        for name, value in (("TCP_KEEPIDLE", seconds), ("TCP_KEEPINTVL", seconds), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, name):
-                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        """Several times in a heartbeat."""
+        keep_alive(end, TCP_KEEPIDLE=self._patience / 4, TCP_KEEPINTVL=self._patience / 4, TCP_KEEPCNT=3)
         return end
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.comm.baton import Baton, Waiting
-from penstock.comm.crew import Crew
+from penstock.comm.crew import run_all
 from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.transport import FailureRecord, Store, Transport
 from penstock.comm.whereabouts import table
@@ -140,6 +140,7 @@ class LocalTransport(Transport):
     """
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
+        super().__init__()
         self._world = world
         self._watching = False
         self.rank = rank
@@ -149,10 +150,10 @@ class LocalTransport(Transport):
         self.store: Store = LocalStore(self, world.values)
 
     def sender(self, peer: int) -> Send:
-        return partial(self._world.post_send, self, _checked_peer(peer, self))
+        return partial(self._world.post_send, self, self.peer(peer))
 
     def receiver(self, peer: int) -> Receive:
-        return partial(self._world.post_receive, self, _checked_peer(peer, self))
+        return partial(self._world.post_receive, self, self.peer(peer))
 
     def waiter(self) -> Callable[[Work], object]:
         return methodcaller("wait")
@@ -174,23 +175,22 @@ class LocalTransport(Transport):
         for pair in ((self.rank, peer), (peer, self.rank)):
             self._world.channel(*pair).withdraw(work)
 
-    def _watch(self) -> None:
+    def begin_step(self) -> int:
+        super().begin_step()
         self._watching = True
         self.failed = self.failure()
+        return self.epoch
 
-    def _unwatch(self, *, fine: bool) -> None:
+    def end_step(self, *, fine: bool = True) -> None:
         self._watching = False
 
     def report_failure(self, record: FailureRecord, *, epoch: int | None = None) -> FailureRecord:
         epoch = self.epoch if epoch is None else epoch
         posted = super().report_failure(record, epoch=epoch)
         for other in self._world.transports:
-            other.hear(posted, epoch)
+            if other._watching and other.epoch == epoch and other.rank != posted.rank:
+                other.failed = posted
         return posted
-
-    def hear(self, record: FailureRecord, epoch: int) -> None:
-        if self._watching and self.epoch == epoch and record.rank != self.rank:
-            self.failed = record
 
     def close(self) -> None:
         """Nothing to let go of: a rank leaves when its function returns."""
@@ -241,12 +241,10 @@ class LocalWorld:
         """
         self._level()
         self.baton = Baton(self.num_ranks, self._let_go, seed=self.seed)
-        crew: Crew[Result] = Crew(self.baton, lambda rank: function(self.transports[rank], *args, **kwargs))
-        results = crew.run()
-        self.errors = crew.errors
+        results, raised = run_all(self.baton, lambda rank: function(self.transports[rank], *args, **kwargs))
+        self.errors = [raised.get(rank) for rank in range(self.num_ranks)]
         left_over, self._channels = self._left_over(), {}
-        if crew.first is not None:
-            rank, error = crew.first
+        for rank, error in raised.items():
             error.add_note(f"raised on rank {rank} of {self.num_ranks} (ranks as threads)")
             raise error
         if left_over:
@@ -300,12 +298,6 @@ class LocalWorld:
             for kind, posted in (("sent", channel.sends), ("awaited", channel.receives)):
                 found += [f"{len(posted)} {kind} from rank {source} to rank {destination}"] if posted else []
         return found
-
-
-def _checked_peer(peer: int, transport: LocalTransport) -> int:
-    if not 0 <= peer < transport.num_ranks or peer == transport.rank:
-        raise ValueError(f"rank {transport.rank} of {transport.num_ranks} has no peer {peer}")
-    return peer
 
 
 def _only(tensors: list[Tensor]) -> Tensor:

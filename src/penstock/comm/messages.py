@@ -83,6 +83,12 @@ class Messages(ABC):
         ``what`` says what was waited for ("the input of 3F0"). The failure is posted, so that the others hear of it.
         """
 
+    def peer(self, number: int) -> int:
+        """The number of another rank, checked."""
+        if not 0 <= number < self.num_ranks or number == self.rank:
+            raise ValueError(f"rank {self.rank} of {self.num_ranks} has no peer {number}")
+        return number
+
     def isend(self, tensor: Tensor, peer: int) -> Work:
         """Send, with every error explained; for code that does not count microseconds."""
         return self._checked(self.sender(peer), tensor, peer, what=f"a send of {_kind_of(tensor)}")

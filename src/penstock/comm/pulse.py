@@ -28,7 +28,7 @@ from pathlib import Path
 from torch.distributed import distributed_c10d as c10d
 
 from penstock.comm import beat
-from penstock.comm.decoding import loads, reading, texts, whole
+from penstock.comm.decoding import loads, read, reading
 from penstock.comm.lifeline import Lifelines
 from penstock.comm.store import innermost
 from penstock.comm.transport import FailureRecord, Store
@@ -64,8 +64,7 @@ class Pulse:
         self._store, self._address = store, address
         self._near: dict[int, tuple[int, str]] = {}  # peers on this host: process, and when it was started
         self._far: dict[int, tuple[str, int, str]] = {}  # peers elsewhere: address, port and key
-        self._elsewhere: set[int] = set()  # peers that were noticed, and are not on this host
-        self._lined: set[int] = set()  # those of them that are to be called
+        self._elsewhere: list[int] = []  # peers that were noticed, and are not on this host; the first ones are called
         self._heard: dict[int, tuple[float, int]] = {}  # by peer elsewhere: when, and the number of its last datagram
         self._stopped: dict[int, float] = {}  # by peer: since when it has been found stopped
         self._looked = time.monotonic()
@@ -95,11 +94,8 @@ class Pulse:
             self._store.set(f"pulse/{self.rank}", json.dumps([*where, self._key.hex()]).encode())
         for peer in far:
             with reading(f"the address of rank {peer}"):
-                address, port, key = loads(self._store.get(f"pulse/{peer}", _PATIENCE), list)
-                whole(port)
-                texts(address, key)
-                bytes.fromhex(key)
-            self._far[peer] = address, port, key
+                self._far[peer] = loads(self._store.get(f"pulse/{peer}", _PATIENCE), tuple[str, int, str])
+                bytes.fromhex(self._far[peer][2])
         self._end_heart()
         heart = _start_heart(self.rank, self.patience / _BEATS, [place for place in self._far.values() if place[0]])
         self._closing = weakref.finalize(self, _end_heart, heart)
@@ -111,10 +107,8 @@ class Pulse:
             self._lifelines = Lifelines(self.rank, self._store, self._address, patience=self.patience)
         for peer in {*peers} - {*self._near} - {self.rank} if self.patience else ():
             if peer not in self._elsewhere and self._store.check(f"process/{peer}") and not self._is_near(peer):
-                self._elsewhere.add(peer)
-                if len(self._elsewhere) <= _LIFELINES:
-                    self._lined.add(peer)
-            if peer in self._lined:
+                self._elsewhere.append(peer)
+            if peer in self._elsewhere[:_LIFELINES]:
                 self._lifelines.reach(peer)  # again and again: it may not have said yet where it can be called
 
     def _is_near(self, peer: int) -> bool:
@@ -135,14 +129,12 @@ class Pulse:
             self._looked = now
             self._ask_the_kernel(now)
             self._listen(now)
-            for peer, since in self._stopped.items():
+            stopped = "its process has been stopped for {:.0f} s (by SIGSTOP or Ctrl-Z)"
+            silent = "nothing was heard from its host for {:.0f} s: the network or the host is down"
+            signs = [(peer, since, stopped) for peer, since in self._stopped.items()]
+            for peer, since, cause in signs + [(peer, when, silent) for peer, (when, _) in self._heard.items()]:
                 if now - since > self.patience:
-                    cause = f"its process has been stopped for {now - since:.0f} s (by SIGSTOP or Ctrl-Z)"
-                    return FailureRecord(peer, cause=cause)
-            for peer, (when, _) in self._heard.items():
-                if now - when > self.patience:
-                    cause = f"nothing was heard from its host for {now - when:.0f} s: the network or the host is down"
-                    return FailureRecord(peer, cause=cause)
+                    return FailureRecord(peer, cause=cause.format(now - since))
         return None
 
     def ended(self) -> FailureRecord | None:
@@ -251,10 +243,7 @@ def has_ended(process: bytes, rank: int) -> bool:
 
 def _on_this_host(process: bytes, rank: int) -> tuple[int, str] | None:
     """The number of a process, and when it was started, if it is in the table of this host."""
-    with reading(f"the process of rank {rank}"):
-        space, number, started = loads(process, list)
-        whole(number)
-        texts(space, started)
+    space, number, started = read(process, tuple[str, int, str], f"the process of rank {rank}")
     return (number, started) if space and space == beat.kernel(*_SEEN) else None
 
 

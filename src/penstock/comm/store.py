@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.comm.decoding import loads, reading, texts, whole
+from penstock.comm.decoding import read
 from penstock.comm.hushed import hushed
 from penstock.comm.transport import FailureRecord
 from penstock.comm.whereabouts import Whereabouts
-from penstock.errors import PeerFailed, StepTimeout, TransportError
+from penstock.errors import StepTimeout, TransportError
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
 _BETWEEN_LOOKS = 0.25  # seconds between looks for ranks that have left, while waiting
@@ -165,14 +165,8 @@ class DistributedStore:
         if not self.check("departures"):
             return []
         gone = [rank for rank in range(self._num_ranks) if self.check(f"departed/{rank}")]
-        found = []
-        with reading("the farewell of a rank"):
-            for rank in gone:
-                epoch, cause = loads(self.get(f"departed/{rank}", 1.0), list)
-                whole(epoch)
-                texts(cause)
-                found.append(Departure(rank, epoch, cause))
-        return found
+        said = {rank: self.get(f"departed/{rank}", 1.0) for rank in gone}
+        return [Departure(rank, *read(said[rank], tuple[int, str], "the farewell of a rank")) for rank in gone]
 
     # -- where everybody is
 
@@ -206,16 +200,13 @@ class DistributedStore:
         self.first(f"{folder}/declined", record.encode())
 
     def _look_for_absent(self, folder: str, waited: str) -> None:
-        departures = self.departures()
+        gone = [FailureRecord(departure.rank, cause=departure.cause) for departure in self.departures()]
         silent = self.silent()
         if silent is not None:
             raise silent.error()
-        ended = list(self.ended())
+        gone += self.ended()
         absent = [rank for rank in range(self._num_ranks) if not self.check(f"{folder}/{rank}")]
-        for departure in departures:
-            if departure.rank in absent:
-                raise PeerFailed(departure.rank, None, None, None, departure.cause)
-        for record in ended:
+        for record in gone:
             if record.rank in absent:
                 raise record.error()
         self.notice(absent)  # at the next look it is known how they are
@@ -246,10 +237,7 @@ class StoreGuard:
         self._socket = sock = socket.socket(fileno=os.dup(int(found[1])))
         weakref.finalize(self, sock.close)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(bound), int(bound % 1 * 1e6)))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", bound), ("TCP_KEEPINTVL", bound / 3), ("TCP_USER_TIMEOUT", 1000 * bound)):
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, int(value)))
+        keep_alive(sock, TCP_KEEPIDLE=bound, TCP_KEEPINTVL=bound / 3, TCP_USER_TIMEOUT=1000 * bound)
 
     def closed(self) -> bool:
         """Whether the other end is gone: between calls there is nothing to read but its end."""
@@ -261,6 +249,14 @@ class StoreGuard:
             return False
         except OSError:
             return True
+
+
+def keep_alive(sock: socket.socket, **options: float) -> None:
+    """Have the kernel ask whether the other end is there, as these options of TCP say, of those that it has."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, int(value)))
 
 
 def _nobody(*_: object) -> None:

@@ -15,16 +15,17 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.comm.decoding import loads, reading
+from penstock.comm.decoding import read
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.messages import Messages
 from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import OutOfMemory, PeerFailed, RanksDisagree, RunError, TransportError
+from penstock.nest import Value
 from penstock.plan.queues import QueueLayout
 
 
@@ -86,14 +87,7 @@ class FailureRecord:
 
     @classmethod
     def decode(cls, data: bytes) -> FailureRecord:
-        with reading("the record of a failure"):
-            found = loads(data, dict)
-            for name, kind in (("rank", int), ("stage", int), ("action", str), ("microbatch", int), ("cause", str)):
-                value = found.get(name)
-                may_lack = name in ("stage", "action", "microbatch") and value is None
-                if isinstance(value, bool) or not (may_lack or isinstance(value, kind)):
-                    raise ValueError(f"{name} is {value!r:.80}")
-            return cls(**found)
+        return read(data, cls, "the record of a failure")
 
     @classmethod
     def of(cls, error: PeerFailed) -> FailureRecord:
@@ -130,16 +124,13 @@ class Transport(Messages):
     store_holder: int = NOBODY  # the rank whose process holds the store, if it is one of these and is known
     position: Looked | None = None  # where this rank is in its step, once there was one
     queues: QueueLayout = "direction"  # which messages of a step wait for one another
-    _calls: threading.RLock  # held by the thread that is in a call
-    _busy: bool  # whether that thread is where only the ranks together may go on
-    _posted: list[int]  # the epochs for which this rank has posted a failure that still stands in the store
+    _busy = False  # whether the thread that is in a call is where only the ranks together may go on
 
-    def __new__(cls, *_: object, **__: object) -> Self:
-        made = super().__new__(cls)
-        made._calls = threading.RLock()
-        made._busy = False
-        made._posted = []
-        return made
+    def __init__(self) -> None:
+        self._calls = threading.RLock()  # held by the thread that is in a call
+        self._posted: list[
+            int
+        ] = []  # the epochs for which this rank has posted a failure that still stands in the store
 
     # -- messages
 
@@ -193,18 +184,11 @@ class Transport(Messages):
         self.failed = None
         while self._posted and self._posted[0] < self.epoch - 1:  # all ranks are through with that step
             self.store.delete(failure_key(self._posted.pop(0)))
-        self._watch()
         return self.epoch
 
+    @abstractmethod
     def end_step(self, *, fine: bool = True) -> None:
         """End the epoch, however the step ended; ``fine`` says whether it went well, which all ranks say alike."""
-        self._unwatch(fine=fine)
-
-    @abstractmethod
-    def _watch(self) -> None: ...
-
-    @abstractmethod
-    def _unwatch(self, *, fine: bool) -> None: ...
 
     def report_failure(self, record: FailureRecord, *, epoch: int | None = None) -> FailureRecord:
         """Post a failure of this rank in the epoch. The first one stands, and comes back."""
@@ -272,10 +256,7 @@ class Transport(Messages):
         """
         mine = [{"about to": name, **facts}, own]
         posts = self.gather(f"facts for {name!r}", json.dumps(mine).encode(), timeout=timeout)
-        with reading(f"what a rank posted for {name!r}"):
-            everyone = [(facts, theirs) for facts, theirs in (loads(post, list) for post in posts)]
-            if not all(isinstance(facts, dict) for facts, _ in everyone):
-                raise ValueError("no facts")
+        everyone = [read(post, tuple[dict[str, str], Value], f"what a rank posted for {name!r}") for post in posts]
         if any(facts != everyone[0][0] for facts, _ in everyone):
             raise RanksDisagree(_differences([facts for facts, _ in everyone]))
         return [theirs for _, theirs in everyone]

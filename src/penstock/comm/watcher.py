@@ -13,39 +13,24 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from penstock.comm.decoding import loads, reading, texts, whole
-from penstock.comm.pulse import Pulse
+from penstock.comm.decoding import read
 from penstock.comm.store import DistributedStore
 from penstock.comm.transport import NOBODY, FailureRecord, failure_key, meeting_folder
-from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import StepTimeout, TransportError
+
+if TYPE_CHECKING:
+    from penstock.comm.distributed import DistributedTransport
 
 _TICK = 0.3  # seconds that a look at the store may take, and until the first
 _GRACE = 1.5  # seconds for a step to end by itself after a rank has left, before its connections are broken
 
 
-class Watched(Protocol):
-    """What the watcher needs of a transport."""
-
-    rank: int
-    num_ranks: int
-    epoch: int
-    meetings: int
-    failed: FailureRecord | None
-    store_holder: int
-    pulse: Pulse
-
-    def where(self) -> Whereabouts: ...
-
-    def break_connections(self, record: FailureRecord) -> None: ...
-
-
 class Watcher:
     """Listens from ``begin`` to ``end`` of each step, and rests between. Holds its transport weakly."""
 
-    def __init__(self, transport: Watched, store: DistributedStore) -> None:
+    def __init__(self, transport: DistributedTransport, store: DistributedStore) -> None:
         self._transport = weakref.ref(transport)
         self._store = store
         self._epoch = 0  # the step that is watched, 0 between steps
@@ -112,7 +97,7 @@ class Watcher:
                     self._lose_patience(transport, self._epoch)
             del transport
 
-    def _look(self, transport: Watched, epoch: int) -> None:
+    def _look(self, transport: DistributedTransport, epoch: int) -> None:
         key = failure_key(epoch)
         if transport.failed is None and self._store.check(key):
             record = FailureRecord.decode(self._store.get(key, _TICK))
@@ -124,25 +109,23 @@ class Watcher:
                 self._lose_patience(transport, epoch)
         self._look_for_meetings(transport, epoch)
 
-    def _look_for_meetings(self, transport: Watched, epoch: int) -> None:
+    def _look_for_meetings(self, transport: DistributedTransport, epoch: int) -> None:
         """A rank that waits at the next meeting with fewer steps behind it will never come to this step."""
         folder = meeting_folder(transport.meetings + 1)
         if not self._store.check(f"{folder}/called"):
             return
-        with reading("who called a meeting"):
-            rank, steps, name = loads(self._store.get(f"{folder}/called", _TICK), list)
-            whole(rank, steps)
-            texts(name)
+        called = self._store.get(f"{folder}/called", _TICK)
+        rank, steps, name = read(called, tuple[int, int, str], "who called a meeting")
         if steps < epoch and rank != transport.rank:
             self._tell(transport, epoch, FailureRecord(rank, cause=f"after step {steps} it went to exchange {name}"))
             self._store.decline(folder, FailureRecord(transport.rank, cause=f"it is in step {epoch} instead of {name}"))
             self._lose_patience(transport, epoch)
 
-    def _tell(self, transport: Watched, epoch: int, record: FailureRecord) -> None:
+    def _tell(self, transport: DistributedTransport, epoch: int, record: FailureRecord) -> None:
         if self._epoch == epoch and epoch and transport.failed is None:
             transport.failed = record
 
-    def _lose_patience(self, transport: Watched, epoch: int) -> None:
+    def _lose_patience(self, transport: DistributedTransport, epoch: int) -> None:
         now = time.monotonic()
         if self._left_since is None:
             self._left_since = now
@@ -152,7 +135,7 @@ class Watcher:
                 self._store.first(failure_key(epoch), transport.failed.encode())
             transport.break_connections(transport.failed)
 
-    def _hear_signals(self, transport: Watched, numbers: bytes) -> None:
+    def _hear_signals(self, transport: DistributedTransport, numbers: bytes) -> None:
         """Ctrl-C becomes a failure of this rank, so that the others drain; a second one ends the wait by force."""
         before = self._signals_before
         if before is not None and before >= 0:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
+from penstock.comm.decoding import loads
 from penstock.errors import PenstockError
 
 _MOST_RANKS = 1 << 16  # the table has a row for each
@@ -37,22 +38,14 @@ class Whereabouts:
     @classmethod
     def decode(cls, data: bytes) -> Whereabouts:
         """What `encode` gave; anything else is an error."""
-        kinds = {"peer": (int, type(None)), "seconds": (int, float)}
         try:
-            found = json.loads(data)
-            names = {field.name for field in fields(cls)}
-            if not isinstance(found, dict) or found.keys() - names or "rank" not in found:
-                raise ValueError(f"{found!r:.60}")
-            for name, value in found.items():
-                wanted = kinds.get(name, str if name in ("action", "doing", "place") else int)
-                if isinstance(value, bool) or not isinstance(value, wanted):  # type: ignore[arg-type]
+            found = loads(data, cls)
+            for name, value in asdict(found).items():
+                wrong = isinstance(value, str) and not value.isprintable()  # a terminal would obey it
+                if wrong or (isinstance(value, int) and not 0 <= value < (_MOST_RANKS if name == "rank" else 1 << 62)):
                     raise ValueError(f"{name}: {value!r:.60}")
-                if isinstance(value, str) and not value.isprintable():  # a terminal would obey it
-                    raise ValueError(f"{name}: {value!r:.60}")
-                if isinstance(value, int) and not 0 <= value < (_MOST_RANKS if name == "rank" else 1 << 62):
-                    raise ValueError(f"{name}: {value!r:.60}")
-            return cls(**found)
-        except (ValueError, RecursionError) as error:
+            return found
+        except (ValueError, TypeError, RecursionError) as error:
             raise PenstockError(f"this does not say where a rank is: {error}") from error
 
     def row(self) -> tuple[str, str, str, str, str, str]:
