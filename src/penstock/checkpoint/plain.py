@@ -19,8 +19,7 @@ from penstock.errors import RunError
 from penstock.nest import Value
 
 _KIND, _VALUE = "~", "is"  # of a value that JSON does not know: {"~": "tuple", "is": [1, 2]}
-_LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
-_PAIRS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+_CONTAINERS = {kind.__name__: kind for kind in (tuple, set, frozenset, deque, dict, Counter, OrderedDict)}
 
 
 def encode(value: Value) -> Value:
@@ -36,10 +35,11 @@ def encode(value: Value) -> Value:
         return [encode(one) for one in value]
     if kind is dict and all(type(key) is str and key != _KIND for key in value):
         return {key: encode(one) for key, one in value.items()}
-    if kind.__name__ in _LISTS and kind is _LISTS[kind.__name__]:
-        return {_KIND: kind.__name__, _VALUE: [encode(one) for one in value]}
-    if kind.__name__ in _PAIRS and kind is _PAIRS[kind.__name__]:
-        return {_KIND: kind.__name__, _VALUE: [[encode(key), encode(one)] for key, one in value.items()]}
+    if kind.__name__ in _CONTAINERS and kind is _CONTAINERS[kind.__name__]:
+        return {
+            _KIND: kind.__name__,
+            _VALUE: encode([*map(list, value.items())] if issubclass(kind, dict) else [*value]),
+        }
     if kind is bytes:
         return {_KIND: "bytes", _VALUE: base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
@@ -74,10 +74,9 @@ def decode(value: object) -> Value:
     kind: Value = value[_KIND]
     content: Value = value.get(_VALUE)
     try:
-        if kind in _LISTS:
-            return _LISTS[kind](decode(one) for one in content)
-        if kind in _PAIRS:
-            return _PAIRS[kind]({decode(key): decode(one) for key, one in content})
+        if kind in _CONTAINERS:
+            made, inner = _CONTAINERS[kind], [decode(one) for one in content]
+            return made(dict(inner)) if issubclass(made, dict) else made(inner)
         if kind == "bytes":
             return base64.b64decode(content, validate=True)
         if kind in ("tensor", "numpy", "numpy scalar"):

@@ -25,12 +25,12 @@ from operator import methodcaller
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.comm.communicators import Communicator, Maker, Posted, abort_all, all_at_once, shut_down_all
 from penstock.comm.device_wait import wait_for_device
-from penstock.comm.distributed import DistributedTransport, last_words, new_gloo, place_in_store
-from penstock.comm.messages import Carrier, Messages, Receive, Send, Work
+from penstock.comm.distributed import HOST_TAG, DistributedTransport, Gloo, last_words, new_gloo, place_in_store
+from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
 from penstock.plan.queues import QueueLayout
@@ -50,7 +50,7 @@ class AcceleratorTransport(DistributedTransport):
 
     _fine = True  # whether the last step went well
     _aborted = False  # whether the communicators were
-    _gloo: HostMessages
+    generation = 0  # how often connections were made anew
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str) -> None:
         super().__init__(group, device=_current(torch.device(device)))
@@ -59,11 +59,20 @@ class AcceleratorTransport(DistributedTransport):
         self._ways: dict[int, Way] = {}
         self._connected: set[int] = set()
         self._control = Control(self)
-        self.generation = 0  # how often connections were made anew
         self.whole: Communicator | None = None  # the communicator of all ranks, where there is but one
 
-    def _in_host_memory(self, group: dist.ProcessGroup) -> HostMessages:
-        return HostMessages(lambda store: new_gloo(store, group, self.bound), self.place)
+    def _in_host_memory(self, group: dist.ProcessGroup | None = None) -> Gloo:
+        """A gloo of penstock's own, which all ranks make together, and anew after connections were broken."""
+        return new_gloo(PrefixStore(f"control/{self.generation}", self.place), self.rank, self.num_ranks, self.bound)
+
+    def _backend_calls(self, peer: int) -> tuple[Send, Receive]:
+        def send(tensors: list[Tensor]) -> Work:
+            return self._gloo.send(tensors, peer, HOST_TAG)  # whichever gloo is there then: the call is kept
+
+        def receive(tensors: list[Tensor]) -> Work:
+            return self._gloo.recv(tensors, peer, HOST_TAG)
+
+        return send, receive
 
     @property
     def control(self) -> Messages:
@@ -202,7 +211,7 @@ class AcceleratorTransport(DistributedTransport):
         self.epoch = max(map(int, posts))
         self._torn, self._broken, self.failed = None, False, None
         self._switchboard.end(fine=False)  # sockets of before are given up; a step that goes well makes new ones
-        self._gloo.renew(self.generation)
+        self._gloo = self._in_host_memory()
         self._open(self._connected)
 
     def _meet(self, folder: str) -> list[bytes]:
@@ -289,24 +298,6 @@ class Control(Messages):
 
     def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
         return self._transport.explain(error, peer=peer, what=what)
-
-
-class HostMessages:
-    """A gloo of penstock's own for messages in host memory, that can be replaced while senders and receivers are kept."""
-
-    def __init__(self, make: Callable[[Store], Carrier], place: Store) -> None:
-        self._make, self._place = make, place
-        self.renew(0)
-
-    def renew(self, generation: int) -> None:
-        """All ranks come here together."""
-        self._gloo = self._make(PrefixStore(f"control/{generation}", self._place))
-
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:
-        return self._gloo.send(tensors, dstRank, tag)
-
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:
-        return self._gloo.recv(tensors, srcRank, tag)
 
 
 class Way:

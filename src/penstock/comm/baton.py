@@ -103,11 +103,11 @@ class Baton:
         everyone = "; ".join(self._waits_for(rank) for rank in range(self.num_ranks))
         for rank, waiting in enumerate(self._waiting):
             if waiting is not None:
+                late = StepTimeout(f"every rank waits, and nothing is on its way: {everyone}")
                 gone = self._gone(rank)
-                if gone is None:
-                    self._errors[rank] = StepTimeout(f"every rank waits, and nothing is on its way: {everyone}")
-                else:
-                    self._errors[rank] = PeerFailed(gone, None, None, None, f"it has left; {everyone}")
+                self._errors[rank] = (
+                    late if gone is None else PeerFailed(gone, None, None, None, f"it has left; {everyone}")
+                )
 
     def _gone(self, rank: int) -> int | None:
         """The rank that has left and that this one waits for, through others or directly."""

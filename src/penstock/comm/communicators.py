@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -36,8 +36,7 @@ _SETTINGS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # and do so at once
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # where messages queue, their order was proved
 }
-"""What torch reads from the environment when a communicator is made, in part also without TORCH_: above all, how its watchdog treats
-an error.
+"""What torch reads from the environment when a communicator is made: above all, how its watchdog treats an error.
 
 By itself it ends the process: then nobody would raise PeerFailed, and no checkpoint would be written."""
 
@@ -83,8 +82,7 @@ class Maker:
             options._timeout = self.timeout
             options.group_name, options.global_ranks_in_group = name, [*ranks]  # in torch's logs
             with _survivable():
-                made: Communicator = maker(store, rank, len(ranks), options)
-            return made
+                return cast("Communicator", maker(store, rank, len(ranks), options))
         plugin = Backend._plugins.get(self.kind.upper())
         if plugin is None:
             raise TransportError(
@@ -92,19 +90,17 @@ class Maker:
                 "that are registered with torch.distributed.Backend.register_backend"
             )
         if not plugin.extended_api:
-            plain: Communicator = plugin.creator_fn(store, rank, len(ranks), self.timeout)
-            return plain
+            return cast("Communicator", plugin.creator_fn(store, rank, len(ranks), self.timeout))
         options = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
         options.store, options.group_rank, options.group_size = store, rank, len(ranks)
         options.group_id, options.global_ranks_in_group, options.timeout = name, [*ranks], self.timeout
-        extended: Communicator = plugin.creator_fn(options, getattr(self.like, "options", None))
-        return extended
+        return cast("Communicator", plugin.creator_fn(options, getattr(self.like, "options", None)))
 
 
 @contextmanager
 def _survivable() -> Iterator[None]:
     """What is made here does not end the process when it fails, unless the user has said how errors are to be treated."""
-    given = {"TORCH_" + name.removeprefix("TORCH_") for name in os.environ}
+    given = {"TORCH_" + name.removeprefix("TORCH_") for name in os.environ}  # the older names lack that
     ours = {name: value for name, value in _SETTINGS.items() if name not in given}
     os.environ |= ours
     try:

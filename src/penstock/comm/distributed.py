@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from penstock.comm.farewell import Farewell
 from penstock.comm.kinds import KindsOfDevice
 from penstock.comm.line import Line
-from penstock.comm.messages import Carrier, Receive, Send, Work
+from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.pulse import Pulse, address_towards, heartbeat
 from penstock.comm.store import Departure, DistributedStore, cloned, innermost
 from penstock.comm.switchboard import Switchboard
@@ -32,15 +32,19 @@ from penstock.comm.watcher import Watcher
 from penstock.comm.whereabouts import table
 from penstock.errors import PenstockError, StepTimeout, TransportError
 
-_TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
-BREAK_TAG = 0x9E58  # nothing is ever sent under it
+HOST_TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
+_BREAK_TAG = 0x9E58  # nothing is ever sent under it
 _SEE_OFF = 10.0  # seconds that the process which holds the store stays for the others at the end
 _EXPLAIN = 3.0  # and after a failure, for them to find out there who has failed
 _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
 
 
-class Gloo(Carrier, Protocol):
-    """What penstock asks of a gloo."""
+class Gloo(Protocol):
+    """What penstock asks of a gloo, which carries messages in host memory."""
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...
 
     def allreduce(self, tensors: list[Tensor]) -> Work: ...
 
@@ -69,7 +73,7 @@ class DistributedTransport(Transport):
         self.timeout = self.bound.total_seconds()
         if self.device.type != "cpu" or not isinstance(self.backend, dist.ProcessGroupGloo):  # else nobody waits here
             self.kinds.meet(self.timeout)
-        self._gloo: Carrier = self._in_host_memory(group)
+        self._gloo = self._in_host_memory(group)
         address = address_towards(_get_default_store())
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
         kinds, pulse = self.kinds, self.pulse
@@ -110,7 +114,7 @@ class DistributedTransport(Transport):
             transports[kind] = made(group, device=device)
         return transports[kind]
 
-    def _in_host_memory(self, group: dist.ProcessGroup) -> Carrier:
+    def _in_host_memory(self, group: dist.ProcessGroup) -> Gloo:
         """The gloo that carries messages in host memory."""
         return gloo_of(group, self.place, self.bound)
 
@@ -138,7 +142,7 @@ class DistributedTransport(Transport):
     def _backend_calls(self, peer: int) -> tuple[Send, Receive]:
         # The backend itself, not the group: one dispatch less for each message.
         send, receive, number = self._gloo.send, self._gloo.recv, self.peer(peer)
-        return partial(send, dstRank=number, tag=_TAG), partial(receive, srcRank=number, tag=_TAG)
+        return partial(send, dstRank=number, tag=HOST_TAG), partial(receive, srcRank=number, tag=HOST_TAG)
 
     def waiter(self) -> Callable[[Work], object]:
         if self._waiter[0] != self.timeout:
@@ -244,21 +248,12 @@ class DistributedTransport(Transport):
             self._switchboard.end(fine=fine)
 
     def break_connections(self, record: FailureRecord) -> None:
-        """End this rank's waits by force, with ``record`` as the reason. The group cannot be used afterwards.
-
-        A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits.
-        """
+        """End this rank's waits by force, with ``record`` as the reason. The group cannot be used afterwards."""
         if self.num_ranks == 1 or self._broken:
             return
         self._torn, self._broken = self._torn or record, True
         self._switchboard.close()
-        for peer in range(self.num_ranks):  # one that is closed already lets nothing run out
-            try:
-                if peer != self.rank:
-                    self._gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if _ran_out(str(error)):
-                    return
+        end_waits(self._gloo, self.rank, self.num_ranks)
 
     def give_up(self, cause: str) -> None:
         if self._torn is None:
@@ -338,7 +333,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> object:
     return getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a backend into another
 
 
-def gloo_of(group: dist.ProcessGroup, place: Store, bound: timedelta) -> Gloo:
+def gloo_of(group: dist.ProcessGroup, place: Store, bound: timedelta | None = None) -> Gloo:
     """What carries messages in host memory: the group's own gloo, or one of penstock's own beside it.
 
     Others may keep messages to different ranks in one order, and have no way to end a wait.
@@ -347,12 +342,12 @@ def gloo_of(group: dist.ProcessGroup, place: Store, bound: timedelta) -> Gloo:
     if isinstance(found, dist.ProcessGroupGloo):
         gloo: Gloo = found  # type: ignore[assignment]  # its stubs lack the calls
         return gloo
-    return new_gloo(PrefixStore("control", place), group, bound)
+    return new_gloo(PrefixStore("control", place), group.rank(), group.size(), bound or timeout_of(found))
 
 
-def new_gloo(place: Store, group: dist.ProcessGroup, bound: timedelta) -> Gloo:
+def new_gloo(place: Store, rank: int, num_ranks: int, bound: timedelta) -> Gloo:
     """One of penstock's own between the ranks of a group."""
-    made: Gloo = dist.ProcessGroupGloo(place, group.rank(), group.size(), bound)  # type: ignore[assignment]  # as above
+    made: Gloo = dist.ProcessGroupGloo(place, rank, num_ranks, bound)  # type: ignore[assignment]  # as above
     return made
 
 
@@ -374,6 +369,17 @@ def folder_of_group(group: dist.ProcessGroup, what: str) -> str:
 def place_in_store(folder: str) -> PrefixStore:
     """The part of the job's store under this folder."""
     return PrefixStore(folder, _get_default_store())
+
+
+def end_waits(gloo: Gloo, rank: int, num_ranks: int) -> None:
+    """A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits."""
+    for peer in range(num_ranks):  # one that is closed already lets nothing run out
+        try:
+            if peer != rank:
+                gloo.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if _ran_out(str(error)):
+                return
 
 
 def _ran_out(text: str) -> bool:

@@ -14,22 +14,13 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.comm.distributed import (
-    BREAK_TAG,
-    backend_of,
-    connection_lost,
-    folder_of_group,
-    gloo_of,
-    place_in_store,
-    timeout_of,
-)
+from penstock.comm.distributed import connection_lost, end_waits, folder_of_group, gloo_of, place_in_store
 from penstock.comm.pulse import Pulse, address_towards, heartbeat
 from penstock.comm.store import DistributedStore, cloned
 from penstock.comm.transport import FailureRecord
@@ -43,16 +34,15 @@ class HostGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         place = place_in_store(folder_of_group(group, "host"))
-        self._gloo = gloo_of(group, place, timeout_of(backend_of(group, torch.device("cpu"))))
+        self._gloo = gloo_of(group, place)
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = group.rank()
         patience = heartbeat()
         self._store = DistributedStore(cloned(place), group.rank(), group.size(), bound=patience)
         self._pulse = Pulse(group.rank(), self._store, patience=patience, address=address_towards(_get_default_store()))
-        self._unseen = {*range(group.size())} - {group.rank()}  # whose processes are not known yet
+        self._others = {*range(group.size())} - {group.rank()}
         self._steps = 0  # that are on: stages of one process may share the group
         self._lost: FailureRecord | None = None
-        self._awake = threading.Event()
         self._watcher: threading.Thread | None = None
 
     def sum(self, tensor: Tensor) -> None:
@@ -78,8 +68,7 @@ class HostGroup:
         if self._lost is not None and self._lost.rank != self._rank:
             raise self._failure(" before this step. Start the job again, from a checkpoint if there is one")
         self._steps += 1
-        self._awake.set()
-        if self._watcher is None and self._pulse.patience and self._unseen:
+        if self._watcher is None and self._pulse.patience and self._others:
             self._watcher = threading.Thread(
                 target=_watch, args=(weakref.ref(self),), name="penstock replicas", daemon=True
             )
@@ -87,8 +76,6 @@ class HostGroup:
 
     def end(self) -> None:
         self._steps = max(0, self._steps - 1)
-        if not self._steps:
-            self._awake.clear()
 
     def explain(self, error: BaseException) -> ReplicaFailed | None:
         """What an error of a step has to do with a process of this group that is gone; None: nothing."""
@@ -140,29 +127,24 @@ class HostGroup:
     def _look(self) -> None:
         """In the thread of the watcher."""
         with suppress(PenstockError):
-            seen = [peer for peer in sorted(self._unseen) if self._store.check(f"process/{peer}")]
-            self._pulse.watch(seen)
-            self._unseen -= {*seen}
+            self._pulse.watch(self._others)
         silent = self._pulse.look()
         if silent is not None and self._lost is None and self._steps:
             self._lost = silent
             self._break()
 
     def _break(self) -> None:
-        """A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits."""
-        with suppress(RuntimeError):
-            other = (self._rank + 1) % len(self._ranks)
-            self._gloo.recv([torch.empty(1)], other, BREAK_TAG).wait(timedelta(milliseconds=1))
+        end_waits(self._gloo, self._rank, len(self._ranks))
 
 
 def _watch(of: weakref.ref[HostGroup]) -> None:
     while (found := of()) is not None:
-        awake, steps, tick = found._awake, found._steps, found._pulse.tick
-        if steps:
+        tick = found._pulse.tick
+        if found._steps:
             with suppress(TransportError):
                 found._look()
         del found
-        awake.wait(tick) if not steps else time.sleep(tick)
+        time.sleep(tick)
 
 
 def host_group(group: dist.ProcessGroup) -> HostGroup:

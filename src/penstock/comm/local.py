@@ -86,15 +86,13 @@ class _LocalChannel:
     def match(self) -> None:
         while self.sends and self.receives and self.sends[0][1] not in self.held:
             (tensor, send), (buffer, receive) = self.sends.popleft(), self.receives.popleft()
+            wrong = ""
             if tensor.shape == buffer.shape and tensor.dtype == buffer.dtype:
-                # Written as a network card would: no autograd, no version count.
-                buffer.data.copy_(tensor.data)
-                send.finish()
-                receive.finish()
+                buffer.data.copy_(tensor.data)  # written as a network card would: no autograd, no version count
             else:
-                what = f"sent {_layout(tensor)}, awaited {_layout(buffer)}: {receive.what}, {send.what}"
-                send.finish(ShapeError(what))
-                receive.finish(ShapeError(what))
+                wrong = f"sent {_layout(tensor)}, awaited {_layout(buffer)}: {receive.what}, {send.what}"
+            for work in (send, receive):
+                work.finish(ShapeError(wrong) if wrong else None)
 
 
 class LocalStore:

@@ -34,14 +34,6 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ..., /) -> object: ...
 
 
-class Carrier(Protocol):
-    """What carries messages in host memory: a gloo, or what makes it anew."""
-
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...
-
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...
-
-
 Send: TypeAlias = "Callable[[list[Tensor]], Work | None]"
 """Sends its only tensor, which is contiguous. None: there is nothing to wait for, and the tensor may be changed."""
 Receive: TypeAlias = "Callable[[list[Tensor]], Work]"

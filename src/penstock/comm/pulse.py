@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,9 +81,9 @@ class Pulse:
         return min(_TICK, self.patience / 10) if self.patience else _TICK
 
     def watch(self, peers: Iterable[int]) -> None:
-        """Look after these peers from now on, as they do after this rank."""
+        """Look after these peers from now on, as they do after this rank, as far as they have said which process they are."""
         wanted = {*peers} - {*self._near} - {*self._far} if self.patience else ()
-        far = [peer for peer in wanted if not self._is_near(peer)]
+        far = [peer for peer in wanted if self._store.check(f"process/{peer}") and not self._is_near(peer)]
         if not far:
             return
         if self._socket is None:
@@ -139,16 +139,13 @@ class Pulse:
 
     def ended(self) -> FailureRecord | None:
         """A peer whose process is no longer there: on this host, or on another one as far as there is a line to it."""
-        return next(self.all_ended(), None)
+        return next(iter(self.all_ended()), None)
 
-    def all_ended(self) -> Iterator[FailureRecord]:
+    def all_ended(self) -> list[FailureRecord]:
         with self._lock:
-            elsewhere = [] if self._lifelines is None else list(self._lifelines.ended())
-        for peer, cause in elsewhere:
-            yield FailureRecord(peer, cause=cause)
-        for peer, process in self._near.items():
-            if _is_over(*process):
-                yield FailureRecord(peer, cause="its process has ended")
+            found = [] if self._lifelines is None else list(self._lifelines.ended())
+        found += [(peer, "its process has ended") for peer, process in self._near.items() if _is_over(*process)]
+        return [FailureRecord(peer, cause=cause) for peer, cause in found]
 
     def close(self) -> None:
         self._end_heart()

@@ -266,17 +266,15 @@ class Transport(Messages):
         parent, children = self.family()
         given, tensor, control = tensor, self._on_host(tensor), self.control
         # Receives first: a message that is awaited goes out at once, one that is not costs a question and an answer.
-        total = torch.empty_like(tensor)
-        answer = [] if parent is None else [control.irecv(total, parent)]
-        parts = [torch.empty_like(tensor) for _ in children]
-        for work in [control.irecv(part, child) for part, child in zip(parts, children, strict=True)]:
-            work.wait()
-        for part in parts:
-            tensor += part
+        parts = {rank: torch.empty_like(tensor) for rank in (*children, *([] if parent is None else [parent]))}
+        works = {rank: control.irecv(part, rank) for rank, part in parts.items()}
+        for child in children:
+            works[child].wait()
+            tensor += parts[child]
         if parent is not None:
             control.isend(tensor, parent).wait()
-            answer[0].wait()
-            tensor.copy_(total)
+            works[parent].wait()
+            tensor.copy_(parts[parent])
         for work in [control.isend(tensor, child) for child in children]:
             work.wait()
         if tensor is not given:

@@ -78,8 +78,7 @@ class Watcher:
             tick = transport.pulse.tick
             silent = transport.pulse.look()
             if silent is not None and self._epoch:
-                self._tell(transport, self._epoch, silent)
-                self._lose_patience(transport, self._epoch)
+                self._blame(transport, self._epoch, silent)
             try:
                 if ready:
                     self._hear_signals(transport, os.read(self._bell, 64))
@@ -93,8 +92,7 @@ class Watcher:
                 # The store's process is gone or out of reach, and with it every record; or what stands there makes no sense.
                 if self._epoch:
                     holder = transport.store_holder if self._store.gone else NOBODY
-                    self._tell(transport, self._epoch, FailureRecord(holder, cause=str(error)))
-                    self._lose_patience(transport, self._epoch)
+                    self._blame(transport, self._epoch, FailureRecord(holder, cause=str(error)))
             del transport
 
     def _look(self, transport: DistributedTransport, epoch: int) -> None:
@@ -105,8 +103,7 @@ class Watcher:
                 self._tell(transport, epoch, record)
         for departure in self._store.departures():
             if departure.epoch < epoch and departure.rank != transport.rank:
-                self._tell(transport, epoch, FailureRecord(departure.rank, cause=departure.cause))
-                self._lose_patience(transport, epoch)
+                self._blame(transport, epoch, FailureRecord(departure.rank, cause=departure.cause))
         self._look_for_meetings(transport, epoch)
 
     def _look_for_meetings(self, transport: DistributedTransport, epoch: int) -> None:
@@ -117,15 +114,16 @@ class Watcher:
         called = self._store.get(f"{folder}/called", _TICK)
         rank, steps, name = read(called, tuple[int, int, str], "who called a meeting")
         if steps < epoch and rank != transport.rank:
-            self._tell(transport, epoch, FailureRecord(rank, cause=f"after step {steps} it went to exchange {name}"))
             self._store.decline(folder, FailureRecord(transport.rank, cause=f"it is in step {epoch} instead of {name}"))
-            self._lose_patience(transport, epoch)
+            self._blame(transport, epoch, FailureRecord(rank, cause=f"after step {steps} it went to exchange {name}"))
 
     def _tell(self, transport: DistributedTransport, epoch: int, record: FailureRecord) -> None:
         if self._epoch == epoch and epoch and transport.failed is None:
             transport.failed = record
 
-    def _lose_patience(self, transport: DistributedTransport, epoch: int) -> None:
+    def _blame(self, transport: DistributedTransport, epoch: int, record: FailureRecord) -> None:
+        """For one that will not come: if the step does not end by itself soon, its connections are broken."""
+        self._tell(transport, epoch, record)
         now = time.monotonic()
         if self._left_since is None:
             self._left_since = now

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError
 from penstock.parallel.buckets import agree_in_host_memory, average_gradients, average_sparse_gradients, local
-from penstock.parallel.protocol import Adapter, replica_failed
+from penstock.parallel.protocol import Adapter, change, replica_failed
 
 if TYPE_CHECKING:
     from torch.distributed._composable.replicate import _ReplicateState
@@ -45,15 +45,17 @@ class DDPAdapter(Adapter):
         if ddp.will_sync_module_buffers():
             with replicas.explained():
                 ddp._sync_buffers()
-        flags.set(ddp, "require_forward_param_sync", False)
-        flags.set(ddp, "require_backward_grad_sync", False)
-        flags.set(ddp, "find_unused_parameters", False)  # else it copies every output, to find what buckets say anyway
+        change(flags, ddp, "require_forward_param_sync", False)
+        change(flags, ddp, "require_backward_grad_sync", False)
+        change(
+            flags, ddp, "find_unused_parameters", False
+        )  # else it copies every output, to find what buckets say anyway
         if ddp.static_graph:
-            flags.set(ddp, "_static_graph_delay_allreduce_enqueued", True)  # else the first backward reduces
+            change(flags, ddp, "_static_graph_delay_allreduce_enqueued", True)  # else the first backward reduces
 
     def end(self, *, failed: bool = True) -> None:
         if self._close():
-            self._flags.restore()
+            self._flags.close()
             self._wrapper.require_forward_param_sync = self._syncs  # as its own forward would leave it
 
     def reduce_grad(self, *, failed: bool = False) -> None:
@@ -82,7 +84,7 @@ class ReplicateAdapter(DDPAdapter):
         self._wrapper = state._ddp
         self._wrapper.require_backward_grad_sync = not state._no_sync
         super().begin()
-        self._flags.set(state, "_no_sync", True)
+        change(self._flags, state, "_no_sync", True)
 
 
 def _refuse_what_cannot_wait(ddp: DistributedDataParallel) -> None:

@@ -19,6 +19,7 @@ gradients are added up in another dtype than that of the parameters: then a hook
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ReplicaFailed, RunError, StageError
 from penstock.parallel.buckets import agree_in_host_memory
-from penstock.parallel.protocol import Adapter, Flags, replica_failed
+from penstock.parallel.protocol import Adapter, change, replica_failed
 
 
 class FullyShardAdapter(Adapter):
@@ -61,17 +62,17 @@ class FullyShardAdapter(Adapter):
                 "under fully_shard, which still governs it; build the stages first, then wrap and run each of them"
             )
         flags = self._flags
-        flags.set(self._root._state_ctx, "is_last_backward", False)
+        change(flags, self._root._state_ctx, "is_last_backward", False)
         for state, group in self._groups():
             if group.reduce_grads:
                 self._syncing.append(group)
-            flags.set(group, "reduce_grads", False)
+            change(flags, group, "reduce_grads", False)
             if _is_frugal(state, group):
                 continue
-            flags.set(group, "reshard_after_backward", False)
-            flags.set(group, "post_forward_mesh_info", None)
+            change(flags, group, "reshard_after_backward", False)
+            change(flags, group, "post_forward_mesh_info", None)
             if not state._states_to_backward_prefetch:
-                flags.set(state, "_states_to_backward_prefetch", [state])  # itself, which is there: a no-op
+                change(flags, state, "_states_to_backward_prefetch", [state])  # itself, which is there: a no-op
         for process_group in _process_groups(self._syncing):
             self._meet(process_group)
         for state, group in self._groups():
@@ -99,14 +100,11 @@ class FullyShardAdapter(Adapter):
             if not failed:
                 raise failure
             return
-        flags = Flags()
-        flags.set(self._root._state_ctx, "is_last_backward", True)
-        for group in self._syncing:
-            flags.set(group, "reduce_grads", True)
-        try:
+        with ExitStack() as flags:
+            change(flags, self._root._state_ctx, "is_last_backward", True)
+            for group in self._syncing:
+                change(flags, group, "reduce_grads", True)
             self._root._root_post_backward_final_callback()
-        finally:
-            flags.restore()
 
     def end(self, *, failed: bool = True) -> None:
         if not self._close():
@@ -124,7 +122,7 @@ class FullyShardAdapter(Adapter):
                 group._post_forward_indices.clear()
             self._root._comm_ctx.post_forward_order.clear()
         finally:  # also if a replica is gone, for whose messages this waits
-            self._flags.restore()
+            self._flags.close()
         if left and not failed:
             names = ", ".join(left[:3]) + (" ..." if left[3:] else "")
             raise RunError(

@@ -14,6 +14,8 @@ parameters after each forward. Flags are set once a step: a microbatch costs not
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch.distributed as dist
 
 from penstock.comm.host_group import HostGroup, host_group
@@ -84,29 +86,18 @@ class Unwrapped(DataParallel):
     """
 
 
-class Flags:
-    """Attributes changed for the time of a step.
+def change(flags: ExitStack, thing: object, name: str, value: object) -> None:
+    """Change an attribute for the time of a step: until the flags are closed.
 
     >>> from types import SimpleNamespace
-    >>> flags, thing = Flags(), SimpleNamespace(sync=True)
-    >>> flags.set(thing, "sync", False)
-    >>> flags.restore()
+    >>> flags, thing = ExitStack(), SimpleNamespace(sync=True)
+    >>> change(flags, thing, "sync", False)
+    >>> flags.close()
     >>> thing.sync
     True
     """
-
-    __slots__ = ("_old",)
-
-    def __init__(self) -> None:
-        self._old: list[tuple[object, str, object]] = []
-
-    def set(self, thing: object, name: str, value: object) -> None:
-        self._old.append((thing, name, getattr(thing, name)))
-        setattr(thing, name, value)
-
-    def restore(self) -> None:
-        while self._old:
-            setattr(*self._old.pop())
+    flags.callback(setattr, thing, name, getattr(thing, name))
+    setattr(thing, name, value)
 
 
 class Adapter(DataParallel):
@@ -123,7 +114,7 @@ class Adapter(DataParallel):
     reduces = True
 
     def __init__(self) -> None:
-        self._flags = Flags()
+        self._flags = ExitStack()
         self._replicas: list[HostGroup] = []
         self._open = self._unsharded = self._reduced = False
 
