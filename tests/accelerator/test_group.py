@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from penstock.comm import DistributedTransport, accelerator
-from penstock.comm.communicators import Maker, abort_all
+from penstock.comm.communicators import Maker, all_at_once
 from penstock.plan.queues import QueueLayout
 from tests.accelerator.pool import BOUND, Mode, SimPool
 from tests.accelerator.test_device import held, loaded
@@ -168,7 +168,7 @@ def aborts(device: torch.device) -> bool:
     with pytest.raises(RuntimeError, match="an abort waited for the device"):
         made[0].abort()
     assert not works[1].is_completed()
-    abort_all(made, bound=5.0)
+    all_at_once([each.abort for each in made], bound=5.0)
     assert works[1].is_completed()
     with pytest.raises(RuntimeError, match="was aborted"):
         torch.accelerator.synchronize()

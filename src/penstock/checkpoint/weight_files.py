@@ -9,6 +9,7 @@ A pipeline asks for the tensors of its own stages, so no rank ever holds the who
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -187,19 +188,8 @@ def _of_index(index: Path) -> Mapping[str, Tensor]:
 
 
 def _open_file(file: Path) -> Mapping[str, Tensor]:
-    """By its suffix; if that says nothing, by its first bytes."""
+    """By its suffix; if that says nothing, by what it is."""
     if not file.is_file():
         raise StageError(f"{file} is no plain file")  # a pipe would keep its reader waiting
-    if file.suffix == ".safetensors":
-        return _of_safetensors(file)
-    if file.suffix in _OF_TORCH or _is_zip(file):
-        return _of_torch_file(file)
-    return _of_safetensors(file)
-
-
-def _is_zip(file: Path) -> bool:
-    try:
-        with file.open("rb") as stream:
-            return stream.read(2) == b"PK"
-    except OSError as error:
-        raise StageError(f"{file} cannot be read: {error}") from error
+    archive = file.suffix != ".safetensors" and zipfile.is_zipfile(file)
+    return _of_torch_file(file) if archive or file.suffix in _OF_TORCH else _of_safetensors(file)

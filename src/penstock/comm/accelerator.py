@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.comm.communicators import Communicator, Maker, Posted, abort_all, all_at_once, shut_down_all
+from penstock.comm.communicators import Communicator, Maker, Posted, all_at_once
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.distributed import HOST_TAG, DistributedTransport, Gloo, last_words, new_gloo, place_in_store
 from penstock.comm.messages import Messages, Receive, Send, Work
@@ -240,20 +240,20 @@ class AcceleratorTransport(DistributedTransport):
     def _abort(self) -> None:
         if not self._aborted:
             self._aborted = True
-            abort_all(self._communicators(), bound=_ABORT)
+            all_at_once([each.abort for each in self._communicators()], _ABORT)
 
     def close(self) -> None:
         ended = self._closed or self._aborted or os.getpid() != self._owner  # a forked child has no device
         communicators = [] if ended else self._communicators()
-        end = partial(shut_down_all, bound=_SHUTDOWN)
+        ends, bound = [each.shutdown for each in communicators], _SHUTDOWN
         try:
             if communicators:
                 self._finish()
         except StepTimeout:  # the device waits for what never comes
-            end = partial(abort_all, bound=_ABORT)
+            ends, bound = [each.abort for each in communicators], _ABORT
         finally:  # a device that fails says so, and the others hear all the same that this rank has left
             super().close()
-        end(communicators)
+        all_at_once(ends, bound)
 
     def _finish(self) -> None:
         """Let the device do what it was told: some of it may still be on its way to others, who wait for it."""
@@ -265,7 +265,7 @@ class AcceleratorTransport(DistributedTransport):
 
     def _look_for_others(self) -> None:
         """Raise if nobody is there any more who could wait for this rank, or one is gone without a word."""
-        left = {each.rank: FailureRecord(each.rank, cause=each.cause) for each in self.store.departures()}
+        left = {record.rank: record for _, record in self.store.departures()}
         gone = [one for one in (self.pulse.look(), *self.pulse.all_ended()) if one is not None and one.rank not in left]
         if gone or (left and self._connected <= left.keys()):
             raise (gone or list(left.values()))[0].error()

@@ -2,7 +2,7 @@
 
     maker = Maker("nccl", backend, timedelta(minutes=10))      # of the user's group
     communicator = maker.make("penstock/0-1/up", store, rank=0, ranks=[4, 6])
-    abort_all([communicator, other], bound=10.0)
+    all_at_once([communicator.abort, other.abort], bound=10.0)
 
 A communicator is made by itself and not as a group of torch's list of groups, since making one of those is a matter of all
 processes of the world (for NCCL with `device_id` even of those that it does not concern).
@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -110,18 +110,11 @@ def _survivable() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def abort_all(communicators: Collection[Communicator], *, bound: float) -> None:
-    """End what is on its way; what is posted after this raises. See the note "all at once"."""
-    all_at_once([each.abort for each in communicators], bound)
+def all_at_once(acts: Sequence[Callable[[], object]], bound: float) -> None:
+    """Do these beside one another, for no longer than the bound; what is not done by then goes on, and nobody waits for it.
 
-
-def shut_down_all(communicators: Collection[Communicator], *, bound: float) -> None:
-    """Give them up when what was sent has arrived, which may take the other rank as well."""
-    all_at_once([each.shutdown for each in communicators], bound)
-
-
-def all_at_once(acts: list[Callable[[], object]], bound: float) -> None:
-    """Do these beside one another, for no longer than the bound; what is not done by then goes on, and nobody waits for it."""
+    To abort a communicator ends what is on its way, to shut one down waits for it, which may take the other rank as well.
+    """
 
     def quietly(act: Callable[[], object]) -> None:
         with suppress(Exception):  # it was ended before, or cannot be

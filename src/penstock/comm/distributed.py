@@ -25,7 +25,7 @@ from penstock.comm.kinds import KindsOfDevice
 from penstock.comm.line import Line
 from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.pulse import Pulse, address_towards, heartbeat
-from penstock.comm.store import Departure, DistributedStore, cloned, innermost
+from penstock.comm.store import DistributedStore, cloned, innermost
 from penstock.comm.switchboard import Switchboard
 from penstock.comm.transport import NOBODY, FailureRecord, Transport
 from penstock.comm.watcher import Watcher
@@ -126,17 +126,17 @@ class DistributedTransport(Transport):
         self.pulse.watch(everyone)
         if self.store.check("holder"):
             self.store_holder = int(self.store.get("holder", self.timeout))
-        self._switchboard.connect([peer for peer in everyone if self._line(peer) is not None])
+        for peer in everyone:
+            self._line(peer)
+        self._switchboard.connect(everyone)
 
     def sender(self, peer: int) -> Send:
-        line = self._line(peer)
-        return self._backend_calls(peer)[0] if line is None else line.send
+        return self._line(peer).send
 
     def receiver(self, peer: int) -> Receive:
-        line = self._line(peer)
-        return self._backend_calls(peer)[1] if line is None else line.receive
+        return self._line(peer).receive
 
-    def _line(self, peer: int) -> Line | None:
+    def _line(self, peer: int) -> Line:
         return self._switchboard.line(peer, *self._backend_calls(peer))
 
     def _backend_calls(self, peer: int) -> tuple[Send, Receive]:
@@ -209,9 +209,9 @@ class DistributedTransport(Transport):
                 return record
             if (heard := self._heard()) is not None:  # what a rank did before it left says more than that it left
                 return heard
-            for departure in gone:
-                if departure.rank == peer or (departure.rank != self.rank and departure.epoch < self.epoch):
-                    return FailureRecord(departure.rank, cause=departure.cause)
+            for steps, departed in gone:
+                if departed.rank == peer or (departed.rank != self.rank and steps < self.epoch):
+                    return departed
             if time.monotonic() > end:
                 return None
 
@@ -259,7 +259,7 @@ class DistributedTransport(Transport):
         if self._torn is None:
             self._torn = self._post(FailureRecord(self.rank, cause=cause))
             with suppress(TransportError):
-                self.store.depart(Departure(self.rank, self.epoch, cause))
+                self.store.depart(self.epoch, cause)
         self.break_connections(self._torn)
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class DistributedTransport(Transport):
         with suppress(TransportError):  # first the reason: whoever sees that lines end asks why
             self._left_well = whole = not self._in_step and self.failure() is None
             done = self.epoch if whole else self.epoch - 1
-            self.store.depart(Departure(self.rank, done, f"it left after step {done}{last_words()}"))
+            self.store.depart(done, f"it left after step {done}{last_words()}")
         self._switchboard.close()
         if self._watcher is not None:
             self._watcher.end()

@@ -98,12 +98,13 @@ class HostGroup:
             self._break()
 
     def _gone(self) -> FailureRecord | None:
-        """Whose process has ended, or who has given up."""
+        """Whose process has ended, or who has given up: perhaps because of the former, so that it comes second."""
+        ended = self._pulse.ended()
         with suppress(TransportError):
-            for rank in range(len(self._ranks)):
-                if rank != self._rank and self._store.check(f"gone/{rank}"):
+            for rank in sorted(self._others) if ended is None else [ended.rank]:
+                if self._store.check(f"gone/{rank}"):
                     return FailureRecord.decode(self._store.get(f"gone/{rank}", _GRACE))
-        return self._pulse.ended()
+        return ended
 
     @contextmanager
     def explained(self) -> Iterator[None]:

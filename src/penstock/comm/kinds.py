@@ -28,9 +28,8 @@ class KindsOfDevice:
 
     def look(self) -> FailureRecord | None:
         """In the form of what a store asks during long waits; there is never a failure to tell of."""
-        unknown = [rank for rank in range(self._num_ranks) if rank not in self._known]
-        for rank in unknown:
-            if self._store.check(f"kind/{rank}"):
+        for rank in range(self._num_ranks):
+            if rank not in self._known and self._store.check(f"kind/{rank}"):
                 self._known[rank] = self._store.get(f"kind/{rank}", 1.0).decode(errors="replace")
         self.differ = len({*self._known.values()}) > 1
         if self.differ:

@@ -23,8 +23,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.comm.baton import Baton, Waiting
-from penstock.comm.crew import run_all
+from penstock.comm.baton import Baton, Waiting, run_all
 from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.transport import FailureRecord, Store, Transport
 from penstock.comm.whereabouts import table

@@ -39,6 +39,8 @@ _SHORTEST = 0.5  # seconds; a shorter heartbeat would be more looks than work
 _TICK = 0.3  # seconds between looks, at most
 _LIFELINES = 32  # peers on other hosts that a rank has a line to, beside its neighbours
 _PATIENCE = 30.0  # seconds for the peers to say where they are
+_STOPPED = "its process has been stopped for {:.0f} s (by SIGSTOP or Ctrl-Z)"
+_SILENT = "nothing was heard from its host for {:.0f} s: the network or the host is down"
 _SEEN = ("pid", "net")  # namespaces of the kernel: ranks that share them see each other's process in its table
 
 
@@ -65,8 +67,8 @@ class Pulse:
         self._near: dict[int, tuple[int, str]] = {}  # peers on this host: process, and when it was started
         self._far: dict[int, tuple[str, int, str]] = {}  # peers elsewhere: address, port and key
         self._elsewhere: list[int] = []  # peers that were noticed, and are not on this host; the first ones are called
-        self._heard: dict[int, tuple[float, int]] = {}  # by peer elsewhere: when, and the number of its last datagram
-        self._stopped: dict[int, float] = {}  # by peer: since when it has been found stopped
+        self._heard: dict[int, int] = {}  # by peer elsewhere: the number of its last datagram
+        self._since: dict[tuple[int, str], float] = {}  # by peer and cause of worry: since when
         self._looked = time.monotonic()
         self._lock = threading.Lock()
         self._key = secrets.token_bytes(32)
@@ -124,15 +126,11 @@ class Pulse:
             now = time.monotonic()
             unseen = now - self._looked - self.patience / 4
             if unseen > 0.0:  # it is this process that was stopped, or busy: what it has not seen does not count
-                self._stopped = {peer: since + unseen for peer, since in self._stopped.items()}
-                self._heard = {peer: (when + unseen, number) for peer, (when, number) in self._heard.items()}
+                self._since = {worry: since + unseen for worry, since in self._since.items()}
             self._looked = now
             self._ask_the_kernel(now)
             self._listen(now)
-            stopped = "its process has been stopped for {:.0f} s (by SIGSTOP or Ctrl-Z)"
-            silent = "nothing was heard from its host for {:.0f} s: the network or the host is down"
-            signs = [(peer, since, stopped) for peer, since in self._stopped.items()]
-            for peer, since, cause in signs + [(peer, when, silent) for peer, (when, _) in self._heard.items()]:
+            for (peer, cause), since in self._since.items():
                 if now - since > self.patience:
                     return FailureRecord(peer, cause=cause.format(now - since))
         return None
@@ -172,15 +170,15 @@ class Pulse:
                 with suppress(struct.error):
                     peer, number, state = beat.PULSE.unpack(pulse)
                     known = peer in self._far and secrets.compare_digest(mac, beat.sign(self._key, pulse))
-                    if known and number > self._heard.get(peer, (0.0, -1))[1]:
-                        self._heard[peer] = now, number
+                    if known and number > self._heard.get(peer, -1):
+                        self._heard[peer], self._since[peer, _SILENT] = number, now
                         self._note(peer, state.decode("ascii", "replace"), now)
 
     def _note(self, peer: int, state: str, now: float) -> None:
         if state == "T":
-            self._stopped.setdefault(peer, now)
+            self._since.setdefault((peer, _STOPPED), now)
         else:
-            self._stopped.pop(peer, None)
+            self._since.pop((peer, _STOPPED), None)
 
 
 def address_towards(store: c10d.Store) -> str | None:

@@ -9,9 +9,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,15 +23,6 @@ from penstock.errors import StepTimeout, TransportError
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
 _BETWEEN_LOOKS = 0.25  # seconds between looks for ranks that have left, while waiting
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """A rank has left for good after ``epoch`` steps: nobody need wait for it in a later one."""
-
-    rank: int
-    epoch: int
-    cause: str
 
 
 def innermost(store: object) -> object:
@@ -87,20 +76,18 @@ class DistributedStore:
         """Whether no call is made any more, since the process that holds the store has ended or cannot be reached."""
         return bool(self._gone)
 
-    @contextmanager
-    def _reachable(self) -> Iterator[None]:
-        """Around each call. Once the store is gone nobody asks it again: torch would print a page for each call."""
+    def _call(self, name: str, *args: object) -> Any:
+        """Call torch's store. Once it is gone nobody asks it again: torch would print a page for each call."""
         if not self._gone and self._guard is not None and self._guard.closed():
             self._gone.append("its process has ended")
-        if not self._gone:
-            try:
-                with hushed():
-                    yield
-            except dist.DistError as error:
-                self._gone.append(str(error).partition("\n")[0])
-                raise self._lost() from error
-            return
-        raise self._lost()
+        if self._gone:
+            raise self._lost()
+        try:
+            with hushed():
+                return getattr(self._store, name)(*args)
+        except dist.DistError as error:
+            self._gone.append(str(error).partition("\n")[0])
+            raise self._lost() from error
 
     def _lost(self) -> TransportError:
         return TransportError(
@@ -109,12 +96,10 @@ class DistributedStore:
         )
 
     def set(self, key: str, value: bytes) -> None:
-        with self._reachable():
-            self._store.set(key, value)
+        self._call("set", key, value)
 
     def first(self, key: str, value: bytes) -> bytes:
-        with self._reachable():
-            return bytes(self._store.compare_set(key, "", value))
+        return bytes(self._call("compare_set", key, "", value))
 
     def get(self, key: str, timeout: float) -> bytes:
         end, nap = time.monotonic() + timeout, _FIRST_NAP
@@ -123,50 +108,43 @@ class DistributedStore:
                 raise self._late(f"rank {self._rank} waited {timeout:g} s for {key!r} in the store")
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
-        with self._reachable():
-            return bytes(self._store.get(key))
+        return bytes(self._call("get", key))
 
     def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
         keys = [f"{folder}/{rank}" for rank in range(self._num_ranks)]
         end, look, nap = time.monotonic() + timeout, time.monotonic() + _BETWEEN_LOOKS, _FIRST_NAP
-        while not self._there(keys):
+        while not self._call("check", keys):
             now = time.monotonic()
             if now > min(look, end):
                 self._look_for_absent(folder, "" if now <= end else f"waited {timeout:g} s for {posts}")
                 look = now + _BETWEEN_LOOKS
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
-        with self._reachable():
-            return [bytes(value) for value in self._store.multi_get(keys)]
+        return [bytes(value) for value in self._call("multi_get", keys)]
 
     def check(self, key: str) -> bool:
-        return self._there([key])
-
-    def _there(self, keys: list[str]) -> bool:
-        with self._reachable():
-            return bool(self._store.check(keys))
+        return bool(self._call("check", [key]))
 
     def add(self, key: str, number: int) -> int:
-        with self._reachable():
-            return int(self._store.add(key, number))
+        return int(self._call("add", key, number))
 
     def delete(self, key: str) -> None:
-        with self._reachable():
-            self._store.delete_key(key)
+        self._call("delete_key", key)
 
     # -- departures
 
-    def depart(self, departure: Departure) -> None:
-        self.set(f"departed/{departure.rank}", json.dumps([departure.epoch, departure.cause]).encode())
+    def depart(self, steps: int, cause: str) -> None:
+        """This rank leaves for good after so many steps: nobody need wait for it in a later one."""
+        self.set(f"departed/{self._rank}", json.dumps([steps, cause]).encode())
         self.add("departures", 1)
 
-    def departures(self) -> list[Departure]:
-        """The ranks that have left; one request as long as nobody has."""
+    def departures(self) -> list[tuple[int, FailureRecord]]:
+        """The ranks that have left, each with the number of its steps; one request as long as nobody has."""
         if not self.check("departures"):
             return []
         gone = [rank for rank in range(self._num_ranks) if self.check(f"departed/{rank}")]
-        said = {rank: self.get(f"departed/{rank}", 1.0) for rank in gone}
-        return [Departure(rank, *read(said[rank], tuple[int, str], "the farewell of a rank")) for rank in gone]
+        posts = [read(self.get(f"departed/{rank}", 1.0), tuple[int, str], "the farewell of a rank") for rank in gone]
+        return [(steps, FailureRecord(rank, cause=cause)) for rank, (steps, cause) in zip(gone, posts, strict=True)]
 
     # -- where everybody is
 
@@ -200,7 +178,7 @@ class DistributedStore:
         self.first(f"{folder}/declined", record.encode())
 
     def _look_for_absent(self, folder: str, waited: str) -> None:
-        gone = [FailureRecord(departure.rank, cause=departure.cause) for departure in self.departures()]
+        gone = [record for _, record in self.departures()]
         silent = self.silent()
         if silent is not None:
             raise silent.error()

@@ -101,9 +101,9 @@ class Watcher:
             record = FailureRecord.decode(self._store.get(key, _TICK))
             if record.rank != transport.rank:
                 self._tell(transport, epoch, record)
-        for departure in self._store.departures():
-            if departure.epoch < epoch and departure.rank != transport.rank:
-                self._blame(transport, epoch, FailureRecord(departure.rank, cause=departure.cause))
+        for steps, record in self._store.departures():
+            if steps < epoch and record.rank != transport.rank:
+                self._blame(transport, epoch, record)
         self._look_for_meetings(transport, epoch)
 
     def _look_for_meetings(self, transport: DistributedTransport, epoch: int) -> None:

@@ -186,12 +186,12 @@ class FullyShardAdapter(Adapter):
 
 def _process_groups(groups: list[FSDPParamGroup]) -> list[dist.ProcessGroup]:
     """The process groups that the reduction of parameter groups goes over, each once."""
-    found = {}
+    found: dict[dist.ProcessGroup, None] = {}
     for group in groups:
         sharding = [group._reduce_scatter_process_group] if _is_sharded(group) else []
         copies = [group._all_reduce_process_group] if isinstance(group.mesh_info, DDPMeshInfo) else []
-        found.update({id(process_group): process_group for process_group in sharding + copies})
-    return [process_group for process_group in found.values() if process_group.size() > 1]
+        found |= dict.fromkeys(sharding + copies)
+    return [process_group for process_group in found if process_group.size() > 1]
 
 
 def _is_sharded(group: FSDPParamGroup) -> bool:
