@@ -75,7 +75,7 @@ def read_list(folder: Path) -> dict[str, Entry]:
     file = folder / LIST
     data = read_small(file, LIMIT)
     try:
-        return _entries(_Reader(io.BytesIO(data)).load(), most=len(data) // 16)  # a block takes some sixty bytes
+        return _entries(_ListReader(io.BytesIO(data)).load(), most=len(data) // 16)  # a block takes some sixty bytes
     except Exception as error:  # Python's reader raises whatever the bytes lead it to
         raise Damaged(f"{file}, torch's list of what the checkpoint holds, cannot be read: {error}") from error
 
@@ -114,7 +114,7 @@ class _Instructions(dict[int, Callable[[Value], None]]):
         raise ValueError(f"it says {name}, which no list of tensors needs; it is not run")
 
 
-class _Reader(pickle._Unpickler):
+class _ListReader(pickle._Unpickler):
     """Python's own reader, in Python, with few of its instructions: what a pickle would make or call becomes a record."""
 
     stack: list[Value]

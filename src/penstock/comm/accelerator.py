@@ -144,7 +144,7 @@ class AcceleratorTransport(DistributedTransport):
                 with self._device_errors(action):
                     wait_for_device(self.device, self.timeout, look=self._look, everybody=self.everybody)
             except PeerFailed as error:
-                self.break_connections(FailureRecord.of(error))
+                self.break_connections(FailureRecord.of(error, self.rank))
         if self._torn is not None:
             raise self._torn.error() if self._torn.rank != self.rank else self._unusable()
 
@@ -186,8 +186,7 @@ class AcceleratorTransport(DistributedTransport):
             try:
                 self._come_together()
             except (PenstockError, RuntimeError) as error:  # one is gone for good: what was wrong before still is
-                why = FailureRecord(self.rank, cause=f"{type(error).__name__}: {error}")
-                self.break_connections(FailureRecord.of(error) if isinstance(error, PeerFailed) else why)
+                self.break_connections(FailureRecord.of(error, self.rank))
         return super().begin_step()
 
     def end_step(self, *, fine: bool = True) -> None:

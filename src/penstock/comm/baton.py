@@ -103,9 +103,7 @@ class Baton:
 
     def _can_run(self, rank: int) -> bool:
         waiting = self._waiting[rank]
-        if waiting is None or self._stopped is not None or self._errors[rank] is not None:
-            return True
-        return waiting.ready()
+        return waiting is None or (self._stopped or self._errors[rank]) is not None or waiting.ready()
 
     def _despair(self) -> None:
         everyone = "; ".join(self._waits_for(rank) for rank in range(self.num_ranks))

@@ -10,11 +10,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import TypeVar, get_args, get_origin, get_type_hints
+from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 
 from penstock.errors import PenstockError, TransportError
 from penstock.misfits import fits
-from penstock.nest import Value
 
 Form = TypeVar("Form")
 
@@ -35,19 +34,17 @@ def reading(what: str) -> Iterator[None]:
 
 def loads(data: bytes, form: type[Form]) -> Form:
     """JSON of this form: a list, a dictionary, a tuple of known kinds, or the fields of a dataclass."""
-    found: Value = json.loads(data)
-    if is_dataclass(form):
+    found: object = json.loads(data)
+    if is_dataclass(form) and isinstance(found, dict):
         kinds = get_type_hints(form)
-        right = isinstance(found, dict) and all(n in kinds and _is(one, kinds[n]) for n, one in found.items())
-    elif get_origin(form) is tuple:
-        found = tuple(found) if isinstance(found, list) else ()
-        right = len(found) == len(get_args(form)) and all(map(_is, found, get_args(form)))
-    else:
-        right = isinstance(found, form)
-    if not right:
-        raise ValueError(f"expected a {getattr(form, '__name__', form)}, got {str(found)[:80]}")
-    made: Form = form(**found) if is_dataclass(form) else found
-    return made
+        if all(name in kinds and _is(one, kinds[name]) for name, one in found.items()):
+            return form(**found)
+    elif get_origin(form) is tuple and isinstance(found, list):
+        if len(found) == len(get_args(form)) and all(map(_is, found, get_args(form))):
+            return cast("Form", tuple(found))
+    elif form in (list, dict) and isinstance(found, form):
+        return found
+    raise ValueError(f"expected a {getattr(form, '__name__', form)}, got {str(found)[:80]}")
 
 
 def _is(value: object, kind: object) -> bool:

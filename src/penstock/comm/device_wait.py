@@ -16,16 +16,12 @@ _BETWEEN_LOOKS = 0.2  # seconds between looks at the peers
 
 
 def wait_for_device(
-    device: torch.device,
-    bound: float,
-    *,
-    look: Callable[[], None] | None = None,
-    everybody: Callable[[], str] | None = None,
+    device: torch.device, bound: float, *, look: Callable[[], object] = bool, everybody: Callable[[], str] = str
 ) -> None:
     """Wait until the device has done what it was told.
 
-    ``look``       called now and then; ends the wait by raising.
-    ``everybody``  asked when the wait has run out: a table of where all ranks are.
+    ``look``       called now and then; ends the wait by raising. By itself it does nothing.
+    ``everybody``  asked when the wait has run out: a table of where all ranks are. By itself it is empty.
     """
     done = torch.Event(device=device)
     done.record(torch.accelerator.current_stream(device))  # that of this device, which need not be the current one
@@ -33,9 +29,9 @@ def wait_for_device(
     while not done.query():
         passed = time.monotonic() - start
         if passed > bound:
-            where = "" if everybody is None else f"\n{everybody()}"
-            raise StepTimeout(f"{device} did not finish within {bound:g} s what it was told to do{where}")
-        if look is not None and passed > looked + _BETWEEN_LOOKS:
+            late = f"{device} did not finish within {bound:g} s what it was told to do"
+            raise StepTimeout(f"{late}\n{everybody()}".rstrip())
+        if passed > looked + _BETWEEN_LOOKS:
             look()
             looked = passed
         time.sleep(nap)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from penstock.comm.beat import MAC, sign
 from penstock.comm.decoding import loads, reading
 from penstock.comm.store import keep_alive
-from penstock.comm.transport import Store
+from penstock.comm.transport import NOBODY, Store
 
 _HELLO = struct.Struct("<I")  # the rank that calls; its signature follows, by the key of the one who is called
 _NOWHERE = b"[]"  # what a rank says that nobody can call
@@ -73,7 +73,7 @@ class Lifelines:
     def ended(self) -> Iterator[tuple[int, str]]:
         """The peers whose lines have ended for good."""
         if self._door is not None:
-            self._answer()
+            self._answer(self._door)
             for peer, line in list(self._lines.items()):
                 self._look(peer, line)
         yield from self._gone.items()
@@ -129,39 +129,38 @@ class Lifelines:
         if peer not in self._lines and (line.doubted is not None or not line.hello):
             self._gone[peer] = cause if line.doubted is None else line.doubted[1]
 
-    def _answer(self) -> None:
+    def _answer(self, door: socket.socket) -> None:
         """Let callers in, as far as they are peers."""
-        assert self._door is not None, "asked before"
         now = time.monotonic()
         with suppress(OSError):
             while True:
-                end = self._kept_alive(self._door.accept()[0])
+                end = self._kept_alive(door.accept()[0])
                 end.setblocking(False)
-                if len(self._callers) < _CALLERS:
-                    self._callers.append((end, now))
-                else:
-                    end.close()
-        waiting = []
-        for end, since in self._callers:
-            try:
-                said = end.recv(_HELLO.size + MAC)
-                hello, signature = said[: _HELLO.size], said[_HELLO.size :]
-                if not secrets.compare_digest(signature, sign(self._key, hello)):
-                    end.close()
-                    continue
-                (peer,) = _HELLO.unpack(hello)
+                self._callers.append((end, now))
+        callers, self._callers = self._callers, []
+        for number, (end, since) in enumerate(callers):
+            peer = self._who(end) if number < _CALLERS else NOBODY
+            if peer is None and now < since + _SECONDS:
+                self._callers.append((end, since))
+            elif peer is None or peer == NOBODY:
+                end.close()
+            else:
                 if peer in self._lines:
                     self._lines[peer].end.close()
                 self._lines[peer] = _Line(end)
                 self._gone.pop(peer, None)
-            except BlockingIOError:
-                if now < since + _SECONDS:
-                    waiting.append((end, since))
-                else:
-                    end.close()
-            except (OSError, struct.error):
-                end.close()
-        self._callers = waiting
+
+    def _who(self, end: socket.socket) -> int | None:
+        """Which peer calls: NOBODY if it is none, and None as long as it has not said."""
+        try:
+            said = end.recv(_HELLO.size + MAC)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return NOBODY
+        hello, signature = said[: _HELLO.size], said[_HELLO.size :]
+        known = len(said) == _HELLO.size + MAC and secrets.compare_digest(signature, sign(self._key, hello))
+        return int(_HELLO.unpack(hello)[0]) if known else NOBODY
 
     def _kept_alive(self, end: socket.socket) -> socket.socket:
         """Several times in a heartbeat."""

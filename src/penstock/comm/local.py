@@ -290,11 +290,12 @@ class LocalWorld:
         return bool(held)
 
     def _left_over(self) -> list[str]:
-        found = []
-        for (source, destination), channel in sorted(self._channels.items()):
-            for kind, posted in (("sent", channel.sends), ("awaited", channel.receives)):
-                found += [f"{len(posted)} {kind} from rank {source} to rank {destination}"] if posted else []
-        return found
+        return [
+            f"{len(posted)} {kind} from rank {source} to rank {destination}"
+            for (source, destination), channel in sorted(self._channels.items())
+            for kind, posted in (("sent", channel.sends), ("awaited", channel.receives))
+            if posted
+        ]
 
 
 def _only(tensors: list[Tensor]) -> Tensor:

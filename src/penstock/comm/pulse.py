@@ -73,7 +73,7 @@ class Pulse:
         self._lock = threading.Lock()
         self._key = secrets.token_bytes(32)
         self._socket: socket.socket | None = None  # hears of peers elsewhere, if there are any
-        self._closing: Callable[[], object] | None = None
+        self._end_heart: Callable[[], object] = lambda: None
         self._lifelines: Lifelines | None = None  # to peers elsewhere that were noticed
         store.set(f"process/{rank}", this_process())
 
@@ -100,7 +100,7 @@ class Pulse:
                 bytes.fromhex(self._far[peer][2])
         self._end_heart()
         heart = _start_heart(self.rank, self.patience / _BEATS, [place for place in self._far.values() if place[0]])
-        self._closing = weakref.finalize(self, _end_heart, heart)
+        self._end_heart = weakref.finalize(self, _end_heart, heart)
 
     def notice(self, peers: Iterable[int]) -> None:
         """Look after these peers, as far as they have said by now which process they are. Before the first step that is in this
@@ -150,10 +150,6 @@ class Pulse:
         with self._lock:
             if self._lifelines is not None:
                 self._lifelines.close()
-
-    def _end_heart(self) -> None:
-        if self._closing is not None:
-            self._closing()
 
     def _ask_the_kernel(self, now: float) -> None:
         for peer, (process, started) in self._near.items():

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from penstock.comm.device_wait import wait_for_device
 from penstock.comm.messages import Messages
 from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import OutOfMemory, PeerFailed, RanksDisagree, RunError, TransportError
-from penstock.nest import Value
 from penstock.plan.queues import QueueLayout
 
 
@@ -90,8 +89,11 @@ class FailureRecord:
         return read(data, cls, "the record of a failure")
 
     @classmethod
-    def of(cls, error: PeerFailed) -> FailureRecord:
-        return cls(error.rank, error.stage, error.action, error.microbatch, error.cause)
+    def of(cls, error: Exception, rank: int = NOBODY) -> FailureRecord:
+        """What an error on this rank tells: who failed, which is another rank if the error says so."""
+        if isinstance(error, PeerFailed):
+            return cls(error.rank, error.stage, error.action, error.microbatch, error.cause)
+        return cls(rank, cause=f"{type(error).__name__}: {error}")
 
     def error(self) -> PeerFailed | OutOfMemory | TransportError:
         if self.rank == NOBODY:
@@ -256,10 +258,10 @@ class Transport(Messages):
         """
         mine = [{"about to": name, **facts}, own]
         posts = self.gather(f"facts for {name!r}", json.dumps(mine).encode(), timeout=timeout)
-        everyone = [read(post, tuple[dict[str, str], Value], f"what a rank posted for {name!r}") for post in posts]
+        everyone = [read(post, tuple[dict[str, str], object], f"what a rank posted for {name!r}") for post in posts]
         if any(facts != everyone[0][0] for facts, _ in everyone):
             raise RanksDisagree(_differences([facts for facts, _ in everyone]))
-        return [theirs for _, theirs in everyone]
+        return [cast("Own", theirs) for _, theirs in everyone]
 
     def sum(self, tensor: Tensor) -> None:
         """Make the small tensor, on every rank, the sum over all ranks: up a tree to rank 0, and down again."""

@@ -105,9 +105,9 @@ def _refuse_what_cannot_wait(ddp: DistributedDataParallel) -> None:
 
 
 def _has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    if ddp._comm_hooks:
-        return True
-    return bool(ddp._get_ddp_logging_data().get("comm_hook"))  # those that are written in C++ show up here alone
+    return bool(
+        ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
+    )  # in C++ they show up in the latter alone
 
 
 def _average(ddp: DistributedDataParallel, failed: bool) -> list[int]:

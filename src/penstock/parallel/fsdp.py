@@ -29,7 +29,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ReplicaFailed, RunError, StageError
 from penstock.parallel.buckets import agree_in_host_memory
@@ -44,7 +43,6 @@ class FullyShardAdapter(Adapter):
         assert isinstance(module, FSDPModule), "asked before"
         self._module: nn.Module = module
         self._root = module._get_fsdp_state()
-        self._hooks: list[RemovableHandle] = []
         self._watched: set[int] = set()  # groups, by id
         self._syncing: list[FSDPParamGroup] = []  # groups that the user wants reduced
 
@@ -109,20 +107,15 @@ class FullyShardAdapter(Adapter):
     def end(self, *, failed: bool = True) -> None:
         if not self._close():
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         self._watched.clear()
         left = [name for group in self._syncing for name in _drop_unreduced(group)]
-        try:
+        with self._flags:  # which end also if a replica is gone, for whose messages this waits
             if self._interrupted():
                 self._root._reset_iter_state()
             for _, group in self._groups():
                 _free(group)
                 group._post_forward_indices.clear()
             self._root._comm_ctx.post_forward_order.clear()
-        finally:  # also if a replica is gone, for whose messages this waits
-            self._flags.close()
         if left and not failed:
             names = ", ".join(left[:3]) + (" ..." if left[3:] else "")
             raise RunError(
@@ -137,9 +130,7 @@ class FullyShardAdapter(Adapter):
         """
         found = None
         for group in _process_groups(self._syncing):
-            failures = agree_in_host_memory(
-                (), group, failed=failed or found is not None
-            )  # no host waits for its device
+            failures = agree_in_host_memory((), group, failed=failed or found is not None)
             if failures and found is None:
                 found = replica_failed(group, failures)
         return found
@@ -155,13 +146,14 @@ class FullyShardAdapter(Adapter):
 
     def _prepare(self, group: FSDPParamGroup) -> None:
         """At the beginning of a step, for a group that UNSHARD leaves alone."""
-        if not _is_sharded(group):
+        sharded = _is_sharded(group)
+        if not sharded or (
+            _upcasts(group) and not _is_current(group)
+        ):  # the full parameters must exist to carry a hook
             group.unshard()
             group.wait_for_unshard()
-        elif _upcasts(group) and not _is_current(group):  # once: the full parameters must exist to carry a hook
-            group.unshard()
-            group.wait_for_unshard()
-            group.reshard()
+            if sharded:
+                group.reshard()
         self._watch(group)
 
     def _watch(self, group: FSDPParamGroup) -> None:
@@ -173,7 +165,8 @@ class FullyShardAdapter(Adapter):
         for parameter in group.fsdp_params:
             full = parameter._unsharded_param
             if full.requires_grad:
-                self._hooks.append(full.register_post_accumulate_grad_hook(_mover(parameter)))
+                hook = full.register_post_accumulate_grad_hook(_mover(parameter))
+                self._flags.callback(hook.remove)
 
     def _interrupted(self) -> bool:
         """Whether an exception stopped a forward or a backward half-way."""
