@@ -48,9 +48,8 @@ def begin(place: Path, disk: Disk) -> Path:
             f"{place} exists and is no checkpoint; penstock does not replace it. Give the name of a new folder"
         )
     fresh = place.with_name(place.name + SAVING)
-    if place.parent.is_dir():
-        for leftover in place.parent.glob(f"{place.name}*{DELETING}"):
-            disk.clear(leftover)
+    for leftover in place.parent.glob(f"{place.name}*{DELETING}"):
+        disk.clear(leftover)
     disk.remove(fresh)
     disk.make_folder(fresh)
     return fresh

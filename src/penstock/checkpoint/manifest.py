@@ -133,6 +133,13 @@ class Manifest:
             raise Damaged(f"{folder / name} is damaged: its bytes are not those that were written")
         return data
 
+    def by_every_name(self) -> dict[str, Entry]:
+        """The tensors; one with several names stands there under each of them."""
+        aliases = [
+            (f"model.{name}", others) for name, others in self.aliases.items() if f"model.{name}" in self.tensors
+        ]
+        return {**self.tensors, **{f"model.{other}": self.tensors[key] for key, others in aliases for other in others}}
+
     def sizes(self) -> dict[str, int]:
         """The bytes that each file has at least."""
         found = {name: small.size for name, small in self.files.items()}

@@ -45,16 +45,14 @@ def write_list(manifest: Manifest) -> bytes:
 
     listed: dict[str, torchs.TensorStorageMetadata | torchs.BytesStorageMetadata] = {}
     where, paths = {}, {}
-    names = {f"model.{name}": [f"model.{other}" for other in others] for name, others in manifest.aliases.items()}
-    for key, entry in manifest.tensors.items():
+    for name, entry in manifest.by_every_name().items():
         chunks = [torchs.ChunkStorageMetadata(Size(part.start), Size(part.shape)) for part in entry.parts]
         properties = torchs.TensorProperties(dtype=dtype_named(entry.dtype))
-        for name in (key, *names.get(key, ())):
-            listed[name] = torchs.TensorStorageMetadata(properties, Size(entry.shape), chunks)
-            paths[name] = _path(name)
-            for number, part in enumerate(entry.parts):
-                index = torchs.MetadataIndex(name, part.start, number)
-                where[index] = _StorageInfo(part.file, part.offset, part.length)
+        listed[name] = torchs.TensorStorageMetadata(properties, Size(entry.shape), chunks)
+        paths[name] = _path(name)
+        for number, part in enumerate(entry.parts):
+            index = torchs.MetadataIndex(name, part.start, number)
+            where[index] = _StorageInfo(part.file, part.offset, part.length)
     return pickle.dumps(torchs.Metadata(listed, paths, where, torchs.StorageMeta(), version="1.0.0"))
 
 
@@ -161,16 +159,12 @@ def _entries(whole: object, *, most: int) -> dict[str, Entry]:
     if not isinstance(whole, _Record) or whole.name != f"{_OF_LISTS}Metadata":
         raise ValueError(f"it holds a {getattr(whole, 'name', type(whole).__name__)}")
     parts: dict[str, list[Part]] = {}
-    shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-    listed, everything = {}, whole["state_dict_metadata"]
-    for key, entry in everything.items():
-        if entry.name == f"{_OF_LISTS}TensorStorageMetadata":
-            listed[str(key)] = entry
-            most -= len(entry["chunks"])
-            if most < 0:
-                raise ValueError("it names more blocks than it has room for")
-            for chunk in entry["chunks"]:
-                shapes[str(key), _size(key, chunk["offsets"])] = _size(key, chunk["sizes"])
+    everything, kind = whole["state_dict_metadata"], f"{_OF_LISTS}TensorStorageMetadata"
+    listed = {str(key): entry for key, entry in everything.items() if entry.name == kind}
+    if sum(len(entry["chunks"]) for entry in listed.values()) > most:
+        raise ValueError("it names more blocks than it has room for")
+    chunks = [(key, chunk) for key, entry in listed.items() for chunk in entry["chunks"]]
+    shapes = {(key, _size(key, chunk["offsets"])): _size(key, chunk["sizes"]) for key, chunk in chunks}
     for index, info in whole["storage_data"].items():
         key = index["fqn"]
         if not isinstance(key, str) or key not in everything:
@@ -188,9 +182,7 @@ def _entries(whole: object, *, most: int) -> dict[str, Entry]:
         check_entry(key, entry)
         if len({*entry.spans}) != len(entry.spans):
             raise ValueError(f"two parts of {key} are the same bytes")
-    check_overlaps(
-        {span for entry in made.values() for span in entry.spans}
-    )  # a tensor with several names lies there once
+    check_overlaps({span for entry in made.values() for span in entry.spans})  # one with several names lies there once
     return made
 
 

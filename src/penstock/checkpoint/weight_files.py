@@ -91,14 +91,7 @@ def _of_torch_file(file: Path) -> Mapping[str, Tensor]:
 
 def _of_checkpoint(folder: Path) -> Mapping[str, Tensor]:
     """A checkpoint: penstock's own, whose parts have digests, or torch's."""
-    if (folder / FILE).is_file():
-        manifest = Manifest.read(folder)
-        listed = dict(manifest.tensors)
-        for name, others in manifest.aliases.items():
-            if f"model.{name}" in listed:
-                listed |= {f"model.{other}": listed[f"model.{name}"] for other in others}
-    else:
-        listed = read_list(folder)
+    listed = Manifest.read(folder).by_every_name() if (folder / FILE).is_file() else read_list(folder)
     inner = {key.removeprefix("model."): entry for key, entry in listed.items() if key.startswith("model.")}
     known = inner or listed
 

@@ -55,6 +55,8 @@ class DistributedTransport(Transport):
     transport = DistributedTransport.of(mesh.get_group("pp"))
     """
 
+    _broken = _in_step = _closed = _left_well = False
+
     def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str = "cpu") -> None:
         super().__init__()
         group = _member(group)
@@ -90,9 +92,6 @@ class DistributedTransport(Transport):
         self._waiter: tuple[float, Callable[[Work], object]] = (-1.0, methodcaller("wait"))
         self._watcher: Watcher | None = None
         self._torn: FailureRecord | None = None  # why the connections of this group are of no use any more
-        self._broken = False
-        self._in_step = False
-        self._closed = self._left_well = False
         self._owner = os.getpid()
         _OPEN.add(self)
 

@@ -57,7 +57,8 @@ class Lifelines:
         self._gone: dict[int, str] = {}  # by peer: how that was seen
         self._called: set[int] = set()  # peers that have said where they are, or that nobody can call them
         self._key = secrets.token_bytes(32)
-        self._door = _open_door(address) if patience else None
+        local = address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        self._door = listening(address, socket.SOCK_STREAM) if patience and not local else None
         where = _NOWHERE
         if self._door is not None:
             _ALL.add(self)
@@ -168,18 +169,20 @@ class Lifelines:
         return end
 
 
-def _open_door(address: str | None) -> socket.socket | None:
-    """Where other hosts can call this rank."""
-    try:
-        if address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            return None
-        door = socket.create_server(
-            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=_CALLERS
-        )
-    except (OSError, ValueError):
+def listening(address: str | None, kind: socket.SocketKind) -> socket.socket | None:
+    """A socket that others can reach at this address; None if there is none."""
+    if address is None:
         return None
-    door.setblocking(False)
-    return door
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
+    try:
+        made.bind((address, 0))
+        if kind == socket.SOCK_STREAM:
+            made.listen(_CALLERS)
+    except OSError:
+        made.close()
+        return None
+    made.setblocking(False)
+    return made
 
 
 _ALL: weakref.WeakSet[Lifelines] = weakref.WeakSet()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.comm.baton import Baton, Waiting, run_all
-from penstock.comm.messages import Receive, Send, Work
+from penstock.comm.messages import Receive, Send, Work, kind_of
 from penstock.comm.transport import FailureRecord, Store, Transport
 from penstock.comm.whereabouts import table
 from penstock.errors import PenstockError, RunError, ShapeError, StepTimeout, TransportError
@@ -89,7 +89,7 @@ class _LocalChannel:
             if tensor.shape == buffer.shape and tensor.dtype == buffer.dtype:
                 buffer.data.copy_(tensor.data)  # written as a network card would: no autograd, no version count
             else:
-                wrong = f"sent {_layout(tensor)}, awaited {_layout(buffer)}: {receive.what}, {send.what}"
+                wrong = f"sent {kind_of(tensor)}, awaited {kind_of(buffer)}: {receive.what}, {send.what}"
             for work in (send, receive):
                 work.finish(ShapeError(wrong) if wrong else None)
 
@@ -301,10 +301,6 @@ class LocalWorld:
 def _only(tensors: list[Tensor]) -> Tensor:
     (tensor,) = tensors
     if not tensor.is_contiguous():
-        raise ShapeError(f"messages are contiguous; this one is {_layout(tensor)}, write tensor.contiguous()")
+        strides = f"{kind_of(tensor)} with strides {list(tensor.stride())}"
+        raise ShapeError(f"messages are contiguous; this one is {strides}, write tensor.contiguous()")
     return tensor
-
-
-def _layout(tensor: Tensor) -> str:
-    text = f"{tensor.dtype} of shape {list(tensor.shape)}"
-    return text if tensor.is_contiguous() else f"{text} with strides {list(tensor.stride())}"

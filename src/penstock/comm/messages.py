@@ -83,11 +83,11 @@ class Messages(ABC):
 
     def isend(self, tensor: Tensor, peer: int) -> Work:
         """Send, with every error explained; for code that does not count microseconds."""
-        return self._checked(self.sender(peer), tensor, peer, what=f"a send of {_kind_of(tensor)}")
+        return self._checked(self.sender(peer), tensor, peer, what=f"a send of {kind_of(tensor)}")
 
     def irecv(self, tensor: Tensor, peer: int) -> Work:
         """Receive, with every error explained; for code that does not count microseconds."""
-        return self._checked(self.receiver(peer), tensor, peer, what=f"a receive of {_kind_of(tensor)}")
+        return self._checked(self.receiver(peer), tensor, peer, what=f"a receive of {kind_of(tensor)}")
 
     def _checked(self, post: Send | Receive, tensor: Tensor, peer: int, *, what: str) -> Work:
         if not tensor.is_contiguous():
@@ -123,5 +123,5 @@ class _CheckedWork:
             raise self._messages.explain(error, peer=self._peer, what=self._what) from error
 
 
-def _kind_of(tensor: Tensor) -> str:
+def kind_of(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"

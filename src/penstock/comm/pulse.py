@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from penstock.comm import beat
 from penstock.comm.decoding import loads, read, reading
-from penstock.comm.lifeline import Lifelines
+from penstock.comm.lifeline import Lifelines, listening
 from penstock.comm.store import innermost
 from penstock.comm.transport import FailureRecord, Store
 from penstock.errors import PenstockError
@@ -89,7 +89,7 @@ class Pulse:
         if not far:
             return
         if self._socket is None:
-            self._socket = _listen(self._address)
+            self._socket = listening(self._address, socket.SOCK_DGRAM)
             if self._socket is not None:
                 weakref.finalize(self, self._socket.close)
             where = ["", 0] if self._socket is None else list(self._socket.getsockname()[:2])
@@ -190,19 +190,6 @@ def address_towards(store: c10d.Store) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
-
-
-def _listen(address: str | None) -> socket.socket | None:
-    if address is None:
-        return None
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
-    try:
-        sock.bind((address, 0))
-    except OSError:
-        sock.close()
-        return None
-    sock.setblocking(False)
-    return sock
 
 
 def _start_heart(rank: int, seconds: float, peers: list[tuple[str, int, str]]) -> subprocess.Popen[bytes]:
