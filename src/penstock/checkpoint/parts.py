@@ -31,7 +31,6 @@ class _Hashing:
     def __init__(self, disk: Disk, stream: BinaryIO) -> None:
         self.disk, self.stream = disk, stream
         self.digest = hashlib.sha256()
-        self.length = 0
         self.error: OSError | None = None  # torch.save makes something unreadable of it
 
     def write(self, data: bytes | memoryview) -> int:
@@ -42,7 +41,6 @@ class _Hashing:
         except OSError as error:
             self.error = error
             raise
-        self.length += len(view)
         return len(view)
 
     def flush(self) -> None:
@@ -52,10 +50,9 @@ class _Hashing:
 def write_parts(file: Path, blocks: Iterable[Block], disk: Disk) -> list[tuple[str, Part]]:
     """One file with these blocks; what the manifest says of each."""
     found: list[tuple[str, Part]] = []
-    offset = 0
     with disk.create(file) as stream:
         for key, start, values in blocks:
-            plain = _plain(values)
+            offset, plain = stream.tell(), _plain(values)
             out = _Hashing(disk, stream)
             try:
                 torch.save(plain, out)  # type: ignore[arg-type]  # it only writes and flushes
@@ -63,9 +60,8 @@ def write_parts(file: Path, blocks: Iterable[Block], disk: Disk) -> list[tuple[s
                 raise out.error or RuntimeError(f"torch cannot save {key}") from None
             stream.flush()
             data = _values_begin(file, offset) if plain.nbytes else 0
-            part = Part(file.name, offset, out.length, data, out.digest.hexdigest(), start, tuple(plain.shape))
-            found.append((key, part))
-            offset += out.length
+            digest, length = out.digest.hexdigest(), stream.tell() - offset
+            found.append((key, Part(file.name, offset, length, data, digest, start, tuple(plain.shape))))
         disk.finish(stream)
     return found
 

@@ -77,8 +77,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _of_torch_file(file: Path) -> Mapping[str, Tensor]:
     """What `torch.save` wrote: mapped into memory, and read with weights_only."""
-    advice = ". Save model.state_dict() with torch.save"
-    whole = load_tensors(file, f"{file} cannot be read as tensors alone", advice)
+    whole = load_tensors(file, f"{file} cannot be read as tensors alone", ". Save model.state_dict() with torch.save")
     for name in _NESTED:
         if isinstance(whole, Mapping) and isinstance(whole.get(name), Mapping):
             whole = whole[name]

@@ -172,8 +172,7 @@ class AcceleratorTransport(DistributedTransport):
         told = super().explain(error, peer=peer, what=what)
         if self._torn is None and told is not error:
             self._torn = FailureRecord(self.rank, cause=f"{type(told).__name__}: {told}")
-            with suppress(TransportError):
-                self.store.set(self._torn_key, b"1")
+            self._tell_torn()
         return told
 
     def _way(self, peer: int) -> Way:
@@ -182,7 +181,7 @@ class AcceleratorTransport(DistributedTransport):
         return self._ways[peer]
 
     def begin_step(self) -> int:
-        if self._torn is not None or (not self._fine and self.store.check(self._torn_key)):
+        if self._torn is not None or (not self._fine and self.store.check(f"torn/{self.generation}")):
             try:
                 self._come_together()
             except (PenstockError, RuntimeError) as error:  # one is gone for good: what was wrong before still is
@@ -226,14 +225,13 @@ class AcceleratorTransport(DistributedTransport):
         finally:
             self.store.silent = self.pulse.look
 
-    @property
-    def _torn_key(self) -> str:
-        return f"torn/{self.generation}"
+    def _tell_torn(self) -> None:
+        with suppress(TransportError):
+            self.store.set(f"torn/{self.generation}", b"1")
 
     def break_connections(self, record: FailureRecord) -> None:
         super().break_connections(record)
-        with suppress(TransportError):
-            self.store.set(self._torn_key, b"1")
+        self._tell_torn()
         self._abort()
 
     def _abort(self) -> None:
@@ -320,9 +318,8 @@ class Way:
         else:
             pair = sorted((transport.rank, self._peer))
             names = ("both",) if transport.queues == "pair" else ("up", "down")
-            up, *rest = (transport.communicator(f"{pair[0]}-{pair[1]}/{name}", pair) for name in names)
-            down = rest[0] if rest else up
-            out, back = (up, down) if lower else (down, up)
+            made = [transport.communicator(f"{pair[0]}-{pair[1]}/{name}", pair) for name in names]
+            out, back = (made[0], made[-1]) if lower else (made[-1], made[0])
         self.pair = out, back
         for use in (out.send, back.recv) if lower else (back.recv, out.send):
             use([torch.zeros(1, dtype=torch.uint8, device=transport.device)], self._there, _TAG).wait()

@@ -68,11 +68,9 @@ class Baton:
         self._pass_on(rank)
         self._gates[rank].acquire()
         self._waiting[rank] = None
-        error, self._errors[rank] = self._errors[rank], None
+        error, self._errors[rank] = self._errors[rank] or self._stopped, None
         if error is not None:
             raise error
-        if self._stopped is not None:
-            raise self._stopped
 
     def leave(self, rank: int) -> None:
         """This rank's function is over; the others go on."""

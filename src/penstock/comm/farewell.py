@@ -31,10 +31,8 @@ class Farewell:
         """Wait for all that are there and whose processes live, until the time `end` at the latest."""
         with suppress(TransportError):
             there = [rank for rank in range(self._num_ranks) if self._store.check(f"here/{rank}")]
-            while there and time.monotonic() < end:
-                there = [rank for rank in there if not self._has_left(rank)]
-                if there:
-                    time.sleep(_NAP)
+            while (there := [rank for rank in there if not self._has_left(rank)]) and time.monotonic() < end:
+                time.sleep(_NAP)
 
     def _has_left(self, rank: int) -> bool:
         return self._store.check(f"left/{rank}") or has_ended(self._store.get(f"here/{rank}", 1.0), rank)

@@ -86,7 +86,9 @@ class HostGroup:
             while (gone := self._gone()) is None and time.monotonic() < end:
                 time.sleep(0.05)
             self._lost = gone
-            self._break()  # for those who wait for this process and have no connection to the other
+            end_waits(
+                self._gloo, self._rank, len(self._ranks)
+            )  # for those who wait for this process and have no connection to the other
         return None if self._lost is None or self._lost.rank == self._rank else self._failure("")
 
     def give_up(self, cause: str) -> None:
@@ -95,7 +97,7 @@ class HostGroup:
             self._lost = FailureRecord(self._rank, cause=f"its pipeline cannot go on: {cause}")
             with suppress(TransportError):
                 self._store.set(f"gone/{self._rank}", self._lost.encode())
-            self._break()
+            end_waits(self._gloo, self._rank, len(self._ranks))
 
     def _gone(self) -> FailureRecord | None:
         """Whose process has ended, or who has given up: perhaps because of the former, so that it comes second."""
@@ -132,10 +134,7 @@ class HostGroup:
         silent = self._pulse.look()
         if silent is not None and self._lost is None and self._steps:
             self._lost = silent
-            self._break()
-
-    def _break(self) -> None:
-        end_waits(self._gloo, self._rank, len(self._ranks))
+            end_waits(self._gloo, self._rank, len(self._ranks))
 
 
 def _watch(of: weakref.ref[HostGroup]) -> None:

@@ -57,7 +57,7 @@ class Lifelines:
         self._gone: dict[int, str] = {}  # by peer: how that was seen
         self._called: set[int] = set()  # peers that have said where they are, or that nobody can call them
         self._key = secrets.token_bytes(32)
-        local = address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        local = address is None or address == "::1" or address.startswith("127.")
         self._door = listening(address, socket.SOCK_STREAM) if patience and not local else None
         where = _NOWHERE
         if self._door is not None:

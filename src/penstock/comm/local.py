@@ -51,8 +51,7 @@ class LocalWork:
         self.done = False
 
     def finish(self, error: PenstockError | None = None) -> None:
-        self._error = error
-        self.done = True
+        self._error, self.done = error, True
 
     def wait(self, timeout: timedelta = timedelta(0), /) -> None:
         """Let the other ranks run until this is done. It never takes real time that nobody uses."""
@@ -74,8 +73,7 @@ class _LocalChannel:
     def __init__(self) -> None:
         self.sends: deque[tuple[Tensor, LocalWork]] = deque()
         self.receives: deque[tuple[Tensor, LocalWork]] = deque()
-        self.sends_posted = 0
-        self.receives_posted = 0
+        self.sends_posted = self.receives_posted = 0
         self.held: set[LocalWork] = set()
 
     def withdraw(self, work: LocalWork) -> None:
@@ -107,14 +105,13 @@ class LocalStore:
         return self._values.setdefault(key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
-        self._transport.wait_until(lambda: key in self._values, peer=None, what=f"{key!r} in the store")
+        self._transport.wait_until(partial(self.check, key), peer=None, what=f"{key!r} in the store")
         return self._values[key]
 
     def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
         keys = [f"{folder}/{rank}" for rank in range(self._transport.num_ranks)]
         for rank, key in enumerate(keys):
-            there = partial(self._values.__contains__, key)
-            self._transport.wait_until(there, peer=rank, what=f"{posts} of rank {rank}")
+            self._transport.wait_until(partial(self.check, key), peer=rank, what=f"{posts} of rank {rank}")
         return [self._values[key] for key in keys]
 
     def check(self, key: str) -> bool:

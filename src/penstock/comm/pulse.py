@@ -181,14 +181,12 @@ def address_towards(store: c10d.Store) -> str | None:
     """The address of this host that ranks on other hosts can reach: the one that it reaches the store by."""
     inner = innermost(store)
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
-    if host is None:
-        return None
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)
             return str(probe.getsockname()[0])
-    except OSError:
+    except OSError:  # or the store is of another kind, such as a file
         return None
 
 

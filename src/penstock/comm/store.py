@@ -53,7 +53,7 @@ class DistributedStore:
         self._rank, self._num_ranks = rank, num_ranks
         self._bound = bound
         self._guard = StoreGuard(store, bound) if bound else None
-        self._gone: list[str] = []  # why no call is made any more; all clones share it
+        self.gone: list[str] = []  # why no call is made any more, if that is so; all clones share it
         self.silent: Callable[[], FailureRecord | None] = _nobody
         self.ended: Callable[[], Iterable[FailureRecord]] = tuple
         self.notice: Callable[[Sequence[int]], None] = _nobody
@@ -62,36 +62,31 @@ class DistributedStore:
     def clone(self) -> DistributedStore:
         """The same values over a connection of its own, for another thread."""
         made = DistributedStore(self._store.clone(), self._rank, self._num_ranks, bound=self._bound)
-        made._gone = self._gone
+        made.gone = self.gone
         return made
 
     def beside(self, store: Store) -> DistributedStore:
         """Other values over the same connection."""
         made = DistributedStore(store, self._rank, self._num_ranks)
-        made._guard, made._gone = self._guard, self._gone
+        made._guard, made.gone = self._guard, self.gone
         return made
-
-    @property
-    def gone(self) -> bool:
-        """Whether no call is made any more, since the process that holds the store has ended or cannot be reached."""
-        return bool(self._gone)
 
     def _call(self, name: str, *args: object) -> Any:
         """Call torch's store. Once it is gone nobody asks it again: torch would print a page for each call."""
-        if not self._gone and self._guard is not None and self._guard.closed():
-            self._gone.append("its process has ended")
-        if self._gone:
+        if not self.gone and self._guard is not None and self._guard.closed():
+            self.gone.append("its process has ended")
+        if self.gone:
             raise self._lost()
         try:
             with hushed():
                 return getattr(self._store, name)(*args)
         except dist.DistError as error:
-            self._gone.append(str(error).partition("\n")[0])
+            self.gone.append(str(error).partition("\n")[0])
             raise self._lost() from error
 
     def _lost(self) -> TransportError:
         return TransportError(
-            f"the store of the process group does not answer ({self._gone[0]}); the process that holds it, that of the "
+            f"the store of the process group does not answer ({self.gone[0]}); the process that holds it, that of the "
             "job's rank 0 or of its launcher, has ended or cannot be reached. Start the job again, from a checkpoint"
         )
 

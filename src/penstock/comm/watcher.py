@@ -57,16 +57,9 @@ class Watcher:
             self._signals_before = None
 
     def stop(self) -> None:
-        """End the thread; the pipe is closed once nobody can write to it."""
+        """End the thread."""
         self._stopping = True
-        with suppress(OSError):
-            os.write(self._button, b"\0")
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5.0)
-        if not self._thread.is_alive():
-            for end in (self._bell, self._button):
-                with suppress(OSError):
-                    os.close(end)
+        end_thread(self._thread, self._bell, self._button)
 
     def _listen(self) -> None:
         tick = _TICK
@@ -147,3 +140,15 @@ class Watcher:
         self._store.first(failure_key(self._epoch), record.encode())
         if self._interrupts > 1:
             transport.break_connections(record)
+
+
+def end_thread(thread: threading.Thread, bell: int, button: int) -> None:
+    """End a thread that listens to a pipe and has been told to stop; the pipe is closed once nobody can write to it."""
+    with suppress(OSError):
+        os.write(button, b"\0")
+    if threading.current_thread() is not thread:
+        thread.join(timeout=5.0)
+    if not thread.is_alive():
+        for end in (bell, button):
+            with suppress(OSError):
+                os.close(end)

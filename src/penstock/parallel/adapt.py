@@ -35,16 +35,14 @@ def adapt(module: nn.Module) -> DataParallel:
 class Several(DataParallel):
     """Wrapped modules side by side in one stage: each action goes to all of them, in one order on every replica."""
 
+    reduces = True
+
     def __init__(self, adapters: Sequence[DataParallel]) -> None:
         self._adapters = tuple(adapters)
 
     @property
     def sharded(self) -> bool:
         return any(adapter.sharded for adapter in self._adapters)
-
-    @property
-    def reduces(self) -> bool:
-        return any(adapter.reduces for adapter in self._adapters)
 
     def begin(self) -> None:
         for adapter in self._adapters:

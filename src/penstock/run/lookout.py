@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.comm.transport import Transport
+from penstock.comm.watcher import end_thread
 from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import PenstockError
 
@@ -83,14 +84,7 @@ class Lookout:
             if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # else the program has a handler of its own by now
                 faulthandler.unregister(signal.SIGUSR1)
             _SHOWS.release()
-        with suppress(OSError):
-            os.write(self._button, b"\0")
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5.0)
-        if not self._thread.is_alive():
-            for end in (self._bell, self._button):
-                with suppress(OSError):
-                    os.close(end)
+        end_thread(self._thread, self._bell, self._button)
         self._file.unlink(missing_ok=True)
 
 
