@@ -92,10 +92,8 @@ def test_a_message_that_does_not_fit_names_both_sides(
 
     with pytest.raises(ShapeError) as caught:
         LocalWorld(2, rendezvous=rendezvous).run(mismatch)
-    assert (
-        f"sent {str(sent.dtype)[6:]}{list(sent.shape)}, awaited {str(awaited.dtype)[6:]}{list(awaited.shape)}"
-        in str(caught.value)
-    )
+    for word, tensor in (("sent", sent), ("awaited", awaited)):
+        assert f"{word} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" in str(caught.value)
 
 
 def test_a_message_that_nobody_receives_is_an_error() -> None:

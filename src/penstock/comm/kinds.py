@@ -15,10 +15,8 @@ class KindsOfDevice:
     """``look`` raises as soon as two ranks are known to differ; ``meet`` waits until all ranks have said what they are on."""
 
     def __init__(self, store: DistributedStore, kind: str, rank: int, num_ranks: int) -> None:
-        self.differ = False
-        self._store = store
+        self.differ, self._store, self._num_ranks = False, store, num_ranks
         self._known = {rank: kind}
-        self._num_ranks = num_ranks
         store.set(f"kind/{rank}", kind.encode())
 
     def meet(self, timeout: float) -> None:

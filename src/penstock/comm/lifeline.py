@@ -102,7 +102,6 @@ class Lifelines:
         with suppress(OSError):
             end = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
             self._lines[peer] = _Line(end, hello, doubted)
-            end.setblocking(False)
             self._kept_alive(end).connect_ex((address, port))
 
     def _look(self, peer: int, line: _Line) -> None:
@@ -134,10 +133,8 @@ class Lifelines:
         """Let callers in, as far as they are peers."""
         now = time.monotonic()
         with suppress(OSError):
-            while True:
-                end = self._kept_alive(door.accept()[0])
-                end.setblocking(False)
-                self._callers.append((end, now))
+            while len(self._callers) <= _CALLERS:
+                self._callers.append((self._kept_alive(door.accept()[0]), now))
         callers, self._callers = self._callers, []
         for number, (end, since) in enumerate(callers):
             peer = self._who(end) if number < _CALLERS else NOBODY
@@ -164,7 +161,8 @@ class Lifelines:
         return int(_HELLO.unpack(hello)[0]) if known else NOBODY
 
     def _kept_alive(self, end: socket.socket) -> socket.socket:
-        """Several times in a heartbeat."""
+        """The kernel asks several times in a heartbeat, and no call waits."""
+        end.setblocking(False)
         keep_alive(end, TCP_KEEPIDLE=self._patience / 4, TCP_KEEPINTVL=self._patience / 4, TCP_KEEPCNT=3)
         return end
 

@@ -96,8 +96,9 @@ class Pulse:
             self._store.set(f"pulse/{self.rank}", json.dumps([*where, self._key.hex()]).encode())
         for peer in far:
             with reading(f"the address of rank {peer}"):
-                self._far[peer] = loads(self._store.get(f"pulse/{peer}", _PATIENCE), tuple[str, int, str])
-                bytes.fromhex(self._far[peer][2])
+                place = loads(self._store.get(f"pulse/{peer}", _PATIENCE), tuple[str, int, str])
+                bytes.fromhex(place[2])
+            self._far[peer] = place
         self._end_heart()
         heart = _start_heart(self.rank, self.patience / _BEATS, [place for place in self._far.values() if place[0]])
         self._end_heart = weakref.finalize(self, _end_heart, heart)
