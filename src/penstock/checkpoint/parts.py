@@ -119,7 +119,7 @@ def read_part(folder: Path, part: Part, dtype: str) -> Tensor:
     except (OSError, MemoryError) as error:
         raise Damaged(f"{file} cannot be read: {str(error) or 'not enough memory'}") from error
     if not part.sha256:
-        return _checked(load_tensors(io.BytesIO(record), f"{file} cannot be read"), part, kind)
+        return _checked(file, load_tensors(io.BytesIO(record), f"{file} cannot be read"), part.shape, kind)
     if got != part.length or hashlib.sha256(record).hexdigest() != part.sha256:
         raise Damaged(
             f"{file} is damaged: bytes {part.offset} to {part.offset + part.length} are not those that were written"
@@ -130,12 +130,12 @@ def read_part(folder: Path, part: Part, dtype: str) -> Tensor:
     return torch.frombuffer(record, dtype=kind, count=count, offset=part.data).reshape(part.shape)
 
 
-def _checked(found: object, part: Part, dtype: torch.dtype) -> Tensor:
+def _checked(file: Path, found: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """What a record of torch's holds, which has no digest."""
     if not isinstance(found, Tensor) or found.layout is not torch.strided or not found.is_cpu:
-        raise StageError(f"{part.file} holds a {type(found).__name__} where a plain tensor should be")
-    if tuple(found.shape) != part.shape or found.dtype is not dtype:
-        raise StageError(f"{part.file}: a part is {found.dtype} {list(found.shape)}, not {dtype} {list(part.shape)}")
+        raise StageError(f"{file} holds a {type(found).__name__} where a plain tensor should be")
+    if tuple(found.shape) != shape or found.dtype is not dtype:
+        raise StageError(f"{file}: a part is {found.dtype} {list(found.shape)}, not {dtype} {list(shape)}")
     return found.detach()
 
 
@@ -152,9 +152,7 @@ def load_tensors(source: Path | io.BytesIO, problem: str, advice: str = "") -> o
             source.seek(0)
         return torch.load(source, map_location="cpu", weights_only=True, mmap=archived and isinstance(source, Path))
     except Exception as error:  # torch's reader raises whatever the bytes lead it to
-        first = next(iter(str(error).splitlines()), "").partition(". ")[
-            0
-        ]  # what torch advises next is to trust the file
+        first = next(iter(str(error).splitlines()), "").partition(". ")[0]  # torch's next advice is to trust the file
         raise StageError(f"{problem}: {type(error).__name__}: {first}{advice}") from error
 
 

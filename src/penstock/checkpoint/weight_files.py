@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.checkpoint.manifest import FILE, Manifest, check_size, read_small
 from penstock.checkpoint.parts import load_tensors, read_entry
 from penstock.checkpoint.torch_list import LIST, read_list
-from penstock.errors import StageError
+from penstock.errors import PenstockError, StageError
 from penstock.misfits import takes
 
 Source = Mapping[str, Tensor] | str | Path | Sequence[str | Path]
@@ -96,9 +96,13 @@ def _of_checkpoint(folder: Path) -> Mapping[str, Tensor]:
 
     def read(name: str) -> Tensor:
         entry = known[name]
-        for file, offset, length in entry.spans:  # so that no claim of a list takes more memory than there are bytes
-            check_size(folder / file, offset + length, LIST)
-        return read_entry(folder, entry, start=(0,) * len(entry.shape), shape=entry.shape)
+        try:
+            # So that no claim of a list takes more memory than there are bytes.
+            for file, offset, length in entry.spans:
+                check_size(folder / file, offset + length, LIST)
+            return read_entry(folder, entry, start=(0,) * len(entry.shape), shape=entry.shape)
+        except PenstockError as error:
+            raise type(error)(f"{name} cannot be read: {error}") from error
 
     return Weights(known, read)
 

@@ -132,10 +132,8 @@ class Baton:
 
 def run_all(baton: Baton, function: Callable[[int], Result]) -> tuple[list[Result], dict[int, BaseException]]:
     """Call ``function(rank)`` in a thread for each rank: what they return, and what they raise, by rank, the first one first."""
-    ranks, grad = (
-        range(baton.num_ranks),
-        torch.is_grad_enabled(),
-    )  # the mode belongs to a thread: the ranks take it over
+    ranks = range(baton.num_ranks)
+    grad = torch.is_grad_enabled()  # the mode belongs to a thread: the ranks take over the caller's
     results: dict[int, Result] = {}
     raised: dict[int, BaseException] = {}
 

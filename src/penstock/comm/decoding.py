@@ -53,7 +53,7 @@ def _is(value: object, kind: object) -> bool:
 
 
 def read(data: bytes, form: type[Form], what: str) -> Form:
-    """JSON of this form, and if it is not an error that names what was read."""
+    """JSON of this form; what is not of it is an error that names what was read."""
     with reading(what):
         return loads(data, form)
 

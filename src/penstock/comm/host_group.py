@@ -86,9 +86,8 @@ class HostGroup:
             while (gone := self._gone()) is None and time.monotonic() < end:
                 time.sleep(0.05)
             self._lost = gone
-            end_waits(
-                self._gloo, self._rank, len(self._ranks)
-            )  # for those who wait for this process and have no connection to the other
+            # For those who wait for this process and have no connection to the other.
+            end_waits(self._gloo, self._rank, len(self._ranks))
         return None if self._lost is None or self._lost.rank == self._rank else self._failure("")
 
     def give_up(self, cause: str) -> None:

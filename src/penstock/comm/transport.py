@@ -130,9 +130,8 @@ class Transport(Messages):
 
     def __init__(self) -> None:
         self._calls = threading.RLock()  # held by the thread that is in a call
-        self._posted: list[
-            int
-        ] = []  # the epochs for which this rank has posted a failure that still stands in the store
+        # The epochs for which this rank has posted a failure that still stands in the store.
+        self._posted: list[int] = []
 
     # -- messages
 

@@ -47,9 +47,7 @@ class DDPAdapter(Adapter):
                 ddp._sync_buffers()
         change(flags, ddp, "require_forward_param_sync", False)
         change(flags, ddp, "require_backward_grad_sync", False)
-        change(
-            flags, ddp, "find_unused_parameters", False
-        )  # else it copies every output, to find what buckets say anyway
+        change(flags, ddp, "find_unused_parameters", False)  # else it copies every output to find what buckets say
         if ddp.static_graph:
             change(flags, ddp, "_static_graph_delay_allreduce_enqueued", True)  # else the first backward reduces
 
@@ -105,9 +103,8 @@ def _refuse_what_cannot_wait(ddp: DistributedDataParallel) -> None:
 
 
 def _has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    return bool(
-        ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
-    )  # in C++ they show up in the latter alone
+    # Those that are written in C++ show up in the logging data alone.
+    return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
 
 
 def _average(ddp: DistributedDataParallel, failed: bool) -> list[int]:
