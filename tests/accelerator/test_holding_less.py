@@ -84,7 +84,7 @@ def test_a_stage_without_parameters_gets_the_random_numbers_of_its_device_again(
 
 
 def copy_speed(device: torch.device) -> tuple[float, bool]:
-    from penstock.front.copy_speed import copy_bandwidth
+    from penstock.front.machine import copy_bandwidth
     from penstock.stage.elsewhere import HostMemory
 
     elsewhere = HostMemory()

@@ -15,8 +15,8 @@ from penstock.balance import Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import OverLimit
 from penstock.front import Choice, choose
+from penstock.front.choice import Built
 from penstock.front.choice_text import explanation
-from penstock.front.request import Built
 from penstock.front.within import BUDGET
 from penstock.plan import Op
 from tests.front import test_live_memory as live

@@ -14,11 +14,12 @@ from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.front import Choice, choose
 from penstock.front.candidates import Wishes
+from penstock.front.choice import Built
 from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
-from penstock.front.machine import measure_machine, without_calls
+from penstock.front.machine import measure_machine
+from penstock.front.model_profile import without_calls
 from penstock.front.pipeline_options import FIRST, GROUPS
-from penstock.front.request import Built
 from penstock.front.stage_costs import Machine
 from penstock.plan import Placement
 from penstock.schedules import get_schedule
@@ -73,7 +74,7 @@ def test_schedule_placement_stages_and_plan_can_each_be_given() -> None:
     assert choose(profile, Wishes(2, 8, num_stages=8)).num_stages == 8
     assert choose(profile, Wishes(2, 8, "zbv")).plan.name == "zbv"
     plan = get_schedule("gpipe")(2, 8)
-    own = choose(profile, Wishes(2, 8, plan=plan))
+    own = choose(profile, Wishes(2, 8, plan))
     assert own.plan is plan
     assert own.why == "given"
 

@@ -13,7 +13,7 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.front import Choice, choose
 from penstock.front.candidates import Machine, Wishes
 from penstock.front.ends import Ends
-from penstock.front.links import LARGE, measure_links, rounds, unlike
+from penstock.front.machine import LARGE, measure_links, rounds, unlike
 from penstock.simulate import Link
 
 

@@ -20,8 +20,7 @@ from penstock.front import choose
 from penstock.front.build import cut
 from penstock.front.candidates import Wishes
 from penstock.front.choice import Choice
-from penstock.front.pipeline_options import CutOptions, ModelOptions
-from penstock.front.request import Request
+from penstock.front.pipeline_options import CutOptions, ModelOptions, Request
 from penstock.plan import Op, unpack
 from penstock.run import Schedule
 from penstock.schedules import all_schedules

@@ -15,7 +15,7 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import RunError, StageError
 from penstock.front import Choice
 from penstock.front.calibrate import enough
-from penstock.front.machine import typical
+from penstock.front.model_profile import typical
 from penstock.lower import lower
 from penstock.schedules import get_schedule
 from penstock.simulate import Costs, simulate

@@ -13,12 +13,12 @@ from penstock.balance import LayerCost, Profile
 from penstock.errors import BalanceError
 from penstock.front import Choice, choose
 from penstock.front.candidates import Wishes
+from penstock.front.choice import Built
 from penstock.front.choice_text import explanation
-from penstock.front.request import Built
 from penstock.front.stage_costs import Machine
 from penstock.front.within import holding_less
 from penstock.lower import recompute
-from penstock.plan import Op, check
+from penstock.plan import Op, Plan, check
 from penstock.schedules import get_schedule
 
 HELD, WEIGHT, MOMENT = 1_000_000, 200_000, 50_000
@@ -40,7 +40,7 @@ def profile(count: int = 8) -> Profile:
     return Profile(tuple(replace(layer, name=f"layers.{i}") for i in range(count)), metadata={"unit": "s"})
 
 
-def wishes(limit: int | list[int], schedule: str = "gpipe", **options: object) -> Wishes:
+def wishes(limit: int | list[int], schedule: str | Plan = "gpipe", **options: object) -> Wishes:
     return Wishes(2, 8, schedule, memory_limit=limit, **options)  # type: ignore[arg-type]
 
 
@@ -123,7 +123,7 @@ def test_the_smallest_limit_is_named_and_does(schedule: str, offload: bool) -> N
 def test_a_plan_that_recomputes_already_is_given_a_limit_too() -> None:
     """What it recomputes stays as it is; what it does not may come to be."""
     some = recompute(get_schedule("gpipe")(2, 8), {0: range(4)})
-    options = {"plan": some, "num_stages": 2}
+    options = {"schedule": some, "num_stages": 2}
     bare = choose(profile(), wishes(1 << 40, **options))
     assert bare.plan == some
     assert bare.smallest_limit is not None

@@ -23,6 +23,7 @@ from penstock.batch import microbatch_sizes
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import BalanceError, PenstockError, RanksDisagree, RunError, SplitError, UnknownNameError
 from penstock.plan import load
+from penstock.schedules import Recipe, get_schedule
 from penstock.train import run_report
 from penstock.train.train_options import TrainOptions
 from tests.checkpoint.pipes import WIDTH, batch, make
@@ -383,3 +384,25 @@ def test_13_13_a_plan_file_is_bounded(tmp_path: Path) -> None:
     assert load(file, limit=8).num_actions == 2
     with pytest.raises(PenstockError, match="8 bytes; such files are read up to 7"):
         load(file, limit=7)
+
+
+def test_a_recipe_that_nobody_registered_pipelines_a_model() -> None:
+    """It was looked up by its name: UnknownNameError, or the schedule that somebody else had registered under that name."""
+    recipe = Recipe("mine", "a schedule of the user's", get_schedule("gpipe").rank_actions, stages_per_rank=1)
+    x, y = batch(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def run(transport: LocalTransport) -> list[str]:
+        pipe = penstock.Pipeline(
+            model,
+            (x,),
+            loss_fn=nn.functional.mse_loss,
+            schedule=recipe,
+            microbatches=4,
+            profile=False,
+            group=transport,
+        )
+        pipe.step(x, target=y)
+        return [pipe.plan.name, *pipe.plan.lines()]
+
+    assert LocalWorld(2).run(run) == [["mine", *get_schedule("gpipe")(2, 4).lines()]] * 2

@@ -27,8 +27,7 @@ from penstock.cli.main import main
 from penstock.errors import PenstockError
 from penstock.front import Choice
 from penstock.front.build import cut
-from penstock.front.pipeline_options import CutOptions, ModelOptions
-from penstock.front.request import Request
+from penstock.front.pipeline_options import CutOptions, ModelOptions, Request
 from penstock.train.run_report import read
 from penstock.train.train_job import Job, batches_of, make_job
 from penstock.train.train_options import OPTIONS, TrainOptions

@@ -5,11 +5,11 @@
 
 From the call to the step:
 
-    asked    pipeline_options (the options, in four groups) and byte_sizes; request (what was asked for, and what was built)
-    known    ends (who takes part), machine, links and copy_speed (what actions, messages and copies cost), model_profile (what
-             layers cost), stage_costs (what stages cost by their layers)
+    asked    pipeline_options (the options, in four groups) and byte_sizes
+    known    ends (who takes part), machine (what actions, messages and copies cost), model_profile (what layers cost),
+             stage_costs (what stages cost by their layers)
     chosen   candidates (plans and cuts), within (those that keep to a limit of memory), choose, choice and choice_text
-    built    build (a captured model) or made_by_hand, dimensions (stages spread over a mesh), own_stages and names
+    built    build (stages of a captured model, or those made by hand), dimensions (stages spread over a mesh), own_stages and names
     stepped  pipeline, grouping (rows in groups), weighted (the schedule), on_host and on_device (what ranks tell one another
              afterwards), spread (outputs to whoever wants them), norm, result, garbage
     changed  replan (after a rank ran out of memory), change_plan, recut, calibrate, memory_view (what is held)

@@ -1,4 +1,5 @@
-"""From a model to the stages of this rank: profile, choose, capture, build, wrap."""
+"""Making a pipeline: the ranks meet, and a model (profiled, captured and cut as was chosen) or stages made by hand become the
+stages of this rank: spread, compiled and wrapped."""
 
 from __future__ import annotations
 
@@ -14,42 +15,83 @@ from torch import nn
 
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
-from penstock.capture import (
-    Pipe,
-    cuts_at,
-    pipeline,
-    warn_if_uneven,
-)
+from penstock.capture import Pipe, cuts_at, pipeline, warn_if_uneven
 from penstock.capture.load_state import to_materialise
-from penstock.errors import CaptureError, PlanError, RanksDisagree
+from penstock.errors import CaptureError, PlanError, RanksDisagree, StageError
 from penstock.front.byte_sizes import state_of
-from penstock.front.candidates import Wishes
-from penstock.front.choice import Choice
+from penstock.front.candidates import Wishes, plans
+from penstock.front.choice import Built, Choice
 from penstock.front.choose import choose
-from penstock.front.copy_speed import copy_bandwidth
+from penstock.front.dimensions import spread
 from penstock.front.ends import Ends
-from penstock.front.machine import measure_machine, together
-from penstock.front.model_profile import estimated_profile, measured_profile, with_budgets_of
-from penstock.front.request import Built, Request
+from penstock.front.machine import copy_bandwidth, measure_machine
+from penstock.front.model_profile import estimated_profile, measured_profile, together, with_budgets_of
+from penstock.front.pipeline_options import RankOptions, Request
 from penstock.front.stage_costs import Machine
-from penstock.plan import Plan
-from penstock.schedules import Recipe, get_schedule
+from penstock.lower import InTurn
+from penstock.parallel import wrap
+from penstock.plan import Placement, Plan
+from penstock.run.planning import sparing
+from penstock.simulate import simulate
 from penstock.stage.digest import operators_of
 from penstock.stage.elsewhere import elsewhere
+from penstock.stage.twins import compile_in_place
+
+
+def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -> tuple[Built, Ends]:
+    """The stages of this rank, spread, compiled and wrapped, and its place among the ranks. `request` is without the model."""
+    of_cut, of_steps, made = request.of_cut, request.of_steps, request.of_cut.made
+    if not made and not isinstance(model, nn.Module):
+        raise StageError(f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}")
+    group = made[0].group if of_ranks.group is None and made and of_ranks.mesh is None else of_ranks.group
+    device = made[0].device if made else device_of(model, of_ranks.device)
+    ends = Ends.of(group, of_ranks.mesh, device, beside=of_ranks.parallelize is not None)
+    if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
+        ends.transport.arrange(of_steps.receives.queues)
+    built = build(replace(request, model=model), ends) if model is not None and not made else adopt(request, ends)
+    spread(built.stages, of_ranks.parallelize, of_ranks.mesh)
+    budgets = {} if built.choice is None else dict(built.choice.budgets)
+    for stage in built.stages:
+        compile_in_place(stage.submod, of_cut.compile_with(budgets.get(stage.stage_index)))
+        stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
+    return built.with_plan(sparing(built.plan, of_steps.recompute, of_steps.offload)), ends
+
+
+def adopt(request: Request, ends: Ends) -> Built:
+    """A plan for stages that the user made: the quickest that places them where they are."""
+    made = request.of_cut.made
+    if isinstance(request.schedule, Plan):
+        return Built(made, request.schedule)
+    everyone = ends.gather("the stages of each rank", [stage.stage_index for stage in made])
+    rank_of = {index: rank for rank, held in enumerate(everyone) for index in held}
+    placement = Placement.of([rank_of.get(index, 0) for index in range(made[0].num_stages)])
+    count, ranks = placement.num_stages, placement.num_ranks
+    wishes = Wishes(ranks, request.microbatches, request.schedule, num_stages=count, placement=placement)
+    fitting = [*plans(wishes, count)]
+    if not fitting:
+        raise PlanError(
+            f"no schedule {request.schedule!r} for stages placed as {placement.ranks}; schedules place them round the ranks "
+            f"(loop: {Placement.loop(ranks, count // ranks).ranks}) or there and back "
+            f"(v: {Placement.v(ranks, count // ranks).ranks})"
+        )
+    timelines = [simulate(plan) for plan in fitting]
+    return Built(made, min(timelines, key=lambda one: (one.makespan, max(one.peak_memory))).plan)
 
 
 def build(request: Request, ends: Ends) -> Built:
     """Capture, decide on the first rank, and build what belongs on this one."""
-    request = _with_profile(request, ends)
-    machine = Machine() if request.of_cut.profile is False else measure_machine(ends)
-    offloads = request.of_steps.offload is not False or _may_offload(request, ends)
-    if request.of_cut.profile is not False and offloads:
-        machine = replace(machine, copy_bandwidth=_copy_bandwidth(request, ends))
+    given = request.of_cut.profile
+    if isinstance(file := given, str | Path):  # read first of all, by the rank that decides: it may be on no other host
+        given = Profile.loads(ends.decide(f"reading the profile {file}", lambda: Profile.load(file).dumps()))
+    machine = Machine() if given is False else _measured(request, ends)
     pipes: list[Pipe] = []
-    if _is_measured(request):
-        profile = together(ends, lambda barrier: measured_profile(request, ends, barrier))
-    else:
+    profile: Profile | Callable[[], Profile]
+    if isinstance(given, Profile):
+        profile = given
+    elif given is False:
         profile = partial(estimated_profile, request, ends, pipes)
+    else:
+        profile = together(ends, partial(measured_profile, request, ends))
     text = ends.decide(
         "profiling the model and choosing a schedule", lambda: _decide(request, ends, machine, profile).dumps()
     )
@@ -70,15 +112,6 @@ def build(request: Request, ends: Ends) -> Built:
     ends.agree("the values of the model", lambda: pending.extend(values_to_fill(modules, request, ends.device)))
     ends.agree("giving the model its values", lambda: [fill() for fill in pending])
     return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
-
-
-def _with_profile(request: Request, ends: Ends) -> Request:
-    """The file of a profile is read first of all, by the rank that decides: it may be on no other host."""
-    file = request.of_cut.profile
-    if not isinstance(file, str | Path):
-        return request
-    text = ends.decide(f"reading the profile {file}", lambda: Profile.load(file).dumps())
-    return replace(request, of_cut=replace(request.of_cut, profile=Profile.loads(text)))
 
 
 def stage_facts(pipe: Pipe, request: Request) -> dict[str, str]:
@@ -120,20 +153,23 @@ def _may_offload(request: Request, ends: Ends) -> bool:
     return limited and (ends.device.type != "cpu" or request.of_steps.offload_to is not None)
 
 
-def _copy_bandwidth(request: Request, ends: Ends) -> float:
-    """How fast the slowest rank copies, while all do."""
+def _measured(request: Request, ends: Ends) -> Machine:
+    """What actions and messages cost; and, where stages may be offloaded, how fast the slowest rank copies while all do."""
+    machine = measure_machine(ends)
+    if request.of_steps.offload is False and not _may_offload(request, ends):
+        return machine
     ends.gather("about to measure copies", None)
     place = elsewhere(request.of_steps.offload_to)
-    return float(min(ends.agree("how fast each rank copies", lambda: copy_bandwidth(ends.device, place))))
+    found = ends.agree("how fast each rank copies", lambda: copy_bandwidth(ends.device, place))
+    return replace(machine, copy_bandwidth=float(min(found)))
 
 
-def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[], Profile]) -> Choice:
+def _decide(request: Request, ends: Ends, machine: Machine, profile: Profile | Callable[[], Profile]) -> Choice:
     of_cut = request.of_cut
     wishes = Wishes(
         num_ranks=ends.num_ranks,
         num_microbatches=request.microbatches,
-        schedule=_schedule_name(request.schedule),
-        plan=request.schedule if isinstance(request.schedule, Plan) else None,
+        schedule=request.schedule,
         num_stages=of_cut.count,
         placement=of_cut.placement,
         memory_limit=of_cut.memory_limit,
@@ -143,16 +179,20 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Callable[[]
         budgets=of_cut.may_have_budgets,
         microbatches=_sizes(request),
     )
-    _check(wishes)
-    given = of_cut.profile if isinstance(of_cut.profile, Profile) else None
-    found = given or profile()
+    plan = request.schedule
+    if isinstance(plan, Plan) and (plan.num_ranks, plan.num_microbatches) != (ends.num_ranks, request.microbatches):
+        raise PlanError(
+            f"the plan is for {plan.num_ranks} ranks and {plan.num_microbatches} microbatches, but there are "
+            f"{ends.num_ranks} ranks and microbatches={request.microbatches}"
+        )
+    found = profile if isinstance(profile, Profile) else profile()
     times = found.metadata.get("rank_times")
     if times is not None and len(times) == wishes.num_ranks:
-        wishes = replace(wishes, machine=replace(wishes.machine, ranks=tuple(times)))
-    if given is not None:
-        return _with_budgets(choose(given, wishes), request, ends, wishes)
-    if of_cut.split_spec is not None or of_cut.split_policy is not None:
-        wishes = _with_stages(wishes, len(found.layers))
+        wishes = replace(wishes, machine=replace(machine, ranks=tuple(times)))
+    if of_cut.is_split and not isinstance(profile, Profile):
+        if of_cut.count not in (None, len(found.layers)):
+            raise CaptureError(f"split_spec makes {len(found.layers)} stages, num_stages={of_cut.count} were asked for")
+        wishes = replace(wishes, num_stages=len(found.layers))
     return _with_budgets(choose(found, wishes), request, ends, wishes)
 
 
@@ -178,11 +218,6 @@ def _sizes(request: Request) -> tuple[float, ...] | None:
     return tuple(cost / mean for cost in costs) if mean and len(set(costs)) > 1 else None
 
 
-def _is_measured(request: Request) -> bool:
-    """Whether the ranks measure the layers; they do unless a profile is given or none is wanted."""
-    return not isinstance(request.of_cut.profile, Profile) and request.of_cut.profile is not False
-
-
 def optimizer_bytes(request: Request) -> float:
     """State of the optimizer for each byte of parameters: measured where the optimizer is given, else as the option says."""
     make = request.of_cut.optimizer
@@ -190,45 +225,13 @@ def optimizer_bytes(request: Request) -> float:
     return request.of_cut.optimizer_bytes if make is None else state_of(make, dtype)
 
 
-def _schedule_name(schedule: str | Plan | Recipe) -> str:
-    match schedule:
-        case str():
-            return schedule if schedule in ("auto", "search") else get_schedule(schedule).name
-        case Recipe():
-            return schedule.name
-        case Plan():
-            return schedule.name or "a plan"
-
-
-def _check(wishes: Wishes) -> None:
-    plan = wishes.plan
-    if plan is not None and (plan.num_ranks, plan.num_microbatches) != (wishes.num_ranks, wishes.num_microbatches):
-        raise PlanError(
-            f"the plan is for {plan.num_ranks} ranks and {plan.num_microbatches} microbatches, but there are "
-            f"{wishes.num_ranks} ranks and microbatches={wishes.num_microbatches}"
-        )
-
-
-def _with_stages(wishes: Wishes, num_stages: int) -> Wishes:
-    if wishes.num_stages not in (None, num_stages):
-        raise CaptureError(f"split_spec makes {num_stages} stages, num_stages={wishes.num_stages} were asked for")
-    return replace(wishes, num_stages=num_stages)
-
-
 def cut(request: Request, choice: Choice) -> Pipe:
     """Capture the model and cut it where the choice says."""
-    where = choice.profile.metadata.get("places")
-    if where is None:
-        return pipeline(request.model, request.args, request.kwargs, **request.of_cut.of_capture)
-    chosen = [tuple(where[boundary - 1]) for boundary in choice.boundaries]
-    return pipeline(
-        request.model,
-        request.args,
-        request.kwargs,
-        num_stages=choice.num_stages,
-        choose_cuts=cuts_at(chosen),
-        **request.of_cut.of_capture,
-    )
+    options, where = request.of_cut.of_capture, choice.profile.metadata.get("places")
+    if where is not None:
+        chosen = [tuple(where[boundary - 1]) for boundary in choice.boundaries]
+        options |= {"num_stages": choice.num_stages, "choose_cuts": cuts_at(chosen)}
+    return pipeline(request.model, request.args, request.kwargs, **options)
 
 
 def values_to_fill(modules: Sequence[nn.Module], request: Request, device: torch.device) -> list[Callable[[], None]]:

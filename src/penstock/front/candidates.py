@@ -1,20 +1,23 @@
-"""What comes into question: every plan that the user's wishes allow, and the best cut of the model for each."""
+"""What comes into question: every plan that the user's wishes allow, and the best cuts of the model for each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 
-from penstock.balance import Profile, balance
+from penstock.balance import Profile, balance, leanest
 from penstock.errors import BalanceError, PlanError
-from penstock.front.choice import Choice
+from penstock.front.choice import Choice, Tried, per_rank
 from penstock.front.stage_costs import FREE, Machine
+from penstock.lower import divide
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
 
 _MOST_STAGES_PER_RANK = 4
+_PIECES = (2, 4)  # of a stage
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,7 @@ class Wishes:
 
     num_ranks: int
     num_microbatches: int
-    schedule: str = "auto"
-    plan: Plan | None = None  # a plan of the user's own
+    schedule: str | Plan | Recipe = "auto"
     num_stages: int | None = None
     placement: Placement | str | None = None
     memory_limit: int | Sequence[int] | None = None
@@ -46,83 +48,125 @@ class Wishes:
     @property
     def is_given(self) -> bool:
         """Whether there is a schedule that must be taken."""
-        return self.schedule != "auto" or self.plan is not None
+        return self.schedule != "auto"
 
 
-def plans(profile: Profile, wishes: Wishes) -> Iterator[Plan]:
-    """Every plan that the wishes allow."""
-    if wishes.plan is not None:
-        yield wishes.plan
+def plans(wishes: Wishes, num_layers: int) -> Iterator[Plan]:
+    """Every plan that the wishes allow for a model of so many layers."""
+    given = wishes.schedule
+    if isinstance(given, Plan):
+        yield given
         return
-    recipes = all_schedules() if wishes.schedule == "auto" else [get_schedule(wishes.schedule)]
+    recipes = [recipe for recipe in all_schedules() if recipe.name != "forward"]
+    if wishes.is_given:
+        recipes = [given if isinstance(given, Recipe) else get_schedule(given)]
     for recipe in recipes:
-        if wishes.schedule == "auto" and recipe.name == "forward":
-            continue
-        for per_rank in _stages_per_rank(recipe, profile, wishes):
-            plan = recipe(wishes.num_ranks, wishes.num_microbatches, stages_per_rank=per_rank)
+        for stages in _stages_per_rank(recipe, wishes, num_layers):
+            plan = recipe(wishes.num_ranks, wishes.num_microbatches, stages_per_rank=stages)
             if _placed(plan, wishes):
                 yield plan
 
 
-def _stages_per_rank(recipe: Recipe, profile: Profile, wishes: Wishes) -> Sequence[int]:
+def _stages_per_rank(recipe: Recipe, wishes: Wishes, num_layers: int) -> Sequence[int]:
     if wishes.num_stages is not None:
-        per_rank, rest = divmod(wishes.num_stages, wishes.num_ranks)
+        wanted, rest = divmod(wishes.num_stages, wishes.num_ranks)
         if rest:
             raise PlanError(
-                f"{wishes.num_stages} stages over {wishes.num_ranks} ranks; expected a multiple of {wishes.num_ranks}"
+                f"{wishes.num_stages} stages over {wishes.num_ranks} ranks; expected a multiple of {wishes.num_ranks}, "
+                "or a plan of your own: schedule=plan"
             )
-        if recipe.stages_per_rank in (None, per_rank):
-            return (per_rank,)
-        if wishes.schedule != "auto":
-            recipe.sizes(wishes.num_ranks, wishes.num_microbatches, per_rank)  # raises, and says what would do
-        return ()
+        if wishes.is_given:
+            recipe.sizes(wishes.num_ranks, wishes.num_microbatches, wanted)  # raises, and says what would do
+        return (wanted,) if recipe.stages_per_rank in (None, wanted) else ()
     if recipe.stages_per_rank is not None:
         return (recipe.stages_per_rank,)
-    if wishes.schedule != "auto":
+    if wishes.is_given:
         return (recipe.default_stages_per_rank,)
-    most = min(_MOST_STAGES_PER_RANK, len(profile.layers) // wishes.num_ranks)
-    return range(2, most + 1)
+    return range(2, min(_MOST_STAGES_PER_RANK, num_layers // wishes.num_ranks) + 1)
 
 
 def _placed(plan: Plan, wishes: Wishes) -> bool:
-    if wishes.placement is None:
-        return True
-    if isinstance(wishes.placement, Placement):
-        return plan.placement == wishes.placement
-    same_anyway = (
-        wishes.schedule != "auto" and plan.num_stages == plan.num_ranks
-    )  # one stage a rank: loop and v are one
+    if wishes.placement is None or isinstance(wishes.placement, Placement):
+        return wishes.placement in (None, plan.placement)
+    same_anyway = wishes.is_given and plan.num_stages == plan.num_ranks  # one stage a rank: loop and v are one
     return plan.placement.kind == wishes.placement or same_anyway
 
 
-def fastest_cut(plan: Plan, profile: Profile, wishes: Wishes) -> Choice:
-    """The best cut by what the ranks compute; or, where some links are narrower than others, with what crosses them weighed as
-    well, if the step is shorter with that.
+def candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Choice]:
+    """Every plan with the cut that is best in time and, under a limit, with the one that holds least.
+
+    `tried` gets the plans for which there is no cut.
     """
-    machine = wishes.machine
-    weighed: list[dict[str, Any]] = [{}]
-    if any(link.bandwidth is not None for link in machine.links):
-        weighed.append({"bandwidth": machine.bandwidth, "links": machine.links})
-    cuts = [
-        balance(
-            profile,
-            plan.num_stages,
-            placement=plan.placement,
-            num_ranks=plan.num_ranks,
-            rank_times=machine.ranks,
-            **wires,
-        )
-        for wires in weighed
-    ]
-    choices = [
-        Choice(
+    lean: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for plan in plans(wishes, len(profile.layers)):
+        uncut = Choice(
             plan,
-            boundaries,
+            (),
             profile,
-            machine=machine,
+            machine=wishes.machine,
             optimizer_bytes=wishes.optimizer_bytes,
             microbatches=wishes.microbatches,
         )
-        for boundaries in dict.fromkeys(cut.boundaries for cut in cuts)
-    ]
-    return min(choices, key=lambda choice: choice.timeline.makespan) if len(choices) > 1 else choices[0]
+        try:
+            if plan.num_stages > len(profile.layers):
+                raise BalanceError(f"the model has only {len(profile.layers)} layers")
+            quick = fastest_cut(uncut)
+        except BalanceError as error:
+            tried.append(Tried(plan.name, per_rank(plan), None, why=str(error)))
+            continue
+        yield quick
+        if wishes.memory_limit is not None:
+            if plan.placement.ranks not in lean:
+                lean[plan.placement.ranks] = leanest(profile, plan.placement, optimizer_bytes=wishes.optimizer_bytes)
+            if lean[plan.placement.ranks] != quick.boundaries:
+                yield replace(quick, boundaries=lean[plan.placement.ranks])
+
+
+def fastest_cut(choice: Choice) -> Choice:
+    """The choice with the best cut by what the ranks compute; or, where some links are narrower than others, with what crosses
+    them weighed as well, if the step is shorter with that.
+    """
+    plan, machine = choice.plan, choice.machine
+    cut = partial(
+        balance,
+        choice.profile,
+        plan.num_stages,
+        placement=plan.placement,
+        num_ranks=plan.num_ranks,
+        rank_times=machine.ranks,
+    )
+    cuts = [cut()]
+    if any(link.bandwidth is not None for link in machine.links):
+        cuts.append(cut(bandwidth=machine.bandwidth, links=machine.links))
+    choices = [replace(choice, boundaries=boundaries) for boundaries in dict.fromkeys(one.boundaries for one in cuts)]
+    return min(choices, key=lambda one: one.timeline.makespan) if len(choices) > 1 else choices[0]
+
+
+def in_pieces(bare: Choice, wishes: Wishes) -> Iterator[Choice]:
+    """The choice with each stage in pieces on its rank, if nobody has said how many stages there are to be.
+
+    The pieces are cut so that the largest one of a stage saves as little as can be.
+    """
+    free = not isinstance(wishes.schedule, Plan) and wishes.num_stages is None and wishes.placement is None
+    sizes = [layer.activation_to_input for layer in bare.profile.layers]
+    for pieces in _PIECES if free and bare.num_stages == bare.plan.num_ranks else ():
+        if all(stop - first >= pieces for first, stop in bare.bounds):
+            firsts = [first + cut for first, stop in bare.bounds for cut in _evenly(sizes[first:stop], pieces)]
+            yield replace(bare, plan=divide(bare.plan, pieces), boundaries=tuple(firsts[1:]))
+
+
+def _evenly(sizes: Sequence[int], pieces: int) -> list[int]:
+    """Where pieces of a list begin, so that the largest sum is the smallest.
+
+    >>> _evenly([4, 1, 1, 2, 3, 1], 3), _evenly([0, 0, 9, 0], 4)
+    ([0, 1, 4], [0, 1, 2, 3])
+    """
+    sums = list(accumulate(sizes, initial=0))
+    # Up to each end: the largest of the pieces, and where they begin.
+    best = {end: (total, [0]) for end, total in enumerate(sums)}
+    for piece in range(1, pieces):
+        best = {
+            end: min((max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut]) for cut in range(piece, end))
+            for end in range(piece + 1, len(sums))
+        }
+    return best[len(sizes)][1]

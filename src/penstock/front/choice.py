@@ -1,21 +1,22 @@
-"""Choice: which plan was chosen for which stages, what they cost, and among what it was chosen."""
+"""Choice: which plan was chosen for which stages, what they cost, and among what it was chosen. Built: what was made of it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 from penstock.balance import Profile
+from penstock.capture import PipeInfo
 from penstock.comm.decoding import reading
-from penstock.front.budgets import with_budgets
-from penstock.front.stage_costs import FREE, Machine, stage_costs
+from penstock.front.stage_costs import FREE, BudgetRows, Machine, stage_costs, with_budgets
 from penstock.lower import lower
+from penstock.nest import Value
 from penstock.plan import Placement, Plan, dumps, loads
 from penstock.simulate import Costs, Link, Timeline, dumps_costs, loads_costs, simulate
+from penstock.stage.pipeline_stage import PipelineStage
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,27 @@ class Choice:
     def costs(self) -> Costs:
         if self.calibrated is not None:
             return self.calibrated
-        return with_budgets(self.bare_costs, self, dict(self.budgets)) if self.budgets else self.bare_costs
+        return with_budgets(self.bare_costs, {stage: (self.budget_rows(stage), b) for stage, b in self.budgets})
 
     @cached_property
     def bare_costs(self) -> Costs:
         """By the layers alone, without budgets."""
         found = stage_costs(self.profile, self.bounds, self.machine, self.plan.placement)
         return replace(found, microbatches=self.microbatches)
+
+    def budget_rows(self, stage: int) -> BudgetRows:
+        """What budgets of memory were measured to do to a stage; the first row is that of none."""
+        forward = self.bare_costs.forward[stage]
+        rows: BudgetRows = [(1.0, 0.0, 0.0)]
+        for budget, size, longer in self.profile.metadata.get("budgets", {}).get(self.key(stage), ()):
+            if size > rows[-1][1]:
+                rows.append((budget, size, max(longer * forward, rows[-1][2])))
+        return rows
+
+    def least_budget(self, stage: int) -> float | None:
+        """The smallest budget that was measured and saved something."""
+        *_, (budget, size, _) = self.budget_rows(stage)
+        return budget if size else None
 
     @property
     def predicted(self) -> float:
@@ -135,51 +150,55 @@ class Choice:
 
     def dumps(self) -> str:
         """As text; `Choice.loads` is the inverse."""
-        return json.dumps(
-            {
-                "plan": dumps(self.plan),
-                "schedule": self.plan.name,
-                "placement": list(self.plan.placement.ranks),
-                "boundaries": list(self.boundaries),
-                "profile": self.profile.dumps(),
-                "tried": [asdict(tried) for tried in self.tried],
-                "machine": asdict(self.machine),
-                "optimizer_bytes": self.optimizer_bytes,
-                "why": self.why,
-                "calibrated": None if self.calibrated is None else dumps_costs(self.calibrated),
-                "spared": [asdict(spared) for spared in self.spared],
-                "smallest_limit": self.smallest_limit,
-                "microbatches": self.microbatches,
-                "budgets": self.budgets,
-            }
-        )
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        plain |= {
+            "plan": dumps(self.plan),
+            "schedule": self.plan.name,
+            "placement": self.plan.placement.ranks,
+            "profile": self.profile.dumps(),
+            "calibrated": None if self.calibrated is None else dumps_costs(self.calibrated),
+        }
+        return json.dumps(plain, default=asdict)
 
     @classmethod
     def loads(cls, text: str) -> Choice:
         """Read what `dumps` wrote."""
         with reading("the choice of a schedule"):
-            return cls._of(json.loads(text))
+            data = _tuples(json.loads(text))
+            name, placement = data.pop("schedule"), Placement.of(data.pop("placement"))
+            links = tuple(Link(*link) for link in data["machine"].get("links", ()))
+            calibrated = data.get("calibrated")
+            data |= {
+                "plan": replace(loads(data["plan"]), name=name, placement=placement),
+                "profile": Profile.loads(data["profile"]),
+                "tried": tuple(Tried(**tried) for tried in data["tried"]),
+                "machine": Machine(**{**data["machine"], "links": links}),
+                "calibrated": None if calibrated is None else loads_costs(calibrated),
+                "spared": tuple(Spared(**spared) for spared in data.get("spared", ())),
+            }
+            return cls(**data)
 
-    @classmethod
-    def _of(cls, data: dict[str, Any]) -> Choice:
-        machine = data["machine"]
-        links = tuple(Link(*link) for link in machine.pop("links", ()))
-        ranks = machine.pop("ranks", None)
-        calibrated, sizes = data.get("calibrated"), data.get("microbatches")
-        return cls(
-            plan=replace(loads(data["plan"]), name=data["schedule"], placement=Placement.of(data["placement"])),
-            boundaries=tuple(data["boundaries"]),
-            profile=Profile.loads(data["profile"]),
-            tried=tuple(Tried(**tried) for tried in data["tried"]),
-            machine=Machine(**machine, links=links, ranks=ranks and tuple(ranks)),
-            optimizer_bytes=data["optimizer_bytes"],
-            why=data["why"],
-            calibrated=None if calibrated is None else loads_costs(calibrated),
-            spared=tuple(Spared(**spared) for spared in data.get("spared", ())),
-            smallest_limit=data.get("smallest_limit"),
-            microbatches=sizes and tuple(sizes),
-            budgets=tuple((int(stage), float(budget)) for stage, budget in data.get("budgets", ())),
-        )
+
+@dataclass(frozen=True)
+class Built:
+    """The stages of this rank, and what is known of all."""
+
+    stages: list[PipelineStage]
+    plan: Plan
+    info: PipeInfo | None = None  # of a captured model
+    choice: Choice | None = None  # with measured costs
+
+    def with_plan(self, plan: Plan, **of_choice: Value) -> Built:
+        """The same stages under another plan; `of_choice` is what else the choice says from now on."""
+        choice = None if self.choice is None else replace(self.choice, plan=plan, **of_choice)
+        return replace(self, plan=plan, choice=choice)
+
+
+def _tuples(value: Value) -> Value:
+    """What JSON gives, with a tuple in place of each list."""
+    if isinstance(value, dict):
+        return {key: _tuples(one) for key, one in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def per_rank(plan: Plan) -> int:

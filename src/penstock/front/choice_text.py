@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from penstock.balance.cuts import size_text
-from penstock.front.choice import Choice
-from penstock.front.request import Built
+from penstock.front.choice import Built, Choice
 from penstock.show.numbers import percent, time_text
 
 _SHOWN = 6  # candidates in the list

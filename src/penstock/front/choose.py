@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from penstock.balance import Profile
 from penstock.errors import BalanceError, PlanError
-from penstock.front.candidates import Wishes
+from penstock.front.candidates import Wishes, candidates, in_pieces
 from penstock.front.choice import Choice, Tried, is_timed
 from penstock.front.stage_costs import FREE
-from penstock.front.within import Fit, budgeted, fitted, in_pieces, limit_text, nothing_fits, starts, trimmed
+from penstock.front.within import Fit, budgeted, fitted, limit_text, nothing_fits, trimmed
 from penstock.misfits import takes
 from penstock.search import search
 
@@ -37,14 +37,15 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
     """
     if not is_timed(profile):
         wishes = replace(wishes, machine=replace(FREE, ranks=wishes.machine.ranks))
-    if wishes.schedule == "search" and wishes.plan is None:
+    if wishes.schedule == "search":
         known = choose(profile, replace(wishes, schedule="auto"))
         return known if known.spared else _searched(known, wishes)
     fits: list[Fit] = []
     tried: list[Tried] = []
     least: Fit | None = None  # under a limit: of all candidates the one that can hold least
-    for whole in starts(profile, wishes, tried):
-        pieces = [*in_pieces(whole, wishes)] if wishes.memory_limit is not None else []
+    for bare in candidates(profile, wishes, tried):
+        whole = Fit(bare, wishes.limits)
+        pieces = [Fit(one, wishes.limits) for one in in_pieces(bare, wishes)] if wishes.memory_limit is not None else []
         for start in [whole] if whole.fits else [whole, *pieces]:
             found = fitted(start, wishes)
             some = [found, *(budgeted(found) if wishes.budgets else ())]

@@ -8,7 +8,6 @@ from contextlib import suppress
 from penstock.batch import Microbatches, batch_size_of
 from penstock.errors import SplitError
 from penstock.front.ends import Ends
-from penstock.front.made_by_hand import forward_plan
 from penstock.front.pipeline_options import StepOptions
 from penstock.front.spread import agree_on_rows
 from penstock.front.weighted import WeightedSchedule
@@ -23,8 +22,7 @@ class FewRows:
 
     def __init__(self, options: StepOptions) -> None:
         self.options = options
-        self.steps: dict[int, tuple[Plan, WeightedSchedule]] = {}  # with the plan that each was made of
-        self.evaluations: dict[int, WeightedSchedule] = {}
+        self.made: dict[int, tuple[Plan, WeightedSchedule]] = {}  # with the plan that each was made of
 
     def count(self, usual: WeightedSchedule, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> int | None:
         """How many microbatches a step cuts this batch into, if `few_rows` has it cut into fewer than usual."""
@@ -35,14 +33,14 @@ class FewRows:
             return rows if rows and rows < usual.num_microbatches else None
         return None
 
-    def of_step(self, usual: WeightedSchedule, few: int | None, make: Make) -> WeightedSchedule:
+    def of_few(self, usual: WeightedSchedule, few: int | None, make: Make) -> WeightedSchedule:
         """The usual schedule, or one of its plan with only so many microbatches."""
         if few is None:
             return usual
-        plan, found = self.steps.get(few, (None, usual))
+        plan, found = self.made.get(few, (None, usual))
         if plan is not usual.plan:
             found = make(usual.plan.of_first(few))
-            self.steps[few] = usual.plan, found
+            self.made[few] = usual.plan, found
         found.steps, found._watches = usual.steps, usual._watches
         return found
 
@@ -58,11 +56,7 @@ class FewRows:
         except SplitError as error:
             problem = error
         rows = agree_on_rows(ends, rows, problem)
-        if rows is None or rows >= usual.num_microbatches:
-            return usual
-        if rows not in self.evaluations:
-            self.evaluations[rows] = make(forward_plan(usual.plan.placement, rows))
-        return self.evaluations[rows]
+        return self.of_few(usual, rows if rows is not None and rows < usual.num_microbatches else None, make)
 
     def _rows_of(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> int | None:
         """Into how many microbatches a batch can be cut: its rows, or those that are ready."""

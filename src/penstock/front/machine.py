@@ -1,40 +1,50 @@
-"""What an action and a message cost on these ranks beside the computing: found by running a pipeline that computes nothing.
+"""What an action, a message and a copy cost on these ranks beside the computing: measured before the first step.
 
-machine = measure_machine(ends)          # every rank calls it; a few steps of a few microseconds each
+    machine = measure_machine(ends)          # every rank calls it; a few steps of a few microseconds each
+    links = measure_links(ends)              # a part of that: how far the ranks are from one another
+    speed = copy_bandwidth(torch.device("cpu"), Folder("/scratch"))     # bytes a second, before a plan may have O and L
 
-The steps run over the real connections with the real loop, so whatever these cost is in the figures.
+A pipeline that computes nothing runs over the real connections with the real loop, so whatever these cost is in the figures.
+
+For the links, pairs of neighbours send messages to and fro. In a pipeline a rank exchanges messages with the ranks before and
+after it, so only these pairs are measured: first those that begin with an even rank, all at the same time, then the others, then
+the last rank with the first. That is three rounds, for two ranks as for a thousand.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import Profile
-from penstock.capture import LayerSetting, pipeline, profile_layers
-from penstock.comm import LocalTransport
+from penstock.comm.device_wait import wait_for_device
+from penstock.comm.transport import Transport
 from penstock.front.ends import Ends
-from penstock.front.links import measure_links, unlike, usual_bandwidth
 from penstock.front.stage_costs import Machine
 from penstock.plan import Op
 from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
-from penstock.simulate import Timeline
+from penstock.simulate import Link, Timeline
+from penstock.stage.elsewhere import Elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
-_MICROBATCHES = 8
+_MICROBATCHES: Final = 8
 _WARM_UP, _ROUNDS = 2, 3
-_SLOWER = 1.25  # so many times what the others take is a rank of its own kind
-_AT_LEAST = 0.1  # of what was measured for a layer counts, whatever the calls take
+SMALL, LARGE = 1, 1 << 18  # numbers (of 4 bytes) in the messages
+_TIMES: Final = 6
+_UNLIKE: Final = 1.5  # so many times what is usual is a link of its own,
+_MATTERS: Final = 20e-6  # if that is so many seconds
+_COPIED: Final = 8 << 20  # bytes of a copy
+_BOUND: Final = 60.0  # seconds that one of them may take on a device
 
 
-class _Nothing(nn.Module):
+class Nothing(nn.Module):
     """Hardly any work, with a gradient for its input and for a parameter."""
 
     def __init__(self, device: torch.device) -> None:
@@ -66,117 +76,13 @@ def measure_machine(ends: Ends) -> Machine:
     )
 
 
-def together(ends: Ends, measure: Callable[[Callable[[], None]], Profile]) -> Callable[[], Profile]:
-    """What layers cost while all ranks are at work: all measure at the same time, and the median over the ranks counts.
-
-    `measure` is handed a barrier, to call when it is about to begin. The first rank asks for the outcome, and gets its own error
-    if it had one; a rank that cannot measure is left out. Ranks that are threads of one process take turns anyway: the first
-    one measures for all.
-    """
-    if isinstance(ends.transport, LocalTransport):
-        return lambda: measure(lambda: None)
-    begun = False
-
-    def barrier() -> None:
-        nonlocal begun
-        begun = True
-        ends.gather("about to measure the layers", None)
-
-    mine: Profile | None = None
-    problem: Exception | None = None
-    try:
-        mine = measure(barrier)
-    except Exception as error:  # noqa: BLE001  the other ranks wait for this one
-        problem = error
-    if not begun:
-        barrier()
-    texts = ends.gather("what the layers cost on each rank", None if mine is None else mine.dumps())
-
-    def outcome() -> Profile:
-        if problem is not None:
-            raise problem
-        assert mine is not None, "measured, or a problem"
-        return typical(mine, [Profile.loads(text) for text in texts if text is not None])
-
-    return outcome
-
-
-def typical(mine: Profile, everyone: Sequence[Profile]) -> Profile:
-    """The profile with the median times of all ranks that measured the same layers."""
-    names = [layer.name for layer in mine.layers]
-    alike = [profile for profile in everyone if [layer.name for layer in profile.layers] == names]
-    if len(alike) < 2:
-        return mine
-    layers = tuple(
-        replace(
-            layer,
-            **{
-                name: statistics.median(getattr(profile.layers[k], name) for profile in alike)
-                for name in ("forward", "backward_input", "backward_weight")
-            },
-        )
-        for k, layer in enumerate(mine.layers)
-    )
-    unlike = rank_times([[layer.forward + layer.backward_input for layer in p.layers] for p in alike])
-    backward = [statistics.median(whole) for whole in zip(*(p.metadata["backward"] for p in alike), strict=True)]
-    facts = {**mine.metadata, "backward": backward, "ranks": len(alike)}
-    if unlike is not None and len(alike) == len(everyone):
-        facts["rank_times"] = unlike
-    return replace(mine, layers=layers, metadata=facts)
-
-
-def rank_times(times: Sequence[Sequence[float]]) -> list[float] | None:
-    """How many times as long each rank takes as they do at the median, if one is slower with nearly all its layers.
-
-    Noise slows some layers on a rank, a slow device all of them: three quarters must be slower by a quarter.
-
-    >>> rank_times([[1.0, 1.0, 2.0, 1.0], [1.1, 0.9, 1.0, 1.0], [2.0, 2.2, 1.9, 2.0]])
-    [1.0, 1.0, 1.909]
-    >>> rank_times([[1.0, 1.0, 2.0, 1.0], [1.1, 0.9, 1.0, 1.0]])
-    """
-    usual = [statistics.median_low(column) or 1e-12 for column in zip(*times, strict=True)]
-    ratios = [sorted(time / typical for time, typical in zip(row, usual, strict=True)) for row in times]
-    if not any(row[len(row) // 4] > _SLOWER for row in ratios):
-        return None
-    return [round(statistics.median(row), 3) if row[len(row) // 4] > _SLOWER else 1.0 for row in ratios]
-
-
-def without_calls(profile: Profile, device: torch.device) -> Profile:
-    """What the layers cost inside a stage. Each was measured alone, and the calls around it are made once a stage.
-
-    These calls are an action's overhead, which `measure_machine` finds; here they are taken off, as a layer that does
-    nothing has them.
-    """
-    x = torch.ones(1, 1, device=device, requires_grad=True)
-    with torch.enable_grad():
-        setting = LayerSetting((x,), {}, device)
-        empty = profile_layers(pipeline(_Nothing(device), (x,)), None, setting, progress=False)
-    calls, full = empty.layers[0], empty.metadata["backward"][0]
-    layers = tuple(
-        replace(
-            layer,
-            forward=_less(layer.forward, calls.forward),
-            backward_input=_less(layer.backward_input, calls.backward_input),
-            backward_weight=_less(layer.backward_weight, calls.backward_weight),
-        )
-        for layer in profile.layers
-    )
-    backward = [_less(whole, full) for whole in profile.metadata["backward"]]
-    return replace(profile, layers=layers, metadata={**profile.metadata, "backward": backward, "calls": "taken off"})
-
-
-def _less(measured: float, calls: float) -> float:
-    """What is left, and never nothing: the calls are not known that well."""
-    return max(measured - calls, _AT_LEAST * measured)
-
-
 def _median(values: Sequence[float]) -> float:
     return max(statistics.median(values), 0.0) if values else 0.0
 
 
 def _record(ends: Ends) -> list[Timeline]:
     """Some steps of a stage a rank."""
-    stage = PipelineStage(_Nothing(ends.device), ends.rank, ends.num_ranks, ends.device, group=ends.group)
+    stage = PipelineStage(Nothing(ends.device), ends.rank, ends.num_ranks, ends.device, group=ends.group)
     plan = get_schedule("1f1b")(ends.num_ranks, _MICROBATCHES)
     schedule = Schedule.from_plan(plan, [stage], loss_fn=lambda output, _: output.sum())
     batch = torch.ones(_MICROBATCHES, 1, device=ends.device)
@@ -207,3 +113,112 @@ def _latencies(timeline: Timeline) -> list[float]:
         back = times[rank][Op.B, last][0] - times[rank + 1][Op.SEND_B, last][1]
         found.append((there + back) / 2)  # what the ranks' clocks differ by counts once this way and once that
     return found
+
+
+def rounds(num_ranks: int) -> list[list[tuple[int, int]]]:
+    """Pairs of neighbours; in a round every rank is in one pair at most.
+
+    >>> rounds(5)
+    [[(0, 1), (2, 3)], [(1, 2), (3, 4)], [(4, 0)]]
+    """
+    found = [[(rank, rank + 1) for rank in range(first, num_ranks - 1, 2)] for first in (0, 1)]
+    return [pairs for pairs in (*found, [(num_ranks - 1, 0)] if num_ranks > 2 else []) if pairs]
+
+
+def measure_links(ends: Ends) -> list[Link]:
+    """Every pair of neighbours, both ways, in the order of the rounds: latency in seconds, and bytes a second if there is a
+    limit.
+
+    How long a small message takes is known there and back together alone, since the ranks have clocks of their own; how long
+    many bytes take, is known each way.
+    """
+    if ends.num_ranks < 2:
+        return []
+    transport, number = ends.transport, ends.num_ranks
+    ends.gather("about to measure the links", None)
+    transport.connect({(ends.rank + 1) % number, (ends.rank - 1) % number})
+    mine = []
+    for pairs in rounds(number):
+        for one, other in pairs:
+            if ends.rank in (one, other):
+                links = _measured(transport, one, other)
+                mine += links if ends.rank == one else []
+    return [Link(*link) for links in ends.gather("how far the ranks are from one another", mine) for link in links]
+
+
+def _measured(transport: Transport, one: int, other: int) -> list[Link]:
+    """One way, and the other."""
+    both = _ping(transport, one, other, (SMALL, SMALL))
+    found = []
+    for pair, sizes in (((one, other), (LARGE, SMALL)), ((other, one), (SMALL, LARGE))):
+        extra = _ping(transport, one, other, sizes) - both
+        found.append(Link(*pair, both / 2, 4 * (LARGE - SMALL) / extra if extra > 1e-7 else None))
+    return found
+
+
+def _ping(transport: Transport, one: int, other: int, sizes: tuple[int, int]) -> float:
+    """Seconds of a message there and one back, the quickest of a few."""
+    leads = transport.rank == one
+    peer = other if leads else one
+    buffers = [torch.zeros(size, dtype=torch.float32, device=transport.device) for size in sizes]
+    found = []
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        for buffer, sends in zip(buffers, (leads, not leads), strict=True):
+            (transport.isend(buffer, peer) if sends else transport.irecv(buffer, peer)).wait()
+        if transport.device.type != "cpu":
+            transport.wait_for_device()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def usual_bandwidth(links: Sequence[Link]) -> float | None:
+    """The median bandwidth of the links that have a limit."""
+    found = [link.bandwidth for link in links if link.bandwidth is not None]
+    return statistics.median(found) if found else None
+
+
+def unlike(links: Sequence[Link], latency: float) -> tuple[Link, ...]:
+    """The links that are far slower than the others; `latency` is that of a usual message in a step.
+
+    >>> near, far = Link(0, 1, 1e-5, 1e9), Link(1, 2, 5e-3, 1e7)
+    >>> unlike([near, near, far], 3e-5)[0]
+    Link(sender=1, receiver=2, latency=0.00502, bandwidth=10000000.0)
+    """
+    if len(links) < 2:
+        return ()
+    usual, width = statistics.median_low(link.latency for link in links), usual_bandwidth(links)
+    found: list[Link] = []
+    for link in links:
+        late = link.latency > max(_UNLIKE * usual, usual + _MATTERS)
+        narrow = link.bandwidth is not None and width is not None and link.bandwidth * _UNLIKE < width
+        if late or narrow:
+            seconds = latency + max(link.latency - usual, 0.0)
+            found.append(link._replace(latency=round(seconds, 9), bandwidth=link.bandwidth if narrow else width))
+    return tuple(found)
+
+
+def copy_bandwidth(device: torch.device, elsewhere: Elsewhere) -> float:
+    """Bytes a second of a copy, the mean of the way there and the way back; the best of some rounds.
+
+    >>> from penstock.stage.elsewhere import HostMemory
+    >>> copy_bandwidth(torch.device("cpu"), HostMemory()) > 0
+    True
+    """
+    flat = torch.zeros(_COPIED, dtype=torch.uint8, device=device)
+    elsewhere.put(flat).back()  # what is made once, such as a stream, is made
+    return 2 * _COPIED / min(_round_trip(flat, elsewhere) for _ in range(_ROUNDS))
+
+
+def _round_trip(flat: torch.Tensor, elsewhere: Elsewhere) -> float:
+    """Seconds there and back: of the host, or on a device by its own events, since the host does not wait for copies."""
+    if flat.is_cpu:
+        start = time.perf_counter()
+        elsewhere.put(flat).back()
+        return max(time.perf_counter() - start, 1e-9)
+    begin, end = (torch.Event(flat.device, enable_timing=True) for _ in range(2))
+    begin.record()
+    elsewhere.put(flat).back()
+    end.record()
+    wait_for_device(flat.device, _BOUND)
+    return max(begin.elapsed_time(end) / 1e3, 1e-9)

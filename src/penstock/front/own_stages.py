@@ -14,14 +14,13 @@ from penstock.balance import Profile
 from penstock.capture.stage_module import StageModule
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
-from penstock.front.choice import Choice
+from penstock.front.choice import Built, Choice
 from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
 from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, stage_tensors
 from penstock.front.one_call import one_call
 from penstock.front.publish import Origin, save_pretrained
-from penstock.front.request import Built
 from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.run.ties import Holders, Tied, declared, holders_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -16,8 +17,7 @@ from penstock.balance import Profile
 from penstock.capture import Pipe
 from penstock.errors import RunError, StageError
 from penstock.front import norm
-from penstock.front.assemble import assemble, look_out
-from penstock.front.build import cut
+from penstock.front.build import assemble, cut
 from penstock.front.calibrate import calibrated
 from penstock.front.change_plan import Replanner
 from penstock.front.choice import Choice
@@ -32,10 +32,10 @@ from penstock.front.on_device import OnDevice
 from penstock.front.on_host import OnHost
 from penstock.front.one_call import one_call
 from penstock.front.own_stages import OwnStages
-from penstock.front.pipeline_options import check_named, sorted_options
+from penstock.front.pipeline_options import Request, check_named, sorted_options
+from penstock.front.publish import Origin
 from penstock.front.recut import agreed_recut
 from penstock.front.replan import Undo, until_it_fits
-from penstock.front.request import Request
 from penstock.front.result import Result
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, check_where, deliver
@@ -44,6 +44,7 @@ from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.compiled_costs import compiled_costs
+from penstock.run.lookout import Lookout
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.record import Recording
 from penstock.schedules import Recipe
@@ -95,8 +96,8 @@ class Pipeline(OwnStages):
         check_named(example, loss_fn, schedule, microbatches)
         # Without the model, whose memory is the user's.
         request = Request(nn.Module(), tuple(example), loss_fn, schedule, microbatches, of_model, of_cut, of_steps)
-        built, ends, origin = assemble(model, request, of_ranks)
-        super().__init__(built, ends, origin, of_steps.ties)
+        built, ends = assemble(model, request, of_ranks)
+        super().__init__(built, ends, Origin.of(None if of_cut.made else model), of_steps.ties)
         self._request = replace(request, of_model=replace(of_model, weights=None))
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
@@ -105,7 +106,7 @@ class Pipeline(OwnStages):
         placement = self._built.plan.placement
         self._telling = OnDevice.of(self._ends, placement) or OnHost(self._ends, placement)
         if of_steps.run_folder is not None:
-            look_out(self, of_steps.run_folder)
+            self._look_out(Path(of_steps.run_folder))
         modules = [stage.submod for stage in self._built.stages]
         state = of_cut.optimizer_bytes if self._built.choice is None else self._built.choice.optimizer_bytes
         self._memory = MemoryKeeper(modules, self._ends, of_cut.memory_limit, state)
@@ -366,6 +367,15 @@ class Pipeline(OwnStages):
 
     # -- inside
 
+    def _look_out(self, folder: Path) -> None:
+        """Write where this rank is into the folder of the run, as long as the pipeline lives."""
+
+        def start() -> None:
+            place = folder / f"replica-{self.replica}" if self.replica else folder
+            weakref.finalize(self, Lookout(self.transport, place).close)
+
+        self.agree(f"writing to the folder of the run, {folder}", start)
+
     def _scheduled(self, plan: Plan) -> WeightedSchedule:
         schedule = self._make_schedule(plan)
         schedule.spread = self._ends.beside
@@ -416,7 +426,7 @@ class Pipeline(OwnStages):
 
     def _of_step(self, few: int | None) -> WeightedSchedule:
         """The schedule of a step, or one of its plan with only so many microbatches."""
-        return self._few_rows.of_step(self._schedule, few, self._scheduled)
+        return self._few_rows.of_few(self._schedule, few, self._scheduled)
 
     def _for_batch(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> WeightedSchedule:
         """The schedule of an evaluation."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING
@@ -101,6 +101,11 @@ class CutOptions:
     @property
     def count(self) -> int | None:
         return self.stages if isinstance(self.stages, int) else self.num_stages
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the user says where to cut."""
+        return self.split_spec is not None or self.split_policy is not None
 
     @property
     def made(self) -> list[PipelineStage]:
@@ -229,6 +234,24 @@ class StepOptions:
         """The options that `Schedule` takes; what `recompute` and `offload` ask for is in the plan that it is given."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_OWN, "recompute", "offload")}
         return {**given, "loss_fn": loss_fn}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a Pipeline was asked for."""
+
+    model: torch.nn.Module
+    args: tuple[Value, ...]
+    loss_fn: Callable[..., torch.Tensor] | None
+    schedule: str | Plan | Recipe
+    microbatches: int
+    of_model: ModelOptions
+    of_cut: CutOptions
+    of_steps: StepOptions = field(default_factory=StepOptions)
+
+    @property
+    def kwargs(self) -> Mapping[str, Value]:
+        return self.of_model.example_kwargs or {}
 
 
 GROUPS = (ModelOptions, CutOptions, RankOptions, StepOptions)

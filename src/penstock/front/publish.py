@@ -37,7 +37,10 @@ class Origin:
     configs: Mapping[str, object] | None = None  # of a transformers model: config, generation_config
 
     @classmethod
-    def of(cls, model: nn.Module) -> Origin:
+    def of(cls, model: nn.Module | None) -> Origin:
+        """None: nothing is known, since the stages were made by hand."""
+        if model is None:
+            return cls()
         names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
         found = {name: getattr(model, name, None) for name in ("config", "generation_config")}
         configs = {name: one for name, one in found.items() if hasattr(one, "save_pretrained")}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.balance import Profile
-from penstock.front.candidates import Wishes, fastest_cut
+from penstock.front.candidates import fastest_cut
 from penstock.front.choice import Choice
 from penstock.front.ends import Ends
 from penstock.front.stage_costs import stage_costs
@@ -24,17 +24,8 @@ def slower_ranks(choice: Choice, timelines: Sequence[Timeline], *, gain: float) 
     cuts by it: `Pipeline(profile=...)`.
     """
     times = rank_times(choice, timelines)
-    machine = replace(choice.machine, ranks=times)
-    plan = choice.plan
-    now = replace(choice, machine=machine, calibrated=None)
-    wishes = Wishes(
-        plan.num_ranks,
-        plan.num_microbatches,
-        machine=machine,
-        optimizer_bytes=choice.optimizer_bytes,
-        microbatches=choice.microbatches,
-    )
-    then = fastest_cut(plan, choice.profile, wishes)
+    now = replace(choice, machine=replace(choice.machine, ranks=times), calibrated=None)
+    then = fastest_cut(replace(now, budgets=()))
     if then.boundaries == choice.boundaries or then.timeline.makespan > (1 - gain) * now.timeline.makespan:
         return None
     return replace(choice.profile, metadata={**choice.profile.metadata, "rank_times": list(times)})

@@ -1,12 +1,18 @@
 """What stages cost, by the costs of their layers: times and bytes for one microbatch.
 
-costs = stage_costs(profile, [(0, 4), (4, 8)], Machine(), Placement.loop(2))
+    costs = stage_costs(profile, [(0, 4), (4, 8)], Machine(), Placement.loop(2))
+    with_budgets(costs, {0: (choice.budget_rows(0), 0.4)})     # stage 0 is compiled with a budget of memory
+
+With a budget b, torch's partitioner keeps at most the inputs, the outputs and b of the rest of what a stage would keep. What it
+then computes again is its own choice, the cheapest first. How long that takes is measured for some budgets of a stage
+(`capture/layer_costs.py`); in between it grows evenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 from penstock.balance import Profile
@@ -23,14 +29,15 @@ class Machine:
     overhead: float = 0.0  # of each compute action
     posting: float = 0.0  # of each send or receive, for the rank that posts it
     around: float = 0.0  # of a step beside its actions: the batch cut, the ranks asked before and after
-    ranks: tuple[float, ...] | None = (
-        None  # for each how many times as long as the others it takes; None: they are alike
-    )
+    # For each rank how many times as long as the others it takes; None: they are alike.
+    ranks: tuple[float, ...] | None = None
     links: tuple[Link, ...] = ()  # between ranks that are further from one another than the others
     copy_bandwidth: float | None = None  # bytes a second off the device, and back; None: not measured
 
 
 FREE: Final = Machine()
+BudgetRows = list[tuple[float, float, float]]
+"""Of a stage: budgets from 1 down, the bytes that each saves, and what the backward takes longer."""
 
 
 def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Machine, placement: Placement) -> Costs:
@@ -103,3 +110,49 @@ def _moments(profile: Profile, start: int, stop: int) -> tuple[float, float, flo
         full = max(full, before + gradient + layer.backward_peak - whole)
         inputs = max(inputs, before + waiting + gradient + layer.input_peak - whole)
     return float(forward), float(full), float(inputs)
+
+
+def with_budgets(costs: Costs, budgets: Mapping[int, tuple[BudgetRows, float]]) -> Costs:
+    """The costs of stages of which some are compiled with a budget: what is known of budgets for the stage, and this one.
+
+    What is not kept is made again in the backward, all of it before the first of it is used up, at worst.
+    """
+    if not budgets:
+        return costs
+    held, added, longer = list(costs.held_to_input), [0.0] * costs.num_stages, [0.0] * costs.num_stages
+    for stage, (rows, budget) in budgets.items():
+        added[stage], longer[stage] = _saved(rows, budget, _room(costs, stage))
+        held[stage] -= added[stage]
+
+    def more(values: Sequence[float] | None, by: Sequence[float]) -> tuple[float, ...] | None:
+        return None if values is None else tuple(map(sum, zip(values, by, strict=True)))
+
+    return replace(
+        costs,
+        held_to_input=tuple(held),
+        unmoved=None if costs.unmoved is None else tuple(map(min, costs.unmoved, held)),
+        backward_input=more(costs.backward_input, longer) or (),
+        backward=more(costs.backward, longer),
+        forward_moment=more(costs.forward_moment, added),
+        backward_moment=more(costs.backward_moment, added),
+        input_moment=more(costs.input_moment, added),
+    )
+
+
+def _room(costs: Costs, stage: int) -> float:
+    """What a stage keeps beside its inputs and outputs."""
+    known = [sizes[stage] for sizes in (costs.kept_input, costs.output_bytes) if sizes is not None]
+    return max(costs.held_to_input[stage] - sum(known), 0.0)
+
+
+def _saved(rows: BudgetRows, budget: float, room: float) -> tuple[float, float]:
+    """Bytes and time, of a stage that keeps `room` beside its inputs and outputs: a smaller budget saves no less.
+
+    >>> _saved([(1.0, 0, 0.0), (0.5, 60, 2.0), (0.0, 100, 4.0)], 0.75, 100), _saved([(1.0, 0, 0.0), (0.5, 60, 2.0)], 0.5, 100)
+    ((25.0, 1.0), (60, 2.0))
+    """
+    most = max((1 - budget) * room, *(size for one, size, _ in rows if one >= budget))
+    for (high, _, before), (low, _, after) in pairwise(rows):
+        if budget >= low:
+            return min(most, room), before + (after - before) * (high - budget) / (high - low)
+    return min(most, room), rows[-1][2]

@@ -13,26 +13,22 @@ piece, one piece at a time is held.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from penstock.balance import Profile, leanest
 from penstock.balance.cuts import size_text
-from penstock.errors import BalanceError
-from penstock.front.budgets import least_budget
-from penstock.front.candidates import Wishes, fastest_cut, plans
+from penstock.front.candidates import Wishes
 from penstock.front.choice import Choice, Spared, Tried, per_rank
-from penstock.lower import divide, offload, recompute
+from penstock.lower import offload, recompute
 from penstock.plan import Plan
 from penstock.plan.actions import OP, microbatch_of, stage_of
 from penstock.plan.ops import CHOICES
 
 RECOMPUTE, OFFLOAD, BUDGET = "recompute", "offload", "budget"
-_PIECES = (2, 4)  # of a stage
-Ways = Mapping[
-    int, tuple[str, float]
-]  # by stage: how it holds less; for how many of its microbatches, or with which budget
+Ways = Mapping[int, tuple[str, float]]
+"""By stage: how it holds less; for how many of its microbatches, or with which budget."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,15 @@ class Fit:
     """A candidate with the stages that hold less."""
 
     bare: Choice  # as it would be without
-    choice: Choice
-    ways: Ways
     limits: tuple[float, ...]  # bytes of each rank
+    ways: Ways = field(default_factory=dict)
+
+    @cached_property
+    def choice(self) -> Choice:
+        if not self.ways:
+            return self.bare
+        budgets = tuple(sorted((stage, amount) for stage, (way, amount) in self.ways.items() if way == BUDGET))
+        return replace(self.bare, plan=holding_less(self.bare.plan, self.ways), budgets=budgets)
 
     @property
     def fits(self) -> bool:
@@ -56,11 +58,6 @@ class Fit:
     @property
     def makespan(self) -> float:
         return self.choice.timeline.makespan
-
-    def with_ways(self, ways: Ways) -> Fit:
-        budgets = tuple(sorted((stage, amount) for stage, (way, amount) in ways.items() if way == BUDGET))
-        choice = replace(self.bare, plan=holding_less(self.bare.plan, ways), budgets=budgets)
-        return Fit(self.bare, choice, dict(ways), self.limits)
 
     @property
     def tried(self) -> Tried:
@@ -76,7 +73,7 @@ class Fit:
         found = []
         every = self.bare.plan.num_microbatches
         for stage, (way, amount) in self.ways.items():
-            without = self.with_ways({s: w for s, w in self.ways.items() if s != stage})
+            without = replace(self, ways={s: w for s, w in self.ways.items() if s != stage})
             rank = self.choice.plan.placement.rank_of(stage)
             saved = without.choice.memory[rank] - self.choice.memory[rank]
             time = max(self.makespan - without.makespan, 0.0)
@@ -88,7 +85,7 @@ class Fit:
     def leanest(self) -> Fit:
         """The same candidate with every stage recomputed."""
         every = self.bare.plan.num_microbatches
-        return self.with_ways(dict.fromkeys(range(self.bare.num_stages), (RECOMPUTE, every)))
+        return replace(self, ways=dict.fromkeys(range(self.bare.num_stages), (RECOMPUTE, every)))
 
 
 def holding_less(plan: Plan, ways: Ways) -> Plan:
@@ -112,65 +109,6 @@ def holding_less(plan: Plan, ways: Ways) -> Plan:
     return plan
 
 
-def starts(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Fit]:
-    """Every candidate as it is."""
-    for bare in _candidates(profile, wishes, tried):
-        yield Fit(bare, bare, {}, wishes.limits)
-
-
-def in_pieces(start: Fit, wishes: Wishes) -> Iterator[Fit]:
-    """A candidate with its stages in pieces, if nobody has said how many stages there are to be."""
-    bare, free = start.bare, wishes.plan is None and wishes.num_stages is None and wishes.placement is None
-    for pieces in _PIECES if free and bare.num_stages == bare.plan.num_ranks else ():
-        if all(stop - first >= pieces for first, stop in bare.bounds):
-            made = _in_pieces(bare, pieces)
-            yield Fit(made, made, {}, start.limits)
-
-
-def _in_pieces(bare: Choice, pieces: int) -> Choice:
-    """The choice with each stage in pieces on its rank, cut so that the largest piece of a stage saves as little as can be."""
-    sizes = [layer.activation_to_input for layer in bare.profile.layers]
-    firsts = [first + cut for first, stop in bare.bounds for cut in _evenly(sizes[first:stop], pieces)]
-    return replace(bare, plan=divide(bare.plan, pieces), boundaries=tuple(firsts[1:]))
-
-
-def _evenly(sizes: Sequence[int], pieces: int) -> list[int]:
-    """Where pieces of a list begin, so that the largest sum is the smallest.
-
-    >>> _evenly([4, 1, 1, 2, 3, 1], 3), _evenly([0, 0, 9, 0], 4)
-    ([0, 1, 4], [0, 1, 2, 3])
-    """
-    sums = list(accumulate(sizes, initial=0))
-    best = {
-        end: (total, [0]) for end, total in enumerate(sums)
-    }  # the largest of the pieces up to there, and where they begin
-    for piece in range(1, pieces):
-        best = {
-            end: min((max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut]) for cut in range(piece, end))
-            for end in range(piece + 1, len(sums))
-        }
-    return best[len(sizes)][1]
-
-
-def _candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator[Choice]:
-    """Every plan with the cut that is best in time and, under a limit, with the one that holds least."""
-    lean: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for plan in plans(profile, wishes):
-        try:
-            if plan.num_stages > len(profile.layers):
-                raise BalanceError(f"the model has only {len(profile.layers)} layers")
-            quick = fastest_cut(plan, profile, wishes)
-        except BalanceError as error:
-            tried.append(Tried(plan.name, per_rank(plan), None, why=str(error)))
-            continue
-        yield quick
-        if wishes.memory_limit is not None:
-            if plan.placement.ranks not in lean:
-                lean[plan.placement.ranks] = leanest(profile, plan.placement, optimizer_bytes=wishes.optimizer_bytes)
-            if lean[plan.placement.ranks] != quick.boundaries:
-                yield replace(quick, boundaries=lean[plan.placement.ranks])
-
-
 def fitted(start: Fit, wishes: Wishes) -> Fit:
     """Let one stage after the other of each rank that is too full hold less."""
     every, placement = start.bare.plan.num_microbatches, start.bare.plan.placement
@@ -180,10 +118,8 @@ def fitted(start: Fit, wishes: Wishes) -> Fit:
         left = {r: [s for s in placement.stages_of(r) if s not in best.ways] for r in best.over}
         if not any(left.values()):
             break
-        options = [
-            best.with_ways({**best.ways, **{stages[0]: (way, every) for stages in left.values() if stages}})
-            for way in ways
-        ]
+        firsts = [stages[0] for stages in left.values() if stages]
+        options = [replace(best, ways={**best.ways, **dict.fromkeys(firsts, (way, every))}) for way in ways]
         best = min(options, key=lambda fit: (len(fit.over), fit.makespan))
     if wishes.offload and not best.fits:  # what is quicker at first may leave too much in the end
         return fitted(start, replace(wishes, offload=False))
@@ -192,9 +128,9 @@ def fitted(start: Fit, wishes: Wishes) -> Fit:
 
 def budgeted(fit: Fit) -> Iterator[Fit]:
     """The candidate with the smallest budget in place of every other way, where that fits too."""
-    least = {stage: least_budget(fit.bare, stage) for stage in fit.ways}
+    least = {stage: fit.bare.least_budget(stage) for stage in fit.ways}
     ways = {stage: (BUDGET, budget) for stage, budget in least.items() if budget is not None}
-    if ways and (found := fit.with_ways({**fit.ways, **ways})).fits:
+    if ways and (found := replace(fit, ways={**fit.ways, **ways})).fits:
         yield found
 
 
@@ -205,7 +141,7 @@ def trimmed(fit: Fit, wishes: Wishes) -> Fit:
         way, amount = fit.ways[stage]
         number = every if way == BUDGET else int(amount)
         amounts: dict[str, list[float]] = {RECOMPUTE if way == BUDGET else way: [*range(number, -1, -1)]}
-        least = least_budget(fit.bare, stage) if wishes.budgets else None
+        least = fit.bare.least_budget(stage) if wishes.budgets else None
         if least is not None:
             amounts[BUDGET] = [hundredth / 100 for hundredth in range(round(100 * least), 101)]
         options = [_as_little_as_will_do(fit, stage, one, found) for one, found in amounts.items()]
@@ -216,18 +152,13 @@ def trimmed(fit: Fit, wishes: Wishes) -> Fit:
 def _as_little_as_will_do(fit: Fit, stage: int, way: str, amounts: Sequence[float]) -> Fit:
     """Of amounts from the most that a stage can spare on, to nothing at all, the last one with which it fits."""
 
-    def with_amount(at: int) -> Fit:
-        rest = {s: w for s, w in fit.ways.items() if s != stage}
-        return fit.with_ways(rest if at == len(amounts) - 1 else {**rest, stage: (way, amounts[at])})
+    rest = {s: w for s, w in fit.ways.items() if s != stage}
+    last = len(amounts) - 1
 
-    low, high = 0, len(amounts) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if with_amount(middle).fits:
-            low = middle
-        else:
-            high = middle - 1
-    return with_amount(low)
+    def with_amount(at: int) -> Fit:
+        return replace(fit, ways=rest if at == last else {**rest, stage: (way, amounts[at])})
+
+    return with_amount(bisect_left(range(1, last + 1), True, key=lambda at: not with_amount(at).fits))
 
 
 def limit_text(limits: Sequence[float]) -> str:
