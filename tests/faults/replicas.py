@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline
 from penstock.errors import PenstockError
-from penstock.front import on_host
+from penstock.front import result
 from penstock.run import Schedule1F1B
 from penstock.stage import PipelineStage
 from tests.faults.fragile import when_all_others_have_come
@@ -103,8 +103,8 @@ def outside_a_step(where: str, size: tuple[int, int], act: Any, folder: str) -> 
         pipe.step(x, target=y)
         if dist.get_rank() == victim:
             if where == "loss":
-                share = on_host.share_losses
-                with patch.object(on_host, "share_losses", lambda *a, **k: (act(), share(*a, **k))[1]):
+                share = result.share_losses
+                with patch.object(result, "share_losses", lambda *a, **k: (act(), share(*a, **k))[1]):
                     return said(lambda: pipe.step(x, target=y)), "", 0.0
             act()
         calls = {

@@ -9,9 +9,9 @@ From the call to the step:
     known    ends (who takes part), machine (what actions, messages and copies cost), model_profile (what layers cost),
              stage_costs (what stages cost by their layers)
     chosen   candidates (plans and cuts), within (those that keep to a limit of memory), choose, choice and choice_text
-    built    build (stages of a captured model, or those made by hand), dimensions (stages spread over a mesh), own_stages and names
-    stepped  pipeline, grouping (rows in groups), weighted (the schedule), on_host and on_device (what ranks tell one another
-             afterwards), spread (outputs to whoever wants them), norm, result, garbage
+    built    build (of a captured model, or of stages made by hand), dimensions (stages spread over a mesh), own_stages and names
+    stepped  pipeline, grouping (rows in groups), few_rows, weighted (the schedule), result (what ranks tell one another
+             afterwards), spread (outputs to whoever wants them), norm, garbage
     changed  replan (after a rank ran out of memory), change_plan, recut, calibrate, memory_view (what is held)
     kept     saving and loading, with moments (of an optimizer) and companions (whatever has a state); publish (for others)
 """

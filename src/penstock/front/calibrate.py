@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-
-from penstock.checkpoint.weight_files import put
 from penstock.errors import RunError
 from penstock.front.choice import Choice
 from penstock.front.ends import Ends
 from penstock.run.compiled_costs import compiled_costs
 from penstock.run.schedule import Schedule
 from penstock.simulate import Timeline, measured_costs
+from penstock.stage.buffers import Buffers
+from penstock.stage.random_state import RandomState, accelerators
 
 _WARM_UP = 2
 _LIMIT = 100_000  # rounds; a number beyond that is a slip
@@ -80,24 +79,21 @@ def leaving_no_trace(schedule: Schedule) -> Iterator[Callable[[], None]]:
     Inside there are no gradients; what is yielded drops those that have come up.
     """
     modules = [stage.submod for stage in schedule.stages]
-    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    device = schedule.stages[0].device
-    devices = [] if device.type == "cpu" else [device]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    gradients = [parameter.grad for parameter in parameters]
+    buffers, random = Buffers(modules).look(()), RandomState(accelerators(schedule.stages[0].device, parameters))
     steps = schedule.steps
 
     def drop_gradients() -> None:
-        for parameter, _ in gradients:
+        for parameter in parameters:
             parameter.grad = None
 
     drop_gradients()
     try:
-        with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-            yield drop_gradients
+        yield drop_gradients
     finally:
         schedule.steps = steps
-        for parameter, gradient in gradients:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                put(buffer, value)
+        buffers.put_back()
+        random.set()

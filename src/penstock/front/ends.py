@@ -12,25 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from penstock import errors
 from penstock.checkpoint.manifest import Damaged
 from penstock.comm.decoding import reading
 from penstock.comm.host_group import host_group
 from penstock.comm.transport import Transport
-from penstock.errors import (
-    BalanceError,
-    CaptureError,
-    PeerFailed,
-    PenstockError,
-    PlanError,
-    ReplicaFailed,
-    RunError,
-    ShapeError,
-    SplitError,
-    StageError,
-    StepTimeout,
-    TransportError,
-    UnknownNameError,
-)
+from penstock.errors import PeerFailed, PenstockError, ReplicaFailed, RunError, StageError, StepTimeout, TransportError
 from penstock.nest import Value
 from penstock.run.meeting import transport_of
 from penstock.stage.pipeline_stage import Group, place_in
@@ -205,28 +192,20 @@ def _value(what: str, raised: Exception | None, posts: list[dict[str, Value]]) -
     if failed is None:
         return [post["value"] for post in posts]
     if type(raised).__name__ != failed["kind"]:
-        raise _as_raised(
-            failed["kind"], f"rank {number} failed at {what}: {failed['kind']}: {failed['error']}"
-        ) from raised
+        raise _kind(failed["kind"])(f"rank {number} failed at {what}: {failed['kind']}: {failed['error']}") from raised
     if isinstance(raised, PenstockError):
         raise raised
     raise RunError(f"{what}: {failed['kind']}: {raised}") from raised
 
 
-def _as_raised(kind: str, message: str) -> PenstockError:
-    """An error of the kind that the other rank raised, so that every rank's program can catch the same."""
-    kinds = (
-        BalanceError,
-        CaptureError,
-        Damaged,
-        PlanError,
-        RunError,
-        ShapeError,
-        SplitError,
-        StageError,
-        UnknownNameError,
-    )
-    return {one.__name__: one for one in kinds}.get(kind, RunError)(message)
+def _kind(name: str) -> type[PenstockError]:
+    """An error of penstock's that another rank raised, so that every rank's program can catch the same.
+
+    What goes wrong in the run itself is told as a RunError, but for a checkpoint that is not what was written.
+    """
+    found = Damaged if name == "Damaged" else getattr(errors, name, None)
+    is_own = isinstance(found, type) and issubclass(found, PenstockError)
+    return found if is_own and (found is Damaged or not issubclass(found, RunError)) else RunError
 
 
 def _refuse_early() -> None:

@@ -5,37 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+import torch
+
 from penstock.batch import Microbatches, batch_size_of
-from penstock.errors import SplitError
+from penstock.errors import RanksDisagree, RunError, SplitError
 from penstock.front.ends import Ends
 from penstock.front.pipeline_options import StepOptions
-from penstock.front.spread import agree_on_rows
 from penstock.front.weighted import WeightedSchedule
 from penstock.nest import Value
 from penstock.plan import Plan
 
 Make = Callable[[Plan], WeightedSchedule]
+_NOTHING, _FAILED = -1, -2  # in place of a number of rows
 
 
 class FewRows:
     """The schedules for such batches, each made when it is first needed, by `make`, and kept beside the usual one."""
 
-    def __init__(self, options: StepOptions) -> None:
-        self.options = options
+    def __init__(self, usual: WeightedSchedule, options: StepOptions, ends: Ends) -> None:
+        self.usual, self.options, self.ends = usual, options, ends
         self.made: dict[int, tuple[Plan, WeightedSchedule]] = {}  # with the plan that each was made of
 
-    def count(self, usual: WeightedSchedule, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> int | None:
+    def count(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> int | None:
         """How many microbatches a step cuts this batch into, if `few_rows` has it cut into fewer than usual."""
-        if not self.options.few_rows or not (args or kwargs):
-            return None
-        with suppress(SplitError):  # which the step itself raises, on all ranks
-            rows = self._rows_of(args, kwargs)
-            return rows if rows and rows < usual.num_microbatches else None
+        if self.options.few_rows:
+            with suppress(SplitError):  # which the step itself raises, on all ranks
+                rows = self._rows_of(args, kwargs)
+                return rows if rows and rows < self.usual.num_microbatches else None
         return None
 
-    def of_few(self, usual: WeightedSchedule, few: int | None, make: Make) -> WeightedSchedule:
+    def of_few(self, few: int | None, make: Make) -> WeightedSchedule:
         """The usual schedule, or one of its plan with only so many microbatches."""
-        if few is None:
+        usual = self.usual
+        if few is None or few >= usual.num_microbatches:
             return usual
         plan, found = self.made.get(few, (None, usual))
         if plan is not usual.plan:
@@ -44,22 +46,40 @@ class FewRows:
         found.steps, found._watches = usual.steps, usual._watches
         return found
 
-    def of_evaluation(
-        self, usual: WeightedSchedule, args: tuple[Value, ...], kwargs: Mapping[str, Value], ends: Ends, make: Make
-    ) -> WeightedSchedule:
+    def of_evaluation(self, args: tuple[Value, ...], kwargs: Mapping[str, Value], make: Make) -> WeightedSchedule:
         """A schedule that cuts no more microbatches than there are rows; the same on every rank."""
         rows, problem = None, None
         try:
-            rows = self._rows_of(args, kwargs) if args or kwargs else None
+            rows = self._rows_of(args, kwargs)
             if rows == 0:
                 raise SplitError("the batch has no rows; expected at least one")
         except SplitError as error:
             problem = error
-        rows = agree_on_rows(ends, rows, problem)
-        return self.of_few(usual, rows if rows is not None and rows < usual.num_microbatches else None, make)
+        everyone = self._of_all(_FAILED if problem is not None else _NOTHING if rows is None else rows)
+        if problem is not None:
+            raise problem
+        if _FAILED in everyone:
+            raise RunError(f"rank {everyone.index(_FAILED)} was given a batch that cannot be cut, and says why")
+        given = {rank: count for rank, count in enumerate(everyone) if count != _NOTHING}
+        if len(set(given.values())) > 1:
+            listed = ", ".join(f"rank {rank}: {count}" for rank, count in given.items())
+            raise RanksDisagree(
+                f"the ranks were given batches of different sizes (rows: {listed}); give every rank the same"
+            )
+        return self.of_few(next(iter(given.values()), None), make)
+
+    def _of_all(self, mine: int) -> list[int]:
+        """A number of each rank of this pipeline."""
+        transport = self.ends.transport
+        table = torch.zeros(transport.num_ranks, dtype=torch.float64)
+        table[self.ends.rank] = mine
+        if transport.num_ranks > 1:
+            with transport.alone("evaluate() or predict()"), self.ends.among_replicas():
+                transport.sum(table)
+        return [int(value) for value in table]
 
     def _rows_of(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> int | None:
-        """Into how many microbatches a batch can be cut: its rows, or those that are ready."""
+        """Into how many microbatches a batch can be cut: its rows, or those that are ready; None: there is no batch."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Microbatches):
                 return len(value)

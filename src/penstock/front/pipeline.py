@@ -28,15 +28,13 @@ from penstock.front.garbage import Garbage
 from penstock.front.grouping import StepBatch
 from penstock.front.loading import load_into, take_weights
 from penstock.front.memory_view import Memory, MemoryKeeper, shapes_in
-from penstock.front.on_device import OnDevice
-from penstock.front.on_host import OnHost
 from penstock.front.one_call import one_call
 from penstock.front.own_stages import OwnStages
 from penstock.front.pipeline_options import Request, check_named, sorted_options
 from penstock.front.publish import Origin
 from penstock.front.recut import agreed_recut
-from penstock.front.replan import Undo, until_it_fits
-from penstock.front.result import Result
+from penstock.front.replan import Undo, attempted
+from penstock.front.result import Result, telling
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
@@ -103,8 +101,7 @@ class Pipeline(OwnStages):
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
         self._options = of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize))
         self._schedule = self._scheduled(self._built.plan)
-        placement = self._built.plan.placement
-        self._telling = OnDevice.of(self._ends, placement) or OnHost(self._ends, placement)
+        self._telling = telling(self._ends, self._built.plan.placement)
         if of_steps.run_folder is not None:
             self._look_out(Path(of_steps.run_folder))
         modules = [stage.submod for stage in self._built.stages]
@@ -118,7 +115,7 @@ class Pipeline(OwnStages):
         self._saving: Saving | None = None  # a checkpoint that is being written
         if of_cut.made and of_model.weights is not None:
             take_weights(self.tensors, self._ends, of_model.weights)
-        self._few_rows = FewRows(of_steps)
+        self._few_rows = FewRows(self._schedule, of_steps, self._ends)
 
     @property
     def schedule(self) -> WeightedSchedule:
@@ -147,7 +144,7 @@ class Pipeline(OwnStages):
         check_where(outputs, self.num_ranks)
         self._schedule.check_call("step", target, loss_kwargs)
         keep = outputs is not None
-        few = self._few_rows.count(self._schedule, args, kwargs)
+        few = self._few_rows.count(args, kwargs)
         batch = StepBatch(args, kwargs, target, few).grouped(
             self._of_steps.group_rows,
             few or self._schedule.num_microbatches,
@@ -363,7 +360,7 @@ class Pipeline(OwnStages):
         """
         built = self._built.with_plan(plan, calibrated=None)
         self._schedule.run_plan(plan)  # if it does not fit the stages, all is as it was
-        self._built, self._few_rows = built, FewRows(self._of_steps)
+        self._built = built
 
     # -- inside
 
@@ -411,9 +408,7 @@ class Pipeline(OwnStages):
             self._schedule.steps = schedule.steps
             return value
 
-        if self._of_steps.on_oom == "raise":
-            return self._undo.run(attempt)
-        return until_it_fits(attempt, self._undo, self)
+        return attempted(attempt, self._undo, self, again=self._of_steps.on_oom == "replan")
 
     def _tidy_up(self) -> None:
         """After a step, on all ranks alike: take note of another plan, collect garbage."""
@@ -426,11 +421,11 @@ class Pipeline(OwnStages):
 
     def _of_step(self, few: int | None) -> WeightedSchedule:
         """The schedule of a step, or one of its plan with only so many microbatches."""
-        return self._few_rows.of_few(self._schedule, few, self._scheduled)
+        return self._few_rows.of_few(few, self._scheduled)
 
     def _for_batch(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> WeightedSchedule:
         """The schedule of an evaluation."""
-        return self._few_rows.of_evaluation(self._schedule, args, kwargs, self._ends, self._scheduled)
+        return self._few_rows.of_evaluation(args, kwargs, self._scheduled)
 
     def _result(
         self,
@@ -445,10 +440,10 @@ class Pipeline(OwnStages):
         They must all know of an overflow, or some ranks' scalers would step and some not.
         """
         shares = self._of_steps.share_loss and schedule.has_loss
-        told = self._telling.tell(schedule, losses, shares=shares, overflow=overflow)
-        if told.overflow is not None:
-            norm.spoil_if(told.overflow, self._gradients())
-        return Result(told.read, deliver(self._ends, value, outputs, last=self._last_rank))
+        read, overflown = self._telling.tell(schedule, losses, shares=shares, overflow=overflow)
+        if overflown is not None:
+            norm.spoil_if(overflown, self._gradients())
+        return Result(read, deliver(self._ends, value, outputs, last=self._last_rank))
 
     def _overflow(self) -> Tensor | None:
         """Whether gradients of this rank are not all finite, on the device; None: no scaler wants to know."""

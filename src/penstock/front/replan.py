@@ -1,8 +1,8 @@
 """After a rank ran out of memory: what the step had changed is put back, and a plan that holds less is found.
 
 undo = Undo(modules, device)
-undo.run(attempt)                          # a step; if it fails, gradients, buffers and random state are as before it
-until_it_fits(attempt, undo, pipe)         # the same, and the batch is done again under a plan that holds less
+attempted(attempt, undo, pipe, again=False)    # a step; if it fails, gradients, buffers and random state are as before it
+attempted(attempt, undo, pipe, again=True)     # the same, and the batch is done again under a plan that holds less
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from penstock.plan.ops import Op
 from penstock.stage.buffers import Before, Buffers, modes_of
 from penstock.stage.random_state import RandomState, accelerators
 
-Result = TypeVar("Result")
-
+_UNDONE = (OutOfMemory, PeerFailed, ReplicaFailed)  # after these the devices still answer
 _OTHERWISE = -1  # in place of the rank that ran out of memory: a step failed for another reason
 
 
@@ -46,13 +45,14 @@ class Replannable(Protocol):
     def gather(self, what: str, value: object) -> list[Value]: ...
 
 
-def until_it_fits(attempt: Callable[[], Value], undo: Undo, pipe: Replannable) -> Value:
-    """A step that is done again, under a plan that holds less, as long as a rank runs out of memory in it.
+def attempted(attempt: Callable[[], Value], undo: Undo, pipe: Replannable, *, again: bool) -> Value:
+    """A step. What it has changed is put back if a rank, of this or of another replica, could not do it.
 
-    Replicas ask one another after every step, whatever became of it: those of a rank that ran out of memory have failed too, but
-    do not know why, and all must take the same plan.
+    With `again` it is done once more, under a plan that holds less, as long as a rank runs out of memory in it. Replicas then
+    ask one another after every step, whatever became of it: those of a rank that ran out of memory have failed too, but do not
+    know why, and all must take the same plan.
     """
-    alone = pipe.num_replicas == 1
+    asks = again and pipe.num_replicas > 1
     while True:
         undo.take()
         value: Value = None
@@ -60,15 +60,17 @@ def until_it_fits(attempt: Callable[[], Value], undo: Undo, pipe: Replannable) -
         try:
             value = attempt()
         except Exception as raised:
-            if alone and not isinstance(raised, OutOfMemory):
+            if isinstance(raised, _UNDONE):
+                undo.put_back()
+            if not asks and not (again and isinstance(raised, OutOfMemory)):
                 raise
             error = raised
         mine = None if error is None else error.rank if isinstance(error, OutOfMemory) else _OTHERWISE
-        found = [mine] if alone else pipe.gather("whether all replicas had the memory for a step", mine)
+        found = pipe.gather("whether all replicas had the memory for a step", mine) if asks else [mine]
         if all(one is None for one in found):
             undo.forget()
             return value
-        undo.put_back()
+        undo.put_back()  # if it has not been: another replica could not do its part
         short = [rank for rank in found if rank not in (None, _OTHERWISE)]
         plan = less(pipe.plan, min(short)) if short else None
         if plan is None:
@@ -101,17 +103,6 @@ class Undo:
         self.before: Before | None = None
         self.random: RandomState | None = None
 
-    def run(self, attempt: Callable[[], Result]) -> Result:
-        """A step; what it has changed is put back if a rank, of this or of another replica, could not do it."""
-        self.take()
-        try:
-            value = attempt()
-        except (OutOfMemory, PeerFailed, ReplicaFailed):
-            self.put_back()
-            raise
-        self.forget()
-        return value
-
     def take(self) -> None:
         """Before a step."""
         self.grads = [(p, None if p.grad is None else _aside(p.grad)) for p in self.parameters]
@@ -128,9 +119,8 @@ class Undo:
                 parameter.grad = grad.to(parameter.device)
             else:
                 parameter.grad.copy_(grad)
-        if self.before is not None:
+        if self.before is not None and self.random is not None:
             self.before.put_back()
-        if self.random is not None:
             self.random.set()
         self.grads, self.before, self.random = [], None, None
 
