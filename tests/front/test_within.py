@@ -154,7 +154,7 @@ def test_microbatches_are_spread_evenly() -> None:
 
 
 def test_the_state_of_an_optimizer_is_measured() -> None:
-    from penstock.front.byte_sizes import state_of
+    from penstock.front.build import state_of
 
     assert state_of(torch.optim.AdamW, torch.float32) == 2.0
     assert state_of(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.float64) == 1.0

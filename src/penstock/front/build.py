@@ -18,7 +18,6 @@ from penstock.batch import batch_size_of
 from penstock.capture import Pipe, cuts_at, pipeline, warn_if_uneven
 from penstock.capture.load_state import to_materialise
 from penstock.errors import CaptureError, PlanError, RanksDisagree, StageError
-from penstock.front.byte_sizes import state_of
 from penstock.front.candidates import Wishes, plans
 from penstock.front.choice import Built, Choice
 from penstock.front.choose import choose
@@ -36,6 +35,8 @@ from penstock.simulate import simulate
 from penstock.stage.digest import operators_of
 from penstock.stage.elsewhere import elsewhere
 from penstock.stage.twins import compile_in_place
+
+_PROBED = 4096  # numbers in the parameter that an optimizer is tried on
 
 
 def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -> tuple[Built, Ends]:
@@ -173,7 +174,7 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Profile | C
         num_stages=of_cut.count,
         placement=of_cut.placement,
         memory_limit=of_cut.memory_limit,
-        optimizer_bytes=optimizer_bytes(request),
+        optimizer_bytes=_optimizer_bytes(request),
         machine=machine,
         offload=_may_offload(request, ends),
         budgets=of_cut.may_have_budgets,
@@ -218,11 +219,26 @@ def _sizes(request: Request) -> tuple[float, ...] | None:
     return tuple(cost / mean for cost in costs) if mean and len(set(costs)) > 1 else None
 
 
-def optimizer_bytes(request: Request) -> float:
+def _optimizer_bytes(request: Request) -> float:
     """State of the optimizer for each byte of parameters: measured where the optimizer is given, else as the option says."""
     make = request.of_cut.optimizer
     dtype = next((p.dtype for p in request.model.parameters() if p.is_floating_point()), torch.float32)
     return request.of_cut.optimizer_bytes if make is None else state_of(make, dtype)
+
+
+def state_of(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype) -> float:
+    """Bytes of state that an optimizer keeps for each byte of parameters: it takes one step on a small one.
+
+    >>> state_of(torch.optim.AdamW, torch.float32), state_of(lambda p: torch.optim.SGD(p, lr=0.1), torch.float32)
+    (2.0, 0.0)
+    """
+    parameter = torch.nn.Parameter(torch.zeros(_PROBED, dtype=dtype))
+    optimizer = make([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state.get(parameter, {})
+    sizes = [value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.numel() >= _PROBED]
+    return sum(sizes) / parameter.nbytes
 
 
 def cut(request: Request, choice: Choice) -> Pipe:

@@ -6,9 +6,9 @@ import copy
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -88,33 +88,49 @@ def read_states(data: bytes, source: str) -> dict[str, object]:
         raise Damaged(f"{source} cannot be read: {error}") from error
 
 
-def random_state(device: torch.device) -> dict[str, object]:
-    """The state of the random numbers of torch, of Python, and of numpy if it is in use."""
-    found: dict[str, object] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+class Generator(NamedTuple):
+    """Where random numbers come from."""
+
+    state: Callable[[], object]
+    set_state: Callable[[Value], object]
+    try_state: Callable[[Value], object]  # on a generator of nobody's
+
+
+def _generators(device: torch.device) -> dict[str, Generator]:
+    """Those of torch, of Python, of numpy if it is in use, and of the device if it is an accelerator."""
+    found = {
+        "torch": Generator(torch.get_rng_state, torch.set_rng_state, lambda state: torch.Generator().set_state(state)),
+        "python": Generator(random.getstate, random.setstate, lambda state: random.Random().setstate(state)),
+    }
     if "numpy" in sys.modules:
-        found["numpy"] = sys.modules["numpy"].random.get_state()
+        numpy = sys.modules["numpy"].random
+        found["numpy"] = Generator(numpy.get_state, numpy.set_state, lambda s: numpy.RandomState().set_state(s))
     if device.type != "cpu":
-        found[device.type] = torch.get_device_module(device).get_rng_state(device)
+        module = torch.get_device_module(device)
+        found[device.type] = Generator(
+            lambda: module.get_rng_state(device),
+            lambda state: module.set_rng_state(state, device),
+            lambda state: torch.Generator(device).set_state(state),
+        )
     return found
 
 
+def random_state(device: torch.device) -> dict[str, object]:
+    """The state of all random numbers of this rank."""
+    return {name: one.state() for name, one in _generators(device).items()}
+
+
 def check_random_state(found: Value, device: torch.device, source: str) -> None:
-    """Whether `set_random_state` would take it: generators of nobody's are given it first."""
+    """Whether `set_random_state` would take it."""
     try:
-        torch.Generator().set_state(found["torch"])
-        random.Random().setstate(found["python"])
-        if "numpy" in found and "numpy" in sys.modules:
-            sys.modules["numpy"].random.RandomState().set_state(found["numpy"])
-        if device.type != "cpu" and device.type in found:
-            torch.Generator(device).set_state(found[device.type])
+        for name, one in _generators(device).items():
+            if name in found or name in ("torch", "python"):
+                one.try_state(found[name])
     except Exception as error:  # whatever the value leads them to
         raise Damaged(f"{source} has a random state that cannot be taken: {type(error).__name__}: {error}") from error
 
 
 def set_random_state(found: Mapping[str, Value], device: torch.device) -> None:
-    torch.set_rng_state(found["torch"])
-    random.setstate(found["python"])
-    if "numpy" in found and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(found["numpy"])
-    if device.type != "cpu" and device.type in found:
-        torch.get_device_module(device).set_rng_state(found[device.type], device)
+    for name, one in _generators(device).items():
+        if name in found:
+            one.set_state(found[name])

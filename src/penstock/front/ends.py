@@ -203,9 +203,10 @@ def _kind(name: str) -> type[PenstockError]:
 
     What goes wrong in the run itself is told as a RunError, but for a checkpoint that is not what was written.
     """
-    found = Damaged if name == "Damaged" else getattr(errors, name, None)
-    is_own = isinstance(found, type) and issubclass(found, PenstockError)
-    return found if is_own and (found is Damaged or not issubclass(found, RunError)) else RunError
+    found: object = Damaged if name == "Damaged" else getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(found, PenstockError):
+        return found if found is Damaged or not issubclass(found, RunError) else RunError
+    return RunError
 
 
 def _refuse_early() -> None:

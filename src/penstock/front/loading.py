@@ -24,7 +24,7 @@ from penstock.errors import RanksDisagree, RunError, StageError
 from penstock.front import moments
 from penstock.front.companions import Companions, check_random_state, read_states, set_random_state
 from penstock.front.ends import Ends
-from penstock.front.names import StageTensors, unknown
+from penstock.front.names import StageTensors
 from penstock.misfits import takes
 from penstock.nest import Value
 
@@ -56,16 +56,13 @@ def load(folder: str | Path) -> Checkpoint:
         key: read_entry(place, entry, start=(0,) * len(entry.shape), shape=entry.shape)
         for key, entry in manifest.tensors.items()
     }
-    model = {key.removeprefix("model."): value for key, value in whole.items() if key.startswith("model.")}
+    model = moments.under("model.", whole)
     for name, others in manifest.aliases.items():
         if name in model:
             model |= dict.fromkeys(others, model[name])
     groups = manifest.optimizer.get("groups", [])
     optimizer: dict[str, dict[str, Value]] = {name: {} for group in groups for name in group["names"]}
-    for key, value in whole.items():
-        name, _, part = key.removeprefix("optimizer.state.").rpartition(".")
-        if key.startswith("optimizer.state."):
-            optimizer.setdefault(name, {})[part] = value
+    optimizer |= moments.by_parameter(whole)
     for name, values in manifest.optimizer.get("values", {}).items():
         optimizer.setdefault(name, {}).update(values)
     return Checkpoint(model, optimizer, groups, dict(manifest.extra), manifest.step)
@@ -134,21 +131,13 @@ def _stage(place: Path, tensors: StageTensors, ends: Ends, companions: Companion
     manifest = Manifest.read(place)
     if ends.is_first:
         manifest.small(place, LIST)  # nothing is read from it, but who changed it may have changed more
-    found, missing = [], []
-    for name, value in tensors.state.items():
-        spellings = (name, *tensors.aliases.get(name, ()))
-        key = next((f"model.{spelling}" for spelling in spellings if f"model.{spelling}" in manifest.tensors), None)
-        if key is None:
-            missing.append(name)
-            continue
-        entry, chunk = manifest.tensors[key], chunk_of(value.detach())
+    found, known = [], moments.under("model.", manifest.tensors)
+    for name, value in tensors.found_in(known, f"{place} lacks tensors of this model"):
+        entry, chunk = known[name], chunk_of(value.detach())
         if entry.shape != tuple(value.shape):
             raise StageError(f"{name} is {list(entry.shape)} in {place} and {list(value.shape)} in the model")
         if chunk is not None:
             found.append((chunk[1], read_entry(place, entry, start=chunk[0], shape=tuple(chunk[1].shape))))
-    if missing:
-        have = [key.removeprefix("model.") for key in manifest.tensors if key.startswith("model.")]
-        raise unknown(missing, have, f"{place} lacks tensors of this model")
     pending = moments.staged(companions.optimizer, tensors, manifest, place)
     return Staged(manifest, found, pending, _states(place, manifest, ends, companions))
 
@@ -199,19 +188,13 @@ def state_to_copy(tensors: StageTensors, state: Mapping[str, Tensor], *, strict:
     """The same with all that can be wrong found out, and nothing changed: what comes back does that."""
     if not isinstance(state, Mapping):
         raise StageError(f"the state dict is a {type(state).__name__}; expected a mapping from names to tensors")
-    found, missing = [], []
-    for name, value in tensors.state.items():
-        key = next((n for n in (name, *tensors.aliases.get(name, ())) if n in state), None)
-        if key is None:
-            missing.append(name)
-            continue
+    found = []
+    for key, value in tensors.found_in(state, "the state dict lacks tensors of this rank's stages" if strict else None):
         given = state[key]
         check_values(key, given)
         if given.shape != value.shape:
             raise StageError(f"{key} is {list(given.shape)} in the state dict and {list(value.shape)} in the model")
         found.append((value, given))
-    if strict and missing:
-        raise unknown(missing, state, "the state dict lacks tensors of this rank's stages")
 
     def change() -> None:
         with torch.no_grad():

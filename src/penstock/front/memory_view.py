@@ -11,18 +11,18 @@ takes time; every step on an accelerator), or inside `with pipe.watch_memory():`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from penstock.balance.cuts import size_text
 from penstock.errors import OverLimit
 from penstock.front.choice import Choice
 from penstock.front.ends import Ends
-from penstock.lower import lower
+from penstock.nest import tensors_in
 from penstock.plan import Plan
 from penstock.plan.actions import text
 from penstock.run.compiled_costs import kept_by_graphs, with_kept
@@ -92,7 +92,7 @@ class MemoryKeeper:
         self.modules, self.ends, self.optimizer_bytes = modules, ends, optimizer_bytes
         self.limits = [limit] * ends.num_ranks if limit is None or isinstance(limit, int) else list(limit)
         self.limit: int | None = self.limits[ends.rank]
-        self.counted: dict[Hashable, int] = {}
+        self.counted: Counter[tuple[object, ...]] = Counter()  # steps of each shape of batch
         self.last: MemoryWatch | None = None
 
     @property
@@ -105,12 +105,12 @@ class MemoryKeeper:
         return round(self.parameters * (2 + self.optimizer_bytes))
 
     @contextmanager
-    def around(self, schedule: Schedule, shapes: Hashable, choice: Choice | None) -> Iterator[None]:
-        """A step: counted, if it is one of those that are.
+    def around(self, schedule: Schedule, batch: object, choice: Choice | None) -> Iterator[None]:
+        """A step over this batch: counted, if it is one of those that are.
 
         What counts on the host would keep compiled code from running. What compiled stages hold is known from their graphs.
         """
-        if not self._wanted(shapes):
+        if not self._wanted(batch):
             yield
             return
         if self.ends.device.type == "cpu" and self._is_compiled():
@@ -128,12 +128,11 @@ class MemoryKeeper:
         if watch.levels:
             self.last = watch
 
-    def _wanted(self, shapes: Hashable) -> bool:
-        if self.limit is None:
-            return False
-        if self.ends.device.type != "cpu":
-            return True
-        self.counted[shapes] = self.counted.get(shapes, 0) + 1
+    def _wanted(self, batch: object) -> bool:
+        if self.limit is None or self.ends.device.type != "cpu":
+            return self.limit is not None
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(batch))
+        self.counted[shapes] += 1
         return self.counted[shapes] <= _COUNTED
 
     def _is_compiled(self) -> bool:
@@ -163,42 +162,28 @@ class MemoryKeeper:
             stacklevel=5,
         )
 
-    def value(self, plan: Plan, choice: Choice | None) -> Memory:
+    def value(self, lowered: Plan, choice: Choice | None) -> Memory:
         """What all ranks hold; every rank calls it."""
         last = self.last
-        mine = {
-            "parameters": self.parameters,
-            "levels": [] if last is None else last.levels,
-            "buffers": [] if last is None else last.buffers,
-            "peak": 0 if last is None else last.peak,
-        }
-        found = self.ends.gather("the memory of each rank", mine)
-        peaks = None if choice is None else choice.timeline.peak_memory
-        lowered = plan if plan.is_lowered else lower(plan)
+        measured = None if last is None else (last.levels, last.buffers, last.peak)
         ranks = []
-        for rank, one in enumerate(found):
+        for rank, (parameters, found) in enumerate(
+            self.ends.gather("the memory of each rank", (self.parameters, measured))
+        ):
+            after_each, buffers, peak = found or ((), (), 0)
             ranks.append(
                 RankMemory(
                     rank,
-                    parameters=one["parameters"],
-                    gradients=one["parameters"],
-                    optimizer=round(one["parameters"] * self.optimizer_bytes),
+                    parameters=parameters,
+                    gradients=parameters,
+                    optimizer=round(parameters * self.optimizer_bytes),
                     limit=self.limits[rank],
                     actions=tuple(text(code) for code in lowered.codes[rank]),
                     planned=() if choice is None else tuple(levels(lowered, rank, choice.costs)),
-                    planned_peak=0 if peaks is None else round(peaks[rank]),
-                    measured=tuple(one["levels"]),
-                    measured_buffers=tuple(one["buffers"]),
-                    measured_peak=one["peak"],
+                    planned_peak=0 if choice is None else round(choice.timeline.peak_memory[rank]),
+                    measured=tuple(after_each),
+                    measured_buffers=tuple(buffers),
+                    measured_peak=peak,
                 )
             )
         return Memory(tuple(ranks))
-
-
-def shapes_in(value: object) -> Hashable:
-    """What tells one shape of batch from another."""
-    from penstock.nest import tensors_in
-
-    return tuple(
-        (tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value) if isinstance(tensor, torch.Tensor)
-    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from penstock.checkpoint.manifest import Entry, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
@@ -17,14 +18,22 @@ from penstock.front.names import StageTensors
 from penstock.nest import Value
 
 _NOT_OPTIONS = ("params", "param_names")  # of a group
+Kept = TypeVar("Kept")
 Pending = tuple[str, str, Tensor]  # the parameter, the entry of its state, the value
 
 
-class Optimizer(Protocol):
-    """One of torch's, or what wraps it."""
+def under(prefix: str, entries: Mapping[str, Kept]) -> dict[str, Kept]:
+    """The entries whose keys begin so, without that."""
+    return {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
 
-    state: dict[Tensor, dict[str, Value]]
-    param_groups: list[dict[str, Value]]
+
+def by_parameter(entries: Mapping[str, Kept]) -> dict[str, dict[str, Kept]]:
+    """Of all that a checkpoint holds the state of the optimizer, by the name of the parameter."""
+    found: dict[str, dict[str, Kept]] = {}
+    for key, entry in under("optimizer.state.", entries).items():
+        name, _, part = key.rpartition(".")
+        found.setdefault(name, {})[part] = entry
+    return found
 
 
 def parts(
@@ -71,16 +80,12 @@ def staged(optimizer: Optimizer | None, tensors: StageTensors, manifest: Manifes
             f"{kind}; give one of that kind, or load without optimizer="
         )
     _check_groups(optimizer, manifest.optimizer["groups"], place)
-    of_parameter: dict[str, list[tuple[str, Entry]]] = {}
-    for key, entry in manifest.tensors.items():
-        name, _, part = key.removeprefix("optimizer.state.").rpartition(".")
-        if key.startswith("optimizer.state."):
-            of_parameter.setdefault(name, []).append((part, entry))
+    of_parameter = by_parameter(manifest.tensors)
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found = []
     for name, parameter in tensors.parameters.items():
-        for spelling in (name, *tensors.aliases.get(name, ())):
-            for part, entry in of_parameter.get(spelling, ()):
+        for spelling in tensors.spellings(name):
+            for part, entry in of_parameter.get(spelling, {}).items():
                 found.append((name, part, _value(parameter, entry, place, options.get(id(parameter), {}))))
     return found
 

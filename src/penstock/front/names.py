@@ -6,7 +6,7 @@ that a checkpoint does not depend on where the model was cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,7 @@ class StageTensors:
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)  # those that a state dict has
-    elsewhere: frozenset[str] = frozenset()  # held here too, and counted on another rank
+    elsewhere: set[str] = field(default_factory=set)  # held here too, and counted on another rank
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # other names of the same tensor
     # What two stages of this rank share and each shards for itself: (name, the name there, its copy).
     copies: list[tuple[str, str, nn.Parameter]] = field(default_factory=list)
@@ -47,6 +47,20 @@ class StageTensors:
             for name, _, parameter in self.copies:
                 parameter.copy_(self.parameters[name])
 
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """All names of a tensor."""
+        return name, *self.aliases.get(name, ())
+
+    def found_in(self, known: Collection[str], lacks: str | None = None) -> list[tuple[str, Tensor]]:
+        """Each tensor with the first of its names that is known. If one has none, an error with the text `lacks` is raised."""
+        keys = [(next((one for one in self.spellings(name) if one in known), None), name) for name in self.state]
+        missing = [name for key, name in keys if key is None]
+        if missing and lacks is not None:
+            listed = ", ".join(sorted(missing)[:6]) + (" ..." if len(missing) > 6 else "")
+            raise StageError(f"{lacks}: {listed}; this model has {', '.join(sorted(known)[:6])} ...")
+        state = self.state
+        return [(key, state[name]) for key, name in keys if key is not None]
+
     def counted(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter of the model, on one rank only."""
         return ((name, p) for name, p in self.parameters.items() if name not in self.elsewhere)
@@ -60,7 +74,6 @@ def stage_tensors(
     captured = all(isinstance(unwrap(stage.submod), StageModule) for stage in stages)
     prefixes = {} if captured else _prefixes(stages, ends, tied)
     found = StageTensors()
-    elsewhere: set[str] = set()
     for stage in stages:
         module = unwrap(stage.submod)
         kept = module.state_dict(keep_vars=True)
@@ -88,10 +101,9 @@ def stage_tensors(
                 if known_one is not tensor and all(tensor is not copy for _, _, copy in found.copies):
                     found.copies.append((name, own, tensor))
                 if holders and rank_of[holders[0][0]] != ends.rank:
-                    elsewhere.add(name)
+                    found.elsewhere.add(name)
             elif own in kept:
                 found.buffers.setdefault(name, tensor)
-    found.elsewhere = frozenset(elsewhere)
     return found
 
 
@@ -105,17 +117,6 @@ def _prefixes(stages: Sequence[PipelineStage], ends: Ends, tied: Mapping[tuple[i
     for index, listed in sorted(everyone.items()):
         for name in listed:
             other = seen.setdefault(name, index)
-            if other != index and not _same(tied, (other, name), (index, name)):
+            if other != index and (index, name) not in tied.get((other, name), ()):
                 return {index: f"stages.{index}." for index in everyone}
     return {}
-
-
-def _same(tied: Mapping[tuple[int, str], Holders], one: tuple[int, str], other: tuple[int, str]) -> bool:
-    return other in tied.get(one, ())
-
-
-def unknown(names: Iterable[str], known: Iterable[str], what: str) -> StageError:
-    listed = sorted(names)
-    return StageError(
-        f"{what}: {', '.join(listed[:6])}{' ...' if len(listed) > 6 else ''}; this model has {', '.join(sorted(known)[:6])} ..."
-    )

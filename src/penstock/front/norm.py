@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,13 +85,7 @@ def keep_in_host_memory(
         by_device[place] = pinned(torch.full((), flag, dtype=torch.float32))
 
 
-class Scales(Protocol):
-    """A GradScaler, as far as it matters here."""
-
-    def scale(self, outputs: Tensor, /) -> Tensor: ...
-
-
-def loss_factor(scaler: Scales | None, device: torch.device) -> float | Tensor:
+def loss_factor(scaler: torch.amp.GradScaler | None, device: torch.device) -> float | Tensor:
     """What a GradScaler multiplies a loss by: a number on the device, which nobody reads."""
     return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
 from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, stage_tensors
-from penstock.front.one_call import one_call
 from penstock.front.publish import Origin, save_pretrained
 from penstock.misfits import takes
 from penstock.nest import Value
@@ -27,14 +27,39 @@ from penstock.run.ties import Holders, Tied, declared, holders_of
 from penstock.simulate import Timeline
 from penstock.stage.pipeline_stage import PipelineStage
 
+_Method = TypeVar("_Method", bound=Callable[..., object])
+
+
+def one_call(method: _Method) -> _Method:
+    """Public calls of a pipeline come one at a time: refuse one while another thread is in one, or a step is under way.
+
+    class Pipeline:
+        @one_call
+        def save(self, folder): ...
+    """
+
+    @wraps(method)
+    def call(self: OwnStages, /, *args: object, **kwargs: object) -> object:
+        with self.transport.called(f"{method.__name__}()"):
+            return method(self, *args, **kwargs)
+
+    return cast("_Method", call)
+
 
 class OwnStages:
     """The stages of this rank. `Pipeline` is one that can also step."""
 
+    rank: int  # of this process among the ranks of the pipeline
+    num_ranks: int
+    replica: int  # which of the data-parallel copies of the pipeline this rank belongs to, from 0
+    num_replicas: int  # how many data-parallel copies of the pipeline there are
+    is_first: bool  # whether this is the rank that writes files and speaks for all
+    transport: Transport  # messages between the ranks of this pipeline
+
     def __init__(self, built: Built, ends: Ends, origin: Origin, ties: Iterable[Tied | Holders]) -> None:
-        self._built = built
-        self._ends = ends
-        self._origin = origin
+        self._built, self._ends, self._origin = built, ends, origin
+        self.rank, self.num_ranks, self.transport = ends.rank, ends.num_ranks, ends.transport
+        self.replica, self.num_replicas, self.is_first = ends.replica, ends.num_replicas, ends.is_first
         self._ties = _ties(built, ties)
         self._tensors: StageTensors | None = None
 
@@ -42,24 +67,6 @@ class OwnStages:
     def stages(self) -> list[PipelineStage]:
         """The stages of this rank."""
         return list(self._built.stages)
-
-    @property
-    def rank(self) -> int:
-        return self._ends.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self._ends.num_ranks
-
-    @property
-    def replica(self) -> int:
-        """Which of the data-parallel copies of the pipeline this rank belongs to, from 0."""
-        return self._ends.replica
-
-    @property
-    def num_replicas(self) -> int:
-        """How many data-parallel copies of the pipeline there are."""
-        return self._ends.num_replicas
 
     @property
     def profile(self) -> Profile | None:
@@ -145,11 +152,6 @@ class OwnStages:
         """What was chosen and among what; None for stages made by hand."""
         return self._built.choice
 
-    @property
-    def transport(self) -> Transport:
-        """Messages between the ranks of this pipeline."""
-        return self._ends.transport
-
     @takes(RunError)
     def decide(self, what: str, make: Callable[[], str]) -> str:
         """The text that `make` gives on rank 0, on every rank; all ranks call it, and all raise if it raises."""
@@ -169,11 +171,6 @@ class OwnStages:
     def gather(self, what: str, value: Value) -> list[Value]:
         """A small value that JSON can hold, of each rank of each replica, on all of them."""
         return self.agree(what, lambda: value)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that writes files and speaks for all."""
-        return self._ends.is_first
 
     @takes(RunError)
     def any(self, flag: bool) -> bool:

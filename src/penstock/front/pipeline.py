@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,6 @@ from penstock.capture import Pipe
 from penstock.errors import RunError, StageError
 from penstock.front import norm
 from penstock.front.build import assemble, cut
-from penstock.front.calibrate import calibrated
-from penstock.front.change_plan import Replanner
 from penstock.front.choice import Choice
 from penstock.front.companions import Companions
 from penstock.front.dimensions import whole_loss
@@ -27,12 +25,11 @@ from penstock.front.few_rows import FewRows
 from penstock.front.garbage import Garbage
 from penstock.front.grouping import StepBatch
 from penstock.front.loading import load_into, take_weights
-from penstock.front.memory_view import Memory, MemoryKeeper, shapes_in
-from penstock.front.one_call import one_call
-from penstock.front.own_stages import OwnStages
+from penstock.front.measured import Replanner, calibrated, recut
+from penstock.front.memory_view import Memory, MemoryKeeper
+from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
 from penstock.front.publish import Origin
-from penstock.front.recut import agreed_recut
 from penstock.front.replan import Undo, attempted
 from penstock.front.result import Result, telling
 from penstock.front.saving import Contents, Saving, prepare, save
@@ -108,10 +105,8 @@ class Pipeline(OwnStages):
         state = of_cut.optimizer_bytes if self._built.choice is None else self._built.choice.optimizer_bytes
         self._memory = MemoryKeeper(modules, self._ends, of_cut.memory_limit, state)
         self._undo = Undo(modules, self._ends.device)
-        self._replanner: Replanner | None = None
-        if of_steps.replan is not None:
-            choice = self._built.choice
-            self._replanner = Replanner(of_steps.replan, Costs.unit(self.plan) if choice is None else choice.costs)
+        known = Costs.unit(self.plan) if self._built.choice is None else self._built.choice.costs
+        self._replanner = None if of_steps.replan is None else Replanner(of_steps.replan, known)
         self._saving: Saving | None = None  # a checkpoint that is being written
         if of_cut.made and of_model.weights is not None:
             take_weights(self.tensors, self._ends, of_model.weights)
@@ -154,7 +149,7 @@ class Pipeline(OwnStages):
         value = self._run(batch, losses, keep=keep, loss_kwargs=loss_kwargs)
         ran = self._of_step(few)
         self._tidy_up()
-        return self._result(ran, losses, batch.in_order(value), outputs, self._overflow())
+        return self._result(ran, losses, batch.in_order(value), outputs, trained=True)
 
     @one_call
     def evaluate(
@@ -171,17 +166,9 @@ class Pipeline(OwnStages):
         """
         check_where(outputs, self.num_ranks)
         self._schedule.check_call("evaluate", target, loss_kwargs)
-        schedule, losses = self._for_batch(args, kwargs), list[Tensor]()
-        with self._evaluating():
-            value = schedule.eval(
-                *args,
-                target=target,
-                losses=losses,
-                return_outputs=outputs is not None,
-                loss_kwargs=loss_kwargs,
-                **kwargs,
-            )
-        return self._result(schedule, losses, value, outputs)
+        losses: list[Tensor] = []
+        schedule, value = self._evaluated(args, kwargs, outputs, target=target, losses=losses, loss_kwargs=loss_kwargs)
+        return self._result(schedule, losses, value, outputs, trained=False)
 
     @one_call
     def predict(self, *args: Value, outputs: Where = "all", **kwargs: Value) -> Value:
@@ -190,16 +177,12 @@ class Pipeline(OwnStages):
         scores = pipe.predict(tokens)
         """
         check_where(outputs, self.num_ranks)
-        schedule = self._for_batch(args, kwargs)
-        with self._evaluating():
-            value = schedule.eval(*args, return_outputs=outputs is not None, **kwargs)
+        _, value = self._evaluated(args, kwargs, outputs)
         return deliver(self._ends, value, outputs, last=self._last_rank)
 
-    @contextmanager
-    def record(self) -> Iterator[Recording]:
+    def record(self) -> AbstractContextManager[Recording]:
         """Measure the steps inside; afterwards `recording.timeline` is that of the last one."""
-        with self._schedule.record() as recording:
-            yield recording
+        return self._schedule.record()
 
     @one_call
     @takes(RunError)
@@ -240,7 +223,7 @@ class Pipeline(OwnStages):
         """
         if self._built.choice is None:
             raise StageError("recut() on stages made by hand: penstock does not know what they are cut from")
-        return agreed_recut(self._built.choice, timelines, self._ends, gain=gain)
+        return recut(self._built.choice, timelines, self._ends, gain=gain)
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:
@@ -309,10 +292,7 @@ class Pipeline(OwnStages):
         began = time.perf_counter()
         if wait and stager is not None:
             raise RunError("save(stager=...) with wait=True: nothing is copied then; write save(..., wait=False)")
-        if self._saving is not None and not self._saving.told:
-            self._saving.wait()
-        companions = Companions(optimizer, scheduler, data, self._of_steps.loss_scale)
-        contents = Contents(self._schedule.steps, companions, extra or {})
+        contents = Contents(self._schedule.steps, self._companions(optimizer, scheduler, data), extra or {})
         order = prepare(folder, self.tensors, self._ends, contents, keep=keep)
         self._saving = None if wait else Saving(order, self._ends, began, stager)
         if wait:
@@ -337,9 +317,7 @@ class Pipeline(OwnStages):
         All ranks check what they need, agree on what it is, and only then change anything: if one cannot, all raise.
         With or_older=True the newest whole one of those that `keep` has left is taken, and a warning says so.
         """
-        if self._saving is not None and not self._saving.told:
-            self._saving.wait()  # it renames what is read here
-        companions = Companions(optimizer, scheduler, data, self._of_steps.loss_scale)
+        companions = self._companions(optimizer, scheduler, data)
         loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
         self._schedule.steps = loaded.step
         return dict(loaded.extra)
@@ -363,6 +341,12 @@ class Pipeline(OwnStages):
         self._built = built
 
     # -- inside
+
+    def _companions(self, optimizer: object, scheduler: object, data: object) -> Companions:
+        """What goes through a checkpoint with the model, once the one before is written: that renames what is read or written."""
+        if self._saving is not None and not self._saving.told:
+            self._saving.wait()
+        return Companions(optimizer, scheduler, data, self._of_steps.loss_scale)
 
     def _look_out(self, folder: Path) -> None:
         """Write where this rank is into the folder of the run, as long as the pipeline lives."""
@@ -394,8 +378,8 @@ class Pipeline(OwnStages):
             schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
             usual = schedule is self._schedule  # another one says nothing of the plan
             measured = self._replanner.around(schedule) if usual and self._replanner is not None else nullcontext()
-            shapes = shapes_in((batch.args, batch.kwargs))
-            counted = self._memory.around(schedule, shapes, self._built.choice) if usual else nullcontext()
+            given = (batch.args, batch.kwargs)
+            counted = self._memory.around(schedule, given, self._built.choice) if usual else nullcontext()
             with measured, counted:
                 value = schedule.step(
                     *batch.args,
@@ -423,30 +407,25 @@ class Pipeline(OwnStages):
         """The schedule of a step, or one of its plan with only so many microbatches."""
         return self._few_rows.of_few(few, self._scheduled)
 
-    def _for_batch(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> WeightedSchedule:
-        """The schedule of an evaluation."""
-        return self._few_rows.of_evaluation(args, kwargs, self._scheduled)
+    def _evaluated(
+        self, args: tuple[Value, ...], kwargs: Mapping[str, Value], outputs: Where, **options: Value
+    ) -> tuple[WeightedSchedule, Value]:
+        """What a schedule that suits this batch gives for it in evaluation mode, and the schedule."""
+        schedule = self._few_rows.of_evaluation(args, kwargs, self._scheduled)
+        with self._evaluating():
+            return schedule, schedule.eval(*args, return_outputs=outputs is not None, **options, **kwargs)
 
     def _result(
-        self,
-        schedule: WeightedSchedule,
-        losses: list[Tensor],
-        value: object,
-        outputs: Where,
-        overflow: Tensor | None = None,
+        self, schedule: WeightedSchedule, losses: list[Tensor], value: object, outputs: Where, *, trained: bool
     ) -> Result:
         """What the caller gets, once all ranks know the losses and whether gradients overflowed on any of them.
 
         They must all know of an overflow, or some ranks' scalers would step and some not.
         """
+        scaled = trained and self._of_steps.loss_scale is not None
+        overflow = norm.overflow(self._gradients(), self._ends.device) if scaled else None
         shares = self._of_steps.share_loss and schedule.has_loss
         read, overflown = self._telling.tell(schedule, losses, shares=shares, overflow=overflow)
         if overflown is not None:
             norm.spoil_if(overflown, self._gradients())
         return Result(read, deliver(self._ends, value, outputs, last=self._last_rank))
-
-    def _overflow(self) -> Tensor | None:
-        """Whether gradients of this rank are not all finite, on the device; None: no scaler wants to know."""
-        if self._of_steps.loss_scale is None:
-            return None
-        return norm.overflow(self._gradients(), self._ends.device)

@@ -8,6 +8,7 @@ docs/guides/options.md has the table of all of them; a test holds it against the
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,7 +20,6 @@ import torch
 from penstock.balance import Profile
 from penstock.checkpoint.weight_files import Source
 from penstock.errors import PlanError, StageError, UnknownNameError
-from penstock.front.byte_sizes import byte_limits
 from penstock.front.dimensions import Parallelize
 from penstock.front.grouping import GroupRows
 from penstock.lower import ReceivePolicy
@@ -36,15 +36,20 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}iB": 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
+_UNITS |= {f"{letter}B": 1000 ** (power + 1) for power, letter in enumerate(("k", "M", "G", "T"))}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """What the model is called with, and where its values come from."""
 
     example_kwargs: Mapping[str, Value] | None = None  # keyword arguments of the example
     example_target: Value = None  # lets the profile include the loss
-    weights: Source | None = (
-        None  # a state dict; safetensors, .pt or .bin files; a folder of them; a checkpoint of torch's
-    )
+    # A state dict; safetensors, .pt or .bin files; a folder of them; a checkpoint of torch's.
+    weights: Source | None = None
     init: Callable[[str, torch.Tensor], None] | None = None  # sets what has no value yet: init(name, tensor)
 
     def __post_init__(self) -> None:
@@ -76,10 +81,9 @@ class CutOptions:
         made = self.stages
         if isinstance(made, Sequence) and (not made or any(not isinstance(one, PipelineStage) for one in made)):
             raise StageError("stages takes the PipelineStages of this rank, or a number of stages")
-        for name in ("stages", "num_stages"):
-            value = getattr(self, name)
-            if value is not None and (name == "num_stages" or not isinstance(value, Sequence)):
-                _is_count(name, value)
+        for name, count in (("stages", None if isinstance(made, Sequence) else made), ("num_stages", self.num_stages)):
+            if count is not None:
+                _is_count(name, count)
         if isinstance(made, int) and self.num_stages not in (None, made):
             raise StageError(f"stages={made} and num_stages={self.num_stages}; give one of them")
         if self.placement not in ("loop", "v", None) and not isinstance(self.placement, Placement):
@@ -176,9 +180,8 @@ class StepOptions:
     on_oom: str = "raise"  # or "replan": do the batch again under a plan that holds less
     collect_every: int | None = None  # Python's garbage is collected after so many steps, on all ranks at once
     share_loss: bool = True  # False: no broadcast at the end of a step; the loss is on the last stage's rank alone
-    few_rows: bool = (
-        False  # a batch of fewer rows than microbatches is cut into fewer; then every rank has to give the batch
-    )
+    # A batch of fewer rows than microbatches is cut into fewer; then every rank has to give the batch.
+    few_rows: bool = False
     group_rows: Value = None  # GroupRows, or the function of a step's arguments that gives the lengths of its rows
     replan: float | None = None  # take another plan when measured steps say that it saves this share of a step
     scale_grads: bool = True
@@ -286,6 +289,31 @@ def check_named(example: object, loss_fn: object, schedule: object, microbatches
     elif not isinstance(schedule, Plan | Recipe):
         raise PlanError(f'schedule={schedule!r}; expected "auto", "search", the name of a schedule, a Plan or a Recipe')
     _is_count("microbatches", microbatches)
+
+
+def byte_limits(given: object) -> int | tuple[int, ...]:
+    """A limit of a rank, or of each.
+
+    >>> byte_limits("1.5 GiB"), byte_limits(["6GB", 100])
+    (1610612736, (6000000000, 100))
+    """
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return tuple(_bytes(one, given) for one in given)
+    return _bytes(given, given)
+
+
+def _bytes(size: object, given: object) -> int:
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size.strip())
+        if match and match[2] in _UNITS:
+            size = float(match[1]) * _UNITS[match[2]]
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < float("inf"):
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise PlanError(
+            f'memory_limit={given!r}; expected bytes of a rank (6_000_000_000, or "6GiB"; units {units}), or a list with '
+            "those of each"
+        )
+    return round(size)
 
 
 def _is_count(name: str, value: object) -> None:

@@ -65,9 +65,7 @@ def save_pretrained(
 
     everyone = ends.agree("what is to be written", look)[: ends.num_ranks]  # the replicas hold the same names
     shards = _shards(everyone, max_shard_bytes)
-    whole = {
-        name: whole_tensor(value) for name, value in mine.items()
-    }  # a sharded one is put together on all its replicas
+    whole = {name: whole_tensor(value) for name, value in mine.items()}  # sharded ones put together on all replicas
 
     def write() -> None:
         if ends.replica > 0:
@@ -113,8 +111,7 @@ def _name(number: int, count: int) -> str:
 
 def _published(name: str, tensors: StageTensors, origin: Origin) -> str:
     """The one of several names that comes first in the model itself; transformers ties the others to it."""
-    spellings = (name, *tensors.aliases.get(name, ()))
-    return next((spelling for spelling in spellings if spelling in origin.names), name)
+    return next((spelling for spelling in tensors.spellings(name) if spelling in origin.names), name)
 
 
 def _shards(everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> list[tuple[int, list[str]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +24,14 @@ from penstock.plan.ops import Op
 from penstock.stage.buffers import Before, Buffers, modes_of
 from penstock.stage.random_state import RandomState, accelerators
 
+if TYPE_CHECKING:
+    from penstock.front.pipeline import Pipeline
+
 _UNDONE = (OutOfMemory, PeerFailed, ReplicaFailed)  # after these the devices still answer
 _OTHERWISE = -1  # in place of the rank that ran out of memory: a step failed for another reason
 
 
-class Replannable(Protocol):
-    """A pipeline, as far as it matters here."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def is_first(self) -> bool: ...
-
-    @property
-    def num_replicas(self) -> int: ...
-
-    def run_plan(self, plan: Plan) -> None: ...
-
-    def gather(self, what: str, value: object) -> list[Value]: ...
-
-
-def attempted(attempt: Callable[[], Value], undo: Undo, pipe: Replannable, *, again: bool) -> Value:
+def attempted(attempt: Callable[[], Value], undo: Undo, pipe: Pipeline, *, again: bool) -> Value:
     """A step. What it has changed is put back if a rank, of this or of another replica, could not do it.
 
     With `again` it is done once more, under a plan that holds less, as long as a rank runs out of memory in it. Replicas then
