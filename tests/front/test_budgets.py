@@ -17,7 +17,7 @@ from penstock.errors import OverLimit
 from penstock.front import Choice, choose
 from penstock.front.choice import Built
 from penstock.front.choice_text import explanation
-from penstock.front.within import BUDGET
+from penstock.front.choose import BUDGET
 from penstock.plan import Op
 from tests.front import test_live_memory as live
 from tests.front.test_within import HELD, wishes

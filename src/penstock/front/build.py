@@ -85,12 +85,11 @@ def build(request: Request, ends: Ends) -> Built:
     if isinstance(file := given, str | Path):  # read first of all, by the rank that decides: it may be on no other host
         given = Profile.loads(ends.decide(f"reading the profile {file}", lambda: Profile.load(file).dumps()))
     machine = Machine() if given is False else _measured(request, ends)
-    pipes: list[Pipe] = []
     profile: Profile | Callable[[], Profile]
     if isinstance(given, Profile):
         profile = given
     elif given is False:
-        profile = partial(estimated_profile, request, ends, pipes)
+        profile = partial(estimated_profile, request, ends)
     else:
         profile = together(ends, partial(measured_profile, request, ends))
     text = ends.decide(
@@ -100,9 +99,10 @@ def build(request: Request, ends: Ends) -> Built:
     if ends.rank == 0:
         warn_if_uneven(choice.profile, choice.boundaries)
 
+    pipes: list[Pipe] = []
+
     def capture() -> dict[str, str]:
-        if not pipes:
-            pipes.append(cut(request, choice))
+        pipes.append(cut(request, choice))
         return stage_facts(pipes[0], request)
 
     same_everywhere("the stages of the model", ends.agree("capturing the model", capture))

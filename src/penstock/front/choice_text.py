@@ -23,18 +23,8 @@ def explanation(built: Built) -> str:
             rows.append([str(stage.stage_index), str(stage.group_rank), size_text(size)])
         return "\n".join([f"{head}: stages made by hand, nothing measured", *_table(rows), ""])
     choice = built.choice
-    return "\n".join(
-        [
-            f"{head}: {choice.why}",
-            "",
-            *_table(stage_rows(choice)),
-            "",
-            *_prediction(choice),
-            *_limit(choice),
-            *_others(choice),
-            "",
-        ]
-    )
+    found = [*_prediction(choice), *_limit(choice), *_others(choice)]
+    return "\n".join([f"{head}: {choice.why}", "", *_table(stage_rows(choice)), "", *found, ""])
 
 
 def stage_rows(choice: Choice) -> list[list[str]]:
@@ -91,26 +81,18 @@ def _prediction(choice: Choice) -> list[str]:
     bubble = f"bubble {percent(timeline.bubble_makespan)}"
     if not choice.is_timed:
         basis = choice.profile.metadata.get("estimated")
-        said = (
-            f"costs are estimated by {basis}, activations are not known" if basis else "the profile is not in seconds"
-        )
+        estimated = f"costs are estimated by {basis}, activations are not known"
+        said = estimated if basis else "the profile is not in seconds"
         return [f"nothing was measured: {said}, messages count as free", f"estimated: {bubble}"]
-    return [
-        f"predicted: a step takes {time_text(choice.predicted, 's')}, {bubble}",
-        *_parts(choice),
-        f"reckoned with, as measured between these ranks: {_machine(choice)}",
-        *_table(rank_rows(choice)),
-    ]
-
-
-def _parts(choice: Choice) -> list[str]:
-    """What a predicted step consists of, where steps were measured."""
-    if choice.calibrated is None:
-        return []
-    actions, uneven = time_text(choice.timeline.makespan, "s"), time_text(choice.costs.uneven, "s")
-    around = time_text(choice.machine.around, "s")
-    beside = f"{uneven} since equal actions do not take equal time, {around} before the first action and after the last"
-    return [f"of that: {actions} actions and messages, {beside}"]
+    lines = [f"predicted: a step takes {time_text(choice.predicted, 's')}, {bubble}"]
+    if choice.calibrated is not None:  # steps were measured
+        lines.append(
+            f"of that: {time_text(timeline.makespan, 's')} actions and messages, {time_text(choice.costs.uneven, 's')} since "
+            f"equal actions do not take equal time, {time_text(choice.machine.around, 's')} before the first action and after "
+            "the last"
+        )
+    lines.append(f"reckoned with, as measured between these ranks: {_machine(choice)}")
+    return lines + _table(rank_rows(choice))
 
 
 def _machine(choice: Choice) -> str:
@@ -165,14 +147,10 @@ def _others(choice: Choice) -> list[str]:
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    words = [
-        not any(c.isdigit() for c in "".join(column[1:2])) or " .. " in "".join(column)
-        for column in zip(*rows, strict=True)
-    ]
-    return [
-        "  ".join(
-            cell.ljust(w) if left else cell.rjust(w) for cell, w, left in zip(row, widths, words, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    """Numbers stand to the right in their columns, words to the left; the first row below the head tells which these are."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        width = max(map(len, column))
+        words = not any(map(str.isdigit, column[1] if len(column) > 1 else "")) or " .. " in "".join(column)
+        columns.append([cell.ljust(width) if words else cell.rjust(width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -5,26 +5,47 @@
 >>> choice = choose(Profile(layers), Wishes(num_ranks=2, num_microbatches=8))
 >>> choice.num_stages, choice.boundaries
 (4, (2, 4, 6))
+
+Under a limit of memory a candidate is also which stages recompute, offload or are compiled with a budget:
+
+    choice = choose(profile, Wishes(2, 8, memory_limit=6 << 30))
+    [(one.stage, one.way, one.size, one.time) for one in choice.spared]
+
+Every candidate is simulated with all that a rank holds: parameters, gradients and optimizer state; what forwards saved and the
+inputs they keep; buffers of messages; what operators need for a moment. Where that is more than the limit, the stages of the rank
+hold less one after the other, those first whose activations live longest, until it fits; then as few microbatches as will do.
+Compiled stages are tried with the smallest budget in place of that too, and then with the largest that will do.
+A candidate with one stage a rank that is too large is tried with its stages in pieces too: of a stage that is recomputed piece by
+piece, one piece at a time is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from penstock.balance import Profile
+from penstock.balance.cuts import size_text
 from penstock.errors import BalanceError, PlanError
 from penstock.front.candidates import Wishes, candidates, in_pieces
-from penstock.front.choice import Choice, Tried, is_timed
+from penstock.front.choice import Choice, Spared, Tried, is_timed, per_rank
 from penstock.front.stage_costs import FREE
-from penstock.front.within import Fit, budgeted, fitted, limit_text, nothing_fits, trimmed
+from penstock.lower import offload, recompute
 from penstock.misfits import takes
+from penstock.plan import Plan
+from penstock.plan.actions import OP, microbatch_of, stage_of
+from penstock.plan.ops import CHOICES
 from penstock.search import search
 
 # Candidates this near to the fastest count as equally fast: then fewer stages are taken, which send fewer messages, and
 # of those what holds less.
 _CLOSE = 1.03
 _TRIMMED = 3  # candidates whose microbatches are weighed one by one
+RECOMPUTE, OFFLOAD, BUDGET = "recompute", "offload", "budget"
+Ways = Mapping[int, tuple[str, float]]
+"""By stage: how it holds less; for how many of its microbatches, or with which budget."""
 
 
 @takes(PlanError)
@@ -125,3 +146,159 @@ def _at_costs(profile: Profile) -> str:
     if profile.metadata.get("estimated"):
         return f"at costs estimated by {profile.metadata['estimated']}"
     return "at the costs of the given profile"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A candidate with the stages that hold less."""
+
+    bare: Choice  # as it would be without
+    limits: tuple[float, ...]  # bytes of each rank
+    ways: Ways = field(default_factory=dict)
+
+    @cached_property
+    def choice(self) -> Choice:
+        if not self.ways:
+            return self.bare
+        budgets = tuple(sorted((stage, amount) for stage, (way, amount) in self.ways.items() if way == BUDGET))
+        return replace(self.bare, plan=holding_less(self.bare.plan, self.ways), budgets=budgets)
+
+    @property
+    def fits(self) -> bool:
+        return not self.over
+
+    @property
+    def over(self) -> list[int]:
+        """The ranks that hold too much."""
+        return [rank for rank, size in enumerate(self.choice.memory) if size > self.limits[rank]]
+
+    @property
+    def makespan(self) -> float:
+        return self.choice.timeline.makespan
+
+    @property
+    def tried(self) -> Tried:
+        if self.fits:
+            return Tried.of(self.choice)
+        needs = ", ".join(f"rank {rank} {size_text(self.choice.memory[rank])}" for rank in self.over)
+        plan = self.choice.plan
+        return Tried(plan.name, per_rank(plan), None, why=f"needs more than the limit: {needs}")
+
+    @property
+    def spared(self) -> tuple[Spared, ...]:
+        """What each stage that holds less saves its rank, and what it costs: the difference to the same without it."""
+        found = []
+        every = self.bare.plan.num_microbatches
+        for stage, (way, amount) in self.ways.items():
+            without = replace(self, ways={s: w for s, w in self.ways.items() if s != stage})
+            rank = self.choice.plan.placement.rank_of(stage)
+            saved = without.choice.memory[rank] - self.choice.memory[rank]
+            time = max(self.makespan - without.makespan, 0.0)
+            number, budget = (every, amount) if way == BUDGET else (int(amount), None)
+            found.append(Spared(stage, way, number, max(saved, 0), time, budget))
+        return tuple(found)
+
+    @property
+    def leanest(self) -> Fit:
+        """The same candidate with every stage recomputed."""
+        every = self.bare.plan.num_microbatches
+        return replace(self, ways=dict.fromkeys(range(self.bare.num_stages), (RECOMPUTE, every)))
+
+
+def holding_less(plan: Plan, ways: Ways) -> Plan:
+    """The plan in which some stages recompute or offload, for so many of their microbatches, evenly spread.
+
+    What the plan recomputes or offloads already stays as it is.
+    """
+    count = plan.num_microbatches
+    done = {(stage_of(code), microbatch_of(code)) for codes in plan.codes for code in codes if code & OP in CHOICES}
+    for way, change in ((OFFLOAD, offload), (RECOMPUTE, recompute)):
+        chosen = {
+            stage: [
+                m
+                for m in range(count)
+                if m * int(number) // count != (m + 1) * int(number) // count and (stage, m) not in done
+            ]
+            for stage, (how, number) in ways.items()
+            if how == way
+        }
+        plan = change(plan, chosen) if any(chosen.values()) else plan
+    return plan
+
+
+def fitted(start: Fit, wishes: Wishes) -> Fit:
+    """Let one stage after the other of each rank that is too full hold less."""
+    every, placement = start.bare.plan.num_microbatches, start.bare.plan.placement
+    ways = (RECOMPUTE, OFFLOAD) if wishes.offload else (RECOMPUTE,)
+    best = start
+    while not best.fits:
+        left = {r: [s for s in placement.stages_of(r) if s not in best.ways] for r in best.over}
+        if not any(left.values()):
+            break
+        firsts = [stages[0] for stages in left.values() if stages]
+        options = [replace(best, ways={**best.ways, **dict.fromkeys(firsts, (way, every))}) for way in ways]
+        best = min(options, key=lambda fit: (len(fit.over), fit.makespan))
+    if wishes.offload and not best.fits:  # what is quicker at first may leave too much in the end
+        return fitted(start, replace(wishes, offload=False))
+    return best
+
+
+def budgeted(fit: Fit) -> Iterator[Fit]:
+    """The candidate with the smallest budget in place of every other way, where that fits too."""
+    least = {stage: fit.bare.least_budget(stage) for stage in fit.ways}
+    ways = {stage: (BUDGET, budget) for stage, budget in least.items() if budget is not None}
+    if ways and (found := replace(fit, ways={**fit.ways, **ways})).fits:
+        yield found
+
+
+def trimmed(fit: Fit, wishes: Wishes) -> Fit:
+    """Let each stage hold less for as few of its microbatches as will do, or compile it with the largest budget that will do."""
+    every = fit.bare.plan.num_microbatches
+    for stage in [*fit.ways]:
+        way, amount = fit.ways[stage]
+        number = every if way == BUDGET else int(amount)
+        amounts: dict[str, list[float]] = {RECOMPUTE if way == BUDGET else way: [*range(number, -1, -1)]}
+        least = fit.bare.least_budget(stage) if wishes.budgets else None
+        if least is not None:
+            amounts[BUDGET] = [hundredth / 100 for hundredth in range(round(100 * least), 101)]
+        options = [_as_little_as_will_do(fit, stage, one, found) for one, found in amounts.items()]
+        fit = min([*(one for one in options if one.fits), fit], key=lambda one: one.makespan)
+    return fit
+
+
+def _as_little_as_will_do(fit: Fit, stage: int, way: str, amounts: Sequence[float]) -> Fit:
+    """Of amounts from the most that a stage can spare on, to nothing at all, the last one with which it fits."""
+
+    rest = {s: w for s, w in fit.ways.items() if s != stage}
+    last = len(amounts) - 1
+
+    def with_amount(at: int) -> Fit:
+        return replace(fit, ways=rest if at == last else {**rest, stage: (way, amounts[at])})
+
+    return with_amount(bisect_left(range(1, last + 1), True, key=lambda at: not with_amount(at).fits))
+
+
+def limit_text(limits: Sequence[float]) -> str:
+    """The limits of the ranks, each once."""
+    return " or ".join(size_text(round(limit)) for limit in dict.fromkeys(limits))
+
+
+def nothing_fits(least: Fit) -> str:
+    """What to say when even the candidate that holds least does not keep to its limits."""
+    choice, placement, most = least.choice, least.choice.plan.placement, max(least.choice.memory)
+    rows = []
+    for rank, size in enumerate(choice.memory):
+        state = choice.state_bytes(placement.stages_of(rank))
+        rows.append(
+            f"  rank {rank}: {size_text(size)} ({state} bytes of parameters, gradients and optimizer state; "
+            f"{size - state} in a step)"
+        )
+    how = "with everything recomputed" if choice.plan.name and least.ways else "as it is"
+    return (
+        f"memory_limit: nothing fits into {limit_text(least.limits)} a rank. The smallest limit that would do is "
+        f"{most} bytes ({size_text(most)}), for {choice.plan.name}, "
+        f"{choice.num_stages} stages, {how}:\n"
+        + "\n".join(rows)
+        + "\nRaise memory_limit, use more ranks or more microbatches, "
+        "or an optimizer with less state (optimizer_bytes=)"
+    )

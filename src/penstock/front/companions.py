@@ -8,14 +8,25 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-from penstock.checkpoint.manifest import Damaged
+from penstock.checkpoint.manifest import Damaged, Entry, Manifest
+from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.plain import decode, encode
+from penstock.dtypes import dtype_named
 from penstock.errors import RunError, StageError
+from penstock.front.ends import Ends
+from penstock.front.names import StageTensors
 from penstock.nest import Value
+
+_NOT_OPTIONS = ("params", "param_names")  # of a group
+Kept = TypeVar("Kept")
+Pending = tuple[str, str, Tensor]  # the parameter, the entry of its state, the value
 
 
 class Stateful(Protocol):
@@ -56,6 +67,65 @@ class Companions:
             raise RunError("the state of a scheduler or of the data contains itself, and cannot be saved") from error
         return json.dumps({**found, "random": encode(random_state(device))}).encode()
 
+    def saved(self, place: Path, manifest: Manifest, ends: Ends) -> dict[str, object]:
+        """The states that this rank saved; if there were other ranks then, those of the first, without its random numbers."""
+        same = (manifest.ranks, manifest.replicas) == (ends.num_ranks, ends.num_replicas)
+        number = ends.number if same else manifest.ranks * ends.replica if manifest.replicas == ends.num_replicas else 0
+        name = f"rank-{number}.json"
+        found = read_states(manifest.small(place, name), str(place / name))
+        for wanted, _ in self.parts():
+            if wanted not in found and wanted != "scaler":  # a new one begins anew
+                raise StageError(f"{place} was saved without {wanted}=; load it without, and set the {wanted} by hand")
+        if not same:
+            return {key: value for key, value in found.items() if key != "random"}
+        if "random" in found:
+            check_random_state(found["random"], ends.device, str(place / name))
+        return found
+
+    def staged(self, tensors: StageTensors, manifest: Manifest, place: Path) -> list[Pending]:
+        """The tensors of the optimizer that the checkpoint has, read; nothing is changed yet."""
+        optimizer: Optimizer | None = self.optimizer
+        if optimizer is None:
+            return []
+        kind = type(optimizer).__name__
+        if manifest.optimizer.get("kind") != kind:
+            saved = manifest.optimizer.get("kind")
+            raise StageError(
+                f"{place} {f'has the state of {saved}' if saved else 'was saved without an optimizer'}, and optimizer is "
+                f"{kind}; give one of that kind, or load without optimizer="
+            )
+        _check_groups(optimizer, manifest.optimizer["groups"], place)
+        of_parameter = by_parameter(manifest.tensors)
+        options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        found = []
+        for name, parameter in tensors.parameters.items():
+            for spelling in tensors.spellings(name):
+                for part, entry in of_parameter.get(spelling, {}).items():
+                    found.append((name, part, _value(parameter, entry, place, options.get(id(parameter), {}))))
+        return found
+
+    def fill(self, tensors: StageTensors, saved: Mapping[str, Value], pending: list[Pending]) -> None:
+        """Put what was read into the optimizer."""
+        optimizer: Optimizer | None = self.optimizer
+        if optimizer is None:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, part, value in pending:
+            for parameter in (tensors.parameters[name], *(other for one, _, other in tensors.copies if one == name)):
+                if id(parameter) in held:
+                    optimizer.state[parameter][part] = value.clone()
+        for name, values in saved["values"].items():
+            own = tensors.parameters.get(name)
+            if own is not None and id(own) in held:
+                optimizer.state[own].update(values)
+        for group, options in zip(optimizer.param_groups, (one["options"] for one in saved["groups"]), strict=False):
+            for key, value in options.items():
+                kept = group.get(key)
+                if isinstance(kept, Tensor):
+                    kept.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(kept, tuple) and value is not None else value
+
     def apply(self, states: dict[str, object]) -> dict[str, object]:
         """Give each its state; what they had before comes back. If one refuses, all have what they had."""
         before: dict[str, object] = {}
@@ -88,7 +158,7 @@ def read_states(data: bytes, source: str) -> dict[str, object]:
         raise Damaged(f"{source} cannot be read: {error}") from error
 
 
-class Generator(NamedTuple):
+class RandomSource(NamedTuple):
     """Where random numbers come from."""
 
     state: Callable[[], object]
@@ -96,18 +166,20 @@ class Generator(NamedTuple):
     try_state: Callable[[Value], object]  # on a generator of nobody's
 
 
-def _generators(device: torch.device) -> dict[str, Generator]:
+def _generators(device: torch.device) -> dict[str, RandomSource]:
     """Those of torch, of Python, of numpy if it is in use, and of the device if it is an accelerator."""
     found = {
-        "torch": Generator(torch.get_rng_state, torch.set_rng_state, lambda state: torch.Generator().set_state(state)),
-        "python": Generator(random.getstate, random.setstate, lambda state: random.Random().setstate(state)),
+        "torch": RandomSource(
+            torch.get_rng_state, torch.set_rng_state, lambda state: torch.Generator().set_state(state)
+        ),
+        "python": RandomSource(random.getstate, random.setstate, lambda state: random.Random().setstate(state)),
     }
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
-        found["numpy"] = Generator(numpy.get_state, numpy.set_state, lambda s: numpy.RandomState().set_state(s))
+        found["numpy"] = RandomSource(numpy.get_state, numpy.set_state, lambda s: numpy.RandomState().set_state(s))
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        found[device.type] = Generator(
+        found[device.type] = RandomSource(
             lambda: module.get_rng_state(device),
             lambda state: module.set_rng_state(state, device),
             lambda state: torch.Generator(device).set_state(state),
@@ -134,3 +206,80 @@ def set_random_state(found: Mapping[str, Value], device: torch.device) -> None:
     for name, one in _generators(device).items():
         if name in found:
             one.set_state(found[name])
+
+
+# -- the optimizer, by the names of the parameters
+
+
+def under(prefix: str, entries: Mapping[str, Kept]) -> dict[str, Kept]:
+    """The entries whose keys begin so, without that."""
+    return {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+
+
+def by_parameter(entries: Mapping[str, Kept]) -> dict[str, dict[str, Kept]]:
+    """Of all that a checkpoint holds the state of the optimizer, by the name of the parameter."""
+    found: dict[str, dict[str, Kept]] = {}
+    for key, entry in under("optimizer.state.", entries).items():
+        name, _, part = key.rpartition(".")
+        found.setdefault(name, {})[part] = entry
+    return found
+
+
+def optimizer_parts(optimizer: Optimizer | None, tensors: StageTensors) -> tuple[dict[str, Tensor], dict[str, Value]]:
+    """The tensors of an optimizer by their keys in a checkpoint; its kind, its plain values by name, and its groups."""
+    if optimizer is None:
+        return {}, {}
+    names = {id(p): name for name, p in tensors.parameters.items()}
+    copies = {id(p) for _, _, p in tensors.copies}
+    state: dict[str, Tensor] = {}
+    values: dict[str, dict[str, object]] = {}
+    for parameter, entries in optimizer.state.items():
+        if id(parameter) not in names.keys() | copies:
+            raise StageError(
+                "the optimizer holds a parameter that is not of this pipeline; make it from pipe.parameters()"
+            )
+        name = names.get(id(parameter), "")
+        for key, value in entries.items() if name and name not in tensors.elsewhere else ():
+            if isinstance(value, Tensor):
+                state[f"optimizer.state.{name}.{key}"] = value.detach()
+            else:
+                values.setdefault(name, {})[key] = value
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k not in _NOT_OPTIONS}
+        groups.append({"options": plain, "names": [names[id(p)] for p in group["params"] if id(p) in names]})
+    return state, {"kind": type(optimizer).__name__, "values": values, "groups": groups}
+
+
+def _check_groups(optimizer: Optimizer, saved: list[dict[str, Value]], place: Path) -> None:
+    """Whether `fill` can set the options of every group: a later error would leave half of a checkpoint."""
+    own = optimizer.param_groups
+    if len(own) > len(saved):
+        raise StageError(
+            f"{place} has {len(saved)} groups of parameters and the optimizer {len(own)}; make as many, or load without it"
+        )
+    for number, (group, one) in enumerate(zip(own, saved, strict=False)):
+        for key, value in one["options"].items():
+            kept = group.get(key)
+            fits = (
+                isinstance(value, int | float)
+                if isinstance(kept, int | float | Tensor)
+                else isinstance(value, list) or not isinstance(kept, tuple)
+            )
+            if key in _NOT_OPTIONS or not (fits or (value is None and not isinstance(kept, Tensor))):
+                raise StageError(
+                    f"{place} has {key}={value!r:.80} for group {number} of the optimizer, which has {kept!r:.80}"
+                )
+
+
+def _value(parameter: Tensor, entry: Entry, place: Path, options: Mapping[str, object]) -> Tensor:
+    """As the parameter is spread, where it has its shape; else whole, on the host unless the optimizer runs on a device."""
+    if entry.shape != tuple(parameter.shape):
+        whole = read_entry(place, entry, start=(0,) * len(entry.shape), shape=entry.shape)
+        return whole.to(parameter.device) if options.get("capturable") or options.get("fused") else whole
+    made = torch.empty_like(parameter.detach(), dtype=dtype_named(entry.dtype))
+    chunk = chunk_of(made)
+    if chunk is not None:
+        start, local = chunk
+        local.copy_(read_entry(place, entry, start=start, shape=tuple(local.shape)))
+    return made

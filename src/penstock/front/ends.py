@@ -102,15 +102,7 @@ class Ends:
 
     def decide(self, what: str, make: Callable[[], str]) -> str:
         """The text that the first rank makes, on every rank. If it raises, every rank raises."""
-        with self.transport.called(what):
-            raised, data = _attempt(make) if self.is_first else (None, b"")
-            with self.among_replicas():
-                if self.num_replicas > 1 and self.rank == 0:
-                    data = host_group(self.copies).gather(data)[0]
-                if self.transport.num_ranks > 1:
-                    with self.transport.alone(what):
-                        data = self.transport.gather(what, data)[0]
-        return str(_value(what, raised, [json.loads(data)])[0])
+        return str(self.agree(what, make if self.is_first else str)[0])
 
     def agree(self, what: str, make: Callable[[], object]) -> list[Value]:
         """What each rank of each replica makes, on all of them, by `number`. If it raises on one, all raise."""

@@ -80,8 +80,15 @@ class StepBatch:
         return self
 
     def in_order(self, outputs: object) -> Value:
-        """What came out of the microbatches, its rows as they were in the batch."""
-        return outputs if self.rows is None or outputs is None else in_order(self.rows, outputs)
+        """What came out of the microbatches one after another, its rows as they were in the batch."""
+        if self.rows is None or outputs is None:
+            return outputs
+        place = torch.argsort(torch.tensor([row for rows in self.rows.rows for row in rows]))
+
+        def sort(tensor: Tensor) -> Tensor:
+            return tensor[place.to(tensor.device)] if tensor.dim() and tensor.size(0) == len(place) else tensor
+
+        return map_tensors(sort, outputs)
 
 
 def in_groups(grouped: Grouped, value: object) -> Value:
@@ -98,14 +105,3 @@ def in_groups(grouped: Grouped, value: object) -> Value:
         return Microbatches([tensor[rows.to(tensor.device)] for rows in parts])
 
     return map_tensors(cut, value)
-
-
-def in_order(grouped: Grouped, value: object) -> Value:
-    """What came out of the microbatches one after another, in the order of the batch."""
-    order = torch.tensor([row for rows in grouped.rows for row in rows])
-    place = torch.argsort(order)
-
-    def sort(tensor: Tensor) -> Tensor:
-        return tensor[place.to(tensor.device)] if tensor.dim() and tensor.size(0) == len(place) else tensor
-
-    return map_tensors(sort, value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,12 +21,14 @@ from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.torch_list import LIST
 from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
 from penstock.errors import RanksDisagree, RunError, StageError
-from penstock.front import moments
-from penstock.front.companions import Companions, check_random_state, read_states, set_random_state
+from penstock.front.companions import Companions, Pending, by_parameter, set_random_state, under
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors
 from penstock.misfits import takes
 from penstock.nest import Value
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""Tensors that are to be changed, and the values for each, read and checked."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +58,16 @@ def load(folder: str | Path) -> Checkpoint:
         key: read_entry(place, entry, start=(0,) * len(entry.shape), shape=entry.shape)
         for key, entry in manifest.tensors.items()
     }
-    model = moments.under("model.", whole)
+    model = under("model.", whole)
     for name, others in manifest.aliases.items():
         if name in model:
             model |= dict.fromkeys(others, model[name])
     groups = manifest.optimizer.get("groups", [])
     optimizer: dict[str, dict[str, Value]] = {name: {} for group in groups for name in group["names"]}
-    optimizer |= moments.by_parameter(whole)
+    optimizer |= by_parameter(whole)
     for name, values in manifest.optimizer.get("values", {}).items():
         optimizer.setdefault(name, {}).update(values)
     return Checkpoint(model, optimizer, groups, dict(manifest.extra), manifest.step)
-
-
-@dataclass(frozen=True)
-class Staged:
-    """All that this rank needs of a checkpoint, read and checked; nothing is changed yet."""
-
-    manifest: Manifest
-    tensors: list[tuple[Tensor, Tensor]]  # what is to be changed, and the values
-    moments: list[moments.Pending]
-    states: dict[str, Value]
 
 
 def load_into(
@@ -99,17 +91,18 @@ def load_into(
 
 
 def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Companions) -> Manifest:
-    staged: list[Staged] = []
+    read: list[tuple[Manifest, Pairs, list[Pending], dict[str, Value]]] = []  # all of it, before anything is changed
     before: list[dict[str, object]] = []
 
-    def read() -> list[object]:
-        staged.append(_stage(place, tensors, ends, companions))
-        return [staged[0].manifest.digest, staged[0].manifest.step]
+    def look() -> list[object]:
+        manifest = Manifest.read(place)
+        if ends.is_first:
+            manifest.small(place, LIST)  # nothing is read from it, but who changed it may have changed more
+        found, pending = _saved_tensors(place, tensors, manifest), companions.staged(tensors, manifest, place)
+        read.append((manifest, found, pending, companions.saved(place, manifest, ends)))
+        return [manifest.digest, manifest.step]
 
-    def give() -> None:
-        before.append(companions.apply(staged[0].states))
-
-    answers = ends.agree(f"reading the checkpoint {place}", read)
+    answers = ends.agree(f"reading the checkpoint {place}", look)
     if any(answer != answers[0] for answer in answers):
         rows = "\n".join(
             f"  rank {number}: step {step}, digest {digest[:16]}" for number, (digest, step) in enumerate(answers)
@@ -117,75 +110,53 @@ def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Compan
         raise RanksDisagree(
             f"the ranks found different checkpoints in {place}:\n{rows}\nLet all of them see the same folder. Nothing was changed"
         )
+    manifest, found, pending, states = read[0]
     try:
-        ends.agree(f"the states in the checkpoint {place}", give)
+        ends.agree(f"the states in the checkpoint {place}", lambda: before.append(companions.apply(states)))
     except Exception:
-        for states in before:
-            companions.undo(states)
+        for one in before:
+            companions.undo(one)
         raise
-    _change(staged[0], tensors, ends, companions)
-    return staged[0].manifest
+    _change(tensors, found)
+    companions.fill(tensors, manifest.optimizer, pending)
+    if "random" in states:
+        set_random_state(states["random"], ends.device)
+    return manifest
 
 
-def _stage(place: Path, tensors: StageTensors, ends: Ends, companions: Companions) -> Staged:
-    manifest = Manifest.read(place)
-    if ends.is_first:
-        manifest.small(place, LIST)  # nothing is read from it, but who changed it may have changed more
-    found, known = [], moments.under("model.", manifest.tensors)
+def _saved_tensors(place: Path, tensors: StageTensors, manifest: Manifest) -> Pairs:
+    found, known = [], under("model.", manifest.tensors)
     for name, value in tensors.found_in(known, f"{place} lacks tensors of this model"):
         entry, chunk = known[name], chunk_of(value.detach())
         if entry.shape != tuple(value.shape):
             raise StageError(f"{name} is {list(entry.shape)} in {place} and {list(value.shape)} in the model")
         if chunk is not None:
             found.append((chunk[1], read_entry(place, entry, start=chunk[0], shape=tuple(chunk[1].shape))))
-    pending = moments.staged(companions.optimizer, tensors, manifest, place)
-    return Staged(manifest, found, pending, _states(place, manifest, ends, companions))
-
-
-def _states(place: Path, manifest: Manifest, ends: Ends, companions: Companions) -> dict[str, object]:
-    """The states that this rank saved; if there were other ranks then, those of the first, without its random numbers."""
-    same = (manifest.ranks, manifest.replicas) == (ends.num_ranks, ends.num_replicas)
-    number = ends.number if same else manifest.ranks * ends.replica if manifest.replicas == ends.num_replicas else 0
-    name = f"rank-{number}.json"
-    found = read_states(manifest.small(place, name), str(place / name))
-    for wanted, _ in companions.parts():
-        if wanted not in found and wanted != "scaler":  # a new one begins anew
-            raise StageError(f"{place} was saved without {wanted}=; load it without, and set the {wanted} by hand")
-    if not same:
-        return {key: value for key, value in found.items() if key != "random"}
-    if "random" in found:
-        check_random_state(found["random"], ends.device, str(place / name))
     return found
 
 
-def _change(staged: Staged, tensors: StageTensors, ends: Ends, companions: Companions) -> None:
-    with torch.no_grad():
-        for target, value in staged.tensors:
-            put(target, value)
+@torch.no_grad()
+def _change(tensors: StageTensors, pairs: Pairs) -> None:
+    for target, values in pairs:
+        put(target, values)
     tensors.level()
-    if companions.optimizer is not None:
-        moments.fill(companions.optimizer, tensors, staged.manifest.optimizer, staged.moments)
-    if "random" in staged.states:
-        set_random_state(staged.states["random"], ends.device)
 
 
 def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """From a state dict in memory, by any name of each tensor; nothing is changed if something does not fit."""
-    state_to_copy(tensors, state, strict=strict)()
+    _change(tensors, _given_tensors(tensors, state, strict=strict))
 
 
 def take_weights(tensors: StageTensors, ends: Ends, source: Source) -> None:
     """Values for stages made by hand. All ranks read and check theirs before one changes anything."""
-    pending: list[Callable[[], None]] = []
+    pairs: Pairs = []
     ends.agree(
-        "the weights of the stages",
-        lambda: pending.append(state_to_copy(tensors, open_weights(source), strict=True)),
+        "the weights of the stages", lambda: pairs.extend(_given_tensors(tensors, open_weights(source), strict=True))
     )
-    pending[0]()
+    _change(tensors, pairs)
 
 
-def state_to_copy(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> Callable[[], None]:
-    """The same with all that can be wrong found out, and nothing changed: what comes back does that."""
+def _given_tensors(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> Pairs:
     if not isinstance(state, Mapping):
         raise StageError(f"the state dict is a {type(state).__name__}; expected a mapping from names to tensors")
     found = []
@@ -194,17 +165,10 @@ def state_to_copy(tensors: StageTensors, state: Mapping[str, Tensor], *, strict:
         check_values(key, given)
         if given.shape != value.shape:
             raise StageError(f"{key} is {list(given.shape)} in the state dict and {list(value.shape)} in the model")
-        found.append((value, given))
-
-    def change() -> None:
-        with torch.no_grad():
-            for value, given in found:
-                chunk = None if hasattr(given, "placements") else chunk_of(value)
-                if chunk is None:
-                    put(value, given)
-                else:
-                    start, local = chunk
-                    put(local, given[tuple(slice(a, a + n) for a, n in zip(start, local.shape, strict=True))])
-        tensors.level()
-
-    return change
+        chunk = chunk_of(value.detach())
+        if hasattr(given, "placements"):
+            found.append((value.detach(), given))
+        elif chunk is not None:
+            start, local = chunk
+            found.append((local, given[tuple(slice(a, a + n) for a, n in zip(start, local.shape, strict=True))]))
+    return found

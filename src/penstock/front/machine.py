@@ -27,7 +27,7 @@ from penstock.comm.transport import Transport
 from penstock.front.ends import Ends
 from penstock.front.stage_costs import Machine
 from penstock.plan import Op
-from penstock.plan.actions import MICROBATCH, MICROBATCH_SHIFT, OP
+from penstock.plan.actions import OP, microbatch_of
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
 from penstock.simulate import Link, Timeline
@@ -44,7 +44,7 @@ _COPIED: Final = 8 << 20  # bytes of a copy
 _BOUND: Final = 60.0  # seconds that one of them may take on a device
 
 
-class Nothing(nn.Module):
+class NoWork(nn.Module):
     """Hardly any work, with a gradient for its input and for a parameter."""
 
     def __init__(self, device: torch.device) -> None:
@@ -58,14 +58,13 @@ class Nothing(nn.Module):
 def measure_machine(ends: Ends) -> Machine:
     """Overhead of an action, cost of posting a message, latency and bandwidth; medians, in seconds."""
     with torch.enable_grad():
-        timelines = _record(ends)
+        steps = [_times(timeline) for timeline in _record(ends)]
     spans: dict[int, list[float]] = defaultdict(list)
-    for timeline in timelines:
-        for codes, starts, stops in zip(timeline.plan.codes, timeline.starts, timeline.ends, strict=True):
-            for code, start, stop in zip(codes, starts, stops, strict=True):
-                spans[code & OP].append(stop - start)
+    for times in steps:
+        for (_, op, _), (start, end) in times.items():
+            spans[op].append(end - start)
     posts = [span for op, found in spans.items() if Op(op).is_message for span in found]
-    latency = min(_median(_latencies(timeline)) for timeline in timelines)  # what disturbs it only adds to it
+    latency = min(_median(_latencies(times, ends.num_ranks)) for times in steps)  # what disturbs it only adds to it
     links = measure_links(ends)
     return Machine(
         latency=latency,
@@ -82,7 +81,7 @@ def _median(values: Sequence[float]) -> float:
 
 def _record(ends: Ends) -> list[Timeline]:
     """Some steps of a stage a rank."""
-    stage = PipelineStage(Nothing(ends.device), ends.rank, ends.num_ranks, ends.device, group=ends.group)
+    stage = PipelineStage(NoWork(ends.device), ends.rank, ends.num_ranks, ends.device, group=ends.group)
     plan = get_schedule("1f1b")(ends.num_ranks, _MICROBATCHES)
     schedule = Schedule.from_plan(plan, [stage], loss_fn=lambda output, _: output.sum())
     batch = torch.ones(_MICROBATCHES, 1, device=ends.device)
@@ -96,21 +95,22 @@ def _record(ends: Ends) -> list[Timeline]:
     return found
 
 
-def _latencies(timeline: Timeline) -> list[float]:
+def _times(timeline: Timeline) -> dict[tuple[int, int, int], tuple[float, float]]:
+    """By rank, op and microbatch: when it began and ended."""
+    return {
+        (rank, code & OP, microbatch_of(code)): (start, end)
+        for rank, codes in enumerate(timeline.plan.codes)
+        for code, start, end in zip(codes, timeline.starts[rank], timeline.ends[rank], strict=True)
+    }
+
+
+def _latencies(times: dict[tuple[int, int, int], tuple[float, float]], num_ranks: int) -> list[float]:
     """Over each boundary, by the first forward and the last backward: for those the receiver does nothing but wait."""
-    plan = timeline.plan
-    times = [
-        {
-            (code & OP, code >> MICROBATCH_SHIFT & MICROBATCH): (start, end)
-            for code, start, end in zip(plan.codes[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
-        }
-        for rank in range(plan.num_ranks)
-    ]
-    last = plan.num_microbatches - 1
+    last = _MICROBATCHES - 1
     found = []
-    for rank in range(plan.num_ranks - 1):
-        there = times[rank + 1][Op.F, 0][0] - times[rank][Op.SEND_F, 0][1]
-        back = times[rank][Op.B, last][0] - times[rank + 1][Op.SEND_B, last][1]
+    for rank in range(num_ranks - 1):
+        there = times[rank + 1, Op.F, 0][0] - times[rank, Op.SEND_F, 0][1]
+        back = times[rank, Op.B, last][0] - times[rank + 1, Op.SEND_B, last][1]
         found.append((there + back) / 2)  # what the ranks' clocks differ by counts once this way and once that
     return found
 

@@ -17,7 +17,7 @@ from penstock.comm import LocalTransport
 from penstock.errors import CaptureError
 from penstock.front.choice import Choice
 from penstock.front.ends import Ends
-from penstock.front.machine import Nothing
+from penstock.front.machine import NoWork
 from penstock.front.pipeline_options import Request
 from penstock.nest import Value
 from penstock.plan import Plan
@@ -28,13 +28,9 @@ _TIMES = ("forward", "backward_input", "backward_weight")
 Places: TypeAlias = tuple[tuple[int, str], ...]  # where a model was cut: position, and name of the operator there
 
 
-def estimated_profile(request: Request, ends: Ends, pipes: list[Pipe]) -> Profile:
-    """A profile by size: a layer costs what its parameters weigh, in the forward and in both parts of the backward.
-
-    If the layers are the stages, `pipes` gets them, and there is no second capture.
-    """
+def estimated_profile(request: Request, ends: Ends) -> Profile:
+    """A profile by size: a layer costs what its parameters weigh, in the forward and in both parts of the backward."""
     layers, where = _layers(request, ends)
-    pipes += [layers] if where is None else []
     modules = [layers.get_stage_module(k) for k in range(layers.num_stages)]
     rows = []
     for name, module in zip(layer_names(modules), modules, strict=True):
@@ -87,20 +83,18 @@ def together(ends: Ends, measure: Callable[[Callable[[], None]], Profile]) -> Ca
         begun = True
         ends.gather("about to measure the layers", None)
 
-    mine: Profile | None = None
-    problem: Exception | None = None
+    mine: Profile | Exception
     try:
         mine = measure(barrier)
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one
-        problem = error
+        mine = error
     if not begun:
         barrier()
-    texts = ends.gather("what the layers cost on each rank", None if mine is None else mine.dumps())
+    texts = ends.gather("what the layers cost on each rank", mine.dumps() if isinstance(mine, Profile) else None)
 
     def outcome() -> Profile:
-        if problem is not None:
-            raise problem
-        assert mine is not None, "measured, or a problem"
+        if isinstance(mine, Exception):
+            raise mine
         return typical(mine, [Profile.loads(text) for text in texts if text is not None])
 
     return outcome
@@ -144,7 +138,7 @@ def without_calls(profile: Profile, device: torch.device) -> Profile:
     x = torch.ones(1, 1, device=device, requires_grad=True)
     with torch.enable_grad():
         setting = LayerSetting((x,), {}, device)
-        empty = profile_layers(pipeline(Nothing(device), (x,)), None, setting, progress=False)
+        empty = profile_layers(pipeline(NoWork(device), (x,)), None, setting, progress=False)
 
     def less(number: int, name: str) -> float:
         """What is left, and never nothing: the calls are not known that well."""
@@ -184,14 +178,11 @@ def microbatch_of(request: Request) -> tuple[tuple[object, ...], dict[str, objec
     size = batch_size_of(request.args, request.kwargs)
     if size is None or size < request.microbatches:
         return request.args, dict(request.kwargs)
-    steps = request.of_steps
-    args, kwargs = split_batch(
-        request.args,
-        request.kwargs,
-        request.microbatches,
-        args_spec=steps.args_chunk_spec,
-        kwargs_spec=steps.kwargs_chunk_spec,
-    )
+    specs: dict[str, Value] = {
+        "args_spec": request.of_steps.args_chunk_spec,
+        "kwargs_spec": request.of_steps.kwargs_chunk_spec,
+    }
+    args, kwargs = split_batch(request.args, request.kwargs, request.microbatches, **specs)
     return args[0], kwargs[0]
 
 

@@ -30,7 +30,10 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
     largest = math.isinf(norm_type)
     with ends.among_replicas():
         if ends.beside:
-            sums[1] = _spread_term(whole, norm_type, ends.device)
+            # DTensors on meshes of several kinds: each knows which ranks hold what of it.
+            dtensors = [grad.detach() for grad in whole if hasattr(grad, "placements")]
+            norms = [whole_tensor(torch.linalg.vector_norm(grad, norm_type)).to(ends.device) for grad in dtensors]
+            sums[1] = _term(norms, norm_type, ends.device)
         elif ends.num_replicas > 1:
             most = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(sums[1:], most, group=ends.copies)
@@ -44,13 +47,6 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
             with ends.transport.alone("clip_grad_norm_()"):
                 ends.transport.sum(everywhere)
     return float(everywhere.max()) if largest else float(everywhere.sum()) ** (1 / norm_type)
-
-
-def _spread_term(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The term of DTensors on meshes of several kinds: each knows which ranks hold what of it."""
-    spread = [grad.detach() for grad in gradients if hasattr(grad, "placements")]
-    norms = [whole_tensor(torch.linalg.vector_norm(grad, norm_type)).to(device) for grad in spread]
-    return _term(norms, norm_type, device)
 
 
 def _term(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Self, TypeVar, cast
 
@@ -31,17 +31,19 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def one_call(method: _Method) -> _Method:
-    """Public calls of a pipeline come one at a time: refuse one while another thread is in one, or a step is under way.
+    """Public calls of a pipeline come one at a time: refuse one while another thread is in one, or a step is under way. If an
+    argument is of a wrong kind, a RunError says so.
 
     class Pipeline:
         @one_call
         def save(self, folder): ...
     """
+    checked = takes(RunError)(method)
 
     @wraps(method)
     def call(self: OwnStages, /, *args: object, **kwargs: object) -> object:
         with self.transport.called(f"{method.__name__}()"):
-            return method(self, *args, **kwargs)
+            return checked(self, *args, **kwargs)
 
     return cast("_Method", call)
 
@@ -61,7 +63,6 @@ class OwnStages:
         self.rank, self.num_ranks, self.transport = ends.rank, ends.num_ranks, ends.transport
         self.replica, self.num_replicas, self.is_first = ends.replica, ends.num_replicas, ends.is_first
         self._ties = _ties(built, ties)
-        self._tensors: StageTensors | None = None
 
     @property
     def stages(self) -> list[PipelineStage]:
@@ -78,13 +79,11 @@ class OwnStages:
         """The step as predicted, by the measured costs; None for stages made by hand."""
         return None if self._built.choice is None else self._built.choice.timeline
 
-    @property
+    @cached_property
     def tensors(self) -> StageTensors:
         """The parameters and buffers of this rank, by the names of the user's model."""
-        if self._tensors is None:
-            ranks = self._built.plan.placement.ranks
-            self._tensors = stage_tensors(self._built.stages, self._ends, ties=self._ties, rank_of=ranks)
-        return self._tensors
+        ranks = self._built.plan.placement.ranks
+        return stage_tensors(self._built.stages, self._ends, ties=self._ties, rank_of=ranks)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank, by their names in the user's model. What stages share is on each that uses it."""
@@ -95,7 +94,6 @@ class OwnStages:
         yield from (parameter for _, parameter in self.tensors.all_parameters())
 
     @one_call
-    @takes(RunError)
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the stages of this rank, as on the model."""
         for stage in self._built.stages:
@@ -128,13 +126,11 @@ class OwnStages:
         return {name: value.detach() for name, value in self.tensors.state.items()}
 
     @one_call
-    @takes(RunError)
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take this rank's tensors out of a state dict, of the whole model or of these stages."""
         copy_state(self.tensors, state, strict=strict)
 
     @one_call
-    @takes(RunError)
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Write the weights as sharded safetensors, each rank its own; for a transformers model with its config.
 

@@ -25,7 +25,7 @@ from penstock.front.few_rows import FewRows
 from penstock.front.garbage import Garbage
 from penstock.front.grouping import StepBatch
 from penstock.front.loading import load_into, take_weights
-from penstock.front.measured import Replanner, calibrated, recut
+from penstock.front.measured_steps import Replanner, calibrated, recut
 from penstock.front.memory_view import Memory, MemoryKeeper
 from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
@@ -77,6 +77,8 @@ class Pipeline(OwnStages):
       `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
     """
 
+    schedule: WeightedSchedule  # the one beneath: `schedule.record()`, `schedule.lowered_plan()`, ...
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -97,7 +99,7 @@ class Pipeline(OwnStages):
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
         self._options = of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize))
-        self._schedule = self._scheduled(self._built.plan)
+        self.schedule = self._scheduled(self._built.plan)
         self._telling = telling(self._ends, self._built.plan.placement)
         if of_steps.run_folder is not None:
             self._look_out(Path(of_steps.run_folder))
@@ -110,16 +112,11 @@ class Pipeline(OwnStages):
         self._saving: Saving | None = None  # a checkpoint that is being written
         if of_cut.made and of_model.weights is not None:
             take_weights(self.tensors, self._ends, of_model.weights)
-        self._few_rows = FewRows(self._schedule, of_steps, self._ends)
-
-    @property
-    def schedule(self) -> WeightedSchedule:
-        """The schedule beneath: `schedule.record()`, `schedule.lowered_plan()`, ..."""
-        return self._schedule
+        self._few_rows = FewRows(self.schedule, of_steps, self._ends)
 
     @property
     def plan(self) -> Plan:
-        return self._schedule.plan
+        return self.schedule.plan
 
     # -- steps
 
@@ -137,12 +134,12 @@ class Pipeline(OwnStages):
         `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
         """
         check_where(outputs, self.num_ranks)
-        self._schedule.check_call("step", target, loss_kwargs)
+        self.schedule.check_call("step", target, loss_kwargs)
         keep = outputs is not None
         few = self._few_rows.count(args, kwargs)
         batch = StepBatch(args, kwargs, target, few).grouped(
             self._of_steps.group_rows,
-            few or self._schedule.num_microbatches,
+            few or self.schedule.num_microbatches,
             outputs=keep and self.rank == self._last_rank,
         )
         losses: list[Tensor] = []
@@ -165,7 +162,7 @@ class Pipeline(OwnStages):
         loss = pipe.evaluate(tokens, target=labels).loss
         """
         check_where(outputs, self.num_ranks)
-        self._schedule.check_call("evaluate", target, loss_kwargs)
+        self.schedule.check_call("evaluate", target, loss_kwargs)
         losses: list[Tensor] = []
         schedule, value = self._evaluated(args, kwargs, outputs, target=target, losses=losses, loss_kwargs=loss_kwargs)
         return self._result(schedule, losses, value, outputs, trained=False)
@@ -182,10 +179,9 @@ class Pipeline(OwnStages):
 
     def record(self) -> AbstractContextManager[Recording]:
         """Measure the steps inside; afterwards `recording.timeline` is that of the last one."""
-        return self._schedule.record()
+        return self.schedule.record()
 
     @one_call
-    @takes(RunError)
     def calibrate(self, *args: Value, target: Value = None, rounds: int = 12, **kwargs: Value) -> Choice:
         """Measure what the stages cost while all ranks are at work, with a few steps over a batch; all ranks call it.
 
@@ -195,19 +191,17 @@ class Pipeline(OwnStages):
         From then on `timeline`, `choice` and `explain` go by these costs. Gradients, buffers and random numbers are afterwards
         what they were; an optimizer that works inside the backward is not held back.
         """
-        if self._built.choice is None:
-            raise StageError("calibrate() on stages made by hand: nothing is predicted of them; pass a model instead")
+        known = self._chosen("calibrate() on stages made by hand: nothing is predicted of them; pass a model instead")
         replanner, self._replanner = self._replanner, None  # these steps are none of its own
         try:
             call = partial(self.step, *args, target=target, **kwargs)
-            choice = calibrated(self._built.choice, self._schedule, self._ends, call, rounds=rounds)
+            choice = calibrated(known, self.schedule, self._ends, call, rounds=rounds)
         finally:
             self._replanner = replanner
         self._built = replace(self._built, choice=choice)
         return choice
 
     @one_call
-    @takes(RunError)
     def recut(self, timelines: Sequence[Timeline], *, gain: float = 0.05) -> Profile | None:
         """What to cut the model by from now on, if a rank has become slower than the others: all ranks call it.
 
@@ -221,9 +215,8 @@ class Pipeline(OwnStages):
         None: no other cut would make a step shorter by that share. The losses go on as they would have. `penstock train --recut`
         does this at its checkpoints.
         """
-        if self._built.choice is None:
-            raise StageError("recut() on stages made by hand: penstock does not know what they are cut from")
-        return recut(self._built.choice, timelines, self._ends, gain=gain)
+        known = self._chosen("recut() on stages made by hand: penstock does not know what they are cut from")
+        return recut(known, timelines, self._ends, gain=gain)
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:
@@ -233,7 +226,7 @@ class Pipeline(OwnStages):
             pipe.step(tokens, target=labels)
         print(pipe.memory())
         """
-        with self._schedule.watch_memory() as watch:
+        with self.schedule.watch_memory() as watch:
             yield watch
         self._memory.keep(watch)
 
@@ -245,12 +238,11 @@ class Pipeline(OwnStages):
         """
         choice = self._built.choice
         if choice is not None:
-            costs = compiled_costs(self._schedule, choice.costs)
+            costs = compiled_costs(self.schedule, choice.costs)
             choice = choice if costs == choice.costs else replace(choice, calibrated=costs)
-        return self._memory.value(self._schedule.lowered_plan(), choice)
+        return self._memory.value(self.schedule.lowered_plan(), choice)
 
     @one_call
-    @takes(RunError)
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; the norm before comes back.
 
@@ -268,7 +260,6 @@ class Pipeline(OwnStages):
     # -- checkpoints
 
     @one_call
-    @takes(RunError)
     def save(
         self,
         folder: str | Path,
@@ -292,7 +283,7 @@ class Pipeline(OwnStages):
         began = time.perf_counter()
         if wait and stager is not None:
             raise RunError("save(stager=...) with wait=True: nothing is copied then; write save(..., wait=False)")
-        contents = Contents(self._schedule.steps, self._companions(optimizer, scheduler, data), extra or {})
+        contents = Contents(self.schedule.steps, self._companions(optimizer, scheduler, data), extra or {})
         order = prepare(folder, self.tensors, self._ends, contents, keep=keep)
         self._saving = None if wait else Saving(order, self._ends, began, stager)
         if wait:
@@ -300,7 +291,6 @@ class Pipeline(OwnStages):
         return self._saving
 
     @one_call
-    @takes(RunError)
     def load(
         self,
         folder: str | Path,
@@ -319,28 +309,31 @@ class Pipeline(OwnStages):
         """
         companions = self._companions(optimizer, scheduler, data)
         loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
-        self._schedule.steps = loaded.step
+        self.schedule.steps = loaded.step
         return dict(loaded.extra)
 
     @takes(RunError)
     def whole(self, model: nn.Module) -> Pipe:
         """A model of the same kind cut at the same places, all stages in this process: to compare with."""
-        if self._built.choice is None:
-            raise StageError("stages made by hand: penstock does not know the whole model")
-        return cut(replace(self._request, model=model), self._built.choice)
+        known = self._chosen("stages made by hand: penstock does not know the whole model")
+        return cut(replace(self._request, model=model), known)
 
     @one_call
-    @takes(RunError)
     def run_plan(self, plan: Plan) -> None:
         """Go on under another plan for the same stages; all ranks call it, between two steps.
 
         pipe.run_plan(penstock.recompute(pipe.plan))
         """
         built = self._built.with_plan(plan, calibrated=None)
-        self._schedule.run_plan(plan)  # if it does not fit the stages, all is as it was
+        self.schedule.run_plan(plan)  # if it does not fit the stages, all is as it was
         self._built = built
 
     # -- inside
+
+    def _chosen(self, otherwise: str) -> Choice:
+        if self._built.choice is None:
+            raise StageError(otherwise)
+        return self._built.choice
 
     def _companions(self, optimizer: object, scheduler: object, data: object) -> Companions:
         """What goes through a checkpoint with the model, once the one before is written: that renames what is read or written."""
@@ -376,7 +369,7 @@ class Pipeline(OwnStages):
             schedule = self._of_step(batch.few)
             schedule.problem = batch.problem
             schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
-            usual = schedule is self._schedule  # another one says nothing of the plan
+            usual = schedule is self.schedule  # another one says nothing of the plan
             measured = self._replanner.around(schedule) if usual and self._replanner is not None else nullcontext()
             given = (batch.args, batch.kwargs)
             counted = self._memory.around(schedule, given, self._built.choice) if usual else nullcontext()
@@ -389,7 +382,7 @@ class Pipeline(OwnStages):
                     loss_kwargs=loss_kwargs,
                     **batch.kwargs,
                 )
-            self._schedule.steps = schedule.steps
+            self.schedule.steps = schedule.steps
             return value
 
         return attempted(attempt, self._undo, self, again=self._of_steps.on_oom == "replan")
@@ -397,11 +390,11 @@ class Pipeline(OwnStages):
     def _tidy_up(self) -> None:
         """After a step, on all ranks alike: take note of another plan, collect garbage."""
         if self._replanner is not None and self._replanner.has_changed:
-            plan = self._schedule.plan
+            plan = self.schedule.plan
             why = f"{plan.name or 'a plan'}: measured steps spoke for it"
             self._built = self._built.with_plan(plan, calibrated=self._replanner.costs, why=why)
         if self._garbage is not None:
-            self._garbage.after(self._schedule.steps)
+            self._garbage.after(self.schedule.steps)
 
     def _of_step(self, few: int | None) -> WeightedSchedule:
         """The schedule of a step, or one of its plan with only so many microbatches."""
@@ -424,7 +417,7 @@ class Pipeline(OwnStages):
         """
         scaled = trained and self._of_steps.loss_scale is not None
         overflow = norm.overflow(self._gradients(), self._ends.device) if scaled else None
-        shares = self._of_steps.share_loss and schedule.has_loss
+        shares = self._of_steps.share_loss and schedule.loss_fn is not None
         read, overflown = self._telling.tell(schedule, losses, shares=shares, overflow=overflow)
         if overflown is not None:
             norm.spoil_if(overflown, self._gradients())

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}iB": 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
 _UNITS |= {f"{letter}B": 1000 ** (power + 1) for power, letter in enumerate(("k", "M", "G", "T"))}
+_FUNCTION = ("__call__",)
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 
 
@@ -54,7 +55,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         _is(self, "example_kwargs", Mapping, "a dictionary of arguments")
-        _is_callable(self, "init", "init(name, tensor)")
+        _is(self, "init", _FUNCTION, "init(name, tensor)")
 
 
 @takes(StageError)
@@ -90,7 +91,7 @@ class CutOptions:
             raise PlanError(f'placement={self.placement!r}; expected "loop", "v" or a Placement')
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", byte_limits(self.memory_limit))
-        _is_callable(self, "optimizer", "optimizer(parameters), such as torch.optim.AdamW")
+        _is(self, "optimizer", _FUNCTION, "optimizer(parameters), such as torch.optim.AdamW")
         if isinstance(self.optimizer_bytes, bool) or not 0 <= self.optimizer_bytes < float("inf"):
             raise PlanError(
                 f"optimizer_bytes={self.optimizer_bytes!r}; expected a number from 0: 2 for Adam, 0 for SGD"
@@ -99,7 +100,7 @@ class CutOptions:
         if self.profile is True:
             raise PlanError("profile=True; leave it out to measure, or give a Profile, its file, or False")
         _is(self, "split_spec", Mapping, "{name of a module: SplitPoint}")
-        _is_callable(self, "split_policy", "a function of the captured module")
+        _is(self, "split_policy", _FUNCTION, "a function of the captured module")
         check_compile_options(self.compile)
 
     @property
@@ -150,15 +151,9 @@ class RankOptions:
     def __post_init__(self) -> None:
         if self.data_parallel not in ("ddp", "fsdp"):
             raise StageError(f'data_parallel={self.data_parallel!r}; expected "ddp" or "fsdp"')
-        if self.group is not None and not hasattr(self.group, "rank"):
-            raise StageError(
-                f"group is a {type(self.group).__name__}; expected a process group, or a transport of LocalWorld"
-            )
-        _is_callable(self, "parallelize", "parallelize(module, mesh)")
-        if self.mesh is not None and not hasattr(self.mesh, "mesh_dim_names"):
-            raise StageError(
-                f"mesh is a {type(self.mesh).__name__}; expected init_device_mesh(..., mesh_dim_names=(...))"
-            )
+        _is(self, "group", ("rank",), "a process group, or a transport of LocalWorld")
+        _is(self, "parallelize", _FUNCTION, "parallelize(module, mesh)")
+        _is(self, "mesh", ("mesh_dim_names",), "init_device_mesh(..., mesh_dim_names=(...))")
         if self.device is not None:
             try:
                 torch.device(self.device)
@@ -209,10 +204,7 @@ class StepOptions:
             _is_count("collect_every", self.collect_every)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise StageError(f"seed={self.seed!r}; expected a whole number")
-        if self.loss_scale is not None and not all(
-            hasattr(self.loss_scale, name) for name in ("scale", "step", "update")
-        ):
-            raise StageError(f"loss_scale is a {type(self.loss_scale).__name__}; expected a torch.amp.GradScaler")
+        _is(self, "loss_scale", ("scale", "step", "update"), "a torch.amp.GradScaler")
         _is(self, "run_folder", str | Path, "a folder")
         if self.run_folder == "":
             raise StageError('run_folder=""; expected the name of a folder ("." is the one where you are), or nothing')
@@ -224,10 +216,7 @@ class StepOptions:
         if callable(self.group_rows):
             object.__setattr__(self, "group_rows", GroupRows(self.group_rows))
         _is(
-            self,
-            "group_rows",
-            GroupRows,
-            "a function of the arguments that gives the lengths of the rows, or GroupRows",
+            self, "group_rows", GroupRows, "a function of the arguments that gives the length of each row, or GroupRows"
         )
         if self.replan is not None and (type(self.replan) not in (int, float) or not 0 < self.replan < 1):
             raise StageError(f"replan={self.replan!r}; expected a share of a step, such as 0.05")
@@ -321,13 +310,9 @@ def _is_count(name: str, value: object) -> None:
         raise PlanError(f"{name}={value!r}; expected a whole number from 1")
 
 
-def _is(options: object, name: str, kind: type | UnionType, expected: str) -> None:
+def _is(options: object, name: str, kind: type | UnionType | tuple[str, ...], expected: str) -> None:
+    """Whether an option, if it is given, is of this kind, or has these attributes."""
     value = getattr(options, name)
-    if value is not None and not isinstance(value, kind):
-        raise StageError(f"{name} is a {type(value).__name__}; expected {expected}")
-
-
-def _is_callable(options: object, name: str, expected: str) -> None:
-    value = getattr(options, name)
-    if value is not None and not callable(value):
+    has_all = isinstance(kind, tuple) and all(hasattr(value, attribute) for attribute in kind)
+    if value is not None and not (has_all if isinstance(kind, tuple) else isinstance(value, kind)):
         raise StageError(f"{name} is a {type(value).__name__}; expected {expected}")

@@ -60,7 +60,8 @@ def save_pretrained(
             raise RunError(f"max_shard_bytes={max_shard_bytes}; expected a number of bytes")
         for name, value in tensors.state.items():
             if name not in tensors.elsewhere:
-                mine[_published(name, tensors, origin)] = value
+                # Of several names the one that comes first in the model itself; transformers ties the others to it.
+                mine[next((one for one in tensors.spellings(name) if one in origin.names), name)] = value
         return [[name, value.nbytes] for name, value in mine.items()]
 
     everyone = ends.agree("what is to be written", look)[: ends.num_ranks]  # the replicas hold the same names
@@ -109,29 +110,20 @@ def _name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _published(name: str, tensors: StageTensors, origin: Origin) -> str:
-    """The one of several names that comes first in the model itself; transformers ties the others to it."""
-    return next((spelling for spelling in tensors.spellings(name) if spelling in origin.names), name)
-
-
 def _shards(everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> list[tuple[int, list[str]]]:
     """(rank, names) of each file, in the order of the ranks; a name that several ranks hold goes to the first."""
     seen: set[str] = set()
     shards: list[tuple[int, list[str]]] = []
     for rank, rows in enumerate(everyone):
-        names: list[str] = []
-        size = 0
+        size = most + 1  # as if the file before were full: each rank begins its own
         for name, length in rows:
-            if name in seen:
-                continue
-            seen.add(name)
-            if names and size + length > most:
-                shards.append((rank, names))
-                names, size = [], 0
-            names.append(name)
-            size += length
-        if names:
-            shards.append((rank, names))
+            if name not in seen:
+                seen.add(name)
+                if size + length > most:
+                    shards.append((rank, []))
+                    size = 0
+                shards[-1][1].append(name)
+                size += length
     return shards
 
 

@@ -85,36 +85,35 @@ class Undo:
         self.parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
         self.buffers = Buffers(modules, _aside)
         self.devices = accelerators(device, (*self.parameters, *(b for module in modules for b in module.buffers())))
-        self.grads: list[tuple[Tensor, Tensor | None]] = []
-        self.before: Before | None = None
-        self.random: RandomState | None = None
+        self.taken: tuple[list[Tensor | None], Before, RandomState] | None = None  # gradients, buffers, random state
 
     def take(self) -> None:
         """Before a step."""
-        self.grads = [(p, None if p.grad is None else _aside(p.grad)) for p in self.parameters]
-        self.before = self.buffers.look(tuple(mode for module in self.modules for mode in modes_of(module)))
-        self.random = RandomState(self.devices)
+        grads = [None if p.grad is None else _aside(p.grad) for p in self.parameters]
+        before = self.buffers.look(tuple(mode for module in self.modules for mode in modes_of(module)))
+        self.taken = grads, before, RandomState(self.devices)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """After a step that failed."""
-        for parameter, grad in self.grads:
+        """After a step that failed; a second time it does nothing."""
+        if self.taken is None:
+            return
+        (grads, before, random), self.taken = self.taken, None
+        for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
                 parameter.grad = None
             elif parameter.grad is None or grad.layout is not torch.strided:
                 parameter.grad = grad.to(parameter.device)
             else:
                 parameter.grad.copy_(grad)
-        if self.before is not None and self.random is not None:
-            self.before.put_back()
-            self.random.set()
-        self.grads, self.before, self.random = [], None, None
+        before.put_back()
+        random.set()
 
     def forget(self) -> None:
         """After a step, so that copies are held no longer than that."""
-        if self.before is not None:
-            self.buffers.learn(self.before)
-        self.grads, self.before, self.random = [], None, None
+        if self.taken is not None:
+            self.buffers.learn(self.taken[1])
+        self.taken = None
 
 
 def _aside(tensor: Tensor) -> Tensor:

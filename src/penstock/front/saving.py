@@ -34,8 +34,7 @@ from penstock.checkpoint.torch_list import LIST, write_list
 from penstock.comm.transport import NOBODY
 from penstock.dtypes import dtype_name
 from penstock.errors import PenstockError, RunError, StepTimeout
-from penstock.front import moments
-from penstock.front.companions import Companions
+from penstock.front.companions import Companions, optimizer_parts
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors
 from penstock.misfits import takes
@@ -101,7 +100,7 @@ class Order:
 def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, contents: Contents, *, keep: int) -> Order:
     """Agree on who writes what, and make the folder. Every rank of every replica calls it; nothing is changed if one raises."""
     place = Path(folder).absolute()
-    mine: dict[str, Block] = {}
+    mine: list[Block] = []
     small: list[bytes] = []
 
     def look() -> dict[str, object]:
@@ -111,38 +110,25 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, contents: Con
             ends.transport.wait_for_device()
         small.append(contents.companions.dumps(ends.device))
         extra = as_json(dict(contents.extra), "extra")
-        state, values, groups = moments.parts(contents.companions.optimizer, tensors)
+        state, facts = optimizer_parts(contents.companions.optimizer, tensors)
         whole = {f"model.{name}": value for name, value in tensors.state.items() if name not in tensors.elsewhere}
-        for name, entries in state.items():
-            whole |= {f"optimizer.state.{name}.{key}": value for key, value in entries.items()}
         listed = []
-        for key, value in whole.items():
+        for key, value in (whole | state).items():
             chunk = chunk_of(value.detach())
             if chunk is not None:
-                mine[key] = (key, *chunk)
+                mine.append((key, *chunk))
                 listed.append([key, list(value.shape), dtype_name(value.dtype), list(chunk[0])])
-        kind = type(contents.companions.optimizer).__name__
-        facts = {"kind": kind, "values": values, "groups": groups} if contents.companions.optimizer is not None else {}
         optimizer = as_json(facts, "the optimizer")
         return {"tensors": listed, "aliases": tensors.aliases, "optimizer": optimizer, "extra": extra}
 
     everyone = ends.agree("what a checkpoint holds", look)
     fresh = Path(ends.decide("a folder for the checkpoint", lambda: str(kept.begin(place, DISK))))
-    owned = {key for key, owner in _owners(everyone).items() if owner == ends.number}
-    blocks = [block for key, block in mine.items() if (key, tuple(block[1])) in owned]
+    owners = _owners(everyone)
+    blocks = [block for block in mine if owners[block[0], tuple(block[1])] == ends.number]
     versions = {"penstock": __version__, "torch": torch.__version__}
     aliases = {name: list(others) for one in everyone for name, others in one["aliases"].items()}
-    manifest = Manifest(
-        contents.step,
-        ends.num_ranks,
-        ends.num_replicas,
-        versions,
-        {},
-        {},
-        aliases,
-        _merged(everyone),
-        everyone[0]["extra"],
-    )
+    extra, ranks, replicas = everyone[0]["extra"], ends.num_ranks, ends.num_replicas
+    manifest = Manifest(contents.step, ranks, replicas, versions, {}, {}, aliases, _merged(everyone), extra)
     return Order(place, fresh, keep, blocks, small[0], ends.number, everyone, manifest)
 
 

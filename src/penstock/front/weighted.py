@@ -54,17 +54,13 @@ class WeightedSchedule(Schedule):
         value = super()._merge(outcome, given, losses)
         return map_tensors(whole_tensor, value) if self.spread and value is not None else value
 
-    @property
-    def has_loss(self) -> bool:
-        return self.loss_fn is not None
-
     def check_call(self, name: str, target: object, loss_kwargs: object) -> None:
         """Say what cannot be before anything runs."""
         if loss_kwargs is not None and not isinstance(loss_kwargs, Mapping):
             raise RunError(
                 f"loss_kwargs is a {type(loss_kwargs).__name__}; expected a dictionary of arguments of the loss"
             )
-        if not self.has_loss and (target is not None or name == "step"):
+        if self.loss_fn is None and (target is not None or name == "step"):
             raise RunError(
                 f"{name}() {'with a target ' if target is not None else ''}without a loss: nothing could be differentiated or "
                 "reported. Give Pipeline(..., loss_fn=function), or call predict() for the outputs alone"

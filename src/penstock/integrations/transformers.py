@@ -202,7 +202,7 @@ class TransformersPipeline(Pipeline):
         weighed = (self.own_loss or not self._of_steps.scale_grads) and keeps_texts_apart(self.shell)
         if not weighed or not self._of_steps.few_rows or call.get("outputs") is not None:
             return call
-        return texts_apart(call, self._schedule.num_microbatches, shifted=self._shifts or not self.own_loss)
+        return texts_apart(call, self.schedule.num_microbatches, shifted=self._shifts or not self.own_loss)
 
     def _of_step(self, few: int | None) -> TokenSchedule:
         schedule = super()._of_step(few)
