@@ -135,13 +135,11 @@ def _others(choice: Choice) -> list[str]:
     best = choice.tried[0].makespan or 0.0
     rows = [["candidate", "stages/rank", "step", "bubble", "memory"]]
     for tried in choice.tried[:_SHOWN]:
-        if tried.makespan is None:
-            rows.append([tried.schedule, str(tried.stages_per_rank), "-", "-", tried.why.splitlines()[0][:60]])
-        else:
+        step, bubble, memory = "-", "-", tried.why.partition("\n")[0][:60]
+        if tried.makespan is not None:
             step = time_text(tried.makespan, "s") if choice.is_timed else f"{tried.makespan / (best or 1.0):.3f} x"
-            rows.append(
-                [tried.schedule, str(tried.stages_per_rank), step, percent(tried.bubble), size_text(tried.memory)]
-            )
+            bubble, memory = percent(tried.bubble), size_text(tried.memory)
+        rows.append([tried.schedule, str(tried.stages_per_rank), step, bubble, memory])
     left = len(choice.tried) - _SHOWN
     return ["", *_table(rows), *([f"and {left} more"] if left > 0 else [])]
 

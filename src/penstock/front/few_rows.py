@@ -83,5 +83,4 @@ class FewRows:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Microbatches):
                 return len(value)
-        specs = self.options
-        return batch_size_of(args, kwargs, args_spec=specs.args_chunk_spec, kwargs_spec=specs.kwargs_chunk_spec)
+        return batch_size_of(args, kwargs, **self.options.batch_specs)

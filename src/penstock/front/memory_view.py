@@ -166,10 +166,8 @@ class MemoryKeeper:
         """What all ranks hold; every rank calls it."""
         last = self.last
         measured = None if last is None else (last.levels, last.buffers, last.peak)
-        ranks = []
-        for rank, (parameters, found) in enumerate(
-            self.ends.gather("the memory of each rank", (self.parameters, measured))
-        ):
+        ranks, told = [], self.ends.gather("the memory of each rank", (self.parameters, measured))
+        for rank, (parameters, found) in enumerate(told):
             after_each, buffers, peak = found or ((), (), 0)
             ranks.append(
                 RankMemory(

@@ -178,11 +178,7 @@ def microbatch_of(request: Request) -> tuple[tuple[object, ...], dict[str, objec
     size = batch_size_of(request.args, request.kwargs)
     if size is None or size < request.microbatches:
         return request.args, dict(request.kwargs)
-    specs: dict[str, Value] = {
-        "args_spec": request.of_steps.args_chunk_spec,
-        "kwargs_spec": request.of_steps.kwargs_chunk_spec,
-    }
-    args, kwargs = split_batch(request.args, request.kwargs, request.microbatches, **specs)
+    args, kwargs = split_batch(request.args, request.kwargs, request.microbatches, **request.of_steps.batch_specs)
     return args[0], kwargs[0]
 
 

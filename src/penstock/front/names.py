@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,7 @@ class StageTensors:
 
     def all_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything that an optimizer of this rank must move."""
-        yield from self.parameters.items()
-        for _, own, parameter in self.copies:
-            yield own, parameter
+        return chain(self.parameters.items(), ((own, parameter) for _, own, parameter in self.copies))
 
     def level(self) -> None:
         """Give the copies the value of what they are copies of."""
@@ -110,9 +109,8 @@ def stage_tensors(
 def _prefixes(stages: Sequence[PipelineStage], ends: Ends, tied: Mapping[tuple[int, str], Holders]) -> dict[int, str]:
     """Stages made by hand may use the same names for different things; then the stage's number tells them apart."""
     mine = {stage.stage_index: list(unwrap(stage.submod).state_dict()) for stage in stages}
-    everyone: dict[int, list[str]] = {}
-    for names in ends.gather("the names of the parameters", [[k, v] for k, v in mine.items()]):
-        everyone |= dict(names)
+    told = ends.gather("the names of the parameters", list(mine.items()))
+    everyone: dict[int, list[str]] = dict(chain.from_iterable(told))
     seen: dict[str, int] = {}
     for index, listed in sorted(everyone.items()):
         for name in listed:

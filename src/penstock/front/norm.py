@@ -40,7 +40,9 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
         found = unread(scaler)
         flags = [by_device[place].reshape(1).to(sums) for by_device, place in found]
         unsharded, spread, *infinite = ends.transport.read(torch.cat([sums, *flags]))
-        keep_in_host_memory(found, infinite)
+        for (by_device, place), flag in zip(found, infinite, strict=True):
+            # Where it was: the scaler then asks no device, and copies it back without a wait.
+            by_device[place] = pinned(torch.full((), flag, dtype=torch.float32))
         everywhere = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
         everywhere[ends.rank] = max(unsharded, spread) if largest else unsharded + spread
         if ends.transport.num_ranks > 1:
@@ -71,14 +73,6 @@ def unread(scaler: object) -> list[tuple[dict[torch.device, Tensor], torch.devic
     return [
         (by_device, place) for by_device in findings for place in by_device if by_device[place].device.type != "cpu"
     ]
-
-
-def keep_in_host_memory(
-    found: Sequence[tuple[dict[torch.device, Tensor], torch.device]], flags: Sequence[float]
-) -> None:
-    """Put down what was read where it was: the scaler then asks no device, and copies it back without a wait."""
-    for (by_device, place), flag in zip(found, flags, strict=True):
-        by_device[place] = pinned(torch.full((), flag, dtype=torch.float32))
 
 
 def loss_factor(scaler: torch.amp.GradScaler | None, device: torch.device) -> float | Tensor:

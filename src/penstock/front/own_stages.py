@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Self, TypeVar, cast
 
@@ -63,6 +63,7 @@ class OwnStages:
         self.rank, self.num_ranks, self.transport = ends.rank, ends.num_ranks, ends.transport
         self.replica, self.num_replicas, self.is_first = ends.replica, ends.num_replicas, ends.is_first
         self._ties = _ties(built, ties)
+        self._tensors: StageTensors | None = None
 
     @property
     def stages(self) -> list[PipelineStage]:
@@ -79,11 +80,15 @@ class OwnStages:
         """The step as predicted, by the measured costs; None for stages made by hand."""
         return None if self._built.choice is None else self._built.choice.timeline
 
-    @cached_property
+    @property
     def tensors(self) -> StageTensors:
         """The parameters and buffers of this rank, by the names of the user's model."""
-        ranks = self._built.plan.placement.ranks
-        return stage_tensors(self._built.stages, self._ends, ties=self._ties, rank_of=ranks)
+        if (
+            self._tensors is None
+        ):  # no cached_property: its lock would be held while the other ranks, perhaps threads, are asked
+            ranks = self._built.plan.placement.ranks
+            self._tensors = stage_tensors(self._built.stages, self._ends, ties=self._ties, rank_of=ranks)
+        return self._tensors
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank, by their names in the user's model. What stages share is on each that uses it."""

@@ -238,8 +238,7 @@ class Pipeline(OwnStages):
         """
         choice = self._built.choice
         if choice is not None:
-            costs = compiled_costs(self.schedule, choice.costs)
-            choice = choice if costs == choice.costs else replace(choice, calibrated=costs)
+            choice = replace(choice, calibrated=compiled_costs(self.schedule, choice.costs))
         return self._memory.value(self.schedule.lowered_plan(), choice)
 
     @one_call

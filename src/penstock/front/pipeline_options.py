@@ -222,6 +222,11 @@ class StepOptions:
             raise StageError(f"replan={self.replan!r}; expected a share of a step, such as 0.05")
         object.__setattr__(self, "ties", holders_of(self.ties))
 
+    @property
+    def batch_specs(self) -> dict[str, Value]:
+        """How the arguments of a batch are cut, where the user says so."""
+        return {"args_spec": self.args_chunk_spec, "kwargs_spec": self.kwargs_chunk_spec}
+
     def of_schedule(self, loss_fn: object) -> dict[str, object]:
         """The options that `Schedule` takes; what `recompute` and `offload` ask for is in the plan that it is given."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_OWN, "recompute", "offload")}

@@ -119,7 +119,10 @@ class OnDevice:
         self, schedule: WeightedSchedule, losses: Sequence[Tensor], *, shares: bool, overflow: Tensor | None
     ) -> Told:
         """After a step that succeeded: all ranks of all replicas call it. The host does not wait."""
-        mine = self._stacked(schedule, losses)
+        mine = None
+        if losses:
+            each = torch.stack([loss.detach().to(self._ends.device, self._dtype).reshape(()) for loss in losses])
+            mine = torch.cat([schedule.total(each).reshape(1), each])
         size = schedule.num_microbatches + 1 if shares else 0
         if overflow is not None:
             overflow = self._up(overflow.to(self._dtype).reshape(1))
@@ -143,12 +146,6 @@ class OnDevice:
             return total, tuple(each)
 
         return read, overflow
-
-    def _stacked(self, schedule: WeightedSchedule, losses: Sequence[Tensor]) -> Tensor | None:
-        if not losses:
-            return None
-        each = torch.stack([loss.detach().to(self._ends.device, self._dtype).reshape(()) for loss in losses])
-        return torch.cat([schedule.total(each).reshape(1), each])
 
     def _up(self, value: Tensor) -> Tensor:
         """The sum over this rank and those beneath it, over all replicas."""
