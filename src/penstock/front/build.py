@@ -92,10 +92,8 @@ def build(request: Request, ends: Ends) -> Built:
         profile = partial(estimated_profile, request, ends)
     else:
         profile = together(ends, partial(measured_profile, request, ends))
-    text = ends.decide(
-        "profiling the model and choosing a schedule", lambda: _decide(request, ends, machine, profile).dumps()
-    )
-    choice = Choice.loads(text)
+    decide = partial(_decide, request, ends, machine, profile)
+    choice = Choice.loads(ends.decide("profiling the model and choosing a schedule", lambda: decide().dumps()))
     if ends.rank == 0:
         warn_if_uneven(choice.profile, choice.boundaries)
 
@@ -200,11 +198,8 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Profile | C
 def _with_budgets(choice: Choice, request: Request, ends: Ends, wishes: Wishes) -> Choice:
     """Choose again where stages have to hold less and are compiled: a budget for some of them may cost less."""
     known = choice.profile.metadata.get("budgets", {})
-    if (
-        not wishes.budgets
-        or request.of_cut.profile is False
-        or all(choice.key(one.stage) in known for one in choice.spared)
-    ):
+    unknown = [one for one in choice.spared if choice.key(one.stage) not in known]
+    if not unknown or not wishes.budgets or request.of_cut.profile is False:
         return choice
     return choose(with_budgets_of(choice, request, ends), wishes)
 

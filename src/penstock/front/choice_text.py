@@ -99,9 +99,8 @@ def _machine(choice: Choice) -> str:
     machine = choice.machine
     found = [f"{time_text(machine.overhead, 's')} for an action"]
     if choice.plan.num_ranks > 1:
-        found.append(
-            f"{time_text(machine.posting, 's')} to send or receive, {time_text(machine.latency, 's')} under way"
-        )
+        found.append(f"{time_text(machine.posting, 's')} to send or receive")
+        found.append(f"{time_text(machine.latency, 's')} under way")
         if machine.bandwidth is not None:
             found.append(f"{size_text(round(machine.bandwidth))} a second")
         far = [f"{link.sender} to {link.receiver} {time_text(link.latency, 's')}" for link in machine.links]

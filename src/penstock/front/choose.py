@@ -111,15 +111,15 @@ def _searched(known: Choice, wishes: Wishes) -> Choice:
         return replace(known, why=f"{known.why}; a search found none that fits")
     choice = replace(known, plan=replace(found.plan, name="searched"))
     ratio = choice.timeline.makespan / known.timeline.makespan
-    bound = (
-        f"at most {found.gap:.1%} from the best for these stages" if found.gap > 1e-9 else "the best for these stages"
-    )
+    bound = f"at most {found.gap:.1%} from the best" if found.gap > 1e-9 else "the best"
     if found.origin != "search" or ratio >= 1.0:
         return replace(known, why=f"{known.why}; a search found none that is faster")
     if is_limited and any(peak > left for peak, left in zip(choice.timeline.peak_memory, room, strict=True)):
         return replace(known, why=f"{known.why}; what a search found holds too much with its messages")
     tried = Tried.of(choice)
-    why = f"searched: {1 - ratio:.1%} faster than {known.plan.name}, {bound} {_at_costs(known.profile)}"
+    why = (
+        f"searched: {1 - ratio:.1%} faster than {known.plan.name}, {bound} for these stages {_at_costs(known.profile)}"
+    )
     return replace(choice, tried=(tried, *known.tried), why=why)
 
 

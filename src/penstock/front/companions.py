@@ -42,22 +42,20 @@ class Companions:
     """Each may be missing."""
 
     optimizer: Value = None
-    scheduler: object = None  # of the learning rate; like the others, anything with state_dict() and load_state_dict()
-    data: object = None  # a data loader that knows its position
-    scaler: object = None
+    scheduler: Value = None  # of the learning rate; like the others, anything with state_dict() and load_state_dict()
+    data: Value = None  # a data loader that knows its position
+    scaler: Value = None
 
     def parts(self) -> Iterator[tuple[str, Stateful]]:
         """Those whose state is small, and each rank's own."""
-        for name in ("scheduler", "data", "scaler"):
-            one = getattr(self, name)
-            if one is None:
-                continue
-            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+        for name, one in (("scheduler", self.scheduler), ("data", self.data), ("scaler", self.scaler)):
+            if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise StageError(
                     f"{name} is a {type(one).__name__}; expected something with state_dict() and load_state_dict(). What is "
                     f"plain numbers and texts goes into extra={{{name!r}: ...}}"
                 )
-            yield name, one
+            if one is not None:
+                yield name, one
 
     def dumps(self, device: torch.device) -> bytes:
         """The states, and the random generators of this rank."""
@@ -131,11 +129,9 @@ class Companions:
         before: dict[str, object] = {}
         try:
             for name, one in self.parts():
-                if name not in states:
-                    continue
-                kept = copy.deepcopy(one.state_dict())
-                before[name] = kept
-                one.load_state_dict(states[name])
+                if name in states:
+                    before[name] = copy.deepcopy(one.state_dict())
+                    one.load_state_dict(states[name])
         except Exception as error:
             self.undo(before)
             raise RunError(f"{name} does not take the state that was saved: {type(error).__name__}: {error}") from error

@@ -15,7 +15,6 @@ DTensor travels as shards, each to the rank in the same place of the next stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -80,13 +79,6 @@ def whole_loss(loss_fn: Callable[..., Tensor] | None, parallelize: Parallelize |
         return found.full_tensor() if isinstance(found, DTensor) else found
 
     return loss
-
-
-def plain_means_replicated() -> AbstractContextManager[object]:
-    """Inside, a plain tensor that meets a DTensor (an input, a mask, a target) counts as the same on all ranks."""
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    return implicit_replication()
 
 
 def _place(module: nn.Module, name: str, value: Tensor, mesh: DeviceMesh, *placements: Placement) -> None:

@@ -74,10 +74,8 @@ def load_into(
     folder: str | Path, tensors: StageTensors, ends: Ends, companions: Companions, *, or_older: bool
 ) -> Manifest:
     """Every rank calls it. What was loaded comes back; if anything is wrong on one rank, all raise and nothing has changed."""
-    there = ends.decide(
-        "the checkpoints that there are", lambda: json.dumps([str(p) for p in kept.candidates(Path(folder))])
-    )
-    places = [Path(path) for path in json.loads(there)]
+    listed = ends.decide("the checkpoints there are", lambda: json.dumps([*map(str, kept.candidates(Path(folder)))]))
+    places = [Path(path) for path in json.loads(listed)]
     for place, next_one in zip(places, [*places[1:], None], strict=True):
         try:
             return _load_one(place, tensors, ends, companions)

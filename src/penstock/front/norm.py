@@ -70,9 +70,7 @@ def unread(scaler: object) -> list[tuple[dict[torch.device, Tensor], torch.devic
     """Where a scaler that has unscaled gradients keeps, on a device, whether it met infinite ones. It reads that in `step`."""
     states = getattr(scaler, "_per_optimizer_states", {}).values()
     findings = [state["found_inf_per_device"] for state in states]
-    return [
-        (by_device, place) for by_device in findings for place in by_device if by_device[place].device.type != "cpu"
-    ]
+    return [(found, place) for found in findings for place in found if found[place].device.type != "cpu"]
 
 
 def loss_factor(scaler: torch.amp.GradScaler | None, device: torch.device) -> float | Tensor:

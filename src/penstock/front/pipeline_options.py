@@ -318,6 +318,6 @@ def _is_count(name: str, value: object) -> None:
 def _is(options: object, name: str, kind: type | UnionType | tuple[str, ...], expected: str) -> None:
     """Whether an option, if it is given, is of this kind, or has these attributes."""
     value = getattr(options, name)
-    has_all = isinstance(kind, tuple) and all(hasattr(value, attribute) for attribute in kind)
-    if value is not None and not (has_all if isinstance(kind, tuple) else isinstance(value, kind)):
+    right = all(hasattr(value, one) for one in kind) if isinstance(kind, tuple) else isinstance(value, kind)
+    if value is not None and not right:
         raise StageError(f"{name} is a {type(value).__name__}; expected {expected}")

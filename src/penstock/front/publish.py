@@ -86,10 +86,7 @@ def save_pretrained(
         where = {name: _name(number, len(shards)) for number, (_, names) in enumerate(shards) for name in names}
         written = set(where.values())
         if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": sum(sizes[name] for name in where)},
-                "weight_map": dict(sorted(where.items())),
-            }
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
             (place / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             written.add(_INDEX)
         for file in place.iterdir():

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from penstock.comm.framing import complete, frame, receive_frame
 from penstock.comm.transport import Transport
@@ -36,14 +35,12 @@ def send_to(transport: Transport, ranks: Sequence[int], value: object) -> None:
 def receive_from(transport: Transport, rank: int) -> Value:
     """Receive what `send_to` sends."""
 
-    def receive(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        buffer = torch.empty(tuple(shape), dtype=dtype, device=transport.device)
-        transport.irecv(buffer, rank).wait()
-        return buffer
-
     _, description = complete(receive_frame(lambda parts: transport.control.irecv(parts[0], rank)))
     rows, spec = json.loads(description)
-    return unflatten(Spec.from_json(spec), [receive(shape, dtype_named(dtype)) for shape, dtype in rows])
+    buffers = [torch.empty(shape, dtype=dtype_named(dtype), device=transport.device) for shape, dtype in rows]
+    for buffer in buffers:
+        transport.irecv(buffer, rank).wait()
+    return unflatten(Spec.from_json(spec), buffers)
 
 
 def deliver(ends: Ends, value: object, outputs: Where, *, last: int) -> Value:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.front.dimensions import plain_means_replicated
 from penstock.nest import Value, map_tensors
 from penstock.run.feed import Feed
 from penstock.run.inputs import Given, StepInputs
@@ -47,7 +45,11 @@ class WeightedSchedule(Schedule):
         return shares
 
     def _run(self, given: Given, *, train: bool) -> Outcome:
-        with plain_means_replicated() if self.spread else nullcontext():
+        if not self.spread:
+            return super()._run(given, train=train)
+        from torch.distributed.tensor.experimental import implicit_replication
+
+        with implicit_replication():  # a plain tensor that meets a DTensor (a mask, a target) is the same on all ranks
             return super()._run(given, train=train)
 
     def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Value:
