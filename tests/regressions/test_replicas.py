@@ -5,9 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import penstock
 from penstock.comm import FailureRecord
 from penstock.comm.host_group import HostGroup
+from penstock.stage.dtensors import whole_tensor
 from tests.gloo_pool import GlooPool
 from tests.parity.test_data_parallel import ddp, fsdp, train_all
 
@@ -34,3 +39,19 @@ def test_a_replica_that_died_is_named_before_one_that_gave_up_because_of_it() ->
     group._pulse = SimpleNamespace(ended=lambda: None)  # type: ignore[assignment]
     del posts["gone/1"]
     assert group._gone() == FailureRecord(2, cause="its pipeline cannot go on: rank 1 has ended")
+
+
+def load_into_shards() -> list[list[float]]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    stage = penstock.PipelineStage(nn.Linear(4, 1), 0, 1, "cpu", group=mesh["pp"].get_group())
+    pipe = penstock.Pipeline(
+        stages=[stage], mesh=mesh, data_parallel="fsdp", loss_fn=nn.functional.mse_loss, microbatches=2, schedule="1f1b"
+    )
+    pipe.load_state_dict({"weight": torch.arange(4.0).reshape(1, 4), "bias": torch.tensor([7.0])})
+    return [whole_tensor(parameter).flatten().tolist() for parameter in pipe.parameters()]
+
+
+def test_a_replica_whose_shard_is_empty_takes_a_state_dict(gloo_pool: GlooPool) -> None:
+    """Of a parameter with fewer rows than replicas one of them holds nothing: it was given the whole plain tensor, which torch
+    refused, and the other replica lost its connection."""
+    assert gloo_pool.run(2, load_into_shards) == [[[0.0, 1.0, 2.0, 3.0], [7.0]]] * 2

@@ -83,9 +83,8 @@ class OwnStages:
     @property
     def tensors(self) -> StageTensors:
         """The parameters and buffers of this rank, by the names of the user's model."""
-        if (
-            self._tensors is None
-        ):  # no cached_property: its lock would be held while the other ranks, perhaps threads, are asked
+        # No cached_property: its lock would be held while the other ranks, which may be threads, are asked.
+        if self._tensors is None:
             ranks = self._built.plan.placement.ranks
             self._tensors = stage_tensors(self._built.stages, self._ends, ties=self._ties, rank_of=ranks)
         return self._tensors
