@@ -38,10 +38,8 @@ class GroupRows:
         try:
             lengths = [int(length) for length in (found.tolist() if isinstance(found, Tensor) else found)]
         except (TypeError, ValueError):
-            shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
-            raise SplitError(
-                f"group_rows gave a {type(found).__name__}{shape}; expected the length of each row, one number a row"
-            ) from None
+            given = f"tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise SplitError(f"group_rows gave a {given}; expected the length of each row, one number a row") from None
         rows = batch_size_of(args, kwargs)
         if rows != len(lengths):
             raise SplitError(
