@@ -7,11 +7,11 @@ import math
 import sys
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from penstock.errors import PenstockError, PlanError, SplitError
 from penstock.misfits import fits
@@ -24,58 +24,66 @@ OF_A_JOB: tuple[str, ...] = (  # what a job may bring
     *("rate_schedule", "schedule", "stages", "steps", "trace", "validate_every", "warmup"),
 )
 _LARGEST = 1 << 28  # bytes of a file that a run writes: a report has the times of every action
-_FROM_ONE = ("ranks", "dp", "microbatches", "stages", "batch", "keep", "accumulate", "threads")
 _MOST = 1 << 62
 _PROCESSES = 1024  # that one command starts on its host, at the most
+_Default = TypeVar("_Default")
+
+
+def option(default: _Default, text: str, *flags: str, least: int = 0, metavar: str | None = None) -> _Default:
+    """An option of the command: what it is without being given, its line of help, short flags, and the least number."""
+    kept = {"text": text, "flags": flags, "least": least, "metavar": metavar}
+    return cast("_Default", field(default=default, metadata=kept))
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """All options of `penstock train`.
+    """All options of `penstock train`, which makes its own of these fields.
 
     TrainOptions(build="mine:build", ranks=4, steps=1000)
     """
 
     build: str | None = None  # "module:function" of the user, or None for the small GPT
-    ranks: int = 2  # of a pipeline; under torchrun its number of processes counts
-    dp: int = 1  # data-parallel replicas of the pipeline, each with its share of the rows
-    data_parallel: str = "ddp"  # or "fsdp": what the replicas are
-    schedule: str = "auto"
-    microbatches: int = 8
-    stages: int | None = None  # over all ranks; None: what suits the schedule
-    steps: int = 300
-    size: str = "small"  # of the GPT, see penstock.train.gpt.SIZES
-    batch: int = 16  # rows of a batch
-    dropout: float = 0.0
-    learning_rate: float = 3e-3
-    seed: int = 0
-    data: str | None = None  # a file or folder of text; None: the sources of the Python standard library
-    output: str = "runs/train"
-    resume: bool = False
-    keep: int = 3  # checkpoints that stay, the newest included
-    checkpoint_every: int = 50  # 0: only at the end, and when stopped
-    recut: float = 0.0  # at a checkpoint, cut anew if a slow rank makes steps longer by this share; 0: the cut stays
-    validate_every: int = 40  # 0: never
-    check_steps: int = 3  # compared with the unpipelined model before training; 0: not
-    measure: bool = True  # profile the layers, to cut and choose by; False: cut by size
-    sample: int = 240  # bytes of generated text at the end
-    max_restarts: int = 3  # after a crash, from the last checkpoint
-    min_ranks: int = 0  # when a rank is killed go on with those that are left, so many for a pipeline; 0: with all
-    clip: float = 1.0  # the largest norm of the gradients; 0: they are not clipped
-    rate_schedule: str | None = None  # see penstock.train.update.RATES; None: what the job brings
-    warmup: int = 0  # steps in which the learning rate rises, with a rate schedule
-    accumulate: int = 1  # batches for each step
-    precision: str = "fp32"  # of the computation: fp32, bf16 or fp16
-    compile: bool = False  # the stages, with torch.compile
-    compile_backend: str = "inductor"  # of torch.compile
-    validation: str | None = None  # a file or folder of text to validate the GPT on; None: a part of the data
-    patience: int = 0  # validations without a better loss until the run ends; 0: it goes to its end
-    keep_best: bool = False  # a checkpoint of the best validation loss
-    log: str = ""  # loggers beside log.jsonl, by name, with commas between them
-    trace: int = 0  # steps at the end that torch's profiler sees on all ranks, for trace.json; 0: none
-    threads: int | None = None  # of each rank; None: its share of the cores
-    device: str = "cpu"  # the kind of device of every rank: "cpu", "cuda"
-    backend: str | None = None  # of torch.distributed; None: that of the device
+    ranks: int = option(2, "Processes of a pipeline; under torchrun those that there are.", "-p", least=1)
+    dp: int = option(1, "Replicas of the pipeline, of --ranks each.", least=1)
+    data_parallel: str = option("ddp", "What keeps replicas alike.", metavar="ddp|fsdp")
+    schedule: str = option("auto", "auto: the fastest; search: made to measure.", "-s", metavar="NAME")
+    microbatches: int = option(8, "Microbatches of a batch.", "-m", least=1)
+    stages: int | None = option(None, "Stages over all ranks.  [default: what suits the schedule]", least=1)
+    steps: int = option(300, "Steps to train.", "-n")
+    size: str = option("small", "Of the GPT.", metavar="tiny|small|medium|large")
+    batch: int = option(16, "Rows of the GPT's batch.", least=1)
+    dropout: float = option(0.0, "Of the GPT.")
+    learning_rate: float = option(3e-3, "Of the GPT's AdamW.")
+    seed: int = option(0, "Of parameters, batches and dropout.", least=-_MOST)
+    data: str | None = option(None, "A file or folder of text.  [default: Python's own sources]", metavar="PATH")
+    output: str = option("runs/train", "Folder for checkpoint, log and report.", "-o")
+    resume: bool = option(False, "Go on from the checkpoint in the output folder, with the options of that run.")
+    checkpoint_every: int = option(50, "Steps between two; 0: only at the end.")
+    recut: float = option(0.0, "Cut anew for a slow rank at a checkpoint, if that saves this share of a step.")
+    keep: int = option(3, "Checkpoints that stay.", least=1)
+    validate_every: int = option(40, "Steps between two validations; 0: never.")
+    check_steps: int = option(3, "First steps, compared with the unpipelined model.")
+    measure: bool = option(True, "Measure the layers before cutting, or cut by size.")
+    sample: int = option(240, "Bytes that the GPT writes at the end.")
+    max_restarts: int = option(3, "Restarts after a crash.")
+    min_ranks: int = option(0, "Go on with the ranks that are left, so many a pipeline; 0: with all.")
+    clip: float = option(1.0, "The largest norm of the gradients; 0: any.")
+    rate_schedule: str | None = option(
+        None, "Of the learning rate.  [default: what the job brings]", metavar="constant|linear|cosine"
+    )
+    warmup: int = option(0, "Steps in which the learning rate rises.")
+    accumulate: int = option(1, "Batches for each step of the optimizer.", least=1)
+    compile: bool = option(False, "Compile the stages with torch.compile, before the first step.")
+    compile_backend: str = option("inductor", "Of torch.compile: any that torch knows.")
+    precision: str = option("fp32", "Autocast; fp16 with a scaled loss.", metavar="fp32|bf16|fp16")
+    validation: str | None = option(None, "Text to validate the GPT on.  [default: a part of the data]", metavar="PATH")
+    patience: int = option(0, "End after so many validations without a better loss; 0: go to the end.")
+    keep_best: bool = option(False, "Keep a checkpoint of the best validation loss, in OUTPUT/best.")
+    log: str = option("", "jsonl, tensorboard, wandb, mlflow; several with commas.", metavar="NAMES")
+    trace: int = option(0, "Steps to profile for OUTPUT/trace.json.")
+    device: str = option("cpu", "Where ranks compute: cpu, cuda, or another kind.")
+    backend: str | None = option(None, "Of torch.distributed.  [default: gloo on the CPU, nccl for cuda]")
+    threads: int | None = option(None, "Threads of each rank.  [default: its share of the cores]", least=1)
 
     @property
     def folder(self) -> Path:
@@ -95,12 +103,12 @@ class TrainOptions:
 
     def check_values(self) -> None:
         """Say which number or word cannot be, wherever it came from: the command line, a job, or the file of a run."""
-        for name, value in asdict(self).items():
-            _check_kind(name, value, f"--{name.replace('_', '-')}")
-            least = 1 if name in _FROM_ONE else -_MOST if name == "seed" else 0
-            most = math.inf if name == "clip" else _MOST
+        for one in fields(self):
+            value, flag = getattr(self, one.name), f"--{one.name.replace('_', '-')}"
+            _check_kind(one.name, value, flag)
+            least, most = one.metadata.get("least", 0), math.inf if one.name == "clip" else _MOST
             if isinstance(value, int | float) and not least <= value <= most:  # a NaN neither
-                raise PenstockError(f"--{name.replace('_', '-')} {value}; expected a number from {least} to {most:,}")
+                raise PenstockError(f"{flag} {value}; expected a number from {least} to {most:,}")
         if self.dropout >= 1:
             raise PenstockError(f"--dropout {self.dropout}; expected less than 1")
 
@@ -196,19 +204,19 @@ class TrainOptions:
         return made
 
 
-_KINDS: dict[str, object] = typing.get_type_hints(TrainOptions)
+KINDS: dict[str, type] = typing.get_type_hints(TrainOptions)
 
 
 def _check_kind(name: str, value: object, said: str) -> None:
     """Whether an option may be such a value at all."""
-    kind = _KINDS.get(name)
+    kind = KINDS.get(name)
     is_bool = isinstance(value, bool)
     if kind is None or is_bool != (kind is bool) or not fits(value, kind):
         expected = "which is no option of penstock train" if kind is None else f"expected {_spelled(kind)}"
         raise PenstockError(f"{said} {value!r:.60}; {expected}")
 
 
-def _spelled(kind: object) -> str:
+def _spelled(kind: type) -> str:
     """The name of a kind, for example "int or nothing"."""
     return " or ".join("nothing" if one is type(None) else one.__name__ for one in typing.get_args(kind) or (kind,))
 
