@@ -11,7 +11,6 @@ from penstock.cli import shared
 
 @click.command()
 @shared.plan_file
-@shared.limit
 def command(file: Path, *, limit: int) -> None:
     """Prove that the plan in FILE.csv is complete, well placed, well ordered and cannot deadlock.
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from penstock.cli import shared
-
-if TYPE_CHECKING:
-    from penstock.simulate import Timeline
 
 
 @click.command()
@@ -19,16 +15,12 @@ if TYPE_CHECKING:
 @shared.costs
 @shared.as_json
 @click.option(
-    "--from",
-    "folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    *("--from", "folder"),
+    type=shared.FOLDER,
     metavar="FOLDER",
     help="Compare at the costs that the training run in FOLDER measured.",
 )
-@click.pass_context
 def command(
-    ctx: click.Context,
-    /,
     *,
     ranks: int,
     microbatches: int,
@@ -49,13 +41,12 @@ def command(
       penstock compare --from runs/train
     """
     if folder is not None:
-        default = click.core.ParameterSource.DEFAULT
-        sizes = {"num_ranks": ranks, "num_microbatches": microbatches}
-        chosen = {k: v for k, v in sizes.items() if ctx.get_parameter_source(k.removeprefix("num_")) is not default}
+        sizes = {"ranks": ranks, "microbatches": microbatches}
+        chosen = {name: size for name, size in sizes.items() if shared.was_given(name)}
         _compare_measured(folder, chosen, stages_per_rank, as_json=as_json)
         return
     from penstock.schedules import all_schedules
-    from penstock.show.numbers import summary
+    from penstock.show.numbers import memory_text, percent, summary, time_text
     from penstock.simulate import simulate
 
     stages_per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
@@ -68,8 +59,20 @@ def command(
     timelines.sort(key=lambda done: (not done.plan.has_backward, done.makespan, max(done.peak_memory)))
     if as_json:
         click.echo(json.dumps([summary(timeline) for timeline in timelines], indent=2))
-    else:
-        _print_table(timelines, f"{ranks} ranks, {microbatches} microbatches")
+        return
+    headings = ("stages/rank", "makespan", "bubble:\nmakespan", "longest\nrank", "peak\nactivations")
+    rows = [
+        (
+            done.plan.name,
+            str(done.plan.num_stages // done.plan.num_ranks),
+            time_text(done.makespan),
+            percent(done.bubble_makespan),
+            percent(done.bubble_longest_rank),
+            memory_text(max(done.peak_memory)),
+        )
+        for done in timelines
+    ]
+    shared.print_table(f"{ranks} ranks, {microbatches} microbatches", headings, rows)
 
 
 def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int | None, *, as_json: bool) -> None:
@@ -83,48 +86,18 @@ def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int 
     from penstock.train.run_report import read
 
     run = Choice.loads(read(folder)["choice"])
-    wanted = {"num_ranks": run.plan.num_ranks, "num_microbatches": run.plan.num_microbatches, **sizes}
-    count = None if stages_per_rank is None else stages_per_rank * wanted["num_ranks"]
-    wishes = Wishes(wanted["num_ranks"], wanted["num_microbatches"], num_stages=count, machine=run.machine)
-    tried = choose(run.profile, wishes).tried
+    ranks = sizes.get("ranks", run.plan.num_ranks)
+    microbatches = sizes.get("microbatches", run.plan.num_microbatches)
+    count = None if stages_per_rank is None else stages_per_rank * ranks
+    tried = choose(run.profile, Wishes(ranks, microbatches, num_stages=count, machine=run.machine)).tried
     if as_json:
         click.echo(json.dumps([asdict(entry) for entry in tried], indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"{wanted['num_ranks']} ranks, {wanted['num_microbatches']} microbatches, costs of {folder}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("schedule")
-    for heading in ("stages/rank", "step", "bubble", "fullest\nrank"):
-        table.add_column(heading, justify="right")
+    rows = []
     for entry in tried:
-        if entry.makespan is None:
-            table.add_row(entry.schedule, str(entry.stages_per_rank), "-", "-", entry.why.splitlines()[0])
-        else:
+        figures = ("-", "-", entry.why.splitlines()[0] if entry.why else "")
+        if entry.makespan is not None:
             figures = (time_text(entry.makespan, "s"), percent(entry.bubble), size_text(entry.memory))
-            table.add_row(entry.schedule, str(entry.stages_per_rank), *figures)
-    Console(highlight=False).print(table)
-
-
-def _print_table(timelines: list[Timeline], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from penstock.show.numbers import memory_text, percent, time_text
-
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("schedule")
-    for heading in ("stages/rank", "makespan", "bubble:\nmakespan", "longest\nrank", "peak\nactivations"):
-        table.add_column(heading, justify="right")
-    for timeline in timelines:
-        plan = timeline.plan
-        table.add_row(
-            plan.name,
-            str(plan.num_stages // plan.num_ranks),
-            time_text(timeline.makespan),
-            percent(timeline.bubble_makespan),
-            percent(timeline.bubble_longest_rank),
-            memory_text(max(timeline.peak_memory)),
-        )
-    Console(highlight=False).print(table)
+        rows.append((entry.schedule, str(entry.stages_per_rank), *figures))
+    title = f"{ranks} ranks, {microbatches} microbatches, costs of {folder}"
+    shared.print_table(title, ("stages/rank", "step", "bubble", "fullest\nrank"), rows)

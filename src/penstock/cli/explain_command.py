@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from penstock.cli import shared
+
 
 @click.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@shared.folder
 def command(folder: Path) -> None:
     """Say where the time of a training run's steps goes, by replaying a measured one with parts replaced.
 

@@ -63,6 +63,6 @@ def command(
     from penstock.simulate import simulate
 
     timeline = simulate(plan, costs)
-    shared.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
+    shared.write_drawings(timeline, given)
     if not quiet:
         shared.print_timeline(timeline, as_json=as_json, actions=lowered)

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from penstock.cli import shared
+
 
 @click.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@shared.folder
 @click.option(
     "--costs",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=shared.OUTPUT,
     metavar="FILE.json",
     help="Write what its stages, messages and microbatches cost as measured, for --costs of plan, compare and search.",
 )

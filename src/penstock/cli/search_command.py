@@ -106,7 +106,7 @@ def command(
     timeline = found.timeline
     if output is not None:
         dump(found.plan, output)
-    shared.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
+    shared.write_drawings(timeline, given)
     if as_json:
         figures = {**summary(timeline), "floor": found.floor, "gap": found.gap, "origin": found.origin}
         click.echo(json.dumps(figures, indent=2))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
@@ -16,29 +17,32 @@ if TYPE_CHECKING:
     from penstock.plan import Plan
     from penstock.simulate import Costs, Timeline
 
-_Command = TypeVar("_Command", bound=Callable[..., object])
-_TIME: Final = click.FloatRange(min=0)
+_Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 _MOST_SHOWN: Final = 20_000  # actions that somebody may still want to scroll through
-_OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
+_INPUT: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
+FOLDER: Final = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-def _time(name: str, default: float, text: str) -> Callable[[_Command], _Command]:
-    return click.option(name, type=_TIME, default=default, show_default=True, metavar="T", help=text)
+def _time(name: str, default: float, text: str) -> _Decorator:
+    return click.option(name, type=click.FloatRange(min=0), default=default, show_default=True, metavar="T", help=text)
 
 
-_SIZES: Final = (
-    click.option("--ranks", "-p", type=click.IntRange(min=1), default=4, show_default=True, help="Number of ranks."),
-    click.option(
-        "--microbatches", "-m", type=click.IntRange(min=1), default=8, show_default=True, help="Number of microbatches."
-    ),
-    click.option(
-        "--stages-per-rank",
-        "-v",
-        type=click.IntRange(min=1),
-        help="Stages on each rank.  [default: what suits the schedule]",
-    ),
+def _all(*options: _Decorator) -> _Decorator:
+    """Several options as one decorator."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
+
+
+def _count(*names: str, text: str, default: int | None = None) -> _Decorator:
+    return click.option(*names, type=click.IntRange(min=1), default=default, show_default=True, help=text)
+
+
+sizes = _all(
+    _count("--ranks", "-p", default=4, text="Number of ranks."),
+    _count("--microbatches", "-m", default=8, text="Number of microbatches."),
+    _count("--stages-per-rank", "-v", text="Stages on each rank.  [default: what suits the schedule]"),
 )
-_COSTS: Final = (
+costs = _all(  # per rank and microbatch, as in the papers
     _time("--forward", 1.0, "Time of a forward."),
     _time("--backward-input", 1.0, "Time of a backward, gradients of the inputs only."),
     _time("--backward-weight", 1.0, "Time of a backward, gradients of the weights only."),
@@ -53,61 +57,32 @@ _COSTS: Final = (
     click.option(
         "--costs",
         "costs_file",
-        type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
+        type=_INPUT,
         metavar="FILE.json",
         help="Read all costs from a file instead; see `penstock.simulate.files`.",
     ),
 )
-_LESS_MEMORY: Final = (
+less_memory = _all(
     click.option("--recompute", metavar="STAGES", help="Run forwards again before their backwards: all, or 0-3,6."),
     click.option("--offload", metavar="STAGES", help="Move what forwards saved off the device: all, or 0-3,6."),
 )
-_DRAWINGS: Final = (
-    click.option("--svg", type=_OUTPUT, metavar="FILE", help="Write a drawing."),
-    click.option("--html", type=_OUTPUT, metavar="FILE", help="Write a page for the browser: zoom, hover, memory."),
-    click.option("--trace", type=_OUTPUT, metavar="FILE", help="Write a trace for Perfetto or chrome://tracing."),
+drawings = _all(
+    click.option("--svg", type=OUTPUT, metavar="FILE", help="Write a drawing."),
+    click.option("--html", type=OUTPUT, metavar="FILE", help="Write a page for the browser: zoom, hover, memory."),
+    click.option("--trace", type=OUTPUT, metavar="FILE", help="Write a trace for Perfetto or chrome://tracing."),
 )
-
-plan_file = click.argument(
-    "file", type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path), metavar="FILE.csv"
-)
-limit = click.option(
-    "--limit", type=click.IntRange(min=1), default=LIMIT, show_default=True, help="Bytes of FILE.csv that are read."
+folder = click.argument("folder", type=FOLDER)
+plan_file = _all(
+    click.argument("file", type=_INPUT, metavar="FILE.csv"),
+    _count("--limit", default=LIMIT, text="Bytes of FILE.csv that are read."),
 )
 output = click.option(
-    "--output",
-    "-o",
-    type=_OUTPUT,
+    *("--output", "-o"),
+    type=OUTPUT,
     metavar="FILE.csv",
     help="Write the plan, in the format that torch reads and writes too.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
-
-
-def sizes(command: _Command) -> _Command:
-    """--ranks, --microbatches, --stages-per-rank."""
-    return _with(command, _SIZES)
-
-
-def costs(command: _Command) -> _Command:
-    """--forward, --backward-input, --backward-weight, --latency: per rank and microbatch, as in the papers."""
-    return _with(command, _COSTS)
-
-
-def less_memory(command: _Command) -> _Command:
-    """--recompute, --offload."""
-    return _with(command, _LESS_MEMORY)
-
-
-def drawings(command: _Command) -> _Command:
-    """--svg, --html, --trace."""
-    return _with(command, _DRAWINGS)
-
-
-def _with(command: _Command, options: tuple[Callable[[_Command], _Command], ...]) -> _Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def costs_of(plan: Plan, given: dict[str, object]) -> Costs:
@@ -122,10 +97,12 @@ def read_costs(num_stages: int, stages_per_rank: int, given: dict[str, Any]) -> 
     from penstock.simulate import Costs, Link, load_costs
 
     names = ("forward", "backward_input", "backward_weight", "latency")
-    if given["costs_file"] is not None:
-        context = click.get_current_context()
-        beside = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        if beside:
+    if given["costs_file"] is None:
+        costs = Costs.per_rank(
+            num_stages=num_stages, stages_per_rank=stages_per_rank, **{name: given[name] for name in names}
+        )
+    else:
+        if beside := [name for name in names if was_given(name)]:
             raise click.UsageError(
                 f"--{beside[0].replace('_', '-')} beside --costs, which has all costs; expected one of the two "
                 "(--link may stand beside it)"
@@ -136,12 +113,12 @@ def read_costs(num_stages: int, stages_per_rank: int, given: dict[str, Any]) -> 
                 f"{given['costs_file']} has costs of {costs.num_stages} stages, the plan {num_stages}; "
                 "say how many with --stages-per-rank, or choose another schedule"
             )
-    else:
-        costs = Costs.per_rank(
-            num_stages=num_stages, stages_per_rank=stages_per_rank, **{name: given[name] for name in names}
-        )
-    links = [link for text in given["links"] for link in Link.read(text)]
-    return replace(costs, links=(*costs.links, *links)) if links else costs
+    return replace(costs, links=(*costs.links, *(link for text in given["links"] for link in Link.read(text))))
+
+
+def was_given(name: str) -> bool:
+    """Whether the command was called with this option."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def stages_in_file(given: dict[str, Any], ranks: int) -> int | None:
@@ -173,30 +150,29 @@ def _stages(written: str) -> list[int] | None:
     return found
 
 
-def write_drawings(timeline: Timeline, *, svg: Path | None, html: Path | None, trace: Path | None) -> None:
-    """Write the files that were asked for."""
-    if svg is not None:
+def write_drawings(timeline: Timeline, given: dict[str, Any]) -> None:
+    """Write the files that `drawings` was given."""
+    if given["svg"] is not None:
         from penstock.show.svg import to_svg
 
-        svg.write_text(to_svg(timeline), encoding="utf-8")
-    if html is not None:
+        given["svg"].write_text(to_svg(timeline), encoding="utf-8")
+    if given["html"] is not None:
         from penstock.show.html import to_html
 
-        html.write_text(to_html(timeline), encoding="utf-8")
-    if trace is not None:
+        given["html"].write_text(to_html(timeline), encoding="utf-8")
+    if given["trace"] is not None:
         from penstock.show.trace import dump_trace
 
-        dump_trace(timeline, trace)
+        dump_trace(timeline, given["trace"])
 
 
 def print_timeline(timeline: Timeline, *, as_json: bool, actions: bool = False) -> None:
     """The figures as one JSON object, or a table (`actions`: the list of actions) and the figures below it."""
-    if as_json:
-        from penstock.show.numbers import summary
+    from penstock.show.numbers import summary, summary_text
 
+    if as_json:
         click.echo(json.dumps(summary(timeline), indent=2))
         return
-    from penstock.show.numbers import summary_text
     from penstock.show.table import show_table
 
     if timeline.plan.num_actions <= _MOST_SHOWN:
@@ -205,3 +181,16 @@ def print_timeline(timeline: Timeline, *, as_json: bool, actions: bool = False) 
         click.echo(f"The table of {timeline.plan.num_actions:,} actions is left out; --html draws it, -o writes it.")
     click.echo()
     click.echo(summary_text(timeline), nl=False)
+
+
+def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table of schedules: their names to the left, all else to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("schedule", title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)

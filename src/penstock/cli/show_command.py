@@ -12,7 +12,6 @@ from penstock.cli import shared
 
 @click.command()
 @shared.plan_file
-@shared.limit
 @shared.costs
 @shared.less_memory
 @shared.as_json
@@ -35,5 +34,5 @@ def command(file: Path, *, limit: int, as_json: bool, **given: Any) -> None:
     plan = shared.holding_less(plan, costs, given)
     check(plan)
     timeline = simulate(plan, costs)
-    shared.write_drawings(timeline, svg=given["svg"], html=given["html"], trace=given["trace"])
+    shared.write_drawings(timeline, given)
     shared.print_timeline(timeline, as_json=as_json)

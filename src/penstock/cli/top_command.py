@@ -7,9 +7,11 @@ from pathlib import Path
 
 import click
 
+from penstock.cli import shared
+
 
 @click.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@shared.folder
 @click.option("--watch", type=click.FloatRange(min=0.1), help="Show it again after so many seconds, until Ctrl-C.")
 def command(folder: Path, *, watch: float | None) -> None:
     """Show where each rank of a running job is: its action, what it waits for, from whom and for how long.
