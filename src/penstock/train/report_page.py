@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import starmap
 from math import ceil, floor, isfinite, log10
 from typing import Any
 
@@ -63,57 +64,38 @@ class PageParts:
     stages: list[list[str]]
     ranks: list[list[str]]
     speed: list[list[str]]
-    basis: str = ""  # what the planned times rest on, if not on measured costs
-    words: str = ""  # where time goes
+    basis: str  # what the planned times rest on, if not on measured costs
+    words: str  # where time goes
 
 
 def render(data: dict[str, Any], parts: PageParts, *, planned: Timeline, measured: Timeline) -> str:
     """The whole page as text."""
-    basis, words = parts.basis, parts.words
+    basis = parts.basis
     section = timeline_section([("planned", planned), ("measured", measured)])
-    head = (
+    losses = _key("feeds", "training") + (_key("needs", "validation") if data["validation"] else "")
+    speed = _card("Loss", loss_curve(data["losses"], data["validation"]), losses)
+    speed += _card("Speed", _table(parts.speed), _checked(data))
+    kinds = _table(against.rows(against.kinds(planned, measured), measured.plan.num_ranks))
+    tables = "" if basis else _card("Predicted and measured", kinds, against.verdict(planned, measured))
+    tables += _card("Idle time by cause", _table(_idle_rows(planned, measured), words=(1,)), "share of the makespan")
+    tables += _card(
+        "Memory of each rank",
+        _table(parts.ranks),
+        "Activations are those of the microbatches in flight; measured is the most that a step took beside parameters "
+        "and gradients, with what operators need for a moment.",
+    )
+    when = f"for one microbatch, {'estimated' if basis else 'as measured'} before training"
+    body = (
         f'<header class="ps-top"><div><h1>{escape(data["title"])}</h1>'
         f"<p>{escape(measured.plan.name)}, {escape(sizes(measured))}</p></div>"
         '<button class="ps-button" type="button" data-ps-theme title="light or dark">◐ theme</button></header>'
-    )
-    body = (
-        head
-        + _figures(data, planned, measured)
-        + '<div class="pr-grid">'
-        + _card("Loss", loss_curve(data["losses"], data["validation"]), _key(data))
-        + _card("Speed", _table(parts.speed), _checked(data))
-        + "</div>"
-        + section.html
+        f'{_figures(data, planned, measured)}<div class="pr-grid">{speed}</div>{section.html}'
         + (f'<p class="pr-basis">{escape(basis)}</p>' if basis else "")
-        + '<div class="pr-tables">'
-        + (
-            ""
-            if basis
-            else _card("Predicted and measured", _by_kind(planned, measured), against.verdict(planned, measured))
-        )
-        + _card("Idle time by cause", _table(_idle_rows(planned, measured), words=(1,)), "share of the makespan")
-        + _card(
-            "Memory of each rank",
-            _table(parts.ranks),
-            "Activations are those of the microbatches in flight; measured is the most that a step took beside parameters "
-            "and gradients, with what operators need for a moment.",
-        )
-        + "</div>"
-        + _held(data.get("held", []))
-        + (_card("Where the time goes", f'<pre class="pr-words">{escape(words)}</pre>') if words else "")
-        + '<div class="pr-tables">'
-        + _card(
-            "Stages",
-            _table(parts.stages, words=(2,)),
-            f"for one microbatch, {'estimated' if basis else 'as measured'} before training",
-        )
-        + "</div>"
+        + f'<div class="pr-tables">{tables}</div>{_held(data.get("held", []))}'
+        + _card("Where the time goes", f'<pre class="pr-words">{escape(parts.words)}</pre>')
+        + f'<div class="pr-tables">{_card("Stages", _table(parts.stages, words=(2,)), when)}</div>'
     )
     return page(data["title"], body, style_text=section.style + _STYLE, script_text=section.script)
-
-
-def _by_kind(planned: Timeline, measured: Timeline) -> str:
-    return _table(against.rows(against.kinds(planned, measured), measured.plan.num_ranks))
 
 
 def _held(ranks: Sequence[dict[str, Any]]) -> str:
@@ -131,8 +113,7 @@ def _held(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def _consists(kinds: dict[str, int], *, planned: bool) -> str:
-    keys = '<span class="pr-key"><i style="background:var(--ps-needs)"></i>planned</span>' if planned else ""
-    keys += '<span class="pr-key"><i style="background:var(--ps-feeds)"></i>counted, after each action</span>'
+    keys = (_key("needs", "planned") if planned else "") + _key("feeds", "counted, after each action")
     parts = ", ".join(f"{escape(kind)} {size_text(size)}" for kind, size in kinds.items())
     return f"{keys}<br>at the peak of the plan: {parts}" if parts else keys
 
@@ -143,25 +124,11 @@ def memory_curve(planned: Sequence[float], measured: Sequence[float]) -> str:
     >>> memory_curve([1024, 2048, 0], [1000, 2100, 0]).count("<polyline")
     2
     """
-    width, height, left, right, top, bottom = 640.0, 200.0, 84.0, 10.0, 12.0, 24.0
     most = max((*planned, *measured, 1))
-    last = max(len(planned) - 1, 1)
-
-    def at(place: int, size: float) -> tuple[float, float]:
-        return left + (width - left - right) * place / last, height - bottom - (height - top - bottom) * size / most
-
-    parts = []
-    for share in (0.0, 0.5, 1.0):
-        _, y = at(0, share * most)
-        parts.append(f'<line class="pr-axis" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{size_text(round(share * most))}</text>')
-    parts.append(f'<text x="{width - right}" y="{height - 6}" text-anchor="end">action {len(planned)}</text>')
-    for name, curve in (("pr-train", measured), ("pr-valid", planned if any(planned) else ())):
-        parts.append(
-            f'<polyline class="{name}" points="{_points(at(place, size) for place, size in enumerate(curve))}"/>'
-        )
+    lines = {"pr-train": [*enumerate(measured, 1)], "pr-valid": [*enumerate(planned, 1)] if any(planned) else []}
+    ticks = {share * most: size_text(round(share * most)) for share in (0.0, 0.5, 1.0)}
     label = f"memory over {len(planned)} actions, at most {size_text(round(max(measured, default=0)))}"
-    return f'<svg class="pr-curve" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return _curves(lines, ticks, {len(planned): f"action {len(planned)}"}, label=label, left=84)
 
 
 def _figures(data: dict[str, Any], planned: Timeline, measured: Timeline) -> str:
@@ -184,11 +151,8 @@ def _card(title: str, inner: str, note: str = "") -> str:
     return f'<section class="ps-card pr-card"><h2>{escape(title)}</h2><div class="pr-scroll">{inner}</div>{below}</section>'
 
 
-def _key(data: dict[str, object]) -> str:
-    keys = '<span class="pr-key"><i style="background:var(--ps-feeds)"></i>training</span>'
-    if data["validation"]:
-        keys += '<span class="pr-key"><i style="background:var(--ps-needs)"></i>validation</span>'
-    return keys
+def _key(colour: str, word: str) -> str:
+    return f'<span class="pr-key"><i style="background:var(--ps-{colour})"></i>{word}</span>'
 
 
 def _checked(data: dict[str, Any]) -> str:
@@ -232,40 +196,51 @@ def loss_curve(losses: Sequence[float], validation: Sequence[Sequence[float]]) -
     >>> loss_curve([3.0, 2.0], [[2, 2.5]]).count("<circle")
     1
     """
-    width, height, left, right, top, bottom = 640.0, 260.0, 54.0, 10.0, 12.0, 26.0
-    points = [(step + 1, loss) for step, loss in enumerate(losses) if loss is not None and isfinite(loss)]
+    points = [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None and isfinite(loss)]
     marks = [(int(step), loss) for step, loss in validation if loss is not None and isfinite(loss)]
     if not points:
         return "<p>no losses</p>"
-    ticks = _ticks(min(y for _, y in points + marks), max(y for _, y in points + marks))
-    low, high, last = ticks[0], ticks[-1], max(x for x, _ in points + marks)
+    values = [loss for _, loss in points + marks]
+    last = max(step for step, _ in points + marks)
+    ticks = {tick: f"{tick:g}" for tick in _ticks(min(values), max(values))}
+    inner = [step for step in map(round, _ticks(1, last)) if 1 < step < last * 0.93]
+    label = f"loss over {last} steps, from {points[0][1]:.3f} to {points[-1][1]:.3f}"
+    below = {step: str(step) for step in (1, *inner, last)}
+    return _curves({"pr-train": points, "pr-valid": marks}, ticks, below, label=label, dots=marks)
+
+
+def _curves(
+    lines: Mapping[str, Sequence[tuple[int, float]]],
+    ticks: Mapping[float, str],
+    below: Mapping[int, str],
+    *,
+    label: str,
+    left: float = 54,
+    dots: Sequence[tuple[int, float]] = (),
+) -> str:
+    """A drawing of lines from number 1 on, each with its class; with words at the heights of `ticks`, and at numbers `below`."""
+    width, height, right, top, bottom = 640.0, 240.0, 10.0, 12.0, 26.0
+    low, high, last = min(ticks), max(ticks), max(below)
 
     def at(x: float, y: float) -> tuple[float, float]:
         across = left + (width - left - right) * ((x - 1) / max(last - 1, 1))
         return across, height - bottom - (height - top - bottom) * ((y - low) / ((high - low) or 1))
 
     parts = []
-    for tick in ticks:
+    for tick, words in ticks.items():
         _, y = at(1, tick)
         parts.append(f'<line class="pr-axis" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for step in sorted({1, last, *_steps(last)}):
-        x, _ = at(step, low)
-        parts.append(
-            f'<text x="{x:.1f}" y="{height - 8}" text-anchor="{"end" if step == last else "middle"}">{step}</text>'
-        )
-    parts.append(f'<polyline class="pr-train" points="{_points(map(at, *zip(*points, strict=True)))}"/>')
-    if marks:
-        parts.append(f'<polyline class="pr-valid" points="{_points(map(at, *zip(*marks, strict=True)))}"/>')
-        for step, loss in marks:
-            x, y = at(step, loss)
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>step {step}: {loss:.4f}</title></circle>')
-    label = f"loss over {last} steps, from {points[0][1]:.3f} to {points[-1][1]:.3f}"
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{words}</text>')
+    for number, words in below.items():
+        x, anchor = at(number, low)[0], "end" if number == last else "middle"
+        parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="{anchor}">{words}</text>')
+    for name, points in lines.items():
+        spelled = " ".join(f"{x:.1f},{y:.1f}" for x, y in starmap(at, points))
+        parts.append(f'<polyline class="{name}" points="{spelled}"/>')
+    for step, value in dots:
+        x, y = at(step, value)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>step {step}: {value:.4f}</title></circle>')
     return f'<svg class="pr-curve" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def _points(pairs: Any) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in pairs)
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -276,8 +251,3 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next(scale * m for m in (1, 2, 2.5, 5, 10) if scale * m >= raw)
     first, last = floor(low / step), ceil(high / step)
     return [round(step * number, 12) for number in range(first, max(last, first + 1) + 1)]
-
-
-def _steps(last: int) -> list[int]:
-    inner = [round(tick) for tick in _ticks(1, last)]
-    return [step for step in inner if 1 < step < last * 0.93]

@@ -7,17 +7,20 @@ path = rewrite(folder)                          # penstock report FOLDER
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from penstock.balance.cuts import size_text
 from penstock.errors import PenstockError
 from penstock.front import Choice, Pipeline
 from penstock.front.choice_text import rank_rows, stage_rows
 from penstock.front.memory_view import Memory, RankMemory
 from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.show import against
+from penstock.show.numbers import time_text
 from penstock.show.what_if import WhatIf, explained
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
 from penstock.train import strict_json
@@ -26,7 +29,7 @@ from penstock.train.report_page import PageParts, render
 from penstock.train.train_options import read_json
 
 REPORT, PAGE = "report.json", "report.html"
-_Made = TypeVar("_Made")
+_STRANGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AssertionError)
 _FORMAT = 1
 _NOT_MEASURED = (
     "Nothing was measured before training: the plan is drawn with estimated costs, scaled to the measured time."
@@ -96,42 +99,44 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 def rewrite(folder: str | Path) -> Path:
     """Make the page again from the figures."""
-    return _from_figures(folder, lambda data: _page(folder, data))
+    with _figures_of(folder) as (data, choice, measured):
+        costs = choice.costs if choice.is_timed else _scaled(choice.costs, measured)
+        measured = replace(measured, costs=costs)
+        planned = replace(simulate(measured.plan, costs), unit="s")
+        parts = PageParts(
+            stages=stage_rows(choice),
+            ranks=_memory_rows(rank_rows(choice), data["memory"]),
+            speed=_speed_rows(data, planned if choice.is_timed else None, measured),
+            basis="" if choice.is_timed else _NOT_MEASURED,
+            words=_explained(choice, measured),
+        )
+        page = render(data, parts, planned=planned, measured=measured)
+    (Path(folder) / PAGE).write_text(page, encoding="utf-8")
+    return Path(folder) / PAGE
 
 
 def explain(folder: str | Path) -> str:
-    """Where the time of the measured step went, and what else could be done, in words."""
-
-    def words(data: dict[str, Any]) -> str:
-        choice, measured = Choice.loads(data["choice"]), _timeline_from_json(data["measured"])
-        return _explained(choice, measured) + "\n" + _compared(choice, measured)
-
-    return _from_figures(folder, words)
+    """Where the time of the measured step went, and which assumption was off, where something was predicted, in words."""
+    with _figures_of(folder) as (_, choice, measured):
+        compared = _NOT_MEASURED
+        if choice.is_timed:
+            compared = against.verdict(replace(simulate(measured.plan, choice.costs), unit="s"), measured)
+        return f"{_explained(choice, measured)}\n{compared}\n"
 
 
 def costs_of_run(folder: str | Path) -> Costs:
     """What the actions and messages of the measured step cost."""
-
-    def costs(data: dict[str, Any]) -> Costs:
-        known = replace(Choice.loads(data["choice"]), calibrated=None).costs
-        return measured_costs([_timeline_from_json(data["measured"])], known)
-
-    return _from_figures(folder, costs)
+    with _figures_of(folder) as (_, choice, measured):
+        return measured_costs([measured], replace(choice, calibrated=None).costs)
 
 
-def _from_figures(folder: str | Path, make: Callable[[dict[str, object]], _Made]) -> _Made:
+@contextmanager
+def _figures_of(folder: str | Path) -> Iterator[tuple[dict[str, Any], Choice, Timeline]]:
+    """What was written of a run; what cannot be made of it inside is an error of the file's."""
     data = read(folder)
     try:
-        return make(data)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-        AssertionError,
-    ) as error:
+        yield data, Choice.loads(data["choice"]), _timeline_from_json(data["measured"])
+    except _STRANGE as error:
         raise PenstockError(f"{Path(folder) / REPORT} does not hold the figures of a run: {error!r}") from error
 
 
@@ -139,68 +144,25 @@ def _explained(choice: Choice, measured: Timeline) -> str:
     return explained(WhatIf.of([measured], replace(choice, calibrated=None).costs))
 
 
-def _compared(choice: Choice, measured: Timeline) -> str:
-    """Which assumption was off, where something was predicted."""
-    if not choice.is_timed:
-        return _NOT_MEASURED + "\n"
-    planned = replace(simulate(measured.plan, choice.costs), unit="s")
-    return against.verdict(planned, measured) + "\n"
-
-
-def _page(folder: str | Path, data: dict[str, Any]) -> Path:
-    choice = Choice.loads(data["choice"])
-    measured = _timeline_from_json(data["measured"])
-    costs = choice.costs if choice.is_timed else _scaled(choice.costs, measured)
-    measured = replace(measured, costs=costs)
-    planned = replace(simulate(measured.plan, costs), unit="s")
-    page = Path(folder) / PAGE
-    parts = PageParts(
-        stages=stage_rows(choice),
-        ranks=_memory_rows(rank_rows(choice), data["memory"]),
-        speed=_speed_rows(data, planned if choice.is_timed else None, measured),
-        basis="" if choice.is_timed else _NOT_MEASURED,
-        words=_explained(choice, measured),
-    )
-    page.write_text(render(data, parts, planned=planned, measured=measured), encoding="utf-8")
-    return page
-
-
 def _scaled(costs: Costs, measured: Timeline) -> Costs:
     """Costs in no unit of time, made seconds: the ranks together are as busy as they were measured to be."""
     busy = sum(simulate(measured.plan, costs).busy)
     factor = sum(measured.busy) / busy if busy else 0.0
 
-    def times(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(factor * value for value in values)
-
-    return replace(
-        costs,
-        forward=times(costs.forward),
-        backward_input=times(costs.backward_input),
-        backward_weight=times(costs.backward_weight),
-        backward=None if costs.backward is None else times(costs.backward),
-    )
+    names = ("forward", "backward_input", "backward_weight", *(["backward"] if costs.backward is not None else []))
+    return replace(costs, **{name: tuple(factor * time for time in getattr(costs, name)) for name in names})
 
 
 def _memory_rows(predicted: list[list[str]], measured: Sequence[int]) -> list[list[str]]:
-    from penstock.balance.cuts import size_text
-
-    head, *rows = predicted
-    made = [[*head[:3], "activations, measured", *head[3:]]]
-    for row, peak in zip(rows, measured, strict=True):
-        made.append([*row[:3], size_text(peak), *row[3:]])
-    return made
+    column = ["activations, measured", *map(size_text, measured)]
+    return [[*row[:3], cell, *row[3:]] for row, cell in zip(predicted, column, strict=True)]
 
 
 def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeline) -> list[list[str]]:
-    from penstock.show.numbers import time_text
-
-    rows, unit = data["rows"], data["unit"]
-
     def row(what: str, seconds: float) -> list[str]:
-        return [what, time_text(seconds, "s"), f"{rows / seconds:,.0f}" if seconds > 0 else "-"]
+        return [what, time_text(seconds, "s"), f"{data['rows'] / seconds:,.0f}" if seconds > 0 else "-"]
 
-    made = [["", "a step takes", f"{unit} a second"]]
+    made = [["", "a step takes", f"{data['unit']} a second"]]
     if planned is not None:
         made.append(row("predicted, without the optimizer", against.step_time(planned)))
     made.append(row("measured, without the optimizer", measured.makespan))
@@ -211,15 +173,9 @@ def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeli
     for lost in data.get("recoveries", ()):
         what = f"from the loss of a rank to the end of step {lost['step']}, with {lost['ranks']} ranks"
         made.append([what, time_text(lost["seconds"], "s"), "-"])
-    saving = data.get("saving", ())
-    if saving:
-        made.append(
-            [
-                f"a checkpoint keeps steps waiting (median of {len(saving)})",
-                time_text(statistics.median(saving), "s"),
-                "-",
-            ]
-        )
+    if saving := data.get("saving"):
+        what = f"a checkpoint keeps steps waiting (median of {len(saving)})"
+        made.append([what, time_text(statistics.median(saving), "s"), "-"])
     return made
 
 

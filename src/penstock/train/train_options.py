@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from penstock.errors import PenstockError, PlanError, SplitError
 from penstock.misfits import fits
@@ -31,8 +31,7 @@ _Default = TypeVar("_Default")
 
 def option(default: _Default, text: str, *flags: str, least: int = 0, metavar: str | None = None) -> _Default:
     """An option of the command: what it is without being given, its line of help, short flags, and the least number."""
-    kept = {"text": text, "flags": flags, "least": least, "metavar": metavar}
-    return cast("_Default", field(default=default, metadata=kept))
+    return field(default=default, metadata={"text": text, "flags": flags, "least": least, "metavar": metavar})
 
 
 @dataclass(frozen=True)
