@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from operator import mul
 from typing import Any, Final, Literal, get_args
 
 from penstock.errors import PenstockError, PlanError
@@ -19,6 +20,13 @@ from penstock.show.svg import to_svg
 from penstock.simulate import Costs, Link, Timeline, simulate
 
 Kind = Literal["show", "compare", "svg", "csv"]
+_TIMES: Final = ("forward", "backward_input", "backward_weight", "latency")
+_READ: Final[dict[str, Callable[[Any], object]]] = {  # of a question: what makes its own value of one that JSON knows
+    **dict.fromkeys(("ranks", "microbatches", "stages_per_rank"), int),
+    **dict.fromkeys((*_TIMES, "transfer", "kept_for_weights", "memory"), float),
+    "speeds": lambda given: tuple(map(float, given)),
+    "links": lambda given: tuple(map(str, given)),
+}
 MOST_ACTIONS: Final = 40_000  # what a browser draws at once; a forward and a backward of each stage and microbatch
 
 
@@ -54,22 +62,8 @@ class Question:
             raise PlanError(f"a question about {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
         given = {name: value for name, value in asked.items() if value is not None}
         try:
-            for name in ("ranks", "microbatches", "stages_per_rank"):
-                if name in given:
-                    given[name] = int(given[name])
-            for name in (
-                "forward",
-                "backward_input",
-                "backward_weight",
-                "latency",
-                "transfer",
-                "kept_for_weights",
-                "memory",
-            ):
-                if name in given:
-                    given[name] = float(given[name])
-            given["speeds"] = tuple(float(value) for value in given.get("speeds") or ())
-            given["links"] = tuple(str(value) for value in given.get("links") or ())
+            for name in [name for name in _READ if name in given]:
+                given[name] = _READ[name](given[name])
         except (TypeError, ValueError, OverflowError) as error:
             raise PlanError(f"a question with {given!r}: {error}") from None
         return cls(**given)
@@ -151,25 +145,20 @@ def _timeline(question: Question) -> Timeline:
 
 
 def _costs(plan: Plan, question: Question) -> Costs:
-    per_rank = -(-plan.num_stages // plan.num_ranks)
-    speed = [
-        question.speeds[plan.placement.rank_of(stage)] if question.speeds else 1.0 for stage in range(plan.num_stages)
-    ]
-
-    def each(time: float) -> tuple[float, ...]:
-        return tuple(time * factor / per_rank for factor in speed)
-
-    held = (1.0 / per_rank,) * plan.num_stages
-    costs = Costs(
-        forward=each(question.forward),
-        backward_input=each(question.backward_input),
-        backward_weight=each(question.backward_weight),
-        held_to_input=held,
-        held_to_weight=tuple(question.kept_for_weights * value for value in held),
-        latency=question.latency,
+    count = plan.num_stages
+    times = {name: getattr(question, name) for name in _TIMES}
+    costs = Costs.per_rank(
+        num_stages=count,
+        stages_per_rank=-(-count // plan.num_ranks),
+        held_to_weight=question.kept_for_weights,
+        **times,
     )
+    if question.speeds:
+        speeds = [question.speeds[plan.placement.rank_of(stage)] for stage in range(count)]
+        slower = {name: tuple(map(mul, getattr(costs, name), speeds)) for name in _TIMES if name != "latency"}
+        costs = replace(costs, **slower)
     if question.transfer > 0:
-        costs = replace(costs, bandwidth=1.0 / question.transfer, output_bytes=(1.0,) * plan.num_stages)
+        costs = replace(costs, bandwidth=1.0 / question.transfer, output_bytes=(1.0,) * count)
     links = [link._replace(bandwidth=costs.bandwidth) for text in question.links for link in Link.read(text)]
     return replace(costs, links=tuple(links))
 
@@ -204,7 +193,7 @@ def _command(question: Question) -> str | None:
         return None
     words = ["penstock", "plan", question.schedule]
     usual = Question()
-    for name in ("ranks", "microbatches", "stages_per_rank", "forward", "backward_input", "backward_weight", "latency"):
+    for name in ("ranks", "microbatches", "stages_per_rank", *_TIMES):
         value = getattr(question, name)
         if name in ("ranks", "microbatches") or value != getattr(usual, name):
             words += [f"--{name.replace('_', '-')}", f"{value:g}"]

@@ -13,31 +13,51 @@ import threading
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Final, Self
+from socketserver import BaseServer
+from typing import Any, Final
 
 from penstock.studio import page
 from penstock.studio.answers import answer_json
 
-_KINDS: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "mjs": "text/javascript"}
+_KINDS: Final = {"js": "text/javascript", "css": "text/css"}  # all else is the page
 _LONGEST: Final = 64 * 1024  # bytes of a question
 _PATIENCE: Final = 30.0  # seconds for a request to arrive
 _CONNECTIONS: Final = 64  # at once; a page has a handful
-_POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
-)
+_HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; "
+        "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
 
 
-class _Server(ThreadingHTTPServer):
-    """A thread for each connection, and no more of them than a page can want."""
+class Studio(ThreadingHTTPServer):
+    """The server, in a process of its own or beside other work: a thread for each connection, and no more than a page can want.
 
-    daemon_threads = True
+    with Studio(port=0) as studio:      # 0: any free port
+        print(studio.address)
+        studio.serve()                  # until `studio.stop()` from another thread, or Ctrl-C
+    """
+
     request_queue_size = 2 * _CONNECTIONS  # with a short one the kernel leaves callers waiting for many seconds
+    stop = BaseServer.shutdown
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(address, handler)
+    def __init__(self, *, port: int = 0, patience: float = _PATIENCE) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.patience = patience  # seconds for a request to arrive
+        self.token = secrets.token_urlsafe(24)
+        self.files = {f"/{name}": text for name, text in page.files().items()} | {"/": page.index(token=self.token)}
         self._room = threading.BoundedSemaphore(_CONNECTIONS)
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/"
+
+    def serve(self) -> None:
+        self.serve_forever(poll_interval=0.1)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
@@ -61,90 +81,54 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class Studio:
-    """The server, in a process of its own or beside other work.
+class _Handler(BaseHTTPRequestHandler):
+    server: Studio
+    server_version, sys_version = "penstock", ""
 
-    with Studio(port=0) as studio:      # 0: any free port
-        print(studio.address)
-        studio.serve()                  # until `studio.stop()` from another thread, or Ctrl-C
-    """
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.patience)
 
-    def __init__(self, *, port: int = 0, patience: float = _PATIENCE) -> None:
-        self._patience = patience  # seconds for a request to arrive
-        self.token = secrets.token_urlsafe(24)
-        self._server = _Server(("127.0.0.1", port), self._handler())
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if not self._for_us():
+            return
+        if path in self.server.files:
+            self._reply(HTTPStatus.OK, self.server.files[path], _KINDS.get(path.rpartition(".")[2], "text/html"))
+        else:
+            self._reply(HTTPStatus.NOT_FOUND, "there is only the page itself")
 
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}/"
+    def do_POST(self) -> None:
+        if not self._for_us():
+            return
+        length = self.headers.get("Content-Length", "")
+        known = length.isascii() and length.isdecimal() and len(length) < 8
+        token = self.headers.get("X-Penstock-Token", "")
+        if self.path != "/ask" or not known or int(length) > _LONGEST:
+            self._reply(HTTPStatus.BAD_REQUEST, f"a question goes to /ask and has at most {_LONGEST} bytes")
+        elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            self._reply(HTTPStatus.FORBIDDEN, "the question does not come from the page; load it again")
+        else:
+            asked = self.rfile.read(int(length)).decode("utf-8", "replace")
+            self._reply(HTTPStatus.OK, answer_json(asked), "application/json")
 
-    def serve(self) -> None:
-        self._server.serve_forever(poll_interval=0.1)
+    def _for_us(self) -> bool:
+        """Whether the request names this host; a name from elsewhere that leads here does not."""
+        host = self.headers.get("Host", "").rpartition(":")[0]
+        if host in ("127.0.0.1", "localhost"):
+            return True
+        self._reply(HTTPStatus.FORBIDDEN, "this server answers to 127.0.0.1 and localhost only")
+        return False
 
-    def stop(self) -> None:
-        self._server.shutdown()
+    def _reply(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
+        body = text.encode()
+        self.send_response(status)
+        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        for name, value in (own | _HEADERS).items():
+            self.send_header(name, value)
+        with suppress(ConnectionError):  # the page was closed, or asked something else meanwhile
+            self.end_headers()
+            self.wfile.write(body)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.server_close()
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        files = {f"/{name}": text for name, text in page.files().items()} | {"/": page.index(token=self.token)}
-        token, patience = self.token, self._patience
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = patience
-            server_version, sys_version = "penstock", ""
-
-            def do_GET(self) -> None:
-                if not self._for_us():
-                    return
-                path = self.path.partition("?")[0]
-                if path not in files:
-                    self._reply(HTTPStatus.NOT_FOUND, "there is only the page itself")
-                    return
-                kind = _KINDS[path.rpartition(".")[2]] if "." in path else "text/html"
-                self._reply(HTTPStatus.OK, files[path], kind)
-
-            def do_POST(self) -> None:
-                if not self._for_us():
-                    return
-                length = self.headers.get("Content-Length", "")
-                known = length.isascii() and length.isdecimal() and len(length) < 8
-                if self.path != "/ask" or not known or int(length) > _LONGEST:
-                    self._reply(HTTPStatus.BAD_REQUEST, f"a question goes to /ask and has at most {_LONGEST} bytes")
-                elif not hmac.compare_digest(self.headers.get("X-Penstock-Token", "").encode(), token.encode()):
-                    self._reply(HTTPStatus.FORBIDDEN, "the question does not come from the page; load it again")
-                else:
-                    asked = self.rfile.read(int(length)).decode("utf-8", "replace")
-                    self._reply(HTTPStatus.OK, answer_json(asked), "application/json")
-
-            def _for_us(self) -> bool:
-                """Whether the request names this host; a name from elsewhere that leads here does not."""
-                host = self.headers.get("Host", "").rpartition(":")[0]
-                if host in ("127.0.0.1", "localhost"):
-                    return True
-                self._reply(HTTPStatus.FORBIDDEN, "this server answers to 127.0.0.1 and localhost only")
-                return False
-
-            def _reply(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
-                body = text.encode()
-                self.send_response(status)
-                self.send_header("Content-Type", f"{kind}; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Content-Security-Policy", _POLICY)
-                self.send_header("X-Content-Type-Options", "nosniff")
-                self.send_header("Referrer-Policy", "no-referrer")
-                self.send_header("Cache-Control", "no-store")
-                with suppress(ConnectionError):  # the page was closed, or asked something else meanwhile
-                    self.end_headers()
-                    self.wfile.write(body)
-
-            def log_message(self, *args: object) -> None:
-                """Nothing is logged: the command prints its address, and that is all there is to say."""
-
-        return Handler
+    def log_message(self, *args: object) -> None:
+        """Nothing is logged: the command prints its address, and that is all there is to say."""
