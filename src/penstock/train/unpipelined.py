@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from penstock.batch import batch_size_of, sizes_of, split_batch, split_target, weights
 from penstock.capture import Pipe
 from penstock.front import Pipeline
+from penstock.front.norm import loss_factor, shrink
 from penstock.front.spread import receive_from, send_to
 from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
@@ -59,15 +58,19 @@ class Unpipelined:
         update = self.update
         with update.casting(self.device.type):
             losses = [
-                self.add_up(number * update.accumulate + place, batch)
+                self.add_up(number * update.options.accumulate + place, batch)
                 for place, batch in enumerate(update.batches(number))
             ]
-        if update.scaler is not None:
-            update.scaler.unscale_(self.rated.optimizer)
-        update.average(self.model.parameters())
-        clip(self.model.parameters(), update.clip or math.inf)
-        update.conclude(self.rated, number)
+        update.finish(self.rated, number, self.model.parameters(), self.clip)
         return sum(losses) / len(losses)
+
+    def clip(self, most: float) -> float:
+        """As `Pipeline.clip_grad_norm_` does it in one process: the same numbers in the same order."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        squares = (float(torch.linalg.vector_norm(g.detach(), 2.0).to(torch.float64) ** 2.0) for g in grads)
+        total: float = sum(squares) ** 0.5
+        shrink(grads, most / (total + 1e-6))
+        return total
 
     def add_up(self, number: int, batch: Batch) -> float:
         """The loss of a whole batch; its gradients are added to those that are there."""
@@ -76,17 +79,12 @@ class Unpipelined:
         pieces, _ = split_batch(args, {}, size)
         targets = split_target(target, size)
         shares = [float(share) for share in weights(sizes_of(targets) or [1] * size)]
-        losses = [0.0] * size
+        losses, scale = [0.0] * size, float(loss_factor(self.update.scaler, self.device))
         for microbatch in (number for number in self.order if number < size):
             loss = self.loss(self.output(pieces[microbatch], number, microbatch), targets[microbatch])
-            torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch] * self.scale))
+            torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch] * scale))
             losses[microbatch] = loss.item()
         return sum(share * loss for share, loss in zip(shares, losses, strict=True))
-
-    @property
-    def scale(self) -> float:
-        scaler = self.update.scaler
-        return 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self.device)))
 
     def loss(self, output: Value, target: Value) -> Tensor:
         if self.update.job.loss_fn is None:
@@ -106,17 +104,6 @@ class Unpipelined:
                     return stage(*inputs)
                 values |= zip([w.name for w in stage.outputs], stage.run(inputs), strict=True)
         raise AssertionError("a model has a last stage")
-
-
-def clip(parameters: Any, most: float) -> float:
-    """As `Pipeline.clip_grad_norm_` does it in one process: the same numbers in the same order."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    squares = (float(torch.linalg.vector_norm(g.detach(), 2.0).to(torch.float64) ** 2.0) for g in grads)
-    total: float = sum(squares) ** 0.5
-    factor = most / (total + 1e-6)
-    if factor < 1.0 and grads:
-        torch._foreach_mul_(grads, factor)
-    return total
 
 
 def is_random(model: nn.Module) -> bool:
@@ -185,10 +172,6 @@ def _reference(pipe: Pipeline, update: Update, seed: int) -> Unpipelined:
 
 def _differences(pipe: Pipeline, state: dict[str, Tensor], model: nn.Module) -> list[float]:
     expected = model.state_dict()
-    found = []
     parts = [state, *(receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))]
-    for part in parts:
-        for name, value in part.items():
-            if value.numel():
-                found.append((value.double() - expected[name].double()).abs().max().item())
-    return found
+    pairs = [(value, expected[name]) for part in parts for name, value in part.items() if value.numel()]
+    return [(value.double() - other.double()).abs().max().item() for value, other in pairs]

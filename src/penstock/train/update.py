@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -21,9 +21,8 @@ from penstock.train.loggers import check_logger
 from penstock.train.train_job import Batch, Job
 from penstock.train.train_options import TrainOptions
 
-RATES: Final[
-    dict[str, Callable[[float], float]]
-] = {  # the share of the run that is over -> a factor of the learning rate
+# The share of the run that is over -> a factor of the learning rate.
+RATES: Final[dict[str, Callable[[float], float]]] = {
     "constant": lambda over: 1.0,
     "linear": lambda over: 1.0 - over,
     "cosine": lambda over: 0.5 * (1.0 + math.cos(math.pi * over)),
@@ -44,27 +43,15 @@ class Update:
     """For example ``update.apply(pipe, update.optimizer(pipe.parameters()), step)``, on every rank."""
 
     job: Job
-    clip: float  # 0: not at all
-    accumulate: int  # batches for each step
-    precision: str
+    options: TrainOptions
     rate: Callable[[int], float] | None  # the factor of the learning rate, by step
-    scaler: Any = field(default=None, compare=False)  # for fp16
+    scaler: torch.amp.GradScaler | None = field(default=None, compare=False)  # for fp16
     replica: int = 0
-    replicas: int = 1
 
     @classmethod
     def of(cls, options: TrainOptions, job: Job, *, replica: int = 0) -> Update:
         scaler = torch.amp.GradScaler(options.device) if options.precision == "fp16" else None
-        return cls(
-            job,
-            options.clip,
-            options.accumulate,
-            options.precision,
-            rate_of(options, job),
-            scaler,
-            replica=replica,
-            replicas=options.dp,
-        )
+        return cls(job, options, rate_of(options, job), scaler, replica)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Rated:
         made = self.job.optimizer(parameters)
@@ -72,24 +59,24 @@ class Update:
 
     def batches(self, step: int) -> list[Batch]:
         """The whole batches of a step."""
-        return [self.job.batch(step * self.accumulate + number) for number in range(self.accumulate)]
+        count = self.options.accumulate
+        return [self.job.batch(step * count + number) for number in range(count)]
 
     def share(self, batch: Batch) -> Batch:
         """The rows of a batch that are this replica's."""
-        if self.replicas == 1:
+        count = self.options.dp
+        if count == 1:
             return batch
         args, target = batch
         rows = batch_size_of(args)
-        if rows is None or rows % self.replicas:
-            raise SplitError(
-                f"a batch of {rows or 0} rows over --dp {self.replicas} replicas; expected as many for each"
-            )
-        pieces, _ = split_batch(args, {}, self.replicas)
-        return pieces[self.replica], split_target(target, self.replicas)[self.replica]
+        if rows is None or rows % count:
+            raise SplitError(f"a batch of {rows or 0} rows over --dp {count} replicas; expected as many for each")
+        pieces, _ = split_batch(args, {}, count)
+        return pieces[self.replica], split_target(target, count)[self.replica]
 
     def casting(self, device: str = "cpu") -> AbstractContextManager[object]:
         """Stands around forward and backward."""
-        dtype = PRECISIONS[self.precision]
+        dtype = PRECISIONS[self.options.precision]
         return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
 
     def apply(self, pipe: Pipeline, rated: Rated, step: int) -> tuple[float, float]:
@@ -99,18 +86,8 @@ class Update:
             for args, target in map(self.share, self.batches(step)):
                 result = pipe.step(*args, target=target)
                 losses.append(float("nan") if result.loss is None else result.loss)
-        if self.scaler is not None:
-            self.scaler.unscale_(rated.optimizer)
-        self.average(pipe.parameters())
-        norm = pipe.clip_grad_norm_(self.clip or math.inf)
-        self.conclude(rated, step)
+        norm = self.finish(rated, step, pipe.parameters(), pipe.clip_grad_norm_)
         return sum(losses) / len(losses), norm
-
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients of several batches become their mean."""
-        grads = [p.grad for p in parameters if p.grad is not None]
-        if self.accumulate > 1 and grads:
-            torch._foreach_mul_(grads, 1.0 / self.accumulate)
 
     def set_rate(self, rated: Rated, step: int) -> None:
         """The learning rate of a step."""
@@ -118,8 +95,16 @@ class Update:
             for group, rate in zip(rated.optimizer.param_groups, rated.rates, strict=True):
                 group["lr"] = rate * self.rate(step)
 
-    def conclude(self, rated: Rated, step: int) -> None:
-        """Set the learning rate, let the optimizer do its work, and drop the gradients."""
+    def finish(
+        self, rated: Rated, step: int, parameters: Iterable[nn.Parameter], clip: Callable[[float], float]
+    ) -> float:
+        """Let the optimizer work with the mean gradients of the batches of a step; their norm before `clip` comes back."""
+        if self.scaler is not None:
+            self.scaler.unscale_(rated.optimizer)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if self.options.accumulate > 1 and grads:
+            torch._foreach_mul_(grads, 1.0 / self.options.accumulate)
+        norm = clip(self.options.clip or math.inf)
         self.set_rate(rated, step)
         if self.scaler is None:
             rated.optimizer.step()
@@ -127,6 +112,7 @@ class Update:
             self.scaler.step(rated.optimizer)
             self.scaler.update()
         rated.optimizer.zero_grad()
+        return norm
 
 
 def rate_of(options: TrainOptions, job: Job) -> Callable[[int], float] | None:
