@@ -58,7 +58,7 @@ def test_the_screen_shows_step_loss_speed_and_time_left(terminal: bool) -> None:
     screen = Screen(enabled=True, console=console)
     with screen.bar(40, 10) as bar:
         for done in range(11, 41):
-            bar.update(done, loss=3.25, speed=12345.6, unit="tokens")
+            bar(done, "loss 3.2500  12,346 tokens/s")
         screen.say("[step 40]: validation loss")
     shown = out.getvalue()
     assert "40/40" in shown
@@ -83,6 +83,6 @@ def test_other_ranks_say_nothing() -> None:
     out = io.StringIO()
     screen = Screen(enabled=False, console=Console(file=out))
     with screen.bar(2, 0) as bar:
-        bar.update(1, loss=1.0, speed=1.0, unit="rows")
+        bar(1, "loss 1.0000  1 rows/s")
     screen.say("hello")
     assert out.getvalue() == ""

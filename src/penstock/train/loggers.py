@@ -46,9 +46,13 @@ def check_logger(name: str, *, opens: bool = True) -> None:
     if name not in LOGGERS:
         raise UnknownNameError(f"there is no logger {name!r}; there are {', '.join(sorted(LOGGERS))}")
     if opens and name != "jsonl" and not _is_installed(name):  # each has the name of its package
-        raise PenstockError(
-            f'the logger {name!r} needs the package {name}, which is not installed: pip install "penstock[log]"'
-        )
+        raise _missing(name, name)
+
+
+def _missing(name: str, package: str | None) -> PenstockError:
+    return PenstockError(
+        f'the logger {name!r} needs the package {package}, which is not installed: pip install "penstock[log]"'
+    )
 
 
 def _is_installed(package: str) -> bool:
@@ -71,9 +75,7 @@ def open_logger(name: str, folder: Path, *, first_step: int = 0) -> Logger:
     try:
         return LOGGERS[name](folder, first_step)
     except ModuleNotFoundError as error:  # something that its package needs in turn
-        raise PenstockError(
-            f'the logger {name!r} needs the package {error.name}, which is not installed: pip install "penstock[log]"'
-        ) from error
+        raise _missing(name, error.name) from error
 
 
 class JsonLines:
@@ -84,26 +86,25 @@ class JsonLines:
     {"kind": "step", "step": 41, "loss": null, ..., "not_finite": {"loss": "nan"}}
     """
 
-    def __init__(self, folder: Path, first_step: int = 0) -> None:
-        file, fresh = folder / EVENTS, folder / f"{EVENTS}.part"
-        before = file.read_text(encoding="utf-8").splitlines() if first_step and file.is_file() else []
+    def __init__(self, folder: Path, first_step: int = 0, name: str = EVENTS) -> None:
+        self._file, fresh = folder / name, folder / f"{name}.part"
+        before = self._file.read_text(encoding="utf-8").splitlines() if first_step and self._file.is_file() else []
         kept = [f"{line}\n" for line in before if _is_before(line, first_step)]
         fresh.write_text("".join(kept), encoding="utf-8")
-        fresh.replace(file)  # a run that is killed here has its events all the same
-        self._stream = file.open("a", encoding="utf-8")
+        fresh.replace(self._file)  # a run that is killed here has its events all the same
 
     def step(self, event: StepEvent) -> None:
-        self._write({"kind": "step", **asdict(event)})
+        self.write(kind="step", **asdict(event))
 
     def validation(self, step: int, loss: float) -> None:
-        self._write({"kind": "validation", "step": step, "loss": loss, "time": time()})
+        self.write(kind="validation", step=step, loss=loss, time=time())
 
-    def _write(self, said: dict[str, object]) -> None:
-        self._stream.write(dumps(said) + "\n")
-        self._stream.flush()
+    def write(self, **said: object) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(dumps(said) + "\n")
 
     def close(self) -> None:
-        self._stream.close()
+        """Nothing is held back."""
 
 
 def _is_before(line: str, first_step: int) -> bool:
@@ -114,8 +115,21 @@ def _is_before(line: str, first_step: int) -> bool:
         return False
 
 
-class TensorBoard:
-    """Scalars for ``tensorboard --logdir FOLDER``: ``train/loss``, ``train/bubble``, ..., ``validation/loss``."""
+class _Scalars:
+    """A logger of numbers with names: ``train/loss``, ``train/bubble``, ..., ``validation/loss``."""
+
+    def step(self, event: StepEvent) -> None:
+        self.send({f"train/{name}": value for name, value in event.metrics.items()}, event.step)
+
+    def validation(self, step: int, loss: float) -> None:
+        self.send({"validation/loss": loss}, step)
+
+    def send(self, values: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+
+class TensorBoard(_Scalars):
+    """Scalars for ``tensorboard --logdir FOLDER``, also the time and the memory of each rank."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -123,20 +137,19 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
 
     def step(self, event: StepEvent) -> None:
-        for name, value in event.metrics.items():
-            self._writer.add_scalar(f"train/{name}", value, event.step, walltime=event.time)
+        super().step(event)
         for rank, figures in enumerate(event.ranks):
-            self._writer.add_scalar(f"rank {rank}/seconds", figures.seconds, event.step, walltime=event.time)
-            self._writer.add_scalar(f"rank {rank}/memory", figures.memory, event.step, walltime=event.time)
+            self.send({f"rank {rank}/seconds": figures.seconds, f"rank {rank}/memory": figures.memory}, event.step)
 
-    def validation(self, step: int, loss: float) -> None:
-        self._writer.add_scalar("validation/loss", loss, step)
+    def send(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(_Scalars):
     """A run of Weights & Biases. ``WANDB_MODE``, ``WANDB_PROJECT`` and the like are heeded; without a mode it is offline."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
@@ -155,17 +168,14 @@ class WeightsAndBiases:
         note.write_text(self._run.id, encoding="utf-8")
         self._run.define_metric("*", step_metric="step")
 
-    def step(self, event: StepEvent) -> None:
-        self._run.log({"step": event.step, **{f"train/{name}": value for name, value in event.metrics.items()}})
-
-    def validation(self, step: int, loss: float) -> None:
-        self._run.log({"step": step, "validation/loss": loss})
+    def send(self, values: dict[str, float], step: int) -> None:
+        self._run.log({"step": step, **values})
 
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(_Scalars):
     """A run of MLflow, at ``MLFLOW_TRACKING_URI`` or in ``mlflow.db`` in the folder."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
@@ -174,24 +184,18 @@ class MLflow:
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "penstock")
         self._client = MlflowClient(tracking_uri=place)
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         note = folder / "mlflow-run.txt"  # a run that goes on is the same run
         if first_step and note.is_file():
             self._run = note.read_text(encoding="utf-8")
             self._client.update_run(self._run, status="RUNNING")
         else:
+            found = self._client.get_experiment_by_name(name)
+            experiment = self._client.create_experiment(name) if found is None else found.experiment_id
             tags = {"mlflow.runName": folder.name}
             self._run = self._client.create_run(experiment, tags=tags).info.run_id
             note.write_text(self._run, encoding="utf-8")
 
-    def step(self, event: StepEvent) -> None:
-        self._send({f"train/{name}": value for name, value in event.metrics.items()}, event.step)
-
-    def validation(self, step: int, loss: float) -> None:
-        self._send({"validation/loss": loss}, step)
-
-    def _send(self, values: dict[str, float], step: int) -> None:
+    def send(self, values: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time() * 1000)

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from contextlib import nullcontext
+from threading import Event
 
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
@@ -16,12 +17,13 @@ from penstock.front import Pipeline
 from penstock.front.saving import DISK
 from penstock.nest import Value
 from penstock.show.numbers import time_text
-from penstock.train import run_report, strict_json
+from penstock.train import run_report
 from penstock.train.corpus import generate
 from penstock.train.events import EventLog, Noted
 from penstock.train.history import History
 from penstock.train.kept_cut import keep_cut, kept_cut
-from penstock.train.measure import measure_memory, measure_step
+from penstock.train.loggers import JsonLines
+from penstock.train.measure import measure
 from penstock.train.recovery import Recovery, loss_noted
 from penstock.train.recutting import Recutter
 from penstock.train.screen import Screen
@@ -37,16 +39,10 @@ SEEDS_APART = 1_000_003  # replicas draw other random numbers, as the rows of on
 COLLECT_EVERY = 50  # steps between two collections of Python's garbage, on all ranks at once
 
 
-class Stop:
-    """Whether somebody asked this rank to stop."""
-
-    asked = False
-
-
 class Run:
     """A training run, as seen from one rank."""
 
-    def __init__(self, options: TrainOptions, job: Job, screen: Screen, stop: Stop) -> None:
+    def __init__(self, options: TrainOptions, job: Job, screen: Screen, stop: Event) -> None:
         self.options, self.job, self.screen, self.stop = options, job, screen, stop
         self.parent = os.getppid()
         self.history = History()
@@ -54,11 +50,16 @@ class Run:
         self.replica = int(os.environ.get("RANK", "0")) // self._ranks
         self.update = Update.of(options, job, replica=self.replica)
         self.recutter = Recutter(options.recut, options.checkpoint_every)
-        if screen.enabled and not options.resume:
-            self._put_aside()
+        if (
+            screen.enabled and not options.resume
+        ):  # a restart must not go on from what an earlier run left in the folder
+            before = kept.put_aside(options.checkpoint, DISK)
+            if before is not None:
+                screen.say(f"the checkpoint of an earlier run is now {before}")
         self.pipe = self._pipeline(kept_cut(options, self._ranks))
         self.rated = self.update.optimizer(self.pipe.parameters())
         self.log: EventLog | None = None
+        self.lines: JsonLines | None = None  # of the first rank
 
     # -- before
 
@@ -124,7 +125,7 @@ class Run:
             self.history.checked = checked
             self.screen.say(str(checked))
         if self.screen.enabled:
-            self._cut_log(start)
+            self.lines = JsonLines(self.options.folder, start, LOG)
             lost = loss_noted(self.options.folder)
             self.lost = lost if self.options.resume else None
         if self.options.loggers:
@@ -154,52 +155,36 @@ class Run:
         self.screen.say(f"resumed from step {extra['step']} ({place})")
         return int(extra["step"])
 
-    def _put_aside(self) -> None:
-        """What an earlier run left in the folder is not this run's: a restart must not go on from it."""
-        before = kept.put_aside(self.options.checkpoint, DISK)
-        if before is not None:
-            self.screen.say(f"the checkpoint of an earlier run is now {before}")
-
-    def _cut_log(self, start: int) -> None:
-        log = self.options.folder / LOG
-        lines = log.read_text(encoding="utf-8").splitlines()[:start] if start and log.is_file() else []
-        log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
     # -- training
 
     def train(self) -> bool:
         options = self.options
         start = self._begin()
         stopped = False
-        end = (
-            start if self._has_had_enough() else options.steps
-        )  # a run that ended early and is resumed stays where it was
+        # A run that ended early and is resumed stays where it was.
+        end = start if self._has_had_enough() else options.steps
         with self.screen.bar(options.steps, start) as bar:
             for step in range(start, end):
                 began = time.perf_counter()
                 loss = self._step(step)
                 self.history.seconds.append(time.perf_counter() - began)
                 self.history.losses.append(loss)
-                self._note(step, loss)
+                if self.lines is not None:
+                    self.lines.write(step=step, loss=loss, seconds=self.history.seconds[-1])
                 self._count_from_loss(step)
-                bar.update(step + 1, loss=loss, speed=self.history.speed(self._rows), unit=self._unit)
                 done = step + 1
+                bar(done, f"loss {loss:.4f}  {self.history.speed(self._rows):,.0f} {self._unit}/s")
                 if options.validate_every and self.job.validation and done % options.validate_every == 0:
                     self._validate(done)
                 enough = self._has_had_enough()
-                stopped = self.pipe.any(self.stop.asked or os.getppid() != self.parent)
-                if (
-                    stopped
-                    or enough
-                    or done == options.steps
-                    or (options.checkpoint_every and done % options.checkpoint_every == 0)
-                ):
-                    ends = stopped or enough or done == options.steps
+                stopped = self.pipe.any(self.stop.is_set() or os.getppid() != self.parent)
+                ends = stopped or enough or done == options.steps
+                if ends or (options.checkpoint_every and done % options.checkpoint_every == 0):
                     profile = None if ends else self.recutter.profile(self.pipe)
                     self._save(done, wait=ends or profile is not None)
                     if profile is not None:
                         self._recut(done, profile)
-                if stopped or enough:
+                if ends:
                     break
         if self.log is not None:
             self.log.close()
@@ -250,11 +235,6 @@ class Run:
     def _unit(self) -> str:
         return "tokens" if self.job.tokens else "rows"
 
-    def _note(self, step: int, loss: float) -> None:
-        if self.screen.enabled:
-            with (self.options.folder / LOG).open("a", encoding="utf-8") as log:
-                log.write(strict_json.dumps({"step": step, "loss": loss, "seconds": self.history.seconds[-1]}) + "\n")
-
     def _count_from_loss(self, step: int) -> None:
         """After the first good step since a rank was lost: how long that took."""
         if self.lost is not None:
@@ -303,8 +283,7 @@ class Run:
             sample = generate(self.pipe, self.job.text, self.options.sample, length=length, seed=self.options.seed)
             self.screen.say(f"sample:\n{sample}")
         with self.update.casting(self.pipe.transport.device.type):
-            measured = measure_step(self.pipe, batch)
-            memory = measure_memory(self.pipe, batch)
+            measured, memory = measure(self.pipe, batch)
             if self.options.trace:
                 self._trace(batch)
         if not self.screen.enabled:

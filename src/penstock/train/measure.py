@@ -10,8 +10,8 @@ from penstock.train.train_job import Batch
 _ROUNDS = 3  # of steps that are measured
 
 
-def measure_step(pipe: Pipeline, batch: Batch) -> Timeline:
-    """The timeline of the median of some training steps, with idle time by cause.
+def measure(pipe: Pipeline, batch: Batch) -> tuple[Timeline, Memory]:
+    """The timeline of the median of some training steps, and what a step holds beside parameters and gradients.
 
     Gradients are dropped, random numbers are put back.
     """
@@ -23,21 +23,8 @@ def measure_step(pipe: Pipeline, batch: Batch) -> Timeline:
         with pipe.record() as recording:
             pipe.step(*args, target=target)
         found.append(recording.timeline)
-    pipe.zero_grad()
-    pipe.schedule.steps = steps
-    return sorted(found, key=lambda timeline: timeline.makespan)[_ROUNDS // 2]
-
-
-def measure_memory(pipe: Pipeline, batch: Batch) -> Memory:
-    """What a step holds on each rank beside parameters and gradients, planned and counted.
-
-    Gradients are dropped.
-    """
-    args, target = batch
-    steps = pipe.schedule.steps
-    pipe.step(*args, target=target)
     with pipe.watch_memory():
         pipe.step(*args, target=target)
     pipe.zero_grad()
     pipe.schedule.steps = steps
-    return pipe.memory()
+    return sorted(found, key=lambda timeline: timeline.makespan)[_ROUNDS // 2], pipe.memory()

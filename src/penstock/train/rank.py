@@ -9,14 +9,16 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from threading import Event
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from penstock.comm.distributed import close_all
 from penstock.front.saving import let_savings_end
 from penstock.train.launch import RESTARTS, restarts
-from penstock.train.loop import Run, Stop
+from penstock.train.loop import Run
 from penstock.train.meet import connect
 from penstock.train.owner import in_use, owned
 from penstock.train.recovery import fitted
@@ -79,30 +81,24 @@ def _connected(options: TrainOptions) -> Iterator[None]:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     connect(backend_of(options), device)
-    ended_well = False
     try:
         yield
-        ended_well = True
     finally:
-        from penstock.comm.distributed import close_all
-
         close_all()
-        if ended_well:
-            dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 @contextmanager
-def _stop_requests() -> Iterator[Stop]:
+def _stop_requests() -> Iterator[Event]:
     """Ctrl-C and SIGTERM ask for the end after the present step; the second time they mean it at once."""
-    stop = Stop()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    stop = Event()
 
     def ask(number: int, _: object) -> None:
-        if stop.asked:
+        if stop.is_set():
             raise KeyboardInterrupt
-        stop.asked = True
+        stop.set()
 
-    before = {number: signal.signal(number, ask) for number in signals}
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:

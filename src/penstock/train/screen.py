@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 from rich.console import Console
 
 
-class ProgressBar(Protocol):
-    def update(self, done: int, *, loss: float, speed: float, unit: str) -> None: ...
-
-
-class Screen:
-    """The terminal of rank 0; the other ranks have one that says nothing."""
+class Screen(logging.Handler):
+    """The terminal of rank 0; the other ranks have one that says nothing. It also shows what is logged."""
 
     def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
+        super().__init__(logging.INFO)
         self.enabled = enabled
         self.console = console if console is not None else Console(highlight=False)
 
@@ -29,72 +25,39 @@ class Screen:
     @contextmanager
     def hearing(self) -> Iterator[None]:
         """Inside, what penstock tells its logger is said here: which stages are being compiled, and how long that took."""
-        if not self.enabled:
-            yield
-            return
-        logger, handler = logging.getLogger("penstock"), _Saying(self)
+        logger = logging.getLogger("penstock")
         before = logger.level
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        if self.enabled:
+            logger.addHandler(self)
+            logger.setLevel(logging.INFO)
         try:
             yield
         finally:
-            logger.removeHandler(handler)
+            logger.removeHandler(self)
             logger.setLevel(before)
 
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(record.getMessage())
+
     @contextmanager
-    def bar(self, total: int, start: int) -> Iterator[ProgressBar]:
-        if not self.enabled:
-            yield _Silent()
-        elif self.console.is_terminal:
+    def bar(self, total: int, start: int) -> Iterator[Callable[[int, str], object]]:
+        """A bar, or a line now and then: of the first step, of the last, and of about twenty between. It is told how many steps
+        are done, and what to say of the last of them."""
+        if self.enabled and self.console.is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(),
-            )
+            figures = TextColumn("{task.fields[figures]}")
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), figures, TimeRemainingColumn())
             with Progress(*columns, console=self.console) as progress:
-                yield _Moving(progress, progress.add_task("", total=total, completed=start, figures=""))
-        else:
-            yield _Lines(self, total, start)
-
-
-class _Saying(logging.Handler):
-    def __init__(self, screen: Screen) -> None:
-        super().__init__(logging.INFO)
-        self.screen = screen
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.screen.say(record.getMessage())
-
-
-class _Silent:
-    def update(self, done: int, *, loss: float, speed: float, unit: str) -> None:
-        """Another rank speaks."""
-
-
-class _Moving:
-    def __init__(self, progress: Any, task: Any) -> None:
-        self.progress, self.task = progress, task
-
-    def update(self, done: int, *, loss: float, speed: float, unit: str) -> None:
-        self.progress.update(self.task, completed=done, figures=f"loss {loss:.4f}  {speed:,.0f} {unit}/s")
-
-
-class _Lines:
-    """A line now and then: the first step, the last, and about twenty between."""
-
-    def __init__(self, screen: Screen, total: int, start: int) -> None:
-        self.screen, self.total, self.start = screen, total, start
-        self.every = max(1, (total - start) // 20)
-        self.began = time.monotonic()
-
-    def update(self, done: int, *, loss: float, speed: float, unit: str) -> None:
-        number = done - self.start
-        if number != 1 and done != self.total and number % self.every:
+                task = progress.add_task("", total=total, completed=start, figures="")
+                yield lambda done, figures: progress.update(task, completed=done, figures=figures)
             return
-        left = (time.monotonic() - self.began) / number * (self.total - done)
-        self.screen.say(f"step {done}/{self.total}  loss {loss:.4f}  {speed:,.0f} {unit}/s  {left:.0f} s left")
+        every, began = max(1, (total - start) // 20), time.monotonic()
+
+        def line(done: int, figures: str) -> None:
+            number = done - start
+            if number == 1 or done == total or number % every == 0:
+                left = (time.monotonic() - began) / number * (total - done)
+                self.say(f"step {done}/{total}  {figures}  {left:.0f} s left")
+
+        yield line
