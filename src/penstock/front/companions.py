@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -202,6 +203,16 @@ def set_random_state(found: Mapping[str, Value], device: torch.device) -> None:
     for name, one in _generators(device).items():
         if name in found:
             one.set_state(found[name])
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """What is drawn inside is not missing afterwards."""
+    before = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
 
 
 # -- the optimizer, by the names of the parameters

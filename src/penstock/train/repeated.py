@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock.errors import PenstockError
-from penstock.front.companions import random_state, set_random_state
+from penstock.front.companions import random_state, same_random_numbers, set_random_state
 from penstock.nest import Value
 
 _NOTHING = object()
@@ -37,13 +37,12 @@ class Repeated:
                 f"the data is a {type(data).__name__}, which can be run through only once; return a list, a DataLoader, an "
                 "object whose __iter__ begins anew, or one with state_dict() and load_state_dict()"
             )
-        self._random = _first_numbers()
-        self._at_start = (self._random, data.state_dict() if hasattr(data, "state_dict") else None)
         self._first: object = _NOTHING
         self._held: object = _NOTHING
         self._iterator: Iterator[object] = iter(())
         self._next = self._taken = 0
-        self._begun = self._random
+        self._random = self._begun = _first_numbers()
+        self._at_start = self.state_dict()
 
     def at(self, number: int) -> Value:
         """Batch `number`, from 0 over all passes; cheapest in order. What comes after the end is the beginning."""
@@ -52,7 +51,7 @@ class Repeated:
         if number == self._next - 1 and self._held is not _NOTHING:
             return self._held
         if number < self._next:
-            self._rewind()
+            self.load_state_dict(self._at_start)
         while self._next <= number:
             self._advance()
         return self._held
@@ -66,31 +65,18 @@ class Repeated:
         """Go on from there."""
         self._next, self._taken, self._begun = state["next"], state["taken"], state["begun"]
         self._held = _NOTHING
+        self._random = state["random" if self.knows_its_place else "begun"]
         if self.knows_its_place:
-            self._random = state["random"]
             self.data.load_state_dict(state["data"])  # type: ignore[attr-defined]
-            with self._own_numbers():
-                self._iterator = iter(self.data)
-            return
-        self._random = state["begun"]
         with self._own_numbers():
-            self._iterator = iter(self.data if self._taken else ())
-            for taken in range(self._taken):
+            self._iterator = iter(self.data if self._taken or self.knows_its_place else ())
+            for taken in range(0 if self.knows_its_place else self._taken):
                 self._held = next(self._iterator, _NOTHING)
                 if self._held is _NOTHING:
                     raise PenstockError(
                         f"the data ended after {taken} batches, and the run had taken {self._taken} of them; resume with the "
                         "same data"
                     )
-
-    def _rewind(self) -> None:
-        self._next = self._taken = 0
-        self._held = _NOTHING
-        self._random, own = self._at_start
-        self._begun = self._random
-        if own is not None and self.knows_its_place:
-            self.data.load_state_dict(own)  # type: ignore[attr-defined]
-        self._iterator = iter(())
 
     def _advance(self) -> None:
         with self._own_numbers():
@@ -109,21 +95,19 @@ class Repeated:
     @contextmanager
     def _own_numbers(self) -> Iterator[None]:
         """Inside, torch, Python and numpy draw from the stream of the data."""
-        outside = random_state(_HOST)
-        set_random_state(self._random, _HOST)
-        try:
-            yield
-        finally:
-            self._random = random_state(_HOST)
-            set_random_state(outside, _HOST)
+        with same_random_numbers(_HOST):
+            set_random_state(self._random, _HOST)
+            try:
+                yield
+            finally:
+                self._random = random_state(_HOST)
 
 
 def _first_numbers() -> dict[str, object]:
     """The first numbers of the stream: they follow from torch's seed, which is the same on every rank."""
-    outside, seed = random_state(_HOST), torch.initial_seed() % 2**32
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-    found = random_state(_HOST)
-    set_random_state(outside, _HOST)
-    return found
+    seed = torch.initial_seed() % 2**32
+    with same_random_numbers(_HOST):
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        return random_state(_HOST)
