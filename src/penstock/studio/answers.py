@@ -146,17 +146,18 @@ def _timeline(question: Question) -> Timeline:
 
 def _costs(plan: Plan, question: Question) -> Costs:
     count = plan.num_stages
-    times = {name: getattr(question, name) for name in _TIMES}
     costs = Costs.per_rank(
         num_stages=count,
         stages_per_rank=-(-count // plan.num_ranks),
         held_to_weight=question.kept_for_weights,
-        **times,
+        **{name: getattr(question, name) for name in _TIMES},
     )
     if question.speeds:
         speeds = [question.speeds[plan.placement.rank_of(stage)] for stage in range(count)]
-        slower = {name: tuple(map(mul, getattr(costs, name), speeds)) for name in _TIMES if name != "latency"}
-        costs = replace(costs, **slower)
+        forward, inputs, weights = (
+            tuple(map(mul, times, speeds)) for times in (costs.forward, costs.backward_input, costs.backward_weight)
+        )
+        costs = replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
     if question.transfer > 0:
         costs = replace(costs, bandwidth=1.0 / question.transfer, output_bytes=(1.0,) * count)
     links = [link._replace(bandwidth=costs.bandwidth) for text in question.links for link in Link.read(text)]

@@ -19,8 +19,7 @@ def kept_cut(options: TrainOptions, ranks: int) -> dict[str, object]:
     if not options.resume or not file.is_file():
         return {}
     kept = read_json(file)
-    now = {"ranks": ranks, "microbatches": options.microbatches, "asked": [options.schedule, options.stages]}
-    if any(kept.get(name) != value for name, value in now.items()) or not {"schedule", "stages"} <= kept.keys():
+    if not _asked(options, ranks).items() <= kept.items() or not {"schedule", "stages"} <= kept.keys():
         return {}
     return {
         "schedule": kept["schedule"],
@@ -36,11 +35,10 @@ def keep_cut(pipe: Pipeline, options: TrainOptions) -> None:
     (folder / OPTIONS).write_text(options.dumps(), encoding="utf-8")
     if pipe.choice is not None:
         pipe.choice.profile.save(folder / PROFILE)
-    facts = {
-        "schedule": pipe.plan.name,
-        "stages": pipe.plan.num_stages,
-        "ranks": pipe.num_ranks,
-        "microbatches": pipe.plan.num_microbatches,
-        "asked": [options.schedule, options.stages],
-    }
+    facts = {"schedule": pipe.plan.name, "stages": pipe.plan.num_stages, **_asked(options, pipe.num_ranks)}
     (folder / CHOICE).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _asked(options: TrainOptions, ranks: int) -> dict[str, object]:
+    """What a cut was chosen for."""
+    return {"ranks": ranks, "microbatches": options.microbatches, "asked": [options.schedule, options.stages]}

@@ -18,6 +18,7 @@ from penstock.errors import PenstockError
 from penstock.front import Choice, Pipeline
 from penstock.front.choice_text import rank_rows, stage_rows
 from penstock.front.memory_view import Memory, RankMemory
+from penstock.nest import Value
 from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.show import against
 from penstock.show.numbers import time_text
@@ -150,7 +151,8 @@ def _scaled(costs: Costs, measured: Timeline) -> Costs:
     factor = sum(measured.busy) / busy if busy else 0.0
 
     names = ("forward", "backward_input", "backward_weight", *(["backward"] if costs.backward is not None else []))
-    return replace(costs, **{name: tuple(factor * time for time in getattr(costs, name)) for name in names})
+    scaled: dict[str, Value] = {name: tuple(factor * time for time in getattr(costs, name)) for name in names}
+    return replace(costs, **scaled)
 
 
 def _memory_rows(predicted: list[list[str]], measured: Sequence[int]) -> list[list[str]]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.front import Pipeline
@@ -56,7 +55,7 @@ def traced(pipe: Pipeline, file: str | Path) -> Iterator[torch.profiler.profile]
         send_to(pipe.transport, [0], torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(pipe.transport.device))
         return
     others = (receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))
-    ranks = [mine, *(_unpacked(other) for other in others)]
+    ranks = [mine, *(json.loads(zlib.decompress(bytes(other.cpu().numpy()))) for other in others)]
     place = Path(file)
     place = place if pipe.replica == 0 else place.with_suffix(f".replica{pipe.replica}{place.suffix}")
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -93,11 +92,6 @@ def _on_clock(events: list[Event], number: int, anchor: float) -> list[Event]:
     return [event | {"ts": event["ts"] - anchors[number] + anchor} if "ts" in event else event for event in events]
 
 
-def _unpacked(packed: Tensor) -> list[Event]:
-    events: list[Event] = json.loads(zlib.decompress(bytes(packed.cpu().numpy())))
-    return events
-
-
 def merged(pipe: Pipeline, ranks: list[list[Event]]) -> dict[str, object]:
     """The events of all ranks and those that were planned, as one trace that begins at 0."""
     steps = _steps(pipe, ranks)
@@ -110,19 +104,27 @@ def merged(pipe: Pipeline, ranks: list[list[Event]]) -> dict[str, object]:
 
 def _of_rank(rank: int, events: list[Event], begin: float) -> Iterator[Event]:
     """Processes, devices and arrows get numbers that no other rank has; the names say whose they are."""
-    places: dict[Any, int] = {}
+    places: dict[object, int] = {}
     for event in events:
         pid = places.setdefault(event.get("pid", 0), len(places))
-        moved = event | {"pid": rank * 2 * _PLACES + pid}
-        if "ts" in event:
-            moved["ts"] = round(event["ts"] - begin, 3)
-        if "id" in event:
-            moved["id"] = f"{rank}:{event['id']}"
-        if event.get("name") == "process_name":
-            moved["args"] = {"name": f"rank {rank}: {event.get('args', {}).get('name', '')}"}
-        elif event.get("name") == "process_sort_index":
-            moved["args"] = {"sort_index": rank * 2 * _PLACES + pid}
-        yield moved
+        name = f"rank {rank}: {event.get('args', {}).get('name', '')}"
+        yield _moved(event, rank * 2 * _PLACES + pid, f"{rank}", name=name, start=-begin)
+
+
+def _moved(event: Event, pid: int, group: str, *, name: str, start: float, scale: float = 1.0) -> Event:
+    """An event in another place: of a process with this number and name, at another time, with arrows of its own group."""
+    moved = event | {"pid": pid}
+    if "ts" in event:
+        moved["ts"] = round(start + event["ts"] * scale, 3)
+    if "dur" in event:
+        moved["dur"] = round(event["dur"] * scale, 3)
+    if "id" in event:
+        moved["id"] = f"{group}:{event['id']}"
+    if event.get("name") == "process_name":
+        moved["args"] = {"name": name}
+    elif event.get("name") == "process_sort_index":
+        moved["args"] = {"sort_index": pid}
+    return moved
 
 
 def _steps(pipe: Pipeline, ranks: list[list[Event]]) -> list[tuple[float, float]]:
@@ -151,17 +153,7 @@ def _planned(pipe: Pipeline, step: int, start: float, length: float) -> Iterator
     whole = max((event["ts"] + event.get("dur", 0) for event in events if "ts" in event), default=0.0)
     scale = 1.0 if timed or not whole else length / whole
     for event in events:
-        rank = event["pid"]
-        moved = event | {"pid": rank * 2 * _PLACES + _PLACES}
-        if "ts" in event:
-            moved["ts"] = round(start + event["ts"] * scale, 3)
-        if "dur" in event:
-            moved["dur"] = round(event["dur"] * scale, 3)
-        if "id" in event:
-            moved["id"] = f"planned:{step}:{event['id']}"
-        if event["name"] == "process_name":
-            moved["args"] = {"name": f"rank {rank}: planned"}
-        elif event["name"] == "process_sort_index":
-            moved["args"] = {"sort_index": rank * 2 * _PLACES + _PLACES}
         if step == 0 or event["ph"] != "M":
-            yield moved
+            rank = event["pid"]
+            pid, name = rank * 2 * _PLACES + _PLACES, f"rank {rank}: planned"
+            yield _moved(event, pid, f"planned:{step}", name=name, start=start, scale=scale)
