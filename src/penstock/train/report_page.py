@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import starmap
 from math import ceil, floor, isfinite, log10
 from typing import Any
 
 from penstock.balance.cuts import size_text
+from penstock.front import Choice
+from penstock.front.choice_text import rank_rows, stage_rows
 from penstock.show import against
 from penstock.show.html import page, timeline_section
 from penstock.show.numbers import percent, sizes, time_text
 from penstock.simulate import Timeline
 
+NOT_MEASURED = (
+    "Nothing was measured before training: the plan is drawn with estimated costs, scaled to the measured time."
+)
 _STYLE = """
 .pr-grid { display: grid; gap: 14px; margin-bottom: 14px; }
 .pr-grid { grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
@@ -57,43 +62,32 @@ pre.pr-words { margin: 0; font: 12.5px/1.5 system-ui, "DejaVu Sans", sans-serif;
 """
 
 
-@dataclass(frozen=True)
-class PageParts:
-    """The tables of a page, head first, and its words."""
-
-    stages: list[list[str]]
-    ranks: list[list[str]]
-    speed: list[list[str]]
-    basis: str  # what the planned times rest on, if not on measured costs
-    words: str  # where time goes
-
-
-def render(data: dict[str, Any], parts: PageParts, *, planned: Timeline, measured: Timeline) -> str:
-    """The whole page as text."""
-    basis = parts.basis
+def render(data: dict[str, Any], choice: Choice, words: str, *, planned: Timeline, measured: Timeline) -> str:
+    """The whole page as text; `words` say where the time goes."""
+    timed = choice.is_timed
     section = timeline_section([("planned", planned), ("measured", measured)])
     losses = _key("feeds", "training") + (_key("needs", "validation") if data["validation"] else "")
     speed = _card("Loss", loss_curve(data["losses"], data["validation"]), losses)
-    speed += _card("Speed", _table(parts.speed), _checked(data))
+    speed += _card("Speed", _table(_speed_rows(data, planned if timed else None, measured)), _checked(data))
     kinds = _table(against.rows(against.kinds(planned, measured), measured.plan.num_ranks))
-    tables = "" if basis else _card("Predicted and measured", kinds, against.verdict(planned, measured))
+    tables = "" if not timed else _card("Predicted and measured", kinds, against.verdict(planned, measured))
     tables += _card("Idle time by cause", _table(_idle_rows(planned, measured), words=(1,)), "share of the makespan")
     tables += _card(
         "Memory of each rank",
-        _table(parts.ranks),
+        _table(_memory_rows(rank_rows(choice), data["memory"])),
         "Activations are those of the microbatches in flight; measured is the most that a step took beside parameters "
         "and gradients, with what operators need for a moment.",
     )
-    when = f"for one microbatch, {'estimated' if basis else 'as measured'} before training"
+    when = f"for one microbatch, {'as measured' if timed else 'estimated'} before training"
     body = (
         f'<header class="ps-top"><div><h1>{escape(data["title"])}</h1>'
         f"<p>{escape(measured.plan.name)}, {escape(sizes(measured))}</p></div>"
         '<button class="ps-button" type="button" data-ps-theme title="light or dark">◐ theme</button></header>'
         f'{_figures(data, planned, measured)}<div class="pr-grid">{speed}</div>{section.html}'
-        + (f'<p class="pr-basis">{escape(basis)}</p>' if basis else "")
+        + ("" if timed else f'<p class="pr-basis">{NOT_MEASURED}</p>')
         + f'<div class="pr-tables">{tables}</div>{_held(data.get("held", []))}'
-        + _card("Where the time goes", f'<pre class="pr-words">{escape(parts.words)}</pre>')
-        + f'<div class="pr-tables">{_card("Stages", _table(parts.stages, words=(2,)), when)}</div>'
+        + _card("Where the time goes", f'<pre class="pr-words">{escape(words)}</pre>')
+        + f'<div class="pr-tables">{_card("Stages", _table(stage_rows(choice), words=(2,)), when)}</div>'
     )
     return page(data["title"], body, style_text=section.style + _STYLE, script_text=section.script)
 
@@ -177,6 +171,32 @@ def _table(rows: list[list[str]], *, words: Sequence[int] = ()) -> str:
     head, *rest = rows
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rest)
     return f"<table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _memory_rows(predicted: list[list[str]], measured: Sequence[int]) -> list[list[str]]:
+    column = ["activations, measured", *map(size_text, measured)]
+    return [[*row[:3], cell, *row[3:]] for row, cell in zip(predicted, column, strict=True)]
+
+
+def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeline) -> list[list[str]]:
+    def row(what: str, seconds: float) -> list[str]:
+        return [what, time_text(seconds, "s"), f"{data['rows'] / seconds:,.0f}" if seconds > 0 else "-"]
+
+    made = [["", "a step takes", f"{data['unit']} a second"]]
+    if planned is not None:
+        made.append(row("predicted, without the optimizer", against.step_time(planned)))
+    made.append(row("measured, without the optimizer", measured.makespan))
+    if data["seconds"]:
+        made.append(row("measured, training (median)", statistics.median(data["seconds"])))
+    if data["checked"] is not None:
+        made.append(row("one process, unpipelined, training", data["checked"]["seconds"]))
+    for lost in data.get("recoveries", ()):
+        what = f"from the loss of a rank to the end of step {lost['step']}, with {lost['ranks']} ranks"
+        made.append([what, time_text(lost["seconds"], "s"), "-"])
+    if saving := data.get("saving"):
+        what = f"a checkpoint keeps steps waiting (median of {len(saving)})"
+        made.append([what, time_text(statistics.median(saving), "s"), "-"])
+    return made
 
 
 def _idle_rows(planned: Timeline, measured: Timeline) -> list[list[str]]:
