@@ -17,9 +17,7 @@ from torch import nn
 import penstock
 from penstock.errors import PenstockError
 from penstock.train.events import EventLog, Noted, RankFigures, StepEvent
-from penstock.train.loggers import open_logger
-from penstock.train.train_options import TrainOptions
-from penstock.train.update import check_names
+from penstock.train.loggers import check_logger, open_logger
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
 RANKS = (RankFigures(0.5, busy=0.3, span=0.4, memory=1000), RankFigures(0.4, busy=0.4, span=0.4, memory=3000))
@@ -253,10 +251,10 @@ def test_a_missing_package_is_named(name: str, package: str, tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, package, None)
     for asked in (
         lambda: open_logger(name, tmp_path),
-        lambda: check_names(TrainOptions(log=name)),
+        lambda: check_logger(name),
     ):  # before a run, too
         with pytest.raises(PenstockError, match=rf"needs the package {package}.*penstock\[log\]"):
             asked()
-    check_names(TrainOptions(log=name), opens_loggers=False)  # a rank that opens none does not need it on its host
+    check_logger(name, opens=False)  # a rank that opens none does not need it on its host
     with pytest.raises(PenstockError, match="there is no logger 'excel'"):
-        check_names(TrainOptions(log="excel"), opens_loggers=False)
+        check_logger("excel", opens=False)

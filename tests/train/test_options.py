@@ -16,8 +16,9 @@ from torch import nn
 import penstock
 from penstock.errors import PenstockError
 from penstock.train import Job
+from penstock.train.loggers import check_logger
 from penstock.train.train_options import TrainOptions
-from penstock.train.update import check_names, rate_of
+from penstock.train.update import rate_of
 from tests.gloo_pool import GlooPool
 from tests.train.test_train import under_torchrun
 
@@ -207,7 +208,7 @@ def test_compiled_stages_are_those_of_a_plain_loop(gloo_pool: GlooPool, tmp_path
     [
         (TrainOptions(dp=3), "--batch 16 rows over --dp 3 replicas"),
         (TrainOptions(dp=4), "for --microbatches 8 of --dp 4"),
-        (TrainOptions(data_parallel="zero"), "'zero'; expected ddp or fsdp"),
+        (TrainOptions(data_parallel="zero"), "'zero'; expected one of ddp, fsdp"),
         (TrainOptions(rate_schedule="stairs"), "'stairs'; expected one of constant, linear, cosine"),
         (TrainOptions(log="jsonl, excel"), "no logger 'excel'; there are jsonl, mlflow, tensorboard, wandb"),
         (TrainOptions(precision="int4"), "'int4'; expected one of fp32, bf16, fp16"),
@@ -216,7 +217,8 @@ def test_compiled_stages_are_those_of_a_plain_loop(gloo_pool: GlooPool, tmp_path
 def test_a_wrong_name_is_said_before_anything_starts(options: TrainOptions, said: str) -> None:
     def check() -> None:
         options.check()
-        check_names(options)
+        for name in options.loggers:
+            check_logger(name)
 
     with pytest.raises(PenstockError, match=said):
         check()

@@ -319,7 +319,7 @@ def test_an_exception_ends_the_run_at_once_and_is_shown(tmp_path: Path) -> None:
         (["my_module"], "write module:function, for example my_module:build"),
         (["no_such_module:build"], "there is no module 'no_such_module' in"),
         (["--data", "nowhere.txt"], "does not exist"),
-        (["--steps", "-1"], "Invalid value for '--steps'"),
+        (["--steps", "-1"], "--steps -1; expected a number from 0 to"),
         (["--device", "cpus"], "--device 'cpus': "),
         (["--device", "cuda:1"], "give the kind alone (cuda)"),
         (["--device", "xpu"], "2 ranks need a device each, and there are 0 here"),

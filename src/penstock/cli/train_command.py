@@ -69,8 +69,8 @@ def command(ctx: click.Context, /, **given: Any) -> None:
       torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint host0:29500 --rdzv-backend c10d -m penstock train
     """
     from penstock.train.launch import Interrupted, is_rank, launch
+    from penstock.train.loggers import check_logger
     from penstock.train.slurm import STOPPED, enter_slurm
-    from penstock.train.update import check_names
     from penstock.train.where import check_where
 
     default = click.core.ParameterSource.DEFAULT
@@ -84,7 +84,8 @@ def command(ctx: click.Context, /, **given: Any) -> None:
             ctx.exit(STOPPED)
         return
     options.check()
-    check_names(options)
+    for name in options.loggers:
+        check_logger(name)
     check_where(options)
     try:
         launch(options, ctx.meta[_GIVEN], say=lambda text: click.echo(text, err=True))

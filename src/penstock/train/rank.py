@@ -18,6 +18,7 @@ import torch.distributed as dist
 from penstock.comm.distributed import close_all
 from penstock.front.saving import let_savings_end
 from penstock.train.launch import RESTARTS, restarts
+from penstock.train.loggers import check_logger
 from penstock.train.loop import Run
 from penstock.train.meet import connect
 from penstock.train.owner import in_use, owned
@@ -25,7 +26,6 @@ from penstock.train.recovery import fitted
 from penstock.train.screen import Screen
 from penstock.train.train_job import make_job, options_unheard
 from penstock.train.train_options import TrainOptions
-from penstock.train.update import check_names
 from penstock.train.where import backend_of, where_of
 
 
@@ -44,7 +44,8 @@ def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
         sys.excepthook = partial(_show_from_here, sys.excepthook)
         job = make_job(options)
         options = options.with_those_of(job.options, undecided)
-        check_names(options, opens_loggers=first)
+        for name in options.loggers:
+            check_logger(name, opens=first)
         options.check_validated(job.validation)
         options = fitted(options, int(os.environ.get("WORLD_SIZE", "1")))
         screen = Screen(enabled=first)

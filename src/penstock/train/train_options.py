@@ -29,9 +29,11 @@ _PROCESSES = 1024  # that one command starts on its host, at the most
 _Default = TypeVar("_Default")
 
 
-def option(default: _Default, text: str, *flags: str, least: int = 0, metavar: str | None = None) -> _Default:
-    """An option of the command: what it is without being given, its line of help, short flags, and the least number."""
-    return field(default=default, metadata={"text": text, "flags": flags, "least": least, "metavar": metavar})
+def option(default: _Default, text: str, *flags: str, least: int = 0, words: str = "", metavar: str = "") -> _Default:
+    """An option of the command: what it is without being given, its line of help, its short flags, the least number that it
+    may be, or the words that there are."""
+    kept = {"text": text, "flags": flags, "least": least, "words": words, "metavar": metavar or words or None}
+    return field(default=default, metadata=kept)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class TrainOptions:
     build: str | None = None  # "module:function" of the user, or None for the small GPT
     ranks: int = option(2, "Processes of a pipeline; under torchrun those that there are.", "-p", least=1)
     dp: int = option(1, "Replicas of the pipeline, of --ranks each.", least=1)
-    data_parallel: str = option("ddp", "What keeps replicas alike.", metavar="ddp|fsdp")
+    data_parallel: str = option("ddp", "What keeps replicas alike.", words="ddp|fsdp")
     schedule: str = option("auto", "auto: the fastest; search: made to measure.", "-s", metavar="NAME")
     microbatches: int = option(8, "Microbatches of a batch.", "-m", least=1)
     stages: int | None = option(None, "Stages over all ranks.  [default: what suits the schedule]", least=1)
@@ -68,13 +70,13 @@ class TrainOptions:
     min_ranks: int = option(0, "Go on with the ranks that are left, so many a pipeline; 0: with all.")
     clip: float = option(1.0, "The largest norm of the gradients; 0: any.")
     rate_schedule: str | None = option(
-        None, "Of the learning rate.  [default: what the job brings]", metavar="constant|linear|cosine"
+        None, "Of the learning rate.  [default: what the job brings]", words="constant|linear|cosine"
     )
     warmup: int = option(0, "Steps in which the learning rate rises.")
     accumulate: int = option(1, "Batches for each step of the optimizer.", least=1)
     compile: bool = option(False, "Compile the stages with torch.compile, before the first step.")
     compile_backend: str = option("inductor", "Of torch.compile: any that torch knows.")
-    precision: str = option("fp32", "Autocast; fp16 with a scaled loss.", metavar="fp32|bf16|fp16")
+    precision: str = option("fp32", "Autocast; fp16 with a scaled loss.", words="fp32|bf16|fp16")
     validation: str | None = option(None, "Text to validate the GPT on.  [default: a part of the data]", metavar="PATH")
     patience: int = option(0, "End after so many validations without a better loss; 0: go to the end.")
     keep_best: bool = option(False, "Keep a checkpoint of the best validation loss, in OUTPUT/best.")
@@ -108,6 +110,9 @@ class TrainOptions:
             least, most = one.metadata.get("least", 0), math.inf if one.name == "clip" else _MOST
             if isinstance(value, int | float) and not least <= value <= most:  # a NaN neither
                 raise PenstockError(f"{flag} {value}; expected a number from {least} to {most:,}")
+            words = one.metadata.get("words", "").split("|")
+            if words != [""] and value not in (None, *words):
+                raise PenstockError(f"{flag} {value!r}; expected one of {', '.join(words)}")
         if self.dropout >= 1:
             raise PenstockError(f"--dropout {self.dropout}; expected less than 1")
 
@@ -123,8 +128,6 @@ class TrainOptions:
             get_schedule(self.schedule)
         if self.stages is not None and self.stages % self.ranks:
             raise PlanError(f"--stages {self.stages} over --ranks {self.ranks}; expected a multiple of {self.ranks}")
-        if self.data_parallel not in ("ddp", "fsdp"):
-            raise PenstockError(f"--data-parallel {self.data_parallel!r}; expected ddp or fsdp")
         if self.min_ranks > self.ranks:
             raise PlanError(f"--min-ranks {self.min_ranks} with --ranks {self.ranks}; expected no more than --ranks")
         if not 0 <= self.recut < 1 or (self.recut and (self.dp > 1 or not self.checkpoint_every)):

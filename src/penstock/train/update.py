@@ -17,7 +17,6 @@ from torch import nn
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.errors import PenstockError, SplitError
 from penstock.front import Pipeline
-from penstock.train.loggers import check_logger
 from penstock.train.train_job import Batch, Job
 from penstock.train.train_options import TrainOptions
 
@@ -130,15 +129,3 @@ def rate_of(options: TrainOptions, job: Job) -> Callable[[int], float] | None:
     shape = RATES[options.rate_schedule]
     warm, left = options.warmup, max(options.steps - options.warmup, 1)
     return lambda step: (step + 1) / warm if step < warm else shape((step - warm) / left)
-
-
-def check_names(options: TrainOptions, *, opens_loggers: bool = True) -> None:
-    """Say which names there are, before any process is started; only the first rank `opens_loggers`, and needs their packages."""
-    for word, given, known in (
-        ("--rate-schedule", options.rate_schedule, RATES),
-        ("--precision", options.precision, PRECISIONS),
-    ):
-        if given is not None and given not in known:
-            raise PenstockError(f"{word} {given!r}; expected one of {', '.join(known)}")
-    for name in options.loggers:
-        check_logger(name, opens=opens_loggers)
