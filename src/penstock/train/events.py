@@ -33,7 +33,6 @@ from penstock.errors import RunError
 from penstock.front import Pipeline
 from penstock.misfits import takes
 from penstock.run.memory_watch import allocator_counts
-from penstock.run.record import Recorder
 from penstock.train.followed import Followed
 from penstock.train.loggers import Logger, open_logger
 
@@ -133,7 +132,6 @@ class EventLog:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.pipe = pipe
-        self.recorder: Recorder | None = None  # of the step that was the last
         self._loggers: list[Logger] = []
         self._allocator_counts = pipe.transport.device.type != "cpu" and allocator_counts()
         pipe.decide("the loggers of a run", lambda: self._open(loggers, Path(folder), first_step))
@@ -156,7 +154,6 @@ class EventLog:
         began = time.perf_counter()
         with self.pipe.schedule.watch() as recorder:
             yield noted
-        self.recorder = recorder
         mine = RankFigures(time.perf_counter() - began, recorder.busy, recorder.span, self._memory())
         ranks = [RankFigures(**post) for post in self.pipe.gather("figures of a step", asdict(mine))]
         if self.pipe.is_first:

@@ -20,7 +20,8 @@ class Followed:
 
     def __init__(self, log: EventLog, optimizer: torch.optim.Optimizer, first_step: int) -> None:
         self._log, self._optimizer, self._number = log, optimizer, first_step
-        self._under_way: tuple[ExitStack, Noted] | None = None
+        self._noted: Noted | None = None  # of the step that is under way
+        self._stack = ExitStack()  # around it
         self._results: list[Result] = []
         pipe = log.pipe
         self._step, self._clip = pipe.step, pipe.clip_grad_norm_
@@ -36,15 +37,13 @@ class Followed:
 
     def _drop(self, error: BaseException) -> None:
         """Nothing is written of the step that is under way."""
-        if self._under_way is not None:
-            self._under_way[0].__exit__(type(error), error, error.__traceback__)
-        self._under_way = None
+        self._stack.__exit__(type(error), error, error.__traceback__)
+        self._noted = None
         self._results.clear()
 
     def _stepped(self, *args: object, **kwargs: Value) -> Result:
-        if self._under_way is None:
-            stack = ExitStack()
-            self._under_way = stack, stack.enter_context(self._log.step(self._number, optimizer=self._optimizer))
+        if self._noted is None:
+            self._noted = self._stack.enter_context(self._log.step(self._number, optimizer=self._optimizer))
         try:
             result = self._step(*args, **kwargs)
         except BaseException as error:
@@ -52,22 +51,21 @@ class Followed:
             raise
         self._results.append(result)
         batch = {name: value for name, value in kwargs.items() if name not in ("target", "outputs", "loss_kwargs")}
-        self._under_way[1].tokens += (batch_size_of(args, batch) or 0) * self._log.pipe.num_replicas
+        self._noted.tokens += (batch_size_of(args, batch) or 0) * self._log.pipe.num_replicas
         return result
 
     def _clipped(self, *args: Value, **kwargs: Value) -> float:
         norm = self._clip(*args, **kwargs)
-        if self._under_way is not None:
-            self._under_way[1].norm = norm
+        if self._noted is not None:
+            self._noted.norm = norm
         return norm
 
     def _end(self) -> None:
-        if self._under_way is None:  # an optimizer that was called without a step of the pipeline
+        if self._noted is None:  # an optimizer that was called without a step of the pipeline
             return
-        stack, noted = self._under_way
         losses = [result.loss for result in self._results if result.loss is not None]
-        noted.loss = sum(losses) / len(losses) if losses else None
-        self._under_way = None
+        self._noted.loss = sum(losses) / len(losses) if losses else None
+        self._noted = None
         self._results.clear()
         self._number += 1
-        stack.close()
+        self._stack.close()

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from threading import Event
 
 from penstock.balance import Profile
@@ -199,17 +199,15 @@ class Run:
 
     def _step(self, step: int) -> float:
         self.update.set_rate(self.rated, step)  # before the log looks at it
-        events = (
-            nullcontext(Noted())
-            if self.log is None
-            else self.log.step(step, optimizer=self.rated.optimizer, tokens=self._rows)
-        )
-        measured = self.recutter.wants(step)
-        watched = self.pipe.schedule.watch() if measured and self.log is None else nullcontext()
-        with events as noted, watched as recorder:
+        with ExitStack() as watching:
+            noted, recorder = Noted(), None
+            if self.log is not None:
+                logged = self.log.step(step, optimizer=self.rated.optimizer, tokens=self._rows)
+                noted = watching.enter_context(logged)
+            if self.recutter.wants(step):
+                recorder = watching.enter_context(self.pipe.schedule.watch())
             noted.loss, noted.norm = self.update.apply(self.pipe, self.rated, step)
-        recorder = recorder if self.log is None else self.log.recorder
-        if measured and recorder is not None:
+        if recorder is not None:
             self.recutter.take(self.pipe, recorder)
         return noted.loss
 
