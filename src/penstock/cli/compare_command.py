@@ -21,13 +21,7 @@ from penstock.cli import shared
     help="Compare at the costs that the training run in FOLDER measured.",
 )
 def command(
-    *,
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int | None,
-    as_json: bool,
-    folder: Path | None,
-    **given: object,
+    *, ranks: int, microbatches: int, stages_per_rank: int | None, as_json: bool, folder: Path | None, **given: object
 ) -> None:
     """Time all schedules with the same sizes and costs: a table, the shortest makespan first.
 

@@ -20,18 +20,24 @@ from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import RunError
 from penstock.front.spread import receive_from, send_to
 from penstock.integrations.needs import needed
+from penstock.nest import Value
 from penstock.stage.dtensors import whole_tensor
 
 if TYPE_CHECKING:
     from penstock.integrations.transformers import TransformersPipeline
 
 
-def is_adapted(model: Any) -> bool:
+def is_adapted(model: object) -> bool:
     """Whether peft is around the model."""
     return isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def puts_prompt_first(model: Any) -> bool:
+def base_of(model: Value) -> Value:
+    """The model without what peft has put around it."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+def puts_prompt_first(model: Value) -> bool:
     """Whether the adapter is tokens that are learnt, put before those of each row; others than these change layers."""
     config = model.active_peft_config
     return bool(config.is_prompt_learning) and str(config.peft_type.value) not in ("PREFIX_TUNING", "CARTRIDGE")
@@ -72,13 +78,14 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
 
     place, shell = Path(folder), cast(Any, pipe.shell)
     (name,) = shell.active_adapters
-    mine = {key: whole_tensor(value.detach()) for key, value in _state(pipe).items()}
-    trained: dict[str, Tensor] = {}
-    for rank in range(pipe.num_ranks):  # one after another, each to rank 0
-        if pipe.rank == rank and rank:
-            send_to(pipe.transport, [0], mine)
-        elif pipe.rank == 0:
-            trained |= receive_from(pipe.transport, rank) if rank else mine
+    names = {id(value): key for key, value in shell.named_parameters()}  # those of the user's model
+    held = [(names.get(id(value), key), value) for key, value in pipe.tensors.counted() if value.requires_grad]
+    trained = {key: whole_tensor(value.detach()) for key, value in held}
+    if pipe.rank > 0:
+        send_to(pipe.transport, [0], trained)
+    else:
+        for rank in range(1, pipe.num_ranks):
+            trained |= receive_from(pipe.transport, rank)
 
     def write() -> str:
         whole = peft.get_peft_model_state_dict(shell, state_dict=trained, adapter_name=name)  # asks for all of it
@@ -106,10 +113,3 @@ def adapter_weights(folder: str | Path, pipe: TransformersPipeline) -> dict[str,
     if missing := [key for key in held.values() if key not in given]:
         raise RunError(f"{folder} has no value for {missing[0]}; expected what this adapter was saved as")
     return {name: given[key] for name, key in held.items()}
-
-
-def _state(pipe: TransformersPipeline) -> dict[str, Tensor]:
-    """What this rank holds and trains, under the names of the user's model."""
-    tensors = pipe.tensors
-    names = {id(value): key for key, value in pipe.shell.named_parameters()}
-    return {names.get(id(value), key): value for key, value in tensors.counted() if value.requires_grad}

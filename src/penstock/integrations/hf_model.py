@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import CaptureError
+from penstock.integrations.adapters import base_of
 from penstock.integrations.needs import needed
 
 _RANDOM = threading.Lock()  # ranks may be threads, and torch has one random state for all
@@ -67,8 +68,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 def is_of_transformers(model: nn.Module) -> bool:
     """Whether it is a model of transformers, or one with adapters of peft; neither has to be installed to ask."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return any(kind.__module__.startswith("transformers.") for kind in type(inner).__mro__)
+    return any(kind.__module__.startswith("transformers.") for kind in type(base_of(model)).__mro__)
 
 
 class ModuleValues:
@@ -83,9 +83,8 @@ class ModuleValues:
         self.model = on_meta(model)
         self.seed = seed
         self._not_made_up = set(model.state_dict()) if only_missing else set[str]()
-        self._made: tuple[str, nn.Module] | None = (
-            None  # the last module: its weight and its bias come one after another
-        )
+        # The last module: its weight and its bias come one after another.
+        self._made: tuple[str, nn.Module] | None = None
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         owner, _, leaf = name.rpartition(".")
@@ -101,14 +100,8 @@ class ModuleValues:
     def _initialised(self, owner: str) -> nn.Module:
         module = self.model.get_submodule(owner)
         alone = copy.copy(module)
-        alone._modules = {}
-        alone._parameters = {
-            k: None if v is None else nn.Parameter(torch.empty_like(v, device="cpu"), requires_grad=False)
-            for k, v in module._parameters.items()
-        }
-        alone._buffers = {
-            k: None if v is None else torch.empty_like(v, device="cpu") for k, v in module._buffers.items()
-        }
+        alone._modules, alone._parameters, alone._buffers = {}, dict(module._parameters), dict(module._buffers)
+        alone.to_empty(device="cpu", recurse=False).requires_grad_(False)
         with _RANDOM, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(self.seed ^ zlib.crc32(owner.encode()))
             if not _adapter(owner, alone):

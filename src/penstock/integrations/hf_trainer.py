@@ -9,19 +9,17 @@ gradient is, and what is written and read.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import RunError
+from penstock.front.companions import same_random_numbers
 from penstock.front.loading import copy_state
 from penstock.front.spread import Where
 from penstock.integrations.adapters import adapter_weights, is_adapted
@@ -77,7 +75,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         if self._counts_items:
             given["scale_grads"] = False  # the loss of a microbatch is divided by the labels of the whole batch
         if made is None:
-            with _same_random_numbers():
+            with same_random_numbers(torch.device("cpu")):  # a run is that of a Trainer without a pipeline
                 made = TransformersPipeline(whole, self._example(), loss_fn=self._loss_fn(), **given)
         elif self.args.gradient_checkpointing and not made.plan.has(Op.R):
             made.run_plan(recompute(made.plan))
@@ -297,15 +295,3 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def _inner_optimizer(self) -> Any:
         """accelerate wraps it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """What is drawn inside is not missing afterwards: a run is that of a Trainer without a pipeline."""
-    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)

@@ -9,10 +9,9 @@ docs/integrations/lightning.md has the whole story. pip install "penstock[lightn
 from __future__ import annotations
 
 import inspect
-import random
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -25,6 +24,7 @@ from penstock.checkpoint import kept
 from penstock.checkpoint.manifest import Manifest
 from penstock.errors import RunError
 from penstock.front import Pipeline
+from penstock.front.companions import same_random_numbers
 from penstock.integrations.adapters import refuse_adapter
 from penstock.integrations.hf_model import is_of_transformers
 from penstock.integrations.needs import needed
@@ -37,6 +37,7 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from penstock.integrations.lightning_steps import LoggedSteps, Means, Stand  # noqa: E402  needs torchmetrics, which lightning brings
 
 __all__ = ["PipelineStrategy"]
+_METHODS = {TrainerFn.FITTING: "training_step", TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
 _PARTS, _REST = "pipeline", "meta-{}.pt"  # in the folder of a checkpoint
 
 
@@ -76,11 +77,15 @@ class PipelineStrategy(DDPStrategy):
     @property
     def pipe(self) -> Pipeline:
         """The pipeline, from the start of `fit` on."""
+        return self._begun.pipe
+
+    @property
+    def _begun(self) -> LoggedSteps:
         if self._steps is None:
             raise RunError(
                 "there is no pipeline before trainer.fit(...), validate(...), test(...) or predict(...) began"
             )
-        return self._steps.pipe
+        return self._steps
 
     # -- making it
 
@@ -117,14 +122,15 @@ class PipelineStrategy(DDPStrategy):
                 f'stages. Say which attribute it is: PipelineStrategy(model="...")'
             )
         self.precision_plugin.convert_module(module)
-        with _same_random_numbers():
+        with same_random_numbers(torch.device("cpu")):
             example = self.precision_plugin.convert_input(self._example(trainer))
+        method = _METHODS.get(trainer.state.fn, "predict_step")
         if self._pipeline_options.get("mesh") is not None:
             raise RunError(
                 "PipelineStrategy(mesh=...): every process gets the rows of the loader, so replicas would do the same work. "
                 "Leave it out; penstock.Pipeline(mesh=...) has replicas"
             )
-        return self._piped(module, self.batch_to_device(example, self.root_device), _method(trainer))
+        return self._piped(module, self.batch_to_device(example, self.root_device), method)
 
     def _piped(self, module: Any, batch: Value, method: str) -> LoggedSteps:
         """Puts the pipeline into the place of the model: the steps of the module around it."""
@@ -185,34 +191,32 @@ class PipelineStrategy(DDPStrategy):
 
     def training_step(self, batch: Value, batch_idx: int = 0, *more: Value, **given: Value) -> Value:
         """A pipeline runs forward and backward together, so gradients are set to zero before the step and not after it."""
-        assert self._steps is not None
         every = int(self._trainer.accumulate_grad_batches)
         if batch_idx % every == 0:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         with self.precision_plugin.train_step_context():
-            return self._steps.train(batch, batch_idx, *more, divide=every)
+            return self._begun.train(batch, batch_idx, *more, divide=every)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Value, **kwargs: Value) -> Tensor:
         return closure_loss
 
     def validation_step(self, *args: Value, **kwargs: Value) -> Value:
-        with self.precision_plugin.val_step_context():
-            return self._evaluated("validation_step", *args, **kwargs)
+        return self._evaluated("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
 
     def test_step(self, *args: Value, **kwargs: Value) -> Value:
-        with self.precision_plugin.test_step_context():
-            return self._evaluated("test_step", *args, **kwargs)
+        return self._evaluated("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
 
     def predict_step(self, *args: Value, **kwargs: Value) -> Value:
-        assert self._steps is not None
-        with self.precision_plugin.predict_step_context():
-            return self._steps.whole("predict_step", *args, **kwargs)
+        return self._evaluated("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
-    def _evaluated(self, method: str, *args: Value, **kwargs: Value) -> Value:
-        assert self._steps is not None
-        run = self._steps.whole if self._whole_outputs else self._steps.evaluate
-        return run(method, *args, **kwargs)
+    def _evaluated(
+        self, method: str, precision: AbstractContextManager[object], *args: Value, **kwargs: Value
+    ) -> Value:
+        steps = self._begun
+        run = steps.whole if self._whole_outputs or method == "predict_step" else steps.evaluate
+        with precision:
+            return run(method, *args, **kwargs)
 
     # -- checkpoints
 
@@ -284,23 +288,3 @@ def _refuse_averages(trainer: Any) -> None:
                 f"{type(callback).__name__} keeps a copy of the whole model, and each rank of a pipeline has its own stages. "
                 "Leave it out; a callback of your own may average strategy.pipe.named_parameters() on each rank"
             )
-
-
-def _method(trainer: Any) -> str:
-    kinds = {
-        TrainerFn.FITTING: "training_step",
-        TrainerFn.VALIDATING: "validation_step",
-        TrainerFn.TESTING: "test_step",
-    }
-    return kinds.get(trainer.state.fn, "predict_step")
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """What is drawn to look at a batch is not missing afterwards."""
-    python, of_torch = random.getstate(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(of_torch)

@@ -6,6 +6,8 @@ in one process. torchmetrics' own exchange between processes is left out: it wou
 
 from __future__ import annotations
 
+from itertools import takewhile
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,7 +44,7 @@ class SharedMetrics:
         self._before = {
             name: (
                 metric.update_count,
-                {key: [*value] for key, value in metric.metric_state.items() if _is_list(value)},
+                {key: [*value] for key, value in metric.metric_state.items() if isinstance(value, list)},
             )
             for name, metric in self.by_name.items()
         }
@@ -79,12 +81,6 @@ class SharedMetrics:
             metric._update_count, metric._computed = count, None  # as its own update would leave them
 
 
-def _is_list(state: object) -> bool:
-    return isinstance(state, list)
-
-
 def _same(old: list[Tensor], new: list[Tensor]) -> int:
     """How many values at the beginning are the ones that were there."""
-    return next(
-        (k for k, (one, other) in enumerate(zip(old, new, strict=False)) if one is not other), min(len(old), len(new))
-    )
+    return sum(1 for _ in takewhile(bool, map(is_, old, new)))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,16 +26,10 @@ from penstock.integrations.lightning_metrics import SharedMetrics
 from penstock.nest import Value, has_tensor, open_node
 from penstock.stage.recompute import recomputing
 
-_FLAGS = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "enable_graph",
-    "sync_dist",
-)  # of LightningModule.log
+# The arguments of LightningModule.log behind name and value.
+_FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
 _REDUCED = {"mean": "mean", "avg": "mean", "sum": "sum", "amax": "max", "max": "max", "amin": "min", "min": "min"}
+_JOINED: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
 _WHERE = ("sync_dist", "sync_dist_group", "rank_zero_only")  # every rank logs the same, so none of them is asked
 
 
@@ -79,22 +74,29 @@ class PerRow:
     @classmethod
     def marked(cls, batch: Value, rows: int | None) -> Value:
         """The batch with such lists marked; lists with tensors in them are none."""
-        if type(batch) in (list, tuple) and len(batch) == rows and not has_tensor(batch):
-            return cls(batch)
-        node = open_node(batch)
-        if node is None:
-            return batch
-        parts = [cls.marked(child, rows) for child in node.children]
-        same = all(new is old for new, old in zip(parts, node.children, strict=True))
-        return batch if same else node.build(parts)
+
+        def mark(part: Value) -> Value:
+            return cls(part) if type(part) in (list, tuple) and len(part) == rows and not has_tensor(part) else None
+
+        return _replaced(batch, mark)
 
     @classmethod
     def taken(cls, batch: Value, rows: list[int]) -> Value:
         """The batch with the entries of these rows in the place of the lists."""
-        if isinstance(batch, cls):
-            return type(batch.values)(batch.values[row] for row in rows)
-        node = open_node(batch)
-        return batch if node is None else node.build([cls.taken(child, rows) for child in node.children])
+        return _replaced(batch, lambda part: part.at(rows) if isinstance(part, cls) else None)
+
+    def at(self, rows: list[int]) -> Value:
+        return type(self.values)(self.values[row] for row in rows)
+
+
+def _replaced(value: Value, make: Callable[[Value], Value]) -> Value:
+    """The value with what `make` makes of its parts, unless that is None; the same object if nothing is replaced."""
+    made = make(value)
+    node = open_node(value) if made is None else None
+    if node is None:
+        return value if made is None else made
+    parts = [_replaced(child, make) for child in node.children]
+    return value if all(map(is_, parts, node.children)) else node.build(parts)
 
 
 class _Called(Exception):
@@ -138,9 +140,7 @@ class LoggedSteps:
         self.means = means or Means()
         self.metrics = SharedMetrics(module)
         within = set(stand.modules())
-        self._beside = [
-            part for part in module.modules() if part not in within
-        ]  # the module itself, and what is beside the model
+        self._beside = [part for part in module.modules() if part not in within]  # also the module itself
         # The step that is running, and its other arguments.
         self._rest: tuple[str, tuple[Any, ...]] = ("training_step", ())
         self._divide = 1.0
@@ -151,20 +151,20 @@ class LoggedSteps:
 
     def train(self, batch: Value, *rest: Value, divide: int) -> Tensor:
         """A training step; the loss of the batch, on every rank."""
-        args, kwargs = self.call_of("training_step", batch, *rest)
-        self._begin("training_step", rest, divide)
-        result = self.pipe.step(*args, target=self._target(batch, kwargs), **kwargs)
+        return self._run("training_step", batch, rest, divide)
+
+    def evaluate(self, method: str, batch: Value, *rest: Value) -> Tensor:
+        return self._run(method, batch, rest)
+
+    def _run(self, method: str, batch: Value, rest: tuple[Value, ...], divide: int = 1) -> Tensor:
+        args, kwargs = self.call_of(method, batch, *rest)
+        self._rest, self._divide, self._logged = (method, rest), divide, {}
+        self.metrics.begin()
+        run = self.pipe.step if method == "training_step" else self.pipe.evaluate
+        result = run(*args, target=self._target(batch, kwargs), **kwargs)
         self._tell()
         assert result.loss is not None
         return torch.tensor(result.loss * divide, device=self.module.device)
-
-    def evaluate(self, method: str, batch: Value, *rest: Value) -> Tensor:
-        args, kwargs = self.call_of(method, batch, *rest)
-        self._begin(method, rest, 1)
-        result = self.pipe.evaluate(*args, target=self._target(batch, kwargs), **kwargs)
-        self._tell()
-        assert result.loss is not None
-        return torch.tensor(result.loss, device=self.module.device)
 
     def whole(self, method: str, batch: Value, *rest: Value) -> Value:
         """What the step makes of the model's output for the whole batch, on every rank."""
@@ -239,11 +239,6 @@ class LoggedSteps:
         marked = PerRow.marked(batch, rows)
         return marked, None if marked is batch or rows is None else torch.arange(rows)
 
-    def _begin(self, method: str, rest: tuple[Value, ...], divide: float) -> None:
-        self._rest, self._divide = (method, rest), divide
-        self._logged = {}
-        self.metrics.begin()
-
     @contextmanager
     def _collecting(self, keep: Callable[[str, _Logged], None]) -> Iterator[None]:
         """What is logged inside is kept for later."""
@@ -308,17 +303,12 @@ def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, str | No
     options = {k: v for k, v in one.options.items() if isinstance(v, bool | int | str)} | {"batch_size": sum(sizes)}
     if len(values) < len(logged):
         return None, one.metric, options
-    match options.get("reduce_fx", "mean"):
-        case "sum":
-            value = sum(values)
-        case "max":
-            value = max(values)
-        case "min":
-            value = min(values)
-        case _:
-            own = [each.weight for _, each in logged if each.weight is not None and "batch_size" not in each.options]
-            parts: Sequence[float] = own if len(own) == len(sizes) and any(own) else sizes
-            value = sum(part * value for part, value in zip(parts, values, strict=True) if part) / sum(parts)
+    reduced = _JOINED.get(str(options.get("reduce_fx")))
+    if reduced is not None:
+        return reduced(values), one.metric, options
+    own = [each.weight for _, each in logged if each.weight is not None and "batch_size" not in each.options]
+    parts: Sequence[float] = own if len(own) == len(sizes) and any(own) else sizes
+    value = sum(part * value for part, value in zip(parts, values, strict=True) if part) / sum(parts)
     return value, one.metric, options
 
 

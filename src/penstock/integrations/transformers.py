@@ -25,7 +25,7 @@ from penstock.batch import Replicate
 from penstock.errors import CaptureError, RunError
 from penstock.front import Pipeline, Result
 from penstock.front.publish import Origin
-from penstock.integrations.adapters import is_adapted, puts_prompt_first, refuse_adapter, save_adapter
+from penstock.integrations.adapters import base_of, is_adapted, puts_prompt_first, refuse_adapter, save_adapter
 from penstock.integrations.hf_batches import (
     ITEMS,
     TokenSchedule,
@@ -192,10 +192,7 @@ class TransformersPipeline(Pipeline):
         if ITEMS in self._example and not isinstance(call.get(ITEMS), Tensor):
             count = call.get(ITEMS) or count_labels(call, shifted=self._shifts) or 1
             call[ITEMS] = torch.tensor(int(count), device=self._ends.device)
-        return {
-            **{name: call[name] for name in self._example if name in call},
-            **options,
-        }  # in the order of the example
+        return {name: call[name] for name in self._example if name in call} | options  # in the order of the example
 
     def _apart(self, call: dict[str, Value]) -> dict[str, Value]:
         """A packed row is cut between its texts, if its microbatches can be weighed and nobody wants its outputs in one row."""
@@ -287,8 +284,7 @@ def _stages_of(schedule: Any, options: Mapping[str, Value]) -> int | None:
 
 
 def _takes(model: Any, name: str) -> bool:
-    inner = model.get_base_model() if is_adapted(model) else model
-    parameters = inspect.signature(inner.forward).parameters.values()
+    parameters = inspect.signature(base_of(model).forward).parameters.values()
     return any(p.name == name or (name == ITEMS and p.kind is p.VAR_KEYWORD) for p in parameters)
 
 
@@ -296,7 +292,7 @@ def shifts_labels(model: Any) -> bool:
     """Whether the model's own loss compares each token with the next label."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    inner = model.get_base_model() if is_adapted(model) else model
+    inner = base_of(model)
     if is_adapted(model) and puts_prompt_first(model):
         return False  # the last token of the prompt predicts the first label
     kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "", ForCausalLMLoss)  # as transformers takes it

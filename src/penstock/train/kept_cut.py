@@ -21,11 +21,7 @@ def kept_cut(options: TrainOptions, ranks: int) -> dict[str, object]:
     kept = read_json(file)
     if not _asked(options, ranks).items() <= kept.items() or not {"schedule", "stages"} <= kept.keys():
         return {}
-    return {
-        "schedule": kept["schedule"],
-        "stages": kept["stages"],
-        "profile": Profile.load(options.folder / PROFILE),
-    }
+    return {"schedule": kept["schedule"], "stages": kept["stages"], "profile": Profile.load(options.folder / PROFILE)}
 
 
 def keep_cut(pipe: Pipeline, options: TrainOptions) -> None:
