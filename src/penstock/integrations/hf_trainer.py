@@ -113,33 +113,28 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
 
     def _check_arguments(self) -> None:
         """What a Trainer does to a whole model, or to a rank's own rows, would here be done to nothing."""
-        asked = [name for name in _NOT_HERE.split() if getattr(self.args, name, None)]
-        asked += ['train_sampling_strategy="batch_rebalance"'] * (
-            self.args.train_sampling_strategy == "batch_rebalance"
+        asked = {name: getattr(self.args, name, None) for name in _NOT_HERE.split()}
+        strategy = self.args.train_sampling_strategy
+        asked[f'train_sampling_strategy="{strategy}"'] = strategy == "batch_rebalance"
+        asked["model_init"] = self.model_init
+        asked["an overridden compute_loss"] = type(self).compute_loss is not _Trainer.compute_loss
+        hint = (
+            "Leave them out; compute_loss_func= takes the place of compute_loss, and "
+            'pipeline_options={"mesh": ..., "data_parallel": "fsdp"} that of fsdp and deepspeed'
         )
-        asked += ["model_init"] * (self.model_init is not None)
-        asked += ["an overridden compute_loss"] * (type(self).compute_loss is not _Trainer.compute_loss)
-        if asked:
-            raise RunError(
-                f"PipelineTrainer with {', '.join(asked)}: it would not heed them. Leave them out; compute_loss_func= takes the "
-                'place of compute_loss, and pipeline_options={"mesh": ..., "data_parallel": "fsdp"} that of fsdp and deepspeed'
-            )
+        _refuse("", asked, hint)
 
-    def _check_made(self, options: Mapping[str, Value] | None, scaler: Any) -> None:
+    def _check_made(self, options: Mapping[str, Value] | None, scaler: object) -> None:
         """A pipeline that is there already has a loss and options of its own."""
-        wanted = {
+        asked = {
             "pipeline_options": options,
             "compute_loss_func": self.compute_loss_func,
             "label_smoothing_factor": self.label_smoother,
             "fp16": scaler,
             "torch_compile": self.args.torch_compile,
         }
-        lost = [name for name, value in wanted.items() if value]
-        if lost:
-            raise RunError(
-                f"PipelineTrainer with a ready-made pipeline and {', '.join(lost)}: it would not heed them. Give the model and "
-                "pipeline_options={...}, or make the pipeline with them: pipeline(..., loss_fn=..., loss_scale=...)"
-            )
+        instead = "pipeline_options={...}, or make the pipeline with them: pipeline(..., loss_fn=..., loss_scale=...)"
+        _refuse("a ready-made pipeline and ", asked, f"Give the model and {instead}")
 
     def _loss_fn(self) -> Any:
         """None: the model's own."""
@@ -295,3 +290,9 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def _inner_optimizer(self) -> Any:
         """accelerate wraps it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+
+def _refuse(beside: str, asked: Mapping[str, Value], hint: str) -> None:
+    """Say which of these were asked for in vain."""
+    if lost := [name for name, value in asked.items() if value]:
+        raise RunError(f"PipelineTrainer with {beside}{', '.join(lost)}: it would not heed them. {hint}")

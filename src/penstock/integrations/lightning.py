@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -151,21 +152,15 @@ class PipelineStrategy(DDPStrategy):
             "scale_grads": False,  # the steps weigh their losses themselves
             "target_chunk_spec": None if means.spec is None else (means.spec, None),
         }
-
-        def made(options: Mapping[str, Value]) -> Pipeline:
-            return Pipeline(model, args, example_kwargs=kwargs, loss_fn=steps.loss, **options)
-
+        make = partial(Pipeline, model, args, example_kwargs=kwargs, loss_fn=steps.loss)
         if is_of_transformers(model):
             from penstock.integrations import transformers as hf
 
             means.of_labels, means.shifted = True, hf.shifts_labels(model)
-            with hf.plain_forward(model) as checkpoints:
-                options.setdefault("recompute", checkpoints)
-                named = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
-                options = hf.with_defaults(model, options.get("schedule", "auto"), options)
-                steps.pipe = hf.with_open_sizes(made, named, options)
+            named = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+            steps.pipe = hf.made_with(make, model, named, options)
         else:
-            steps.pipe = made(options)
+            steps.pipe = make(**options)
         stand.hold(steps.pipe)
         return steps
 

@@ -11,9 +11,10 @@ docs/integrations/transformers.md has the whole story. pip install "penstock[hf]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -114,17 +115,10 @@ class TransformersPipeline(Pipeline):
         if self.own_loss and "labels" in batch and _takes(model, ITEMS):
             batch.setdefault(ITEMS, torch.ones((), dtype=torch.long, device=batch["labels"].device))
         self._example = {n: v.to("meta") if isinstance(v, Tensor) else None for n, v in batch.items()}
-        given = with_defaults(model, schedule, options)
+        given = {**options, "schedule": schedule, "example_kwargs": batch}
         if ITEMS in batch:
             given["kwargs_chunk_spec"] = {ITEMS: Replicate(), **(options.get("kwargs_chunk_spec") or {})}
-        make = super().__init__
-
-        def made(options: Mapping[str, Value]) -> None:
-            make(model, loss_fn=loss_fn, schedule=schedule, **{**options, "example_kwargs": batch})
-
-        with plain_forward(model) as checkpoints:
-            given.setdefault("recompute", checkpoints)
-            with_open_sizes(made, batch, given)
+        made_with(partial(super().__init__, model, loss_fn=loss_fn), model, batch, given)
         self._enter_shell()
 
     # -- steps
@@ -238,22 +232,33 @@ def without_loss(outputs: Value) -> Value:
     return outputs
 
 
-def with_open_sizes(
-    make: Callable[[Mapping[str, Value]], Made], batch: Mapping[str, Value], options: Mapping[str, Value]
+def made_with(
+    make: Callable[..., Made], model: Value, batch: Mapping[str, Value], options: Mapping[str, Value]
 ) -> Made:
-    """What `make` makes with these options, its rows and lengths left open; if that cannot be, the length is the example's."""
-    if "dynamic_shapes" in options:
-        return make(options)
+    """What `make` makes of a model of transformers with these options, and with what suits it where they say nothing.
+
+    Rows and lengths of the batch are left open; if that cannot be, the length is the example's. The plan recomputes what the
+    model has checkpoints for, so it goes without them meanwhile.
+    """
+    given = _with_defaults(model, options)
+    given.setdefault("recompute", bool(getattr(model, "is_gradient_checkpointing", False)))
+    checkpoints = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in checkpoints:
+        module.gradient_checkpointing = False
     try:
-        return make({**options, "dynamic_shapes": open_sizes(batch)})
-    except CaptureError:
-        return make(options)
+        if "dynamic_shapes" not in given:
+            with suppress(CaptureError):
+                return make(**given, dynamic_shapes=open_sizes(batch))
+        return make(**given)
+    finally:
+        for module in checkpoints:
+            module.gradient_checkpointing = True
 
 
-def with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Value]) -> dict[str, Value]:
+def _with_defaults(model: nn.Module, options: Mapping[str, Value]) -> dict[str, Value]:
     """Where to cut, and where values come from, unless that was said."""
     given = {"few_rows": True, **options}  # a loader's last batch may be a short one, and every rank has it
-    count = given.get("num_stages") or given.get("stages") or _stages_of(schedule, given)
+    count = given.get("num_stages") or given.get("stages") or _stages_of(given)
     if isinstance(count, int) and given.get("split_spec") is None and given.get("split_policy") is None:
         cuts = cuts_of_plan(model, count)
         if cuts is not None:
@@ -271,8 +276,9 @@ def with_defaults(model: nn.Module, schedule: Any, options: Mapping[str, Value])
     return given
 
 
-def _stages_of(schedule: Any, options: Mapping[str, Value]) -> int | None:
-    """How many stages a schedule has, if that is known before the model is measured."""
+def _stages_of(options: Mapping[str, Value]) -> int | None:
+    """How many stages the schedule has, if that is known before the model is measured."""
+    schedule = options.get("schedule", "auto")
     if isinstance(schedule, Plan):
         return schedule.num_stages
     if schedule in ("auto", "search"):
@@ -283,12 +289,12 @@ def _stages_of(schedule: Any, options: Mapping[str, Value]) -> int | None:
     return ranks * (recipe.stages_per_rank or 1)
 
 
-def _takes(model: Any, name: str) -> bool:
+def _takes(model: nn.Module, name: str) -> bool:
     parameters = inspect.signature(base_of(model).forward).parameters.values()
     return any(p.name == name or (name == ITEMS and p.kind is p.VAR_KEYWORD) for p in parameters)
 
 
-def shifts_labels(model: Any) -> bool:
+def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's own loss compares each token with the next label."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -297,20 +303,6 @@ def shifts_labels(model: Any) -> bool:
         return False  # the last token of the prompt predicts the first label
     kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "", ForCausalLMLoss)  # as transformers takes it
     return kind is ForCausalLMLoss and not getattr(inner.config, "is_encoder_decoder", False)
-
-
-@contextmanager
-def plain_forward(model: Any) -> Iterator[bool]:
-    """The model without checkpoints inside it, since the plan has them instead; gives whether there were any."""
-    on = bool(getattr(model, "is_gradient_checkpointing", False))
-    changed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    for module in changed:
-        module.gradient_checkpointing = False
-    try:
-        yield on
-    finally:
-        for module in changed:
-            module.gradient_checkpointing = True
 
 
 def __getattr__(name: str) -> Any:
