@@ -8,10 +8,7 @@ from pathlib import Path
 from penstock.schedules import all_schedules
 from penstock.show.html import script, style
 
-_NUMBERS = (  # name, label, its bounds and step, what it means
-    ("ranks", "ranks", (1, 64, 1), "devices in a row"),
-    ("microbatches", "microbatches", (1, 256, 1), "parts of a batch"),
-)
+_COUNTS = (("ranks", 64, "devices in a row"), ("microbatches", 256, "parts of a batch"))  # with the largest of each
 _TIMES = (
     ("forward", "forward", "time of a forward, per rank and microbatch"),
     ("backward_input", "backward: inputs", "time of the part of a backward that makes gradients of the inputs"),
@@ -65,7 +62,10 @@ def _form() -> str:
         f'<option value="{escape(recipe.name)}">{escape(recipe.name)}: {escape(recipe.title)}</option>'
         for recipe in all_schedules()
     )
-    counts = "".join(_slider(name, label, bounds, hint) for name, label, bounds, hint in _NUMBERS)
+    slider = '<input type="range" data-for="{0}" min="1" max="64" aria-label="{0}">'
+    counts = "".join(
+        _number(name, name, hint, f'min="1" max="{most}" step="1"', slider.format(name)) for name, most, hint in _COUNTS
+    )
     times = "".join(_number(name, label, hint) for name, label, hint in _TIMES)
     links = "".join(_number(name, label, hint) for name, label, hint in _LINKS)
     links += (
@@ -88,17 +88,9 @@ def _form() -> str:
     )
 
 
-def _slider(name: str, label: str, bounds: tuple[int, int, int], hint: str) -> str:
-    least, most, step = bounds
-    return (
-        f'<label title="{escape(hint)}">{escape(label)}<input name="{name}" type="number" min="{least}" max="{most}" '
-        f'step="{step}" required><input type="range" data-for="{name}" min="{least}" max="{min(most, 64)}" '
-        f'aria-label="{escape(label)}"></label>'
-    )
-
-
-def _number(name: str, label: str, hint: str) -> str:
-    return f'<label title="{escape(hint)}">{escape(label)}<input name="{name}" type="number" min="0" step="0.1" required></label>'
+def _number(name: str, label: str, hint: str, bounds: str = 'min="0" step="0.1"', beside: str = "") -> str:
+    field = f'<input name="{name}" type="number" {bounds} required>{beside}'
+    return f'<label title="{escape(hint)}">{escape(label)}{field}</label>'
 
 
 def _comparison() -> str:

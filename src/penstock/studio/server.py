@@ -91,16 +91,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if not self._for_us():
-            return
         if path in self.server.files:
             self._reply(HTTPStatus.OK, self.server.files[path], _KINDS.get(path.rpartition(".")[2], "text/html"))
         else:
             self._reply(HTTPStatus.NOT_FOUND, "there is only the page itself")
 
     def do_POST(self) -> None:
-        if not self._for_us():
-            return
         length = self.headers.get("Content-Length", "")
         known = length.isascii() and length.isdecimal() and len(length) < 8
         token = self.headers.get("X-Penstock-Token", "")
@@ -112,8 +108,10 @@ class _Handler(BaseHTTPRequestHandler):
             asked = self.rfile.read(int(length)).decode("utf-8", "replace")
             self._reply(HTTPStatus.OK, answer_json(asked), "application/json")
 
-    def _for_us(self) -> bool:
-        """Whether the request names this host; a name from elsewhere that leads here does not."""
+    def parse_request(self) -> bool:
+        """Nothing is done for a request that does not name this host: a name from elsewhere that leads here does not."""
+        if not super().parse_request():
+            return False
         host = self.headers.get("Host", "").rpartition(":")[0]
         if host in ("127.0.0.1", "localhost"):
             return True

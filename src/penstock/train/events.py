@@ -22,18 +22,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
 import torch
 
+from penstock.batch import batch_size_of
 from penstock.errors import RunError
-from penstock.front import Pipeline
+from penstock.front import Pipeline, Result
 from penstock.misfits import takes
+from penstock.nest import Value
 from penstock.run.memory_watch import allocator_counts
-from penstock.train.followed import Followed
 from penstock.train.loggers import Logger, open_logger
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -135,7 +136,7 @@ class EventLog:
         self._loggers: list[Logger] = []
         self._allocator_counts = pipe.transport.device.type != "cpu" and allocator_counts()
         pipe.decide("the loggers of a run", lambda: self._open(loggers, Path(folder), first_step))
-        self._followed = None if optimizer is None else Followed(self, optimizer, first_step)
+        self._followed = None if optimizer is None else _Followed(self, optimizer, first_step)
 
     def _open(self, loggers: Iterable[str | Logger], folder: Path, first_step: int) -> str:
         """On the first rank; the others hear of it if that fails."""
@@ -185,3 +186,59 @@ class EventLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Followed:
+    """A loop that knows nothing of its log: a step is all from `pipe.step` to the end of `optimizer.step`."""
+
+    def __init__(self, log: EventLog, optimizer: torch.optim.Optimizer, first_step: int) -> None:
+        self._log, self._optimizer, self._number = log, optimizer, first_step
+        self._noted: Noted | None = None  # of the step that is under way
+        self._stack = ExitStack()  # around it
+        self._results: list[Result] = []
+        pipe = log.pipe
+        self._step, self._clip = pipe.step, pipe.clip_grad_norm_
+        vars(pipe).update(step=self._stepped, clip_grad_norm_=self._clipped)  # until the log is closed
+        self._hook = optimizer.register_step_post_hook(lambda *_: self._end())
+
+    def leave(self) -> None:
+        """The loop is nobody's any more; a step that has no end is not written."""
+        self._hook.remove()
+        for name in ("step", "clip_grad_norm_"):
+            vars(self._log.pipe).pop(name, None)
+        self._drop(GeneratorExit())
+
+    def _drop(self, error: BaseException) -> None:
+        """Nothing is written of the step that is under way."""
+        self._stack.__exit__(type(error), error, error.__traceback__)
+        self._noted = None
+        self._results.clear()
+
+    def _stepped(self, *args: object, **kwargs: Value) -> Result:
+        if self._noted is None:
+            self._noted = self._stack.enter_context(self._log.step(self._number, optimizer=self._optimizer))
+        try:
+            result = self._step(*args, **kwargs)
+        except BaseException as error:
+            self._drop(error)
+            raise
+        self._results.append(result)
+        batch = {name: value for name, value in kwargs.items() if name not in ("target", "outputs", "loss_kwargs")}
+        self._noted.tokens += (batch_size_of(args, batch) or 0) * self._log.pipe.num_replicas
+        return result
+
+    def _clipped(self, *args: Value, **kwargs: Value) -> float:
+        norm = self._clip(*args, **kwargs)
+        if self._noted is not None:
+            self._noted.norm = norm
+        return norm
+
+    def _end(self) -> None:
+        if self._noted is None:  # an optimizer that was called without a step of the pipeline
+            return
+        losses = [result.loss for result in self._results if result.loss is not None]
+        self._noted.loss = sum(losses) / len(losses) if losses else None
+        self._noted = None
+        self._results.clear()
+        self._number += 1
+        self._stack.close()

@@ -23,7 +23,6 @@ from penstock.train.events import EventLog, Noted
 from penstock.train.history import History
 from penstock.train.kept_cut import keep_cut, kept_cut
 from penstock.train.loggers import JsonLines
-from penstock.train.measure import measure
 from penstock.train.recovery import Recovery, loss_noted
 from penstock.train.recutting import Recutter
 from penstock.train.screen import Screen
@@ -281,7 +280,7 @@ class Run:
             sample = generate(self.pipe, self.job.text, self.options.sample, length=length, seed=self.options.seed)
             self.screen.say(f"sample:\n{sample}")
         with self.update.casting(self.pipe.transport.device.type):
-            measured, memory = measure(self.pipe, batch)
+            measured, memory = run_report.measure(self.pipe, batch)
             if self.options.trace:
                 self._trace(batch)
         if not self.screen.enabled:

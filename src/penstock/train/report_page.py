@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import starmap
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, isfinite
 from typing import Any
 
 from penstock.balance.cuts import size_text
@@ -15,6 +15,7 @@ from penstock.front.choice_text import rank_rows, stage_rows
 from penstock.show import against
 from penstock.show.html import page, timeline_section
 from penstock.show.numbers import percent, sizes, time_text
+from penstock.show.svg import nice_step
 from penstock.simulate import Timeline
 
 NOT_MEASURED = (
@@ -265,9 +266,6 @@ def _curves(
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers around a range, about five."""
-    span = (high - low) or abs(high) or 1.0
-    raw = span / 4
-    scale = 10.0 ** floor(log10(raw))
-    step = next(scale * m for m in (1, 2, 2.5, 5, 10) if scale * m >= raw)
+    step = nice_step((high - low) or abs(high) or 1.0, 4)
     first, last = floor(low / step), ceil(high / step)
     return [round(step * number, 12) for number in range(first, max(last, first + 1) + 1)]

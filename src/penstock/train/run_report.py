@@ -24,11 +24,13 @@ from penstock.simulate import Costs, Timeline, measured_costs, simulate
 from penstock.train import strict_json
 from penstock.train.history import History
 from penstock.train.report_page import NOT_MEASURED, render
+from penstock.train.train_job import Batch
 from penstock.train.train_options import read_json
 
 REPORT, PAGE = "report.json", "report.html"
 _STRANGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AssertionError)
 _FORMAT = 1
+_ROUNDS = 3  # of steps that are measured
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,26 @@ class EndOfRun:
     unit: str  # which of the two
     measured: Timeline  # of a step
     memory: Memory  # likewise
+
+
+def measure(pipe: Pipeline, batch: Batch) -> tuple[Timeline, Memory]:
+    """The timeline of the median of some training steps, and what a step holds beside parameters and gradients.
+
+    Gradients are dropped, random numbers are put back.
+    """
+    args, target = batch
+    steps = pipe.schedule.steps
+    pipe.step(*args, target=target)
+    found = []
+    for _ in range(_ROUNDS):
+        with pipe.record() as recording:
+            pipe.step(*args, target=target)
+        found.append(recording.timeline)
+    with pipe.watch_memory():
+        pipe.step(*args, target=target)
+    pipe.zero_grad()
+    pipe.schedule.steps = steps
+    return sorted(found, key=lambda timeline: timeline.makespan)[_ROUNDS // 2], pipe.memory()
 
 
 def collect(pipe: Pipeline, ended: EndOfRun) -> dict[str, object]:
