@@ -9,14 +9,12 @@ from __future__ import annotations
 import copy
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import CaptureError
 from penstock.integrations.adapters import base_of
 from penstock.integrations.needs import needed
@@ -133,24 +131,3 @@ def _adapter(owner: str, module: nn.Module) -> bool:
 
 def _is_adapter(owner: str) -> bool:
     return ".lora_A." in f"{owner}." or ".lora_B." in f"{owner}."
-
-
-class BaseNames(Mapping[str, Tensor]):
-    """Weights of a base model under the names that they have inside a peft model."""
-
-    def __init__(self, source: Any, model: nn.Module) -> None:
-        self.inner = open_weights(source)
-        self.names = {name: base for name in model.state_dict() if (base := _base_name(name)) in self.inner}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.inner[self.names[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
-def _base_name(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -38,8 +38,8 @@ from penstock.integrations.hf_batches import (
     texts_apart,
 )
 from penstock.integrations.hf_cuts import cuts_of_plan
-from penstock.integrations.hf_model import BaseNames, ModuleValues, Source, found, on_meta
-from penstock.integrations.hf_names import as_the_model_names_them
+from penstock.integrations.hf_model import ModuleValues, Source, found, on_meta
+from penstock.integrations.hf_names import as_peft_names_them, as_the_model_names_them
 from penstock.integrations.needs import needed
 from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
@@ -272,7 +272,7 @@ def _with_defaults(model: nn.Module, options: Mapping[str, Value]) -> dict[str, 
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         given.setdefault("init", ModuleValues(model, given.get("seed", 0), only_missing=files))
         if files and is_adapted(model):
-            given["weights"] = BaseNames(given["weights"], model)
+            given["weights"] = as_peft_names_them(given["weights"], model)
     return given
 
 

@@ -9,6 +9,8 @@ import time
 from contextlib import ExitStack
 from threading import Event
 
+from torch.distributed.device_mesh import init_device_mesh
+
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.checkpoint import kept
@@ -44,32 +46,31 @@ class Run:
     def __init__(self, options: TrainOptions, job: Job, screen: Screen, stop: Event) -> None:
         self.options, self.job, self.screen, self.stop = options, job, screen, stop
         self.parent = os.getppid()
+        self.unit = "tokens" if job.tokens else "rows"
         self.history = History()
         self.lost: float | None = None  # when a rank was, if this life of the run follows such a loss
         self.replica = int(os.environ.get("RANK", "0")) // self._ranks
         self.update = Update.of(options, job, replica=self.replica)
         self.recutter = Recutter(options.recut, options.checkpoint_every)
-        if (
-            screen.enabled and not options.resume
-        ):  # a restart must not go on from what an earlier run left in the folder
+        # A restart must not go on from what an earlier run left in the folder.
+        if screen.enabled and not options.resume:
             before = kept.put_aside(options.checkpoint, DISK)
             if before is not None:
                 screen.say(f"the checkpoint of an earlier run is now {before}")
-        self.pipe = self._pipeline(kept_cut(options, self._ranks))
-        self.rated = self.update.optimizer(self.pipe.parameters())
+        self._cut(kept_cut(options, self._ranks))
         self.log: EventLog | None = None
         self.lines: JsonLines | None = None  # of the first rank
 
     # -- before
 
-    def _pipeline(self, kept: dict[str, Value]) -> Pipeline:
-        """Cut as it was, where something is kept."""
+    def _cut(self, kept: dict[str, Value]) -> None:
+        """Make the pipeline and its optimizer; the model is cut as it was, where something is kept."""
         options = self.options
         batch = self.job.batch(0)
         self.batch_rows = batch_size_of(batch[0]) or options.batch
         args, target = self.update.share(batch)
         self.screen.say(self.job.title)
-        pipe = Pipeline(
+        self.pipe = Pipeline(
             self.job.model,
             args,
             example_target=target,
@@ -89,10 +90,10 @@ class Run:
             few_rows=True,
             compile={"backend": options.compile_backend} if options.compile else False,
         )
-        self.screen.say(pipe.explain(print_output=False))
+        self.screen.say(self.pipe.explain(print_output=False))
         if self.screen.enabled:
-            keep_cut(pipe, self.options)
-        return pipe
+            keep_cut(self.pipe, options)
+        self.rated = self.update.optimizer(self.pipe.parameters())
 
     @property
     def _ranks(self) -> int:
@@ -104,12 +105,8 @@ class Run:
 
     def _mesh(self) -> object:
         """The mesh of the replicas and their ranks, if there are several replicas."""
-        if self.options.dp == 1:
-            return None
-        from torch.distributed.device_mesh import init_device_mesh
-
-        kind = where_of(self.options).type
-        return init_device_mesh(kind, (self.options.dp, self._ranks), mesh_dim_names=("dp", "pp"))
+        kind, sizes = where_of(self.options).type, (self.options.dp, self._ranks)
+        return None if self.options.dp == 1 else init_device_mesh(kind, sizes, mesh_dim_names=("dp", "pp"))
 
     def _begin(self) -> int:
         """The step to begin with."""
@@ -138,7 +135,7 @@ class Run:
     def _calibrate(self) -> None:
         """Predict the steps by what they cost with all ranks at work."""
         args, target = self.update.share(self.job.batch(0))
-        with self.update.casting(self.pipe.transport.device.type):
+        with self.update.casting():
             choice = self.pipe.calibrate(*args, target=target, rounds=5)
         self.screen.say(
             f"by steps with all ranks at work: {time_text(choice.predicted, 's')} a step is predicted, without the optimizer"
@@ -172,7 +169,7 @@ class Run:
                     self.lines.write(step=step, loss=loss, seconds=self.history.seconds[-1])
                 self._count_from_loss(step)
                 done = step + 1
-                bar(done, f"loss {loss:.4f}  {self.history.speed(self._rows):,.0f} {self._unit}/s")
+                bar(done, f"loss {loss:.4f}  {self.history.speed(self._rows):,.0f} {self.unit}/s")
                 if options.validate_every and self.job.validation and done % options.validate_every == 0:
                     self._validate(done)
                 enough = self._has_had_enough()
@@ -217,8 +214,7 @@ class Run:
         plan = self.pipe.plan
         del self.pipe, self.rated  # before there are others
         gc.collect()
-        self.pipe = self._pipeline({"schedule": plan.name, "stages": plan.num_stages, "profile": profile})
-        self.rated = self.update.optimizer(self.pipe.parameters())
+        self._cut({"schedule": plan.name, "stages": plan.num_stages, "profile": profile})
         self.pipe.load(self.options.checkpoint, optimizer=self.rated.optimizer)
         if self.log is not None:
             self.log.pipe = self.pipe
@@ -227,10 +223,6 @@ class Run:
     def _rows(self) -> int:
         """Tokens or rows of a step."""
         return (self.job.tokens or self.batch_rows) * self.options.accumulate
-
-    @property
-    def _unit(self) -> str:
-        return "tokens" if self.job.tokens else "rows"
 
     def _count_from_loss(self, step: int) -> None:
         """After the first good step since a rank was lost: how long that took."""
@@ -241,7 +233,7 @@ class Run:
             self.lost = None
 
     def _validate(self, step: int) -> None:
-        with self.update.casting(self.pipe.transport.device.type):
+        with self.update.casting():
             losses = [self.pipe.evaluate(*args, target=target).loss for args, target in self.job.validation]
         rows = [batch_size_of(args) or 1 for args, _ in self.job.validation]
         loss = sum((x or 0.0) * size for x, size in zip(losses, rows, strict=True)) / sum(rows)
@@ -279,13 +271,13 @@ class Run:
             length = batch[0][0].shape[1]
             sample = generate(self.pipe, self.job.text, self.options.sample, length=length, seed=self.options.seed)
             self.screen.say(f"sample:\n{sample}")
-        with self.update.casting(self.pipe.transport.device.type):
+        with self.update.casting():
             measured, memory = run_report.measure(self.pipe, batch)
             if self.options.trace:
                 self._trace(batch)
         if not self.screen.enabled:
             return
-        ended = run_report.EndOfRun(self.job.title, self.history, self._rows, self._unit, measured, memory)
+        ended = run_report.EndOfRun(self.job.title, self.history, self._rows, self.unit, measured, memory)
         path = run_report.write(self.options.folder, run_report.collect(self.pipe, ended))
         losses = self.history.losses
         self.screen.say(f"final loss {losses[-1]:.4f}" if losses else "nothing to do")

@@ -14,10 +14,11 @@ import json
 import tempfile
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -43,8 +44,9 @@ def traced(pipe: Pipeline, file: str | Path) -> Iterator[torch.profiler.profile]
     What comes is torch's profiler of this rank. With data-parallel replicas each pipeline writes a file of its own, the
     second one trace.replica1.json.
     """
-    device = pipe.transport.device.type
-    with torch.profiler.profile(activities=_activities(device)) as profiler:
+    known = {name.lower(): kind for name, kind in torch.profiler.ProfilerActivity.__members__.items()}
+    seen = {known["cpu"], known.get(pipe.transport.device.type, known["cpu"])}
+    with torch.profiler.profile(activities=seen) as profiler:
         anchors = [_anchor() for _ in range(_ANCHORS)]
         yield profiler
     offset = pipe.transport.clock_offset()
@@ -70,18 +72,11 @@ def _anchor() -> tuple[float, float]:
     return before, time.perf_counter() - before
 
 
-def _activities(device: str) -> list[Any]:
-    known = {"cuda": "CUDA", "xpu": "XPU", "privateuse1": "PrivateUse1"}
-    activity = torch.profiler.ProfilerActivity
-    return [activity.CPU, *([getattr(activity, known[device])] if device in known else [])]
-
-
 def _seen(profiler: torch.profiler.profile) -> list[Event]:
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
-        events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    return events
+        return list(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
 
 
 def _on_clock(events: list[Event], number: int, anchor: float) -> list[Event]:
@@ -129,8 +124,8 @@ def _moved(event: Event, pid: int, group: str, *, name: str, start: float, scale
 
 def _steps(pipe: Pipeline, ranks: list[list[Event]]) -> list[tuple[float, float]]:
     """When each training step began and ended, by the ranges of its actions."""
-    lowered, found = pipe.schedule.lowered_plan(), dict[int, list[tuple[float, float]]]()
-    for codes, events in zip(lowered.codes, ranks, strict=True):
+    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for codes, events in zip(pipe.schedule.lowered_plan().codes, ranks, strict=True):
         ranges = sorted(
             (event["ts"], event["ts"] + event.get("dur", 0))
             for event in events
@@ -141,7 +136,7 @@ def _steps(pipe: Pipeline, ranks: list[list[Event]]) -> list[tuple[float, float]
         )
         for number in range(len(ranges) // max(len(codes), 1)):
             step = ranges[number * len(codes) : (number + 1) * len(codes)]
-            found.setdefault(number, []).append((step[0][0], max(end for _, end in step)))
+            found[number].append((step[0][0], max(end for _, end in step)))
     return [(min(start for start, _ in spans), max(end for _, end in spans)) for spans in found.values()]
 
 

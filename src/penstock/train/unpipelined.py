@@ -56,7 +56,7 @@ class Unpipelined:
     def step(self, number: int) -> float:
         """The mean loss of the batches of a step, after which the optimizer has done its work."""
         update = self.update
-        with update.casting(self.device.type):
+        with update.casting():
             losses = [
                 self.add_up(number * update.options.accumulate + place, batch)
                 for place, batch in enumerate(update.batches(number))

@@ -73,15 +73,15 @@ class Update:
         pieces, _ = split_batch(args, {}, count)
         return pieces[self.replica], split_target(target, count)[self.replica]
 
-    def casting(self, device: str = "cpu") -> AbstractContextManager[object]:
+    def casting(self) -> AbstractContextManager[object]:
         """Stands around forward and backward."""
-        dtype = PRECISIONS[self.options.precision]
-        return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
+        dtype, kind = PRECISIONS[self.options.precision], torch.device(self.options.device).type
+        return nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype)
 
     def apply(self, pipe: Pipeline, rated: Rated, step: int) -> tuple[float, float]:
         """One step of the pipeline: the mean loss of its batches, and the norm of the gradients before clipping."""
         losses = []
-        with self.casting(pipe.transport.device.type):
+        with self.casting():
             for args, target in map(self.share, self.batches(step)):
                 result = pipe.step(*args, target=target)
                 losses.append(float("nan") if result.loss is None else result.loss)
