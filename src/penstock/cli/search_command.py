@@ -32,9 +32,7 @@ _FIRST: Final = 0.15  # the share of the tries in which each number of stages a 
 @click.option(
     "--placement", type=click.Choice(["loop", "v"]), help="How stages lie on ranks.  [default: both are tried]"
 )
-@click.option(
-    "--tries", type=click.IntRange(min=1), metavar="N", help="Schedules to make and time.  [default: about ten seconds]"
-)
+@shared.count("--tries", text="Schedules to make and time.  [default: about ten seconds]")
 @click.option(
     "--exact",
     type=click.FloatRange(min=0, min_open=True),

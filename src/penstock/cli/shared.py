@@ -33,14 +33,14 @@ def _all(*options: _Decorator) -> _Decorator:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
-def _count(*names: str, text: str, default: int | None = None) -> _Decorator:
+def count(*names: str, text: str, default: int | None = None) -> _Decorator:
     return click.option(*names, type=click.IntRange(min=1), default=default, show_default=True, help=text)
 
 
 sizes = _all(
-    _count("--ranks", "-p", default=4, text="Number of ranks."),
-    _count("--microbatches", "-m", default=8, text="Number of microbatches."),
-    _count("--stages-per-rank", "-v", text="Stages on each rank.  [default: what suits the schedule]"),
+    count("--ranks", "-p", default=4, text="Number of ranks."),
+    count("--microbatches", "-m", default=8, text="Number of microbatches."),
+    count("--stages-per-rank", "-v", text="Stages on each rank.  [default: what suits the schedule]"),
 )
 costs = _all(  # per rank and microbatch, as in the papers
     _time("--forward", 1.0, "Time of a forward."),
@@ -74,7 +74,7 @@ drawings = _all(
 folder = click.argument("folder", type=FOLDER)
 plan_file = _all(
     click.argument("file", type=_INPUT, metavar="FILE.csv"),
-    _count("--limit", default=LIMIT, text="Bytes of FILE.csv that are read."),
+    count("--limit", default=LIMIT, text="Bytes of FILE.csv that are read."),
 )
 output = click.option(
     *("--output", "-o"),

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import click
 
+from penstock.cli import shared
 from penstock.train.train_options import KINDS, TrainOptions
 
 _GIVEN = "penstock.train.given"
@@ -73,8 +74,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     from penstock.train.slurm import STOPPED, enter_slurm
     from penstock.train.where import check_where
 
-    default = click.core.ParameterSource.DEFAULT
-    said = [name for name in given if ctx.get_parameter_source(name) is not default]
+    said = [name for name in given if shared.was_given(name)]
     options = TrainOptions(**given).resumed(said)
     options.check_values()
     by_srun = enter_slurm(os.environ)

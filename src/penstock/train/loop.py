@@ -272,13 +272,13 @@ class Run:
             sample = generate(self.pipe, self.job.text, self.options.sample, length=length, seed=self.options.seed)
             self.screen.say(f"sample:\n{sample}")
         with self.update.casting():
-            measured, memory = run_report.measure(self.pipe, batch)
+            figures = run_report.collect(self.pipe, self.history, batch)
             if self.options.trace:
                 self._trace(batch)
         if not self.screen.enabled:
             return
-        ended = run_report.EndOfRun(self.job.title, self.history, self._rows, self.unit, measured, memory)
-        path = run_report.write(self.options.folder, run_report.collect(self.pipe, ended))
+        of_run = {"title": self.job.title, "rows": self._rows, "unit": self.unit}
+        path = run_report.write(self.options.folder, of_run | figures)
         losses = self.history.losses
         self.screen.say(f"final loss {losses[-1]:.4f}" if losses else "nothing to do")
         self.screen.say(f"report: {path}")

@@ -1,7 +1,8 @@
 """The report of a run: report.json with the figures, and report.html, one page that needs nothing else.
 
-path = write(folder, collect(pipe, ended))      # at the end of a run
-path = rewrite(folder)                          # penstock report FOLDER
+figures = {"title": "a run", "rows": 16, "unit": "rows", **collect(pipe, history, batch)}      # at its end
+path = write(folder, figures)
+path = rewrite(folder)                                                                         # penstock report FOLDER
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,7 @@ _FORMAT = 1
 _ROUNDS = 3  # of steps that are measured
 
 
-@dataclass(frozen=True)
-class EndOfRun:
-    """A run that has come to its end."""
-
-    title: str
-    history: History
-    rows: int  # of a step, or its tokens
-    unit: str  # which of the two
-    measured: Timeline  # of a step
-    memory: Memory  # likewise
-
-
-def measure(pipe: Pipeline, batch: Batch) -> tuple[Timeline, Memory]:
+def _measured(pipe: Pipeline, batch: Batch) -> tuple[Timeline, Memory]:
     """The timeline of the median of some training steps, and what a step holds beside parameters and gradients.
 
     Gradients are dropped, random numbers are put back.
@@ -65,21 +54,19 @@ def measure(pipe: Pipeline, batch: Batch) -> tuple[Timeline, Memory]:
     return sorted(found, key=lambda timeline: timeline.makespan)[_ROUNDS // 2], pipe.memory()
 
 
-def collect(pipe: Pipeline, ended: EndOfRun) -> dict[str, object]:
-    """Everything that the page shows, ready for JSON."""
+def collect(pipe: Pipeline, history: History, batch: Batch) -> dict[str, object]:
+    """All that the page shows but its title, `rows` of a step and their `unit`. Every rank calls it at the end of a run."""
     assert pipe.choice is not None, "a training run captures its model"
+    measured, memory = _measured(pipe, batch)
     return {
         "format": _FORMAT,
-        "title": ended.title,
         "choice": pipe.choice.dumps(),
-        **ended.history.to_json(),
-        "rows": ended.rows,
-        "unit": ended.unit,
-        "measured": _timeline_to_json(ended.measured),
-        "memory": [one.measured_peak for one in ended.memory.ranks],
+        **history.to_json(),
+        "measured": _timeline_to_json(measured),
+        "memory": [one.measured_peak for one in memory.ranks],
         "held": [
             {"actions": one.actions, "planned": one.planned_curve, "measured": one.measured, "kinds": _kinds(one)}
-            for one in ended.memory.ranks
+            for one in memory.ranks
         ],
     }
 

@@ -99,7 +99,7 @@ def options_unheard(options: TrainOptions) -> str:
     """What to say of options that are the small GPT's, and were given for a model of the user's; nothing if all are heard."""
     usual = TrainOptions()
     given = [f"--{name.replace('_', '-')}" for name in _OF_GPT if getattr(options, name) != getattr(usual, name)]
-    if options.build is None or not given or _asks_for_options(_builder(options.build)):
+    if options.build is None or not given or _builder(options.build)[1]:
         return ""
     function = options.build.partition(":")[2]
     return (
@@ -108,26 +108,22 @@ def options_unheard(options: TrainOptions) -> str:
     )
 
 
-def _builder(build: str) -> Callable[..., object]:
-    """The user's function."""
+def _builder(build: str) -> tuple[Callable[..., object], bool]:
+    """The user's function, and whether it asks for the options."""
     module_name, _, function_name = build.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Callable[..., object] = getattr(import_module(module_name), function_name)
+        found = getattr(import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise PenstockError(f"{build!r} cannot be found: {error}") from error
-    return found
-
-
-def _asks_for_options(builder: Callable[..., object]) -> bool:
-    return "options" in inspect.signature(builder).parameters
+    return found, "options" in inspect.signature(found).parameters
 
 
 def _users(options: TrainOptions) -> Job:
     assert options.build is not None, "only for jobs of the user"
-    builder = _builder(options.build)
-    made = builder(options=options) if _asks_for_options(builder) else builder()
+    builder, asks = _builder(options.build)
+    made = builder(options=options) if asks else builder()
     if isinstance(made, tuple) and 4 <= len(made) <= 5:
         made = Job(*made)
     if not isinstance(made, Job):
