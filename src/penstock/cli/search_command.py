@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -116,20 +115,15 @@ def command(
 
 
 def _search(ranks: int, microbatches: int, costs: Costs, **wishes: Any) -> Searched:
-    """The search, with a progress bar where somebody can see it."""
+    """The search; where somebody can see it, it says how far it is."""
+    from rich.console import Console
+
     from penstock.search import search
 
-    if not sys.stderr.isatty():
-        return search(ranks, microbatches, costs, **wishes)
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("searching", total=None)
+    with Console(stderr=True).status("searching") as shown:
 
         def progress(done: int, best: Searched) -> None:
-            text = f"{done} better ones, shortest {best.makespan:.6g}, gap {best.gap:.1%}"
-            bar.update(task, description=text)
+            shown.update(f"{done} better ones, shortest {best.makespan:.6g}, gap {best.gap:.1%}")
 
         return search(ranks, microbatches, costs, progress=progress, **wishes)
 

@@ -104,14 +104,10 @@ def answer_json(text: str) -> str:
     '{"error": "num_ranks=0; expected a whole number, at least 1"}'
     """
     try:
-        asked = json.loads(text)
-        if (
-            not isinstance(asked, dict)
-            or asked.get("kind") not in get_args(Kind)
-            or not isinstance(asked.get("question"), dict)
-        ):
-            raise PlanError(f"expected a question and its kind, one of {', '.join(get_args(Kind))}; got {text[:200]}")
-        return json.dumps(answer(Question.of(asked["question"]), asked["kind"]))
+        match json.loads(text):
+            case {"kind": kind, "question": dict(question)} if kind in get_args(Kind):
+                return json.dumps(answer(Question.of(question), kind))
+        raise PlanError(f"expected a question and its kind, one of {', '.join(get_args(Kind))}; got {text[:200]}")
     except (PenstockError, json.JSONDecodeError, RecursionError) as error:
         return json.dumps({"error": str(error)})
 

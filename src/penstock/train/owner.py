@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -44,13 +45,6 @@ def owned(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 file.truncate(0)
-
-
-@contextmanager
-def in_use(folder: Path) -> Iterator[None]:
-    """In a rank, after somebody has come to own the folder: nobody else does before this rank has ended."""
-    with _locked(folder, _RANKS, alone=False):
-        yield
 
 
 def _wait_for_ranks(folder: Path) -> None:
@@ -94,5 +88,7 @@ def _let_go() -> None:
     _HELD.clear()
 
 
+# In a rank, after somebody has come to own the folder: nobody else does before this rank has ended.
+in_use = partial(_locked, name=_RANKS, alone=False)
 _HELD: set[TextIO] = set()
 os.register_at_fork(after_in_child=_let_go)
