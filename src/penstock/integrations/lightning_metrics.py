@@ -36,9 +36,6 @@ class SharedMetrics:
         for metric in self.by_name.values():
             metric.distributed_available_fn = _alone
 
-    def name_of(self, metric: Metric) -> str | None:
-        return next((name for name, one in self.by_name.items() if one is metric), None)
-
     def begin(self) -> None:
         """Before a step, on every rank: what all have."""
         self._before = {

@@ -259,7 +259,7 @@ class LoggedSteps:
 
     def _value_of(self, name: str, value: Value, options: dict[str, Value]) -> _Logged:
         if isinstance(value, Metric):
-            metric = self.metrics.name_of(value)
+            metric = next((name for name, one in self.metrics.by_name.items() if one is value), None)
             if metric is None:
                 raise RunError(
                     f"log({name!r}, ...) of a {type(value).__name__} that is no attribute of {type(self.module).__name__}; make "

@@ -202,14 +202,11 @@ class TransformersPipeline(Pipeline):
         return schedule
 
     def _make_schedule(self, plan: Plan) -> TokenSchedule:
-        given = dict(self._options)
-        if ITEMS in self._example and self._reads_items():
+        given, info = dict(self._options), self._built.info
+        reads = info is not None and any(wire.name == ITEMS for wires in info.stage_inputs for wire in wires)
+        if ITEMS in self._example and reads:
             given["scale_grads"] = False  # the model divides by the number of labels in the batch
         return TokenSchedule.from_plan(plan, self._built.stages, **given)
-
-    def _reads_items(self) -> bool:
-        info = self._built.info
-        return info is not None and any(wire.name == ITEMS for wires in info.stage_inputs for wire in wires)
 
     def _enter_shell(self) -> None:
         """The shell holds this rank's parameters; the others stay on the meta device, and are not trained from here."""

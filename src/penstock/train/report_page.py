@@ -30,7 +30,6 @@ _STYLE = """
 main > .pr-card { margin-bottom: 14px; }
 .pr-card h2 { margin: 0 0 8px; font-size: 15px; }
 .pr-card p { margin: 6px 0 0; color: var(--ps-soft); font-size: 12.5px; }
-.pr-basis { margin: 0 2px 14px; color: var(--ps-soft); font-size: 12.5px; }
 .pr-scroll { overflow-x: auto; background: linear-gradient(90deg, transparent 95%, var(--ps-line)) 0 0 / 100% 100% scroll; }
 .pr-scroll > * { background: var(--ps-paper); }
 .pr-card table { width: 100%; border-collapse: collapse; font-size: 12.5px; font-variant-numeric: tabular-nums; }
@@ -49,8 +48,6 @@ pre.pr-words { margin: 0; font: 12.5px/1.5 system-ui, "DejaVu Sans", sans-serif;
 .pr-curve .pr-train { fill: none; stroke: var(--ps-feeds); stroke-width: 1.6; stroke-linejoin: round; }
 .pr-curve .pr-valid { fill: none; stroke: var(--ps-needs); stroke-width: 1.6; stroke-dasharray: 4 3; }
 .pr-curve circle { fill: var(--ps-needs); }
-.pr-key { display: inline-flex; align-items: center; gap: 6px; margin-right: 14px; }
-.pr-key i { width: 14px; height: 3px; border-radius: 2px; display: inline-block; }
 @media (max-width: 600px) {
   .pr-card table { font-size: 11.5px; }
   .pr-card :is(th, td) { padding-left: 7px; }
@@ -67,11 +64,13 @@ def render(data: dict[str, Any], choice: Choice, words: str, *, planned: Timelin
     """The whole page as text; `words` say where the time goes."""
     timed = choice.is_timed
     section = timeline_section([("planned", planned), ("measured", measured)])
-    losses = _key("feeds", "training") + (_key("needs", "validation") if data["validation"] else "")
+    losses = _legend(feeds="training", needs="validation" if data["validation"] else "")
     speed = _card("Loss", loss_curve(data["losses"], data["validation"]), losses)
     speed += _card("Speed", _table(_speed_rows(data, planned if timed else None, measured)), _checked(data))
     kinds = _table(against.rows(against.kinds(planned, measured), measured.plan.num_ranks))
-    tables = "" if not timed else _card("Predicted and measured", kinds, against.verdict(planned, measured))
+    tables = _card("Planned", f"<p>{NOT_MEASURED}</p>")
+    if timed:
+        tables = _card("Predicted and measured", kinds, against.verdict(planned, measured))
     tables += _card("Idle time by cause", _table(_idle_rows(planned, measured), words=(1,)), "share of the makespan")
     tables += _card(
         "Memory of each rank",
@@ -85,8 +84,7 @@ def render(data: dict[str, Any], choice: Choice, words: str, *, planned: Timelin
         f"<p>{escape(measured.plan.name)}, {escape(sizes(measured))}</p></div>"
         '<button class="ps-button" type="button" data-ps-theme title="light or dark">◐ theme</button></header>'
         f'{_figures(data, planned, measured)}<div class="pr-grid">{speed}</div>{section.html}'
-        + ("" if timed else f'<p class="pr-basis">{NOT_MEASURED}</p>')
-        + f'<div class="pr-tables">{tables}</div>{_held(data.get("held", []))}'
+        f'<div class="pr-tables">{tables}</div>{_held(data.get("held", []))}'
         + _card("Where the time goes", f'<pre class="pr-words">{escape(words)}</pre>')
         + f'<div class="pr-tables">{_card("Stages", _table(stage_rows(choice), words=(2,)), when)}</div>'
     )
@@ -95,22 +93,15 @@ def render(data: dict[str, Any], choice: Choice, words: str, *, planned: Timelin
 
 def _held(ranks: Sequence[dict[str, Any]]) -> str:
     """For each rank what it holds after each action of a step, the plan over what was counted."""
-    cards = "".join(
-        _card(
-            f"Rank {number}: what a step holds",
-            memory_curve(one["planned"], one["measured"]),
-            _consists(one["kinds"], planned=any(one["planned"])),
-        )
-        for number, one in enumerate(ranks)
-        if one["measured"] and len(one["measured"]) == len(one["planned"])
-    )
+    cards = ""
+    for number, one in enumerate(ranks):
+        if one["measured"] and len(one["measured"]) == len(one["planned"]):
+            note = _legend(needs="planned" if any(one["planned"]) else "", feeds="counted, after each action")
+            parts = ", ".join(f"{escape(kind)} {size_text(size)}" for kind, size in one["kinds"].items())
+            note += f"at the peak of the plan: {parts}" if parts else ""
+            curve = memory_curve(one["planned"], one["measured"])
+            cards += _card(f"Rank {number}: what a step holds", curve, note)
     return f'<div class="pr-grid">{cards}</div>' if cards else ""
-
-
-def _consists(kinds: dict[str, int], *, planned: bool) -> str:
-    keys = (_key("needs", "planned") if planned else "") + _key("feeds", "counted, after each action")
-    parts = ", ".join(f"{escape(kind)} {size_text(size)}" for kind, size in kinds.items())
-    return f"{keys}<br>at the peak of the plan: {parts}" if parts else keys
 
 
 def memory_curve(planned: Sequence[float], measured: Sequence[float]) -> str:
@@ -146,8 +137,12 @@ def _card(title: str, inner: str, note: str = "") -> str:
     return f'<section class="ps-card pr-card"><h2>{escape(title)}</h2><div class="pr-scroll">{inner}</div>{below}</section>'
 
 
-def _key(colour: str, word: str) -> str:
-    return f'<span class="pr-key"><i style="background:var(--ps-{colour})"></i>{word}</span>'
+def _legend(**words: str) -> str:
+    """Words for the colours of curves; a colour without a word is left out."""
+    keys = (
+        f'<span><i style="background:var(--ps-{colour})"></i>{word}</span>' for colour, word in words.items() if word
+    )
+    return f'<span class="ps-legend">{"".join(keys)}</span>'
 
 
 def _checked(data: dict[str, Any]) -> str:

@@ -214,13 +214,9 @@ def _check_kind(name: str, value: object, said: str) -> None:
     kind = KINDS.get(name)
     is_bool = isinstance(value, bool)
     if kind is None or is_bool != (kind is bool) or not fits(value, kind):
-        expected = "which is no option of penstock train" if kind is None else f"expected {_spelled(kind)}"
+        names = ["nothing" if one is type(None) else one.__name__ for one in typing.get_args(kind) or (kind,) if one]
+        expected = f"expected {' or '.join(names)}" if names else "which is no option of penstock train"
         raise PenstockError(f"{said} {value!r:.60}; {expected}")
-
-
-def _spelled(kind: type) -> str:
-    """The name of a kind, for example "int or nothing"."""
-    return " or ".join("nothing" if one is type(None) else one.__name__ for one in typing.get_args(kind) or (kind,))
 
 
 def read_json(file: Path) -> dict[str, Any]:
