@@ -138,10 +138,9 @@ def _front(ranks: int, microbatches: int, costs: Costs, given: dict[str, Any], *
     title = f"{ranks} ranks, {costs.num_stages} stages, {microbatches} microbatches: memory against makespan"
     points = [*found.searched, *(point for point in found.known if point not in found.searched)]
     marks = [Dot(p.memory, p.makespan, p.name, p in found.searched) for p in points]
-    if given["svg"] is not None:
-        given["svg"].write_text(front_svg(marks, title=title), encoding="utf-8")
-    if given["html"] is not None:
-        given["html"].write_text(front_page(marks, title=title), encoding="utf-8")
+    for name, draw in (("svg", front_svg), ("html", front_page)):
+        if given[name] is not None:
+            given[name].write_text(draw(marks, title=title), encoding="utf-8")
     if as_json:
         each = {
             kind: [{k: v for k, v in point._asdict().items() if k != "plan"} for point in points]

@@ -161,7 +161,7 @@ class PipelineStrategy(DDPStrategy):
             steps.pipe = hf.made_with(make, model, named, options)
         else:
             steps.pipe = make(**options)
-        stand.hold(steps.pipe)
+        stand.stages = nn.ModuleList(stage.submod for stage in steps.pipe.stages)
         return steps
 
     def _example(self, trainer: Any) -> Value:

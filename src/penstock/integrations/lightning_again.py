@@ -34,7 +34,14 @@ def left_alone(parts: Iterable[nn.Module]) -> Iterator[None]:
 def _undoing(value: object, *, depth: int) -> Callable[[], None]:
     """What makes a value as it is now; a dictionary with its values, down to this depth."""
     if type(value) is Tensor and not value.is_inference():
-        return _undoing_tensor(value)
+        version, values = value._version, value.detach().clone()
+
+        def copy_back() -> None:
+            if value._version != version:
+                with torch.no_grad():
+                    value.copy_(values)
+
+        return copy_back
     if isinstance(value, dict) and depth:
         held = dict(value)
         inner = [_undoing(one, depth=depth - 1) for one in held.values()]
@@ -56,14 +63,3 @@ def _undoing(value: object, *, depth: int) -> Callable[[], None]:
 
         return refill
     return lambda: None
-
-
-def _undoing_tensor(tensor: Tensor) -> Callable[[], None]:
-    version, values = tensor._version, tensor.detach().clone()
-
-    def put_back() -> None:
-        if tensor._version != version:
-            with torch.no_grad():
-                tensor.copy_(values)
-
-    return put_back

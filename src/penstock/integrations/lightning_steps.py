@@ -71,22 +71,23 @@ class PerRow:
     def __init__(self, values: list[Value] | tuple[Value, ...]) -> None:
         self.values = values
 
-    @classmethod
-    def marked(cls, batch: Value, rows: int | None) -> Value:
-        """The batch with such lists marked; lists with tensors in them are none."""
 
-        def mark(part: Value) -> Value:
-            return cls(part) if type(part) in (list, tuple) and len(part) == rows and not has_tensor(part) else None
+def _marked(batch: Value, rows: int | None) -> Value:
+    """The batch with such lists marked; lists with tensors in them are none."""
 
-        return _replaced(batch, mark)
+    def mark(part: Value) -> Value:
+        return PerRow(part) if type(part) in (list, tuple) and len(part) == rows and not has_tensor(part) else None
 
-    @classmethod
-    def taken(cls, batch: Value, rows: list[int]) -> Value:
-        """The batch with the entries of these rows in the place of the lists."""
-        return _replaced(batch, lambda part: part.at(rows) if isinstance(part, cls) else None)
+    return _replaced(batch, mark)
 
-    def at(self, rows: list[int]) -> Value:
-        return type(self.values)(self.values[row] for row in rows)
+
+def _taken(batch: Value, rows: list[int]) -> Value:
+    """The batch with the entries of these rows in the place of the lists."""
+
+    def entries(part: Value) -> Value:
+        return type(part.values)(part.values[row] for row in rows) if isinstance(part, PerRow) else None
+
+    return _replaced(batch, entries)
 
 
 def _replaced(value: Value, make: Callable[[Value], Value]) -> Value:
@@ -110,9 +111,6 @@ class Stand(nn.Module):
         super().__init__()
         self.stages = nn.ModuleList()
         self.answer: Callable[..., Any] | None = None
-
-    def hold(self, pipe: Pipeline) -> None:
-        self.stages = nn.ModuleList(stage.submod for stage in pipe.stages)
 
     def forward(self, *args: Value, **kwargs: Value) -> Value:
         if self.answer is None:
@@ -195,7 +193,7 @@ class LoggedSteps:
         """On the last stage, for one microbatch: the rest of the step. Its losses add up to that of the batch."""
         batch, chosen = target
         if chosen is not None:
-            batch = PerRow.taken(batch, chosen.tolist())
+            batch = _taken(batch, chosen.tolist())
         method, rest = self._rest
         rows = self.means.rows(batch) or 1
         own, count = _own_loss(output), None
@@ -236,7 +234,7 @@ class LoggedSteps:
         """What is cut for the last stage: the batch, and the numbers of its rows if there are lists to be cut with them."""
         rows, count = self.means.rows(batch), self.means.count(batch, call)
         self._of_batch = rows, count, self.pipe.plan.num_microbatches
-        marked = PerRow.marked(batch, rows)
+        marked = _marked(batch, rows)
         return marked, None if marked is batch or rows is None else torch.arange(rows)
 
     @contextmanager

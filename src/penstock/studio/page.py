@@ -19,6 +19,21 @@ _LINKS = (
     ("transfer", "transfer", "time that a message occupies its link"),
 )
 
+_HEADER = (
+    '<header class="ps-top"><div><h1>penstock studio</h1>'
+    '<p id="status">Pick a schedule, sizes, times and memory; the picture follows.</p></div>'
+    '<div class="st-actions"><button class="ps-button" type="button" data-save="svg">picture</button>'
+    '<button class="ps-button" type="button" data-save="csv">plan file</button>'
+    '<button class="ps-button" type="button" data-ps-theme title="light or dark">◐ theme</button></div></header>'
+)
+_COMPARISON = (
+    '<section class="ps-card st-compare"><div class="ps-head"><h2>all schedules, these sizes and times</h2></div>'
+    '<div class="st-both"><table><thead><tr><th>schedule</th><th>stages</th><th>makespan</th><th></th><th>bubble</th>'
+    '<th>peak</th></tr></thead><tbody id="rows"></tbody></table>'
+    '<svg id="scatter" viewBox="0 0 420 300" role="img" aria-label="memory against makespan of every schedule"></svg>'
+    "</div></section>"
+)
+
 
 def index(*, token: str | None = None) -> str:
     """The page. With a token it asks the server that handed it out; without one it carries its own Python.
@@ -31,9 +46,9 @@ def index(*, token: str | None = None) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>penstock studio</title>'
         '<link rel="icon" href="data:,"><link rel="stylesheet" href="studio.css"></head>\n'
-        f'<body class="ps-page"{where}><main>{_header()}<div class="st-columns">{_form()}'
+        f'<body class="ps-page"{where}><main>{_HEADER}<div class="st-columns">{_form()}'
         '<div class="st-right"><div id="problem" role="alert" hidden></div><div id="timeline" aria-live="polite"></div>'
-        f"{_comparison()}</div></div></main>\n"
+        f"{_COMPARISON}</div></div></main>\n"
         '<script src="show.js"></script><script src="studio.js"></script></body></html>\n'
     )
 
@@ -45,16 +60,6 @@ def files() -> dict[str, str]:
 
 def _beside(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def _header() -> str:
-    return (
-        '<header class="ps-top"><div><h1>penstock studio</h1>'
-        '<p id="status">Pick a schedule, sizes, times and memory; the picture follows.</p></div>'
-        '<div class="st-actions"><button class="ps-button" type="button" data-save="svg">picture</button>'
-        '<button class="ps-button" type="button" data-save="csv">plan file</button>'
-        '<button class="ps-button" type="button" data-ps-theme title="light or dark">◐ theme</button></div></header>'
-    )
 
 
 def _form() -> str:
@@ -91,13 +96,3 @@ def _form() -> str:
 def _number(name: str, label: str, hint: str, bounds: str = 'min="0" step="0.1"', beside: str = "") -> str:
     field = f'<input name="{name}" type="number" {bounds} required>{beside}'
     return f'<label title="{escape(hint)}">{escape(label)}{field}</label>'
-
-
-def _comparison() -> str:
-    return (
-        '<section class="ps-card st-compare"><div class="ps-head"><h2>all schedules, these sizes and times</h2></div>'
-        '<div class="st-both"><table><thead><tr><th>schedule</th><th>stages</th><th>makespan</th><th></th><th>bubble</th>'
-        '<th>peak</th></tr></thead><tbody id="rows"></tbody></table>'
-        '<svg id="scatter" viewBox="0 0 420 300" role="img" aria-label="memory against makespan of every schedule"></svg>'
-        "</div></section>"
-    )
