@@ -152,17 +152,14 @@ def _stages(written: str) -> list[int] | None:
 
 def write_drawings(timeline: Timeline, given: dict[str, Any]) -> None:
     """Write the files that `drawings` was given."""
-    if given["svg"] is not None:
-        from penstock.show.svg import to_svg
+    from penstock.show.html import to_html
+    from penstock.show.svg import to_svg
+    from penstock.show.trace import dump_trace
 
-        given["svg"].write_text(to_svg(timeline), encoding="utf-8")
-    if given["html"] is not None:
-        from penstock.show.html import to_html
-
-        given["html"].write_text(to_html(timeline), encoding="utf-8")
+    for name, draw in (("svg", to_svg), ("html", to_html)):
+        if given[name] is not None:
+            given[name].write_text(draw(timeline), encoding="utf-8")
     if given["trace"] is not None:
-        from penstock.show.trace import dump_trace
-
         dump_trace(timeline, given["trace"])
 
 

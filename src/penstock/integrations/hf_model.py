@@ -102,8 +102,11 @@ class ModuleValues:
         alone.to_empty(device="cpu", recurse=False).requires_grad_(False)
         with _RANDOM, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(self.seed ^ zlib.crc32(owner.encode()))
-            if not _adapter(owner, alone):
+            if not _is_adapter(owner):
                 self._initialiser(owner)(alone)
+            else:  # as peft starts it: its two matrices together are nothing
+                for parameter in alone.parameters():
+                    nn.init.kaiming_uniform_(parameter, a=5**0.5) if ".lora_A." in f"{owner}." else parameter.zero_()
         return alone
 
     def _initialiser(self, owner: str) -> Any:
@@ -118,15 +121,6 @@ class ModuleValues:
                 f"nothing says how to initialise {owner}; give weights= or init=lambda name, tensor: ..."
             )
         return found
-
-
-def _adapter(owner: str, module: nn.Module) -> bool:
-    """The matrices of a LoRA adapter, as peft starts them: together they are nothing."""
-    if not _is_adapter(owner):
-        return False
-    for parameter in module.parameters():
-        nn.init.kaiming_uniform_(parameter, a=5**0.5) if ".lora_A." in f"{owner}." else nn.init.zeros_(parameter)
-    return True
 
 
 def _is_adapter(owner: str) -> bool:

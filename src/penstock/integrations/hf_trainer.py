@@ -10,12 +10,12 @@ gradient is, and what is written and read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import RunError
@@ -69,16 +69,17 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:
             given.setdefault("loss_scale", scaler)
-        self._counts_items = made is None and self._loss_fn() is not None
-        if made is not None:
-            self._check_made(pipeline_options, scaler)
+        loss_fn = self._loss_fn()
+        self._counts_items = made is None and loss_fn is not None
         if self._counts_items:
             given["scale_grads"] = False  # the loss of a microbatch is divided by the labels of the whole batch
         if made is None:
             with same_random_numbers(torch.device("cpu")):  # a run is that of a Trainer without a pipeline
-                made = TransformersPipeline(whole, self._example(), loss_fn=self._loss_fn(), **given)
-        elif self.args.gradient_checkpointing and not made.plan.has(Op.R):
-            made.run_plan(recompute(made.plan))
+                made = TransformersPipeline(whole, self._example(), loss_fn=loss_fn, **given)
+        else:
+            self._check_made(pipeline_options, scaler)
+            if self.args.gradient_checkpointing and not made.plan.has(Op.R):
+                made.run_plan(recompute(made.plan))
         if made.num_ranks * made.num_replicas != self.args.world_size:
             raise RunError(
                 f"the pipeline has {made.num_ranks} ranks in {made.num_replicas} replicas, and there are {self.args.world_size} "
@@ -106,10 +107,8 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset)
         collate = self._get_collator_with_removed_columns(self.data_collator)
-        by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
-        rows = (dataset[k] for k in range(len(dataset))) if by_number else dataset
-        batch = dict(collate(list(islice(iter(rows), max(2, self.args.train_batch_size)))))
-        return dict(self._prepare_inputs(batch))
+        loader = DataLoader(dataset, max(2, self.args.train_batch_size), collate_fn=collate)
+        return dict(self._prepare_inputs(dict(next(iter(loader)))))
 
     def _check_arguments(self) -> None:
         """What a Trainer does to a whole model, or to a rank's own rows, would here be done to nothing."""

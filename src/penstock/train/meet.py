@@ -49,15 +49,11 @@ def agree_on_life(store: Any, rank: int, size: int, *, patience: float = _PATIEN
         store.set(f"penstock/{name}/{rank}", "heard")
         return str(name)
     name = uuid.uuid4().hex
-    answered: set[str] = set()
     waiting = set(range(1, size))
     while waiting:
         for other in sorted(waiting):
             if store.check([f"penstock/here/{other}"]):
-                token = store.get(f"penstock/here/{other}").decode()
-                if token not in answered:
-                    answered.add(token)
-                    store.set(f"penstock/answer/{token}", name)
+                store.set(f"penstock/answer/{store.get(f'penstock/here/{other}').decode()}", name)
             if store.check([f"penstock/{name}/{other}"]):
                 waiting.discard(other)
         if waiting and time.monotonic() > end:
