@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -214,5 +214,5 @@ def test_the_first_word_on_a_loss_stands_and_is_told_once(tmp_path: Path) -> Non
 def test_recoveries_go_through_json() -> None:
     found = [Recovery(8, 2.5, 2)]
     history = History(recoveries=found)
-    assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
+    assert History.from_json(json.loads(json.dumps(asdict(history)))) == history
     assert str(found[0]) == "a rank was lost; step 8 was done 2.5 s later, on 2 ranks"

@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from penstock.integrations.transformers import TransformersPipeline
 
 
+_IN_CACHE = "gives its tokens to the layers in a cache, which does not travel between stages. Take PromptTuningConfig"
+_REFUSED = {
+    "ADALORA": "adds a term of all its matrices to each loss, and spreads its ranks by the gradients of the whole model, which "
+    "no rank of a pipeline has. Take LoraConfig, with rank_pattern= for layers of other ranks",
+    "VERA": "saves matrices that every layer shares, and none trains. Write VeraConfig(..., save_projection=False)",
+    "PREFIX_TUNING": _IN_CACHE,
+    "CARTRIDGE": _IN_CACHE,
+}
+
+
 def is_adapted(model: object) -> bool:
     """Whether peft is around the model."""
     return isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
@@ -40,7 +50,7 @@ def base_of(model: Value) -> Value:
 def puts_prompt_first(model: Value) -> bool:
     """Whether the adapter is tokens that are learnt, put before those of each row; others than these change layers."""
     config = model.active_peft_config
-    return bool(config.is_prompt_learning) and str(config.peft_type.value) not in ("PREFIX_TUNING", "CARTRIDGE")
+    return bool(config.is_prompt_learning) and str(config.peft_type.value) not in _REFUSED
 
 
 def refuse_adapter(model: nn.Module) -> None:
@@ -54,21 +64,9 @@ def refuse_adapter(model: nn.Module) -> None:
             "model.set_adapter(name) first, and merge the others"
         )
     config = shell.active_peft_config
-    match config.peft_type.value:
-        case "ADALORA":
-            why = (
-                "adds a term of all its matrices to each loss, and spreads its ranks by the gradients of the whole model, which "
-                "no rank of a pipeline has. Take LoraConfig, with rank_pattern= for layers of other ranks"
-            )
-        case "PREFIX_TUNING" | "CARTRIDGE":
-            why = "gives its tokens to the layers in a cache, which does not travel between stages. Take PromptTuningConfig"
-        case "VERA" if config.save_projection:
-            why = (
-                "saves matrices that every layer shares, and none trains. Write VeraConfig(..., save_projection=False)"
-            )
-        case _:
-            return
-    raise RunError(f"{type(config).__name__} {why}")
+    kind = str(config.peft_type.value)
+    if kind in _REFUSED and (kind != "VERA" or config.save_projection):
+        raise RunError(f"{type(config).__name__} {_REFUSED[kind]}")
 
 
 def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:

@@ -237,8 +237,7 @@ class PipelineStrategy(DDPStrategy):
             return rest
 
         rest = self.pipe.decide(f"writing to {folder}", write)
-        optimizer = self.optimizers[0] if self.optimizers else None
-        self.pipe.save(folder / _PARTS, optimizer=optimizer, extra={"rest": rest})
+        self.pipe.save(folder / _PARTS, optimizer=next(iter(self.optimizers), None), extra={"rest": rest})
         if self.pipe.is_first:
             for other in set(folder.glob(_REST.format("*"))) - {folder / rest}:
                 other.unlink(missing_ok=True)
@@ -251,7 +250,7 @@ class PipelineStrategy(DDPStrategy):
             )
         found: list[dict[str, Value]] = []
         self.pipe.agree(f"reading {folder}", lambda: found.append(_rest_of(folder, safely=weights_only is not False)))
-        self.pipe.load(folder / _PARTS, optimizer=self.optimizers[0] if self.optimizers else None)
+        self.pipe.load(folder / _PARTS, optimizer=next(iter(self.optimizers), None))
         return found[0]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Value], strict: bool = True) -> None:

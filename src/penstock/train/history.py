@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from penstock.train.recovery import Recovery
@@ -16,10 +16,11 @@ _RECENT = 20  # the steps that the speed is that of
 class History:
     """The figures of a run, step by step.
 
+    >>> from dataclasses import asdict
     >>> history = History(losses=[2.0, 1.5], seconds=[0.5, 0.5], validation=[(1, 1.8), (2, 1.9)])
     >>> history.speed(rows=8), history.best, history.is_enough(patience=1)
     (16.0, 1.8, True)
-    >>> History.from_json(history.to_json()) == history
+    >>> History.from_json(asdict(history)) == history
     True
     """
 
@@ -30,11 +31,9 @@ class History:
     recoveries: list[Recovery] = field(default_factory=list)
     checked: Checked | None = None  # against the model in one process
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
+        """What was made of a history by `asdict`, and then read from JSON."""
         return cls(
             list(data["losses"]),
             list(data["seconds"]),

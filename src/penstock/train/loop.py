@@ -7,6 +7,7 @@ import json
 import os
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from threading import Event
 
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,12 +22,11 @@ from penstock.nest import Value
 from penstock.show.numbers import time_text
 from penstock.train import run_report
 from penstock.train.corpus import generate
+from penstock.train.cuts import Recutter, keep_cut, kept_cut
 from penstock.train.events import EventLog, Noted
 from penstock.train.history import History
-from penstock.train.kept_cut import keep_cut, kept_cut
 from penstock.train.loggers import JsonLines
 from penstock.train.recovery import Recovery, loss_noted
-from penstock.train.recutting import Recutter
 from penstock.train.screen import Screen
 from penstock.train.traces import traced
 from penstock.train.train_job import Batch, Job
@@ -243,7 +243,9 @@ class Run:
         if self.log is not None:
             self.log.validation(step, loss)
         if self.options.keep_best and loss < best:
-            self.pipe.save(self.options.best, optimizer=self.rated.optimizer, extra={"step": step, "validation": loss})
+            self.pipe.save(
+                self.options.folder / "best", optimizer=self.rated.optimizer, extra={"step": step, "validation": loss}
+            )
 
     def _has_had_enough(self) -> bool:
         """Whether the validation loss has not become better for as long as --patience allows."""
@@ -258,7 +260,7 @@ class Run:
     def _save(self, step: int, *, wait: bool) -> None:
         """In the middle of a run the steps go on as soon as the tensors are copied."""
         began = time.perf_counter()
-        extra = {"step": step, **self.history.to_json()}
+        extra = {"step": step, **asdict(self.history)}
         place, keep, data = self.options.checkpoint, self.options.keep, self.job.position
         self.pipe.save(place, optimizer=self.rated.optimizer, data=data, extra=extra, keep=keep, wait=wait)
         self.history.saving.append(time.perf_counter() - began)

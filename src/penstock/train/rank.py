@@ -51,7 +51,12 @@ def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
         screen = Screen(enabled=first)
         if unheard := options_unheard(options):
             screen.say(unheard)
-        options = replace(options, resume=options.resume or _started_again(where_of(options)))
+        count = torch.tensor([restarts()], device=where_of(options))
+        if (
+            dist.is_initialized()
+        ):  # torch counts for each host, and all ranks must see alike whether this follows a crash
+            dist.all_reduce(count, dist.ReduceOp.MAX)
+        options = replace(options, resume=options.resume or count.item() > 0)
         with screen.hearing():
             return Run(options, job, screen, stop).train()
 
@@ -62,14 +67,6 @@ def _show_from_here(show: Any, kind: type[BaseException], error: BaseException, 
     while found is not None and found.tb_frame.f_code is not run_rank.__code__:
         found = found.tb_next
     show(kind, error.with_traceback(found or trace), found or trace)
-
-
-def _started_again(device: torch.device) -> bool:
-    """Whether this life of the run follows a crash. Torch counts for each host; all ranks must see it alike."""
-    count = torch.tensor([restarts()], device=device)
-    if dist.is_initialized():
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-    return count.item() > 0
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def collect(pipe: Pipeline, history: History, batch: Batch) -> dict[str, object]
     return {
         "format": _FORMAT,
         "choice": pipe.choice.dumps(),
-        **history.to_json(),
+        **asdict(history),
         "measured": _timeline_to_json(measured),
         "memory": [one.measured_peak for one in memory.ranks],
         "held": [

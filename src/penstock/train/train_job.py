@@ -49,9 +49,8 @@ class Job:
     validation: Sequence[Batch] = ()
     rate: Callable[[int], float] | None = None  # the factor of the learning rate, by step
     options: Mapping[str, object] = field(default_factory=dict)  # of the command, unless it is called with others
-    position: object = (
-        None  # what knows how far the data is: it has state_dict() and load_state_dict(), for checkpoints
-    )
+    # What knows how far the data is: it has state_dict() and load_state_dict(), for checkpoints.
+    position: object = None
     tokens: int = 0  # of a batch, for the speed; 0: rows are counted
     title: str = ""
     text: Text | None = field(default=None, repr=False)  # to generate from, for language models over bytes
@@ -101,10 +100,9 @@ def options_unheard(options: TrainOptions) -> str:
     given = [f"--{name.replace('_', '-')}" for name in _OF_GPT if getattr(options, name) != getattr(usual, name)]
     if options.build is None or not given or _builder(options.build)[1]:
         return ""
-    function = options.build.partition(":")[2]
     return (
         f"not used: {', '.join(given)}; {options.build} makes model, data and optimizer by itself. To hear of them let it be "
-        f"{function}(options), a penstock.train.TrainOptions"
+        f"{options.build.partition(':')[2]}(options), a penstock.train.TrainOptions"
     )
 
 

@@ -95,10 +95,6 @@ class TrainOptions:
         return self.folder / "checkpoint"
 
     @property
-    def best(self) -> Path:
-        return self.folder / "best"
-
-    @property
     def loggers(self) -> list[str]:
         return [name.strip() for name in self.log.split(",") if name.strip()]
 

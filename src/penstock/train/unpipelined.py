@@ -133,8 +133,11 @@ def check(pipe: Pipeline, update: Update, *, steps: int, seed: int) -> Checked:
     difference = 0.0
     state = {name: whole_tensor(value) for name, value in pipe.state_dict().items()}
     if reference is not None:
-        apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
-        difference = max([*apart, *_differences(pipe, state, reference.model)])
+        parts = [state, *(receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))]
+        whole = reference.model.state_dict()
+        pairs = [(value, whole[name]) for part in parts for name, value in part.items() if value.numel()]
+        apart = [(value.double() - other.double()).abs().max().item() for value, other in pairs]
+        difference = max([*apart, *(abs(a - b) for a, b in zip(losses, expected, strict=True))])
     elif update.replica == 0:
         send_to(pipe.transport, [0], state)
     for name, value in pipe.state_dict().items():
@@ -165,13 +168,5 @@ def _reference(pipe: Pipeline, update: Update, seed: int) -> Unpipelined:
     whole = pipe.whole(model) if is_random(model) else None
     model.to(device)
     if whole is not None:
-        for stage in range(whole.num_stages):
-            whole.get_stage_module(stage).to(device)
+        whole.to(device)
     return Unpipelined(update, model, backward_order(pipe.plan), whole=whole, seed=seed)
-
-
-def _differences(pipe: Pipeline, state: dict[str, Tensor], model: nn.Module) -> list[float]:
-    expected = model.state_dict()
-    parts = [state, *(receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))]
-    pairs = [(value, expected[name]) for part in parts for name, value in part.items() if value.numel()]
-    return [(value.double() - other.double()).abs().max().item() for value, other in pairs]
