@@ -89,7 +89,7 @@ def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int 
         return
     rows = []
     for entry in tried:
-        figures = ("-", "-", entry.why.splitlines()[0] if entry.why else "")
+        figures = ("-", "-", entry.why.partition("\n")[0])
         if entry.makespan is not None:
             figures = (time_text(entry.makespan, "s"), percent(entry.bubble), size_text(entry.memory))
         rows.append((entry.schedule, str(entry.stages_per_rank), *figures))

@@ -60,9 +60,6 @@ def command(
         dump(plan, output)
     if quiet and not any(given[drawing] for drawing in ("svg", "html", "trace")):
         return
-    from penstock.simulate import simulate
-
-    timeline = simulate(plan, costs)
-    shared.write_drawings(timeline, given)
+    timeline = shared.drawn(plan, costs, given)
     if not quiet:
         shared.print_timeline(timeline, as_json=as_json, actions=lowered)

@@ -163,6 +163,15 @@ def write_drawings(timeline: Timeline, given: dict[str, Any]) -> None:
         dump_trace(timeline, given["trace"])
 
 
+def drawn(plan: Plan, costs: Costs, given: dict[str, Any]) -> Timeline:
+    """The plan with its times, of which what `drawings` was given is written."""
+    from penstock.simulate import simulate
+
+    timeline = simulate(plan, costs)
+    write_drawings(timeline, given)
+    return timeline
+
+
 def print_timeline(timeline: Timeline, *, as_json: bool, actions: bool = False) -> None:
     """The figures as one JSON object, or a table (`actions`: the list of actions) and the figures below it."""
     from penstock.show.numbers import summary, summary_text

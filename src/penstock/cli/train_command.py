@@ -69,9 +69,8 @@ def command(ctx: click.Context, /, **given: Any) -> None:
       penstock train --ranks 4 --device cuda
       torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint host0:29500 --rdzv-backend c10d -m penstock train
     """
-    from penstock.train.launch import Interrupted, is_rank, launch
+    from penstock.train.launch import STOPPED, Interrupted, enter_slurm, is_rank, launch
     from penstock.train.loggers import check_logger
-    from penstock.train.slurm import STOPPED, enter_slurm
     from penstock.train.where import check_where
 
     said = [name for name in given if shared.was_given(name)]

@@ -55,7 +55,8 @@ class SharedMetrics:
             count, lists = self._before[name]
             if count or metric.update_count:
                 state = metric.metric_state
-                found[name] = (metric.update_count, {key: _same(old, [*state[key]]) for key, old in lists.items()})
+                same = {key: takewhile(bool, map(is_, old, [*state[key]])) for key, old in lists.items()}
+                found[name] = (metric.update_count, {key: sum(1 for _ in values) for key, values in same.items()})
         return found
 
     def share(self, pipe: Pipeline, changes: dict[str, tuple[int, Kept]]) -> None:
@@ -76,8 +77,3 @@ class SharedMetrics:
             for key, value in given[name].items():
                 setattr(metric, key, getattr(metric, key)[: kept[key]] + list(value) if key in kept else value)
             metric._update_count, metric._computed = count, None  # as its own update would leave them
-
-
-def _same(old: list[Tensor], new: list[Tensor]) -> int:
-    """How many values at the beginning are the ones that were there."""
-    return sum(1 for _ in takewhile(bool, map(is_, old, new)))

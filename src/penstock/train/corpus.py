@@ -71,11 +71,8 @@ def read_text(path: str | None = None, *, length: int = 128) -> Text:
         raise PenstockError(f"{root} holds {total} bytes of text; training needs at least {2 * least}")
     source = f"the sources of Python {platform.python_version()}" if path is None else str(root)
     counted = "1 file" if len(files) == 1 else f"{len(files)} files"
-    return Text(_tensor(train), _tensor(validation), f"{source} ({counted})")
-
-
-def _tensor(data: bytearray) -> Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8)
+    kept, held_out = (torch.frombuffer(data, dtype=torch.uint8) for data in (train, validation))
+    return Text(kept, held_out, f"{source} ({counted})")
 
 
 def _files(root: Path, pattern: str) -> Iterator[Path]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from importlib import import_module
 from typing import Final
 
@@ -27,6 +28,12 @@ from penstock.train.train_options import TrainOptions
 RESTARTS: Final = "PENSTOCK_RESTARTS"  # in the environment of the ranks: how often they were started again
 LOST: Final = 75  # the exit code of a rank that ends because another one is gone
 GRACE: Final = 5.0  # seconds that such a rank leaves to the other to end first, with the reason
+STOPPED: Final = 143  # the exit code of a task that SIGTERM has stopped with a checkpoint: the job can be queued again
+_OF_SRUN: Final = {
+    "SLURM_PROCID": "RANK",
+    "SLURM_LOCALID": "LOCAL_RANK",
+    "SLURM_NTASKS": "WORLD_SIZE",
+}  # and torch's names
 
 
 class Interrupted(Exception):
@@ -41,6 +48,37 @@ def is_rank() -> bool:
 def restarts() -> int:
     """How often this run was started again after a crash, as far as this process was told."""
     return max(int(os.environ.get(name, "0")) for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def enter_slurm(environment: MutableMapping[str, str]) -> bool:
+    """Say in torch's names what srun has said in its own; whether this process is a task of srun's.
+
+    >>> given = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7"}
+    >>> given |= {"SLURM_STEP_NODELIST": "gpu[03-04]"}
+    >>> enter_slurm(given)
+    True
+    >>> given["RANK"], given["WORLD_SIZE"], given["MASTER_ADDR"], given["MASTER_PORT"]
+    ('5', '8', 'gpu03', '20007')
+    """
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    needed = {*_OF_SRUN, "SLURM_STEP_ID", "SLURM_JOB_ID"}
+    if "RANK" in environment or hosts is None or not needed <= environment.keys():
+        return False
+    environment.update({name: environment[given] for given, name in _OF_SRUN.items()})
+    environment.setdefault("MASTER_ADDR", first_host(hosts))
+    environment.setdefault("MASTER_PORT", str(20_000 + int(environment["SLURM_JOB_ID"]) % 10_000))
+    return True
+
+
+def first_host(listed: str) -> str:
+    """
+    >>> first_host("node7"), first_host("gpu[003-017,20],login"), first_host("rack[2,4]-a"), first_host("r[1-2]n[07-09]")
+    ('node7', 'gpu003', 'rack2-a', 'r1n07')
+    """
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", listed)
+    if found is None:
+        raise ValueError(f"{listed!r} names no host; expected what Slurm puts into SLURM_STEP_NODELIST")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0])
 
 
 def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ from penstock.train.loggers import JsonLines
 from penstock.train.recovery import Recovery, loss_noted
 from penstock.train.screen import Screen
 from penstock.train.traces import traced
-from penstock.train.train_job import Batch, Job
+from penstock.train.train_job import Job
 from penstock.train.train_options import TrainOptions
 from penstock.train.unpipelined import check
 from penstock.train.update import Update
@@ -114,12 +114,16 @@ class Run:
         if self.screen.enabled:
             (self.options.folder / RANKS).write_text(json.dumps(pids), encoding="utf-8")
         start = self._resume() if self.options.resume else 0
+        # Steps are predicted by what they cost with all ranks at work.
         if self.options.measure and self.pipe.choice is not None:
-            self._calibrate()
+            args, target = self.update.share(self.job.batch(0))
+            with self.update.casting():
+                took = time_text(self.pipe.calibrate(*args, target=target, rounds=5).predicted, "s")
+            self.screen.say(f"by steps with all ranks at work: {took} a step is predicted, without the optimizer")
         if start == 0 and self.options.check_steps:
-            checked = check(self.pipe, self.update, steps=self.options.check_steps, seed=self.options.seed)
-            self.history.checked = checked
-            self.screen.say(str(checked))
+            steps, seed = self.options.check_steps, self.options.seed
+            self.history.checked = check(self.pipe, self.update, steps=steps, seed=seed)
+            self.screen.say(str(self.history.checked))
         if self.screen.enabled:
             self.lines = JsonLines(self.options.folder, start, LOG)
             lost = loss_noted(self.options.folder)
@@ -131,15 +135,6 @@ class Run:
                 if step == start:
                     self.log.validation(step, loss)
         return start
-
-    def _calibrate(self) -> None:
-        """Predict the steps by what they cost with all ranks at work."""
-        args, target = self.update.share(self.job.batch(0))
-        with self.update.casting():
-            choice = self.pipe.calibrate(*args, target=target, rounds=5)
-        self.screen.say(
-            f"by steps with all ranks at work: {time_text(choice.predicted, 's')} a step is predicted, without the optimizer"
-        )
 
     def _resume(self) -> int:
         place = self.options.checkpoint
@@ -268,15 +263,20 @@ class Run:
     # -- after
 
     def _finish(self) -> None:
-        batch = self.update.share(self.job.batch(0))
+        args, target = batch = self.update.share(self.job.batch(0))
         if self.job.text is not None and self.options.sample:
-            length = batch[0][0].shape[1]
+            length = args[0].shape[1]
             sample = generate(self.pipe, self.job.text, self.options.sample, length=length, seed=self.options.seed)
             self.screen.say(f"sample:\n{sample}")
         with self.update.casting():
             figures = run_report.collect(self.pipe, self.history, batch)
-            if self.options.trace:
-                self._trace(batch)
+            if self.options.trace:  # some more steps for the profiler, whose gradients are dropped
+                file = self.options.folder / "trace.json"
+                with traced(self.pipe, file):
+                    for _ in range(self.options.trace):
+                        self.pipe.step(*args, target=target)
+                self.pipe.zero_grad()
+                self.screen.say(f"trace: {file} (open it in https://ui.perfetto.dev)")
         if not self.screen.enabled:
             return
         of_run = {"title": self.job.title, "rows": self._rows, "unit": self.unit}
@@ -284,13 +284,3 @@ class Run:
         losses = self.history.losses
         self.screen.say(f"final loss {losses[-1]:.4f}" if losses else "nothing to do")
         self.screen.say(f"report: {path}")
-
-    def _trace(self, batch: Batch) -> None:
-        """What the profiler sees of some more steps, whose gradients are dropped."""
-        args, target = batch
-        file = self.options.folder / "trace.json"
-        with traced(self.pipe, file):
-            for _ in range(self.options.trace):
-                self.pipe.step(*args, target=target)
-        self.pipe.zero_grad()
-        self.screen.say(f"trace: {file} (open it in https://ui.perfetto.dev)")

@@ -26,7 +26,7 @@ from penstock.train.recovery import fitted
 from penstock.train.screen import Screen
 from penstock.train.train_job import make_job, options_unheard
 from penstock.train.train_options import TrainOptions
-from penstock.train.where import backend_of, where_of
+from penstock.train.where import where_of
 
 
 def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
@@ -78,7 +78,7 @@ def _connected(options: TrainOptions) -> Iterator[None]:
     device = where_of(options)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    connect(backend_of(options), device)
+    connect(options.backend or dist.get_default_backend_for_device(device.type), device)
     try:
         yield
     finally:

@@ -71,10 +71,12 @@ def render(data: dict[str, Any], choice: Choice, words: str, *, planned: Timelin
     tables = _card("Planned", f"<p>{NOT_MEASURED}</p>")
     if timed:
         tables = _card("Predicted and measured", kinds, against.verdict(planned, measured))
+    column = ["activations, measured", *map(size_text, data["memory"])]
+    held = [[*row[:3], cell, *row[3:]] for row, cell in zip(rank_rows(choice), column, strict=True)]
     tables += _card("Idle time by cause", _table(_idle_rows(planned, measured), words=(1,)), "share of the makespan")
     tables += _card(
         "Memory of each rank",
-        _table(_memory_rows(rank_rows(choice), data["memory"])),
+        _table(held),
         "Activations are those of the microbatches in flight; measured is the most that a step took beside parameters "
         "and gradients, with what operators need for a moment.",
     )
@@ -167,11 +169,6 @@ def _table(rows: list[list[str]], *, words: Sequence[int] = ()) -> str:
     head, *rest = rows
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rest)
     return f"<table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _memory_rows(predicted: list[list[str]], measured: Sequence[int]) -> list[list[str]]:
-    column = ["activations, measured", *map(size_text, measured)]
-    return [[*row[:3], cell, *row[3:]] for row, cell in zip(predicted, column, strict=True)]
 
 
 def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeline) -> list[list[str]]:

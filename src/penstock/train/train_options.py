@@ -233,8 +233,7 @@ def _check_build(build: str) -> None:
     if not module or not function:
         raise PenstockError(f"{build!r} names no function; write module:function, for example my_module:build")
     package, here = module.partition(".")[0], str(Path.cwd())
-    known = package in sys.modules or PathFinder.find_spec(package, [here]) or find_spec(package)
-    if not known:
+    if not (package in sys.modules or PathFinder.find_spec(package, [here]) or find_spec(package)):
         raise PenstockError(
             f"{build!r}: there is no module {package!r} in {here}, nor is one installed; go to the folder of {package}.py, "
             "or put that folder on PYTHONPATH"

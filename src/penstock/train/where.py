@@ -1,9 +1,7 @@
-"""On which device the ranks of a run compute, and by which backend they talk.
+"""On which device the ranks of a run compute, and whether it and the backend are there.
 
 >>> where_of(TrainOptions(device="cpu"))
 device(type='cpu')
->>> backend_of(TrainOptions(device="cpu"))
-'gloo'
 """
 
 from __future__ import annotations
@@ -21,11 +19,6 @@ def where_of(options: TrainOptions) -> torch.device:
     """The device of this rank: of an accelerator, that with the number of the rank on its host."""
     kind = torch.device(options.device).type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def backend_of(options: TrainOptions) -> str:
-    """What was asked for, or the one of the device: gloo for the CPU, nccl for cuda."""
-    return options.backend or str(dist.get_default_backend_for_device(torch.device(options.device).type))
 
 
 def check_where(options: TrainOptions) -> None:
