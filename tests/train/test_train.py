@@ -193,7 +193,7 @@ def test_equals_the_unpipelined_run_step_by_step_with_dropout(finished: tuple[Pa
     choice = Choice.loads(read(folder)["choice"])
     args, _ = job.batch(0)
     request = Request(job.model, args, None, "1f1b", 4, ModelOptions(), CutOptions(profile=False))
-    plain = Unpipelined(Update.of(options, job), job.model, range(4), whole=cut(request, choice), seed=options.seed)
+    plain = Unpipelined(Update.of(options, job), job.model, range(4), whole=cut(request, choice))
     expected = [plain.step(step) for step in range(options.steps)]
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
     saved = penstock.load(folder / "checkpoint").model

@@ -48,6 +48,7 @@ def command(
     from penstock.plan import check, dump
     from penstock.plan.collecting import no_collecting
     from penstock.schedules import get_schedule
+    from penstock.simulate import simulate
 
     click.get_current_context().with_resource(no_collecting())
     plan = get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank)
@@ -60,6 +61,6 @@ def command(
         dump(plan, output)
     if quiet and not any(given[drawing] for drawing in ("svg", "html", "trace")):
         return
-    timeline = shared.drawn(plan, costs, given)
+    timeline = shared.drawn(simulate(plan, costs), given)
     if not quiet:
         shared.print_timeline(timeline, as_json=as_json, actions=lowered)

@@ -100,10 +100,9 @@ def command(
     if per_rank is None:
         per_rank = min(_STAGES_PER_RANK, key=lambda each: searched(each, _FIRST).makespan)
     found = searched(per_rank, 1.0, exact=exact)
-    timeline = found.timeline
+    timeline = shared.drawn(found.timeline, given)
     if output is not None:
         dump(found.plan, output)
-    shared.write_drawings(timeline, given)
     if as_json:
         figures = {**summary(timeline), "floor": found.floor, "gap": found.gap, "origin": found.origin}
         click.echo(json.dumps(figures, indent=2))

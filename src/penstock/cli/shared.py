@@ -150,8 +150,8 @@ def _stages(written: str) -> list[int] | None:
     return found
 
 
-def write_drawings(timeline: Timeline, given: dict[str, Any]) -> None:
-    """Write the files that `drawings` was given."""
+def drawn(timeline: Timeline, given: dict[str, Any]) -> Timeline:
+    """The timeline, of which the files are written that `drawings` was given."""
     from penstock.show.html import to_html
     from penstock.show.svg import to_svg
     from penstock.show.trace import dump_trace
@@ -161,14 +161,6 @@ def write_drawings(timeline: Timeline, given: dict[str, Any]) -> None:
             given[name].write_text(draw(timeline), encoding="utf-8")
     if given["trace"] is not None:
         dump_trace(timeline, given["trace"])
-
-
-def drawn(plan: Plan, costs: Costs, given: dict[str, Any]) -> Timeline:
-    """The plan with its times, of which what `drawings` was given is written."""
-    from penstock.simulate import simulate
-
-    timeline = simulate(plan, costs)
-    write_drawings(timeline, given)
     return timeline
 
 

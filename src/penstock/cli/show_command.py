@@ -27,9 +27,10 @@ def command(file: Path, *, limit: int, as_json: bool, **given: Any) -> None:
       penstock show plan.csv --latency 0.1 --html plan.html --trace plan.json
     """
     from penstock.plan import check, load
+    from penstock.simulate import simulate
 
     plan = load(file, limit=limit, name=file.stem)
     costs = shared.costs_of(plan, given)
     plan = shared.holding_less(plan, costs, given)
     check(plan)
-    shared.print_timeline(shared.drawn(plan, costs, given), as_json=as_json)
+    shared.print_timeline(shared.drawn(simulate(plan, costs), given), as_json=as_json)

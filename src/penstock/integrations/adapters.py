@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def refuse_adapter(model: nn.Module) -> None:
     """Adapters whose training asks for the whole model, or adds to the loss of each microbatch."""
     if not is_adapted(model):
         return
-    shell = cast(Any, model)
+    shell: Value = model
     if len(shell.active_adapters) != 1:
         raise RunError(
             f"the adapters {', '.join(shell.active_adapters)} are active at once; a pipeline trains and saves one. Write "
@@ -74,7 +74,8 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
     peft = needed("peft", "hf")
     from safetensors.torch import save_file
 
-    place, shell = Path(folder), cast(Any, pipe.shell)
+    place = Path(folder)
+    shell: Value = pipe.shell
     (name,) = shell.active_adapters
     names = {id(value): key for key, value in shell.named_parameters()}  # those of the user's model
     held = [(names.get(id(value), key), value) for key, value in pipe.tensors.counted() if value.requires_grad]
@@ -101,7 +102,8 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
 
 def adapter_weights(folder: str | Path, pipe: TransformersPipeline) -> dict[str, Tensor]:
     """What a folder of peft has for this rank, under the names of the pipeline's model."""
-    peft, shell = needed("peft", "hf"), cast(Any, pipe.shell)
+    peft = needed("peft", "hf")
+    shell: Value = pipe.shell
     given = open_weights(Path(folder) / "adapter_model.safetensors")
     (adapter,) = shell.active_adapters
     named = {name: torch.empty(0) for name in shell.state_dict()}  # peft says under which name it saves each of them

@@ -28,10 +28,10 @@ def cuts_of_plan(model: nn.Module, num_stages: int) -> dict[str, SplitPoint] | N
 def _units(model: nn.Module) -> list[tuple[str, int]] | None:
     """The layers, each with the size of its matrices; the first has what comes before, the last what comes after."""
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
-    base = next((m for _, m in model.named_modules() if plan and all(hasattr(m, name) for name in plan)), None)
+    held = ((path, part) for path, part in model.named_modules() if plan and all(hasattr(part, name) for name in plan))
+    prefix, base = next(held, ("", None))
     if not plan or base is None:
         return None
-    prefix = next(name for name, m in model.named_modules() if m is base)
     layers = next((name for name in plan if isinstance(getattr(base, name), nn.ModuleList)), None)
     if layers is None or not len(getattr(base, layers)):
         return None

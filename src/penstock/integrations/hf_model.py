@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from penstock.errors import CaptureError
 from penstock.integrations.adapters import base_of
 from penstock.integrations.needs import needed
+from penstock.nest import Value
 
 _RANDOM = threading.Lock()  # ranks may be threads, and torch has one random state for all
 Source = nn.Module | type[nn.Module] | str | Path
 
 
-def found(source: Source, config: Any) -> tuple[nn.Module, str | Path | None]:
+def found(source: Source, config: Value) -> tuple[nn.Module, str | Path | None]:
     """The model, on the meta device unless it was given with values, and the folder of its weights."""
     transformers = needed("transformers", "hf")
     if isinstance(source, nn.Module):
@@ -47,7 +48,7 @@ def found(source: Source, config: Any) -> tuple[nn.Module, str | Path | None]:
     return _on_meta(kind, config), source
 
 
-def _on_meta(kind: Any, config: Any) -> nn.Module:
+def _on_meta(kind: Value, config: Value) -> nn.Module:
     make = getattr(kind, "from_config", None) or kind._from_config  # AutoModelForCausalLM and its like have the first
     with torch.device("meta"):
         model: nn.Module = make(config, dtype=getattr(config, "dtype", None) or torch.float32)
@@ -56,7 +57,7 @@ def _on_meta(kind: Any, config: Any) -> nn.Module:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy that has no memory: the same class, names, ties and config."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
@@ -109,9 +110,9 @@ class ModuleValues:
                     nn.init.kaiming_uniform_(parameter, a=5**0.5) if ".lora_A." in f"{owner}." else parameter.zero_()
         return alone
 
-    def _initialiser(self, owner: str) -> Any:
+    def _initialiser(self, owner: str) -> Callable[[nn.Module], object]:
         """The initialiser of the innermost model around a module; models may be made of models."""
-        found = None
+        found: Callable[[nn.Module], object] | None = None
         path = ""
         for part in ["", *owner.split(".")]:
             path = f"{path}.{part}".strip(".")

@@ -9,9 +9,8 @@ gradient is, and what is written and read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from penstock.lower import recompute
 from penstock.nest import Value
 from penstock.plan.ops import Op
 
-_Trainer: Any = needed("transformers", "hf").Trainer
+_Trainer: Value = needed("transformers", "hf").Trainer
 _NOT_HERE = "bf16_full_eval debug deepspeed fp16_full_eval fsdp neftune_noise_alpha parallelism_config use_liger_kernel"
 _STATE = "pipeline"  # the folder in a checkpoint that has weights, optimizer and scheduler for any number of stages
 
@@ -135,7 +134,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         instead = "pipeline_options={...}, or make the pipeline with them: pipeline(..., loss_fn=..., loss_scale=...)"
         _refuse("a ready-made pipeline and ", asked, f"Give the model and {instead}")
 
-    def _loss_fn(self) -> Any:
+    def _loss_fn(self) -> Callable[..., Tensor] | None:
         """None: the model's own."""
         given, smooth = self.compute_loss_func, self.label_smoother
         if given is not None:
@@ -145,7 +144,9 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         shift = self._loss_shifts_labels
         return lambda outputs, labels, items=None: smooth(outputs, labels, shift_labels=shift, num_items_in_batch=items)
 
-    def _whole_batches(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+    def _whole_batches(
+        self, loader: Value, device_placement: Value = None, slice_fn_for_dispatch: Value = None
+    ) -> Value:
         """accelerate would give each process batches of its own; here each replica has its own."""
         from accelerate.data_loader import prepare_data_loader
 
@@ -182,7 +183,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, _ in model.named_parameters() if name in self._decaying]
 
-    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+    def _move_model_to_device(self, model: nn.Module, device: object) -> None:
         """Only stages are on the device."""
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
@@ -286,7 +287,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     @property
-    def _inner_optimizer(self) -> Any:
+    def _inner_optimizer(self) -> Value:
         """accelerate wraps it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 

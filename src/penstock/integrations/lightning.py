@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch
@@ -73,7 +73,7 @@ class PipelineStrategy(DDPStrategy):
         self._loss_weight = loss_weight
         self._pipeline_options = options
         self._steps: LoggedSteps | None = None
-        self._trainer: Any = None
+        self._trainer: Value = None
 
     @property
     def pipe(self) -> Pipeline:
@@ -90,7 +90,7 @@ class PipelineStrategy(DDPStrategy):
 
     # -- making it
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Value) -> None:
         assert self.accelerator is not None
         _refuse_averages(trainer)
         self.accelerator.setup(trainer)
@@ -109,13 +109,13 @@ class PipelineStrategy(DDPStrategy):
             if len(self.optimizers) > 1:
                 raise RunError(f"{len(self.optimizers)} optimizers; a pipeline has one, with groups of parameters")
         self.setup_precision_plugin()
-        own: Any = self.precision_plugin
+        own: Value = self.precision_plugin
         own.clip_grad_by_norm = lambda optimizer, clip_val: self.pipe.clip_grad_norm_(float(clip_val))
-        module: Any = self.lightning_module
+        module: Value = self.lightning_module
         module.optimizer_zero_grad = lambda *given, **more: None  # see training_step
 
-    def _made(self, trainer: Any) -> LoggedSteps:
-        module: Any = self.lightning_module
+    def _made(self, trainer: Value) -> LoggedSteps:
+        module: Value = self.lightning_module
         model = getattr(module, self._name, None)
         if not isinstance(model, nn.Module):
             raise RunError(
@@ -133,7 +133,7 @@ class PipelineStrategy(DDPStrategy):
             )
         return self._piped(module, self.batch_to_device(example, self.root_device), method)
 
-    def _piped(self, module: Any, batch: Value, method: str) -> LoggedSteps:
+    def _piped(self, module: Value, batch: Value, method: str) -> LoggedSteps:
         """Puts the pipeline into the place of the model: the steps of the module around it."""
         model, stand, given = getattr(module, self._name), Stand(), dict(self._pipeline_options)
         refuse_adapter(model)
@@ -164,7 +164,7 @@ class PipelineStrategy(DDPStrategy):
         stand.stages = nn.ModuleList(stage.submod for stage in steps.pipe.stages)
         return steps
 
-    def _example(self, trainer: Any) -> Value:
+    def _example(self, trainer: Value) -> Value:
         own = getattr(self.lightning_module, "pipeline_example", None)
         if own is not None:
             return own()
@@ -193,7 +193,7 @@ class PipelineStrategy(DDPStrategy):
         with self.precision_plugin.train_step_context():
             return self._begun.train(batch, batch_idx, *more, divide=every)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Value, **kwargs: Value) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: object, *args: Value, **kwargs: Value) -> Tensor:
         return closure_loss
 
     def validation_step(self, *args: Value, **kwargs: Value) -> Value:
@@ -219,14 +219,14 @@ class PipelineStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, Value]:
         """The pipeline writes its own part of a checkpoint."""
         return {}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
+    def optimizer_state(self, optimizer: object) -> dict[str, Tensor]:
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Value], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Value], filepath: object, storage_options: object = None) -> None:
         """A folder: what Lightning knows in one file, and a checkpoint of penstock's for any number of processes."""
         folder = Path(self.broadcast(str(filepath)))
 
@@ -242,7 +242,9 @@ class PipelineStrategy(DDPStrategy):
             for other in set(folder.glob(_REST.format("*"))) - {folder / rest}:
                 other.unlink(missing_ok=True)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Value]:
         folder = Path(checkpoint_path)
         if not (folder / _PARTS).is_dir():
             raise RunError(
@@ -260,7 +262,7 @@ class PipelineStrategy(DDPStrategy):
         """Done by `load_checkpoint`."""
 
 
-def _rest_of(folder: Path, *, safely: bool) -> dict[str, Any]:
+def _rest_of(folder: Path, *, safely: bool) -> dict[str, Value]:
     """What Lightning knows. The file is named in the manifest, which may be anybody's; so it may be none of another folder, and
     it runs nothing unless the caller of the Trainer said weights_only=False."""
     name = Manifest.read(kept.candidates(folder / _PARTS)[0]).extra.get("rest")
@@ -274,7 +276,7 @@ def _rest_of(folder: Path, *, safely: bool) -> dict[str, Any]:
     return found
 
 
-def _refuse_averages(trainer: Any) -> None:
+def _refuse_averages(trainer: Value) -> None:
     """Callbacks that copy the whole model before it is cut into stages."""
     for callback in trainer.callbacks:
         if {"StochasticWeightAveraging", "WeightAveraging"} & {kind.__name__ for kind in type(callback).__mro__}:

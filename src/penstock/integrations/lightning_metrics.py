@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from itertools import takewhile
 from operator import is_
-from typing import Any
 
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -73,7 +72,7 @@ class SharedMetrics:
             return
         given: Value = receive_from(pipe.transport, last)
         for name, (count, kept) in changes.items():
-            metric: Any = self.by_name[name]
+            metric: Value = self.by_name[name]
             for key, value in given[name].items():
                 setattr(metric, key, getattr(metric, key)[: kept[key]] + list(value) if key in kept else value)
             metric._update_count, metric._computed = count, None  # as its own update would leave them

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +109,7 @@ class Stand(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.ModuleList()
-        self.answer: Callable[..., Any] | None = None
+        self.answer: Callable[..., Value] | None = None
 
     def forward(self, *args: Value, **kwargs: Value) -> Value:
         if self.answer is None:
@@ -126,7 +125,7 @@ class LoggedSteps:
 
     pipe: Pipeline
 
-    def __init__(self, module: Any, stand: Stand, means: Means | None = None) -> None:
+    def __init__(self, module: Value, stand: Stand, means: Means | None = None) -> None:
         apart = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         if apart:
             raise RunError(
@@ -140,7 +139,7 @@ class LoggedSteps:
         within = set(stand.modules())
         self._beside = [part for part in module.modules() if part not in within]  # also the module itself
         # The step that is running, and its other arguments.
-        self._rest: tuple[str, tuple[Any, ...]] = ("training_step", ())
+        self._rest: tuple[str, tuple[Value, ...]] = ("training_step", ())
         self._divide = 1.0
         # Of the whole batch: its rows, how much it counts otherwise, and the microbatches if it shows neither.
         self._of_batch: tuple[int | None, float | None, int] = (None, None, 1)
@@ -282,7 +281,7 @@ class LoggedSteps:
         logged, changes = self.pipe.gather("what was logged", [mine, changes])[last]
         self.metrics.share(self.pipe, changes)
         for name, (value, metric, options) in logged.items():
-            known: Any = value
+            known: Value = value
             if metric is not None:
                 known = self.metrics.by_name[metric]
                 known._forward_cache = None if value is None else torch.tensor(value, device=self.module.device)
@@ -293,7 +292,7 @@ def _drop(name: str, logged: _Logged) -> None:
     """Of a run of which another is kept."""
 
 
-def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, str | None, dict[str, Any]]:
+def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, str | None, dict[str, Value]]:
     """The value of a batch, of those of its microbatches; a mean counts by rows, or by the `batch_size` that was logged too."""
     one = logged[0][1]
     sizes = [int(each.options.get("batch_size") or rows) for rows, each in logged]

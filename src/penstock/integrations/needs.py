@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 from penstock.errors import MissingPackage
 
 
-def needed(package: str, extra: str) -> Any:
+def needed(package: str, extra: str) -> ModuleType:
     """The package, or an error that says what to install.
 
     transformers = needed("transformers", "hf")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ def pipeline(
     source: Source,
     example: Mapping[str, Value],
     *,
-    config: Any = None,
+    config: Value = None,
     loss_fn: Callable[..., Tensor] | None = None,
     schedule: str | Plan | Recipe = "1f1b",
     **options: Value,
@@ -302,7 +302,7 @@ def shifts_labels(model: nn.Module) -> bool:
     return kind is ForCausalLMLoss and not getattr(inner.config, "is_encoder_decoder", False)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "PipelineTrainer":
         from penstock.integrations.hf_trainer import PipelineTrainer
 

@@ -59,7 +59,7 @@ class Studio(ThreadingHTTPServer):
     def serve(self) -> None:
         self.serve_forever(poll_interval=0.1)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         if self._room.acquire(blocking=False):
             try:
                 super().process_request(request, client_address)
@@ -69,13 +69,13 @@ class Studio(ThreadingHTTPServer):
         else:
             self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Any, client_address: object) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: object) -> None:
         """Of whoever went away in the middle of a request nothing is said."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)

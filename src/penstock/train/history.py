@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
+from penstock.nest import Value
 from penstock.train.recovery import Recovery
 from penstock.train.unpipelined import Checked
 
@@ -32,7 +33,7 @@ class History:
     checked: Checked | None = None  # against the model in one process
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls, data: dict[str, Value]) -> Self:
         """What was made of a history by `asdict`, and then read from JSON."""
         return cls(
             list(data["losses"]),

@@ -121,8 +121,7 @@ class Run:
                 took = time_text(self.pipe.calibrate(*args, target=target, rounds=5).predicted, "s")
             self.screen.say(f"by steps with all ranks at work: {took} a step is predicted, without the optimizer")
         if start == 0 and self.options.check_steps:
-            steps, seed = self.options.check_steps, self.options.seed
-            self.history.checked = check(self.pipe, self.update, steps=steps, seed=seed)
+            self.history.checked = check(self.pipe, self.update)
             self.screen.say(str(self.history.checked))
         if self.screen.enabled:
             self.lines = JsonLines(self.options.folder, start, LOG)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 import uuid
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.comm.whereabouts import Whereabouts, table
@@ -32,7 +31,7 @@ def connect(backend: str, device: torch.device) -> None:
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, device_id=bound)
 
 
-def agree_on_life(store: Any, rank: int, size: int, *, patience: float = _PATIENCE) -> str:
+def agree_on_life(store: Store, rank: int, size: int, *, patience: float = _PATIENCE) -> str:
     """The same new name on every rank, whatever the store holds of former lives."""
     end = time.monotonic() + patience
     if rank > 0:
@@ -45,9 +44,9 @@ def agree_on_life(store: Any, rank: int, size: int, *, patience: float = _PATIEN
                 f"rank {rank} waited {patience:g} s for rank 0 to start, and it did not ({str(error).partition(chr(10))[0]})\n"
                 f"{_starting(size, {rank: 0}, patience)}"
             ) from error
-        name = store.get(f"penstock/answer/{token}").decode()
+        name: str = store.get(f"penstock/answer/{token}").decode()
         store.set(f"penstock/{name}/{rank}", "heard")
-        return str(name)
+        return name
     name = uuid.uuid4().hex
     waiting = set(range(1, size))
     while waiting:

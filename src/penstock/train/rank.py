@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import Event
-from typing import Any
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -61,9 +61,9 @@ def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
             return Run(options, job, screen, stop).train()
 
 
-def _show_from_here(show: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _show_from_here(show: Callable[..., object], kind: object, error: BaseException, trace: TracebackType) -> None:
     """Show an exception without the frames above `run_rank`: how a command came to call it is of no interest."""
-    found = trace
+    found: TracebackType | None = trace
     while found is not None and found.tb_frame.f_code is not run_rank.__code__:
         found = found.tb_next
     show(kind, error.with_traceback(found or trace), found or trace)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import starmap
 from math import ceil, floor, isfinite
-from typing import Any
 
 from penstock.balance.cuts import size_text
 from penstock.front import Choice
 from penstock.front.choice_text import rank_rows, stage_rows
+from penstock.nest import Value
 from penstock.show import against
 from penstock.show.html import page, timeline_section
 from penstock.show.numbers import percent, sizes, time_text
@@ -60,7 +60,7 @@ pre.pr-words { margin: 0; font: 12.5px/1.5 system-ui, "DejaVu Sans", sans-serif;
 """
 
 
-def render(data: dict[str, Any], choice: Choice, words: str, *, planned: Timeline, measured: Timeline) -> str:
+def render(data: dict[str, Value], choice: Choice, words: str, *, planned: Timeline, measured: Timeline) -> str:
     """The whole page as text; `words` say where the time goes."""
     timed = choice.is_timed
     section = timeline_section([("planned", planned), ("measured", measured)])
@@ -93,7 +93,7 @@ def render(data: dict[str, Any], choice: Choice, words: str, *, planned: Timelin
     return page(data["title"], body, style_text=section.style + _STYLE, script_text=section.script)
 
 
-def _held(ranks: Sequence[dict[str, Any]]) -> str:
+def _held(ranks: Sequence[dict[str, Value]]) -> str:
     """For each rank what it holds after each action of a step, the plan over what was counted."""
     cards = ""
     for number, one in enumerate(ranks):
@@ -119,7 +119,7 @@ def memory_curve(planned: Sequence[float], measured: Sequence[float]) -> str:
     return _curves(lines, ticks, {len(planned): f"action {len(planned)}"}, label=label, left=84)
 
 
-def _figures(data: dict[str, Any], planned: Timeline, measured: Timeline) -> str:
+def _figures(data: dict[str, Value], planned: Timeline, measured: Timeline) -> str:
     losses = [loss for loss in data["losses"] if loss is not None and isfinite(loss)]
     figures = [
         ("steps", str(len(data["losses"]))),
@@ -147,7 +147,7 @@ def _legend(**words: str) -> str:
     return f'<span class="ps-legend">{"".join(keys)}</span>'
 
 
-def _checked(data: dict[str, Any]) -> str:
+def _checked(data: dict[str, Value]) -> str:
     checked = data["checked"]
     if checked is None:
         return "not compared with the unpipelined model"
@@ -171,7 +171,7 @@ def _table(rows: list[list[str]], *, words: Sequence[int] = ()) -> str:
     return f"<table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _speed_rows(data: dict[str, Any], planned: Timeline | None, measured: Timeline) -> list[list[str]]:
+def _speed_rows(data: dict[str, Value], planned: Timeline | None, measured: Timeline) -> list[list[str]]:
     def row(what: str, seconds: float) -> list[str]:
         return [what, time_text(seconds, "s"), f"{data['rows'] / seconds:,.0f}" if seconds > 0 else "-"]
 

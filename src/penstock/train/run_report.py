@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.front import Choice, Pipeline
@@ -85,7 +84,7 @@ def write(folder: str | Path, data: dict[str, object]) -> Path:
     return rewrite(place)
 
 
-def read(folder: str | Path) -> dict[str, Any]:
+def read(folder: str | Path) -> dict[str, Value]:
     file = Path(folder) / REPORT
     if os.path.isdir(folder) and not file.is_file():  # noqa: PTH112  a name that cannot be is no folder either
         raise PenstockError(
@@ -124,7 +123,7 @@ def costs_of_run(folder: str | Path) -> Costs:
 
 
 @contextmanager
-def _figures_of(folder: str | Path) -> Iterator[tuple[dict[str, Any], Choice, Timeline]]:
+def _figures_of(folder: str | Path) -> Iterator[tuple[dict[str, Value], Choice, Timeline]]:
     """What was written of a run; what cannot be made of it inside is an error of the file's."""
     data = read(folder)
     try:
@@ -159,7 +158,7 @@ def _timeline_to_json(timeline: Timeline) -> dict[str, object]:
     }
 
 
-def _timeline_from_json(data: dict[str, Any]) -> Timeline:
+def _timeline_from_json(data: dict[str, Value]) -> Timeline:
     placement = Placement.of(data["placement"])
     graph = StageGraph.of(placement.num_stages, [(a, b) for a, b in data["edges"]])
     plan = loads(data["plan"], name=data["name"], placement=placement, graph=graph)

@@ -51,7 +51,12 @@ def traced(pipe: Pipeline, file: str | Path) -> Iterator[torch.profiler.profile]
         yield profiler
     offset = pipe.transport.clock_offset()
     quickest = min(range(_ANCHORS), key=lambda number: anchors[number][1])
-    mine = _on_clock(_seen(profiler), quickest, (anchors[quickest][0] + offset) * 1e6)
+    events = _seen(profiler)
+    times = sorted(event["ts"] for event in events if event.get("name") == _ANCHOR)
+    if len(times) != _ANCHORS:
+        raise PenstockError("the profiler gave nothing back: another profiler is running in this program; end it first")
+    shift = (anchors[quickest][0] + offset) * 1e6 - times[quickest]  # to microseconds of rank 0's clock
+    mine = [event | {"ts": event["ts"] + shift} if "ts" in event else event for event in events]
     if pipe.rank > 0:
         packed = zlib.compress(json.dumps(mine).encode())
         send_to(pipe.transport, [0], torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(pipe.transport.device))
@@ -77,14 +82,6 @@ def _seen(profiler: torch.profiler.profile) -> list[Event]:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         return list(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
-
-
-def _on_clock(events: list[Event], number: int, anchor: float) -> list[Event]:
-    """The events with microseconds of rank 0's clock, given when one of the anchors was."""
-    anchors = sorted(event["ts"] for event in events if event.get("name") == _ANCHOR)
-    if len(anchors) != _ANCHORS:
-        raise PenstockError("the profiler gave nothing back: another profiler is running in this program; end it first")
-    return [event | {"ts": event["ts"] - anchors[number] + anchor} if "ts" in event else event for event in events]
 
 
 def merged(pipe: Pipeline, ranks: list[list[Event]]) -> dict[str, object]:

@@ -45,12 +45,10 @@ class Unpipelined:
     last digits. A model that draws random numbers is run stage by stage, so that each stage draws what it draws in the pipeline.
     """
 
-    def __init__(
-        self, update: Update, model: nn.Module, order: Sequence[int], *, whole: Pipe | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, update: Update, model: nn.Module, order: Sequence[int], *, whole: Pipe | None = None) -> None:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.update, self.model, self.whole = update, model, whole
-        self.order, self.seed = order, seed
+        self.order, self.seed = order, update.options.seed
         self.rated = update.optimizer(model.parameters())
 
     def step(self, number: int) -> float:
@@ -117,13 +115,14 @@ def is_random(model: nn.Module) -> bool:
     return False
 
 
-def check(pipe: Pipeline, update: Update, *, steps: int, seed: int) -> Checked:
+def check(pipe: Pipeline, update: Update) -> Checked:
     """Run both for some steps from the same start; the pipeline and the model are put back afterwards."""
+    steps = update.options.check_steps
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
     reference, seconds = None, 0.0
     expected: list[float] = []
     if pipe.is_first:
-        reference = _reference(pipe, update, seed)
+        reference = _reference(pipe, update)
         start = time.perf_counter()
         expected = [reference.step(number) for number in range(steps)]
         seconds = (time.perf_counter() - start) / steps
@@ -160,7 +159,7 @@ def backward_order(plan: Plan) -> list[int]:
     return first if all(order == first for order in orders.values()) else list(range(plan.num_microbatches))
 
 
-def _reference(pipe: Pipeline, update: Update, seed: int) -> Unpipelined:
+def _reference(pipe: Pipeline, update: Update) -> Unpipelined:
     device = pipe.stages[0].device
     model = copy.deepcopy(update.job.model).cpu()  # the stages of this rank may share its parameters, and be elsewhere
     if update.scaler is not None:
@@ -169,4 +168,4 @@ def _reference(pipe: Pipeline, update: Update, seed: int) -> Unpipelined:
     model.to(device)
     if whole is not None:
         whole.to(device)
-    return Unpipelined(update, model, backward_order(pipe.plan), whole=whole, seed=seed)
+    return Unpipelined(update, model, backward_order(pipe.plan), whole=whole)
