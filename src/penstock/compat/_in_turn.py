@@ -8,8 +8,9 @@ existing programs load, save and compare.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TypeVar
 
 from penstock.errors import OrderError
 from penstock.plan import Placement, Rules, StageGraph
@@ -17,6 +18,7 @@ from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, 
 from penstock.plan.ops import INPUT_GRADIENTS, RECEIVES, SENDS, Op
 
 RankOf = Callable[[int], int]
+T = TypeVar("T")
 
 
 def messages_in_turn(
@@ -30,66 +32,55 @@ def messages_in_turn(
     >>> print(*(" ".join(map(text, lowered[rank])) for rank in lowered), sep="; ")
     0F0 0SEND_F0 0RECV_B0 0B0; 1RECV_F0 1F0 1B0 1SEND_B0
     """
-    return _Turns(codes, _rules(rank_of, num_stages)).run()
+    rules = chain_rules(rank_of, num_stages)
+    arrivals, sends = cache(lambda key: tuple(rules.arrivals(key))), cache(rules.sends)
+    lists: dict[int, list[int]] = {rank: [] for rank in codes}
+    there: dict[int, set[int]] = {rank: set() for rank in codes}  # what has arrived or was computed, as needs
 
-
-class _Turns:
-    """Rounds of turns. A rank that waits is woken by what it waits for, in this round if its turn is still to come."""
-
-    def __init__(self, codes: Mapping[int, Sequence[int | None]], rules: Rules) -> None:
-        self.codes, self.rules = codes, rules
-        self.lists: dict[int, list[int]] = {rank: [] for rank in codes}
-        self.at = dict.fromkeys(codes, 0)
-        self.there: dict[int, set[int]] = {rank: set() for rank in codes}  # what has arrived or was computed, as needs
-        self.now = sorted(rank for rank in codes if codes[rank])
-        self.later: list[int] = []
-        self.waiting: dict[int, int] = {}  # rank -> the need that it waits for
-
-    def run(self) -> dict[int, list[int]]:
-        while self.now:
-            while self.now:
-                self.turn(heapq.heappop(self.now))
-            self.now, self.later = sorted(self.later), []
-        if self.waiting:
-            rank = min(self.waiting)
-            raise OrderError(
-                f"rank {rank} cannot go on at {text(self.codes[rank][self.at[rank]] or 0)}: its input never comes; expected an "
-                "order in which every action follows what it needs"
-            )
-        return self.lists
-
-    def turn(self, rank: int) -> None:
-        code = self.codes[rank][self.at[rank]]
+    def turn(rank: int, code: int | None, _: int) -> bool:
         actions = () if code is None else parts(code)
         for part in actions:
-            for need in self.rules.arrivals(part & KEY):
-                if need | part & MICROBATCH_FIELD not in self.there[rank]:
-                    self.waiting[rank] = need | part & MICROBATCH_FIELD
-                    return
-        self.at[rank] += 1
-        if self.at[rank] < len(self.codes[rank]):
-            heapq.heappush(self.later, rank)
-        if code is not None:
-            self.lists[rank].append(code)
+            if any(need | part & MICROBATCH_FIELD not in there[rank] for need in arrivals(part & KEY)):
+                return False
+        lists[rank] += () if code is None else (code,)
         for part in actions:
-            self.done(rank, part)
+            there[rank].add(with_op(part, Op.I) if part & OP in INPUT_GRADIENTS else part)
+            for key in sends(part & KEY):
+                send = key | part & MICROBATCH_FIELD
+                receive = partner_of(send)
+                home = rank_of(stage_of(receive))
+                lists[rank].append(send)
+                lists[home].append(receive)
+                there[home].add(receive)
+        return True
 
-    def done(self, rank: int, code: int) -> None:
-        """Leave what the action gives at hand for stages of this rank, and send it to the others."""
-        self.arrived(rank, rank, with_op(code, Op.I) if code & OP in INPUT_GRADIENTS else code)
-        for key in self.rules.sends(code & KEY):
-            send = key | code & MICROBATCH_FIELD
-            receive = partner_of(send)
-            there = self.rules.placement.rank_of(stage_of(receive))
-            self.lists[rank].append(send)
-            self.lists[there].append(receive)
-            self.arrived(there, rank, receive)
+    if stuck := take_turns(codes, turn):
+        rank = min(stuck)
+        raise OrderError(
+            f"rank {rank} cannot go on at {text(stuck[rank] or 0)}: its input never comes; expected an order in which every "
+            "action follows what it needs"
+        )
+    return lists
 
-    def arrived(self, there: int, sender: int, what: int) -> None:
-        self.there[there].add(what)
-        if self.waiting.get(there) == what:
-            del self.waiting[there]
-            heapq.heappush(self.now if there > sender else self.later, there)
+
+def take_turns(
+    rows: Mapping[int, Sequence[T]], turn: Callable[[int, T, int], bool], *, chances: int = 1
+) -> dict[int, T]:
+    """Round by round, each rank in turn tries its next action, `chances` times in a round; `turn(rank, action, round)` does
+    it and says whether it could. What the ranks are left with when none can go on comes back: nothing, if all is done.
+    """
+    at = dict.fromkeys(sorted(rows), 0)
+    number = 0
+    while left := {rank: rows[rank][place] for rank, place in at.items() if place < len(rows[rank])}:
+        acted: set[int] = set()
+        for rank in (*left,) * chances:
+            if rank not in acted and turn(rank, left[rank], number):
+                acted.add(rank)
+                at[rank] += 1
+        if not acted:
+            break
+        number += 1
+    return left
 
 
 def defer_receives(codes: Mapping[int, Sequence[int]], rank_of: RankOf) -> dict[int, list[int]]:
@@ -97,11 +88,12 @@ def defer_receives(codes: Mapping[int, Sequence[int]], rank_of: RankOf) -> dict[
     highest = max(
         (max(stage_of(part), peer_of(part)) for row in codes.values() for c in row for part in parts(c)), default=0
     )
-    rules = _rules(rank_of, highest + 1)
+    rules = chain_rules(rank_of, highest + 1)
     return {rank: _deferred(rank, row, rules) for rank, row in codes.items()}
 
 
-def _rules(rank_of: RankOf, num_stages: int) -> Rules:
+def chain_rules(rank_of: RankOf, num_stages: int) -> Rules:
+    """What precedes what in a chain of stages with messages."""
     placement = Placement.of([rank_of(stage) for stage in range(num_stages)])
     return Rules(StageGraph.chain(num_stages), placement, lowered=True)
 

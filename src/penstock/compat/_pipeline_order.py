@@ -8,25 +8,21 @@ schedule._load_csv("plan.csv", format="compute_comms")
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Literal
 
-from penstock.compat._in_turn import defer_receives, messages_in_turn
-from penstock.compat._lockstep import simulate_comms_compute
+from penstock.compat import _orders as passes
 from penstock.compat._state import is_overridden
-from penstock.compat._vocabulary import ComputationType, NamedAction, Order, of_code, order_of, plan_of, to_code
+from penstock.compat._vocabulary import ComputationType, NamedAction, Order, OrderDict, named, plan_of
 from penstock.errors import IncompleteError, PlanError
-from penstock.lower.reduce import reduce_grad
-from penstock.lower.shards import unshard_reshard
-from penstock.plan import Plan, check
+from penstock.plan import Plan
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
 
 Format = Literal["compute_only", "compute_comms"]
-OrderDict = dict[int, list[NamedAction | None]]
 
 
 class Orders(Schedule):
@@ -36,7 +32,6 @@ class Orders(Schedule):
     _order = cached_property[OrderDict](lambda _: {})  # set or filled by a program; empty: the schedule's own
     _own_order: OrderDict | None = None  # the schedule's own, once somebody has asked
     _order_with_comms: OrderDict | None = None  # set by a program
-    _mapping: dict[int, int] | None = None
     _given_plan: Plan | None = None
 
     def _init_orders(self) -> None:
@@ -52,12 +47,13 @@ class Orders(Schedule):
     def run_plan(self, plan: Plan) -> None:
         """Go on under another plan, which takes the place of an order that was set, or that a subclass makes."""
         with self._transport.called("run_plan()"):
-            before = self._order, self._own_order, self._order_with_comms, self._mapping
-            self._order, self._own_order, self._order_with_comms, self._mapping = {}, None, None, None
+            before = dict(vars(self))
+            for name in ("_order", "_own_order", "_order_with_comms", "stage_index_to_group_rank"):
+                vars(self).pop(name, None)
             try:
                 super().run_plan(plan)  # held against the stages, which an order that was set would hide
             except BaseException:
-                self._order, self._own_order, self._order_with_comms, self._mapping = before
+                vars(self).update(before)
                 raise
             self._forget_plan()
             self._tell_stages()
@@ -72,7 +68,7 @@ class Orders(Schedule):
             return self._order
         if self._own_order is None:
             plan = self.make_plan() if self._order_with_comms is None else super().make_plan()
-            self._own_order = order_of(plan.codes)
+            self._own_order = dict(enumerate(map(named, plan.codes)))
         return self._own_order
 
     @pipeline_order.setter
@@ -89,7 +85,7 @@ class Orders(Schedule):
         """A subclass may give its order here."""
         if self._order or (self.recipe is None and self._given_plan is None):
             return self._order or None
-        return order_of(super().make_plan().codes)
+        return dict(enumerate(map(named, super().make_plan().codes)))
 
     def _calculate_single_rank_operations(self, rank: int) -> list[NamedAction | None]:
         """A subclass may give the order of each rank here.
@@ -101,7 +97,7 @@ class Orders(Schedule):
         made = get_schedule(self.recipe or "")(
             self.pp_group_size, self.num_microbatches, stages_per_rank=self.n_local_stages
         )
-        return [of_code(code) for code in made.codes[rank]]
+        return named(made.codes[rank])
 
     @cached_property
     def n_local_stages(self) -> int:
@@ -147,27 +143,18 @@ class Orders(Schedule):
         self._forget_plan()
 
     def _lowered_order(self) -> OrderDict:
-        order = self.pipeline_order
-        mapping = self.stage_index_to_group_rank
-        rows: dict[int, Sequence[int | None]] = {}
-        for rank, actions in order.items():
-            codes = unshard_reshard([to_code(action) for action in actions if action is not None])
-            rows[rank] = reduce_grad(codes, self.num_microbatches)
-        lowered = messages_in_turn(rows, mapping.__getitem__, self._num_stages)
-        if self._defer_pp_recv:
-            lowered = defer_receives(lowered, mapping.__getitem__)
-        return {rank: [of_code(code) for code in codes] for rank, codes in lowered.items()}
+        rank_of = self.stage_index_to_group_rank.__getitem__
+        cared = {
+            rank: passes.add_reduce_grad(passes.add_unshard_reshard(row), self.num_microbatches)
+            for rank, row in self.pipeline_order.items()
+        }
+        lowered = passes.add_send_recv(cared, rank_of, self._num_stages)
+        return passes.defer_recv_ops(lowered, rank_of) if self._defer_pp_recv else lowered
 
-    @property
+    @cached_property
     def stage_index_to_group_rank(self) -> dict[int, int]:
         """Which rank holds which stage."""
-        if self._mapping is None:
-            self._mapping = dict(enumerate(self._ranks_ahead()))
-        return self._mapping
-
-    @stage_index_to_group_rank.setter
-    def stage_index_to_group_rank(self, mapping: Mapping[int, int]) -> None:
-        self._mapping = dict(mapping)
+        return dict(enumerate(self._ranks_ahead()))
 
     def _ranks_ahead(self) -> Sequence[int]:
         """Where the stages are, as far as it is known without a plan. A schedule made for other sizes says so here."""
@@ -185,7 +172,8 @@ class Orders(Schedule):
 
     def _validate_and_set_stage_mapping(self, actions: Order) -> None:
         """Check an order and take the placement of the stages from it."""
-        self._mapping = validate_order(actions, self.pp_group_size, self._num_stages, self.num_microbatches)
+        sizes = self.pp_group_size, self._num_stages, self.num_microbatches
+        self.stage_index_to_group_rank = passes.validate_schedule(actions, *sizes)
         self._tell_stages()
 
     def _prepare_schedule_with_comms(self, actions: OrderDict, format: Format = "compute_only") -> None:  # noqa: A002
@@ -225,25 +213,9 @@ class Orders(Schedule):
 
     def _simulate(self) -> OrderDict:
         """The order with its messages, slot by slot."""
-        return simulate_comms_compute(
+        return passes.simulate_comms_compute(
             self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages
         )
-
-
-def validate_order(order: Order, num_ranks: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
-    """Prove an order complete and free of deadlocks; the rank of each stage."""
-    if sorted(order) != list(range(num_ranks)):
-        raise IncompleteError(f"an order for the ranks {sorted(order)}; expected the ranks 0 to {num_ranks - 1}")
-    try:
-        plan = plan_of(order, num_microbatches=num_microbatches, num_stages=num_stages)
-        check(plan)
-    except AssertionError:
-        raise
-    except PlanError as error:
-        raise IncompleteError(str(error)) from error
-    if not plan.has_backward:
-        raise IncompleteError("an order without a backward; expected a B, or an I and a W, for every F")
-    return dict(enumerate(plan.placement.ranks))
 
 
 def _gathered_at_the_end(row: Sequence[NamedAction | None], freed: Sequence[ComputationType]) -> set[int]:

@@ -13,7 +13,7 @@ in which None is an idle slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -49,15 +49,6 @@ class ComputationType(StrEnum):
             raise ParseError(f"{action!r} is no kind of action; expected one of {known}") from None
 
 
-COMPUTES = frozenset(
-    {
-        ComputationType.FORWARD,
-        ComputationType.FULL_BACKWARD,
-        ComputationType.BACKWARD_INPUT,
-        ComputationType.BACKWARD_WEIGHT,
-        ComputationType.OVERLAP_F_B,
-    }
-)
 _OPS: dict[ComputationType, Op] = {
     kind: Op[kind.value] for kind in ComputationType if kind is not ComputationType.OVERLAP_F_B
 }
@@ -83,7 +74,8 @@ class NamedAction(NamedTuple):
 
     @property
     def is_compute_op(self) -> bool:
-        return self.computation_type in COMPUTES
+        op = to_op(self.computation_type)
+        return not isinstance(op, Op) or op.is_compute
 
     @property
     def leaves(self) -> tuple[NamedAction, ...]:
@@ -96,7 +88,9 @@ class NamedAction(NamedTuple):
         return of_action(parse(action_string)) if action_string.strip() else None
 
 
-Order = Mapping[int, Sequence[NamedAction | None]]
+Actions = Sequence[NamedAction | None]
+Order = Mapping[int, Actions]
+OrderDict = dict[int, list[NamedAction | None]]
 
 
 def of_action(action: AnyAction) -> NamedAction:
@@ -138,30 +132,29 @@ def to_code(action: NamedAction) -> int:
     return pack(to_action(action))
 
 
-def order_of(codes: Sequence[Sequence[int]]) -> dict[int, list[NamedAction | None]]:
-    """The packed lists of all ranks as an order."""
-    return {rank: [of_code(code) for code in row] for rank, row in enumerate(codes)}
+def named(codes: Iterable[int]) -> list[NamedAction | None]:
+    """The packed list of a rank in these words."""
+    return [of_code(code) for code in codes]
 
 
-def slots_of(order: Order) -> dict[int, list[int | None]]:
-    """An order, packed, with its idle slots."""
-    return {rank: [None if a is None else to_code(a) for a in actions] for rank, actions in order.items()}
+def packed(actions: Actions) -> list[int]:
+    """The list of a rank, packed; idle slots are left out."""
+    return [to_code(action) for action in actions if action is not None]
 
 
-def codes_of(order: Order) -> dict[int, list[int]]:
-    """An order, packed; idle slots are left out."""
-    return {rank: [to_code(action) for action in actions if action is not None] for rank, actions in order.items()}
+def leaves_of(rows: Iterable[Actions]) -> Iterator[NamedAction]:
+    """The actions of some ranks, and those of pairs one by one."""
+    return (leaf for row in rows for action in row if action is not None for leaf in action.leaves)
 
 
-def plan_of(order: Order, *, num_microbatches: int, num_stages: int, placement: Placement | None = None) -> Plan:
+def plan_of(order: Order, *, num_microbatches: int, num_stages: int) -> Plan:
     """The plan that an order spells out."""
-    rows = codes_of(order)
-    if sorted(rows) != list(range(len(rows))):
-        raise PlanError(f"an order for the ranks {sorted(rows)}; expected every rank from 0 to {len(rows) - 1}")
-    if placement is None:
-        homes = {leaf.stage_index: rank for rank, actions in order.items() for a in actions if a for leaf in a.leaves}
-        missing = [stage for stage in range(num_stages) if stage not in homes]
-        if missing:
-            raise PlanError(f"no rank has an action of stage {missing[0]}; expected stages 0 to {num_stages - 1}")
-        placement = Placement.of([homes[stage] for stage in range(num_stages)])
-    return Plan.of([rows[rank] for rank in range(len(rows))], placement=placement, num_microbatches=num_microbatches)
+    if sorted(order) != list(range(len(order))):
+        raise PlanError(f"an order for the ranks {sorted(order)}; expected every rank from 0 to {len(order) - 1}")
+    homes = {leaf.stage_index: rank for rank, row in order.items() for leaf in leaves_of([row])}
+    missing = [stage for stage in range(num_stages) if stage not in homes]
+    if missing:
+        raise PlanError(f"no rank has an action of stage {missing[0]}; expected stages 0 to {num_stages - 1}")
+    placement = Placement.of([homes[stage] for stage in range(num_stages)])
+    rows = [packed(order[rank]) for rank in range(len(order))]
+    return Plan.of(rows, placement=placement, num_microbatches=num_microbatches)

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from penstock import run
 from penstock.batch import TensorChunkSpec
-from penstock.compat._pipeline_order import Format, validate_order
+from penstock.compat._pipeline_order import Format
 from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._vocabulary import ComputationType as _ComputationType
 from penstock.compat._vocabulary import NamedAction as _Action
-from penstock.compat._vocabulary import Order
 from penstock.errors import UnknownNameError
 from penstock.nest import Value
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage
@@ -33,7 +32,7 @@ SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
 OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE_GRAD
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 _action_regex = re.compile(rf"(\d+)({'|'.join(kind.value for kind in _ComputationType if kind != OVERLAP_F_B)})(\d*)")
-__getattr__ = found_in(__name__, "._orders", "._p2p", "._ranks", "._lockstep", "._hand_stage", "._exchange", "._infer")
+__getattr__ = found_in(__name__, "._orders", "._p2p", "._ranks", "._hand_stage", "._exchange", "._infer")
 
 __all__ = [
     "PipelineScheduleMulti",
@@ -226,11 +225,6 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     if found is None:
         raise UnknownNameError(f"no schedule is called {schedule_name!r}; there are {', '.join(_CLASSES)}")
     return found
-
-
-def _validate_schedule(actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
-    """Prove an order complete and free of deadlocks; the rank of each stage."""
-    return validate_order(actions, pp_group_size, num_stages, num_microbatches)
 
 
 def _requires_reduce_grad(action_type: _ComputationType) -> bool:
