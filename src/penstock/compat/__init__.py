@@ -25,37 +25,29 @@ _HOME = {
         "_IR": "Pipe SplitPoint pipe_split pipeline",
         "schedules": (
             "Schedule1F1B ScheduleDualPipeV ScheduleGPipe ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble "
-            "ScheduleLoopedBFS ScheduleZBVZeroBubble"
+            "ScheduleLoopedBFS ScheduleZBVZeroBubble _ScheduleForwardOnly"
         ),
         "stage": "PipelineStage build_stage",
     }.items()
     for name in names.split()
 }
 _MODULES = (
-    "_IR",
-    "_backward",
-    "_debug",
-    "_schedule_visualizer",
-    "_unflatten",
-    "_utils",
-    "microbatch",
-    "schedules",
-    "stage",
+    *("_IR", "_backward", "_debug", "_schedule_visualizer", "_unflatten", "_utils"),
+    *("microbatch", "schedules", "stage"),
 )
 
-__all__ = [*_HOME, "install", "uninstall"]  # noqa: PLE0604
+__all__ = [*(name for name in _HOME if name[0] != "_"), "install", "uninstall"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"penstock.compat.{name}")
-    home = "schedules" if name == "_ScheduleForwardOnly" else _HOME.get(name)
-    if home is None:
+    if name not in _HOME:
         raise AttributeError(f"module 'penstock.compat' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"penstock.compat.{home}"), name)
+    value = getattr(importlib.import_module(f"penstock.compat.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_MODULES, "_ScheduleForwardOnly"})
+    return sorted({*globals(), *_HOME, *_MODULES})

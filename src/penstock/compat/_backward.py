@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from operator import setitem
+from itertools import islice
 from typing import Any
 
 import torch
@@ -92,17 +92,16 @@ def stage_backward_input(
         grads.append(torch.ones_like(output) if grad is None else grad)
     inputs = [value for value in input_values if isinstance(value, Tensor) and value.requires_grad]
     groups = _groups([_edge(root).node for root in roots], [_edge(value).node for value in inputs], list(weights))
-    found: Sequence[Tensor | None] = ()
-    with ExitStack() as hooks:
-        for group in groups:
-            group["grads"] = [None] * len(group["intermediates"])
-            for place, joint in enumerate(group["intermediates"]):
-                hooks.callback(joint.register_prehook(partial(setitem, group["grads"], place)).remove)
-        if roots:
-            _note_roots(roots, grads, groups)
-        if roots and inputs:
-            found = torch.autograd.grad(roots, inputs, grads, retain_graph=True, allow_unused=True)
-    by_input = {id(value): grad for value, grad in zip(inputs, found, strict=True)}
+    joints = {joint: len(joint._input_metadata) for group in groups for joint in group["intermediates"]}
+    wanted = [*inputs, *(GradientEdge(joint, place) for joint, size in joints.items() for place in range(size))]
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if roots and wanted:
+        found = torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
+    by_input = {id(value): grad for value, grad in zip(inputs, found, strict=False)}
+    arrived = iter(found[len(inputs) :])
+    noted = {joint: tuple(islice(arrived, size)) for joint, size in joints.items()}
+    for group in groups:
+        group["grads"] = [noted[joint] for joint in group["intermediates"]]
     for value in inputs:
         grad = by_input[id(value)]
         if grad is not None:
@@ -115,7 +114,10 @@ def stage_backward_weight(
 ) -> tuple[Tensor | None, ...]:
     """Accumulate the gradients of the parameters; what they were before comes back."""
     before = tuple(weight.grad for weight in weights)
-    for group in param_groups:
+    crossing = any(
+        len(group["intermediates"]) > 1 for group in param_groups
+    )  # the paths of groups may have nodes in common
+    for number, group in enumerate(param_groups, 1):
         joints, noted = group.pop("intermediates"), group.pop("grads")
         edges = [
             (GradientEdge(joint, place), grad)
@@ -133,27 +135,13 @@ def stage_backward_weight(
                 [edge for edge, _ in edges],
                 grad_tensors=[grad for _, grad in edges],
                 inputs=group["params"],
-                retain_graph=retain_graph,
+                retain_graph=retain_graph or (crossing and number < len(param_groups)),
             )
     return before
 
 
 def _instead(noted: object, grads: object) -> object:
     return grads if noted is None else noted
-
-
-def _note_roots(roots: Sequence[Value], grads: Sequence[Tensor], groups: Sequence[Group]) -> None:
-    """A joint that is a root itself: the engine may never visit it in the input pass."""
-    by_node: dict[Node, list[tuple[int, Tensor]]] = {}
-    for root, grad in zip(roots, grads, strict=True):
-        edge = _edge(root)
-        by_node.setdefault(edge.node, []).append((edge.output_nr, grad))
-    for group in groups:
-        for place, joint in enumerate(group["intermediates"]):
-            if joint in by_node:
-                size = max(number for number, _ in by_node[joint]) + 1
-                known = dict(by_node[joint])
-                group["grads"][place] = tuple(known.get(number) for number in range(size))
 
 
 def _edge(value: Value) -> GradientEdge:

@@ -11,7 +11,9 @@ begins with passing that down the stages.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -96,14 +98,11 @@ class HandProgram(Program):
         """Stages of this kind are compiled when their first microbatch comes."""
         return False
 
-    def hand(self, index: int) -> HandRun:
-        return self.runs[index]
-
     def message_box(self, action: Action) -> HandBox:
         found = self.by_op.get((action.op, action.stage))
         if found is None:
             peer = self.plan.placement.rank_of(peer_of(action.code))
-            found = HandBox(action.op, self.hand(action.stage), self.channel(peer), self)
+            found = HandBox(action.op, self.runs[action.stage], self.channel(peer), self)
             self.by_op[action.op, action.stage] = found
         return found
 
@@ -131,34 +130,29 @@ class HandProgram(Program):
     def meet(self, inputs: StepInputs | None) -> None:
         """Pass down the stages what their values look like. One that cannot say so fails the step before any message."""
         self.met = True
-        problem: BaseException | None = None if inputs is not None else Poisoned()
+        schedule = self.schedule
+        problems: list[BaseException] = [] if inputs is not None else [Poisoned()]
         known: Mapping[int, Metas | None] = {}  # what the outputs of this rank's stages look like
-        try:
-            if inputs is not None:
-                self.schedule._warmup_p2p(self.schedule.stages, self.setting.grad, bool(self.saved))
-        except BaseException as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
-            problem = caught
+        with noted(problems):
+            if not problems:
+                schedule._warmup_p2p(schedule.stages, self.setting.grad, bool(self.saved))
         for index, stage in sorted(self.stages.items()):
             before, after = self.elsewhere(index - 1), self.elsewhere(index + 1)
-            try:
+            with noted(problems):
                 stage._heard = known if before is None else self.hear(before, stage)
-                if problem is None and inputs is not None:
-                    self.schedule._prepare_forward(stage, stage._heard.get(index - 1), self.context)
+                if not problems:
+                    schedule._prepare_forward(stage, stage._heard.get(index - 1), self.context)
                     known = {**stage._heard, index: stage._stage_meta.outputs}
-            except BaseException as caught:  # noqa: BLE001  whatever it is, the stages after this one must hear of it
-                problem = problem or caught
-            if after is not None and problem is None:
+            if after is not None and not problems:
                 after.post_described(stage._describe(), [])
             elif after is not None:
                 after.post_poison()
-        try:
-            if problem is None and inputs is not None:
-                self.schedule._prepare_backward(self.context, inputs.loss_kwargs)
-        except BaseException as caught:  # noqa: BLE001
-            problem = caught
-        self.known = verdict(self.transport, ok=problem is None).fine
+        with noted(problems):
+            if inputs is not None and not problems:
+                schedule._prepare_backward(self.context, inputs.loss_kwargs)
+        self.known = verdict(self.transport, ok=not problems).fine
         if inputs is not None and not self.known:
-            raise problem or Poisoned
+            raise problems[0] if problems else Poisoned
 
     def elsewhere(self, index: int) -> Channel | None:
         """The channel to a stage; None if there is no such stage, or if it sits here."""
@@ -192,6 +186,15 @@ class HandProgram(Program):
         self.schedule._end_step()
 
 
+@contextmanager
+def noted(problems: list[BaseException]) -> Iterator[None]:
+    """Note what goes wrong instead of raising it: whatever it is, the other ranks must hear of it first."""
+    try:
+        yield
+    except BaseException as caught:  # noqa: BLE001
+        problems.append(caught)
+
+
 class LoopProgram(HandProgram):
     """A loop of the user's own, `_step_microbatches`, in the place of the actions of an order."""
 
@@ -201,7 +204,10 @@ class LoopProgram(HandProgram):
     def loop(self) -> None:
         inputs, context = next(iter(self.runs.values())).inputs, self.context
         given = {"losses": context.losses, "return_outputs": inputs.keep_outputs, "loss_kwargs": inputs.loss_kwargs}
-        self.schedule._call_own_loop(context.arg_mbs, context.kwarg_mbs, context.target_mbs, given)
+        step = self.schedule._step_microbatches
+        known = inspect.signature(step).parameters
+        options = {name: value for name, value in given.items() if name in known}
+        step(context.arg_mbs, context.kwarg_mbs, context.target_mbs, **options)
 
     def finish(self) -> None:
         Program.finish(self)
@@ -225,7 +231,7 @@ class MeetingProgram(HandProgram):
 
 
 def _care(program: HandProgram, action: Action, cold: bool) -> Call:
-    run = program.hand(action.stage)
+    run = program.runs[action.stage]
     return {Op.UNSHARD: run.unshard, Op.RESHARD: run.reshard, Op.REDUCE_GRAD: run.reduce_grad}[action.op]
 
 

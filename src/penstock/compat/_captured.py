@@ -100,13 +100,8 @@ class _PipelineStage(CapturedStage, PipelineStage):
         called, _ = self._call_of(arrived, args if args is not None else self._model_args, kwargs or {})
         return self._metas_of_call(called, {})
 
-    def _create_act_recv_info(self) -> tuple[RecvInfo, ...]:
-        if self.is_first:
-            return super()._create_act_recv_info()
-        return tuple(
-            RecvInfo(f"recv_for_{self.stage_index}_from_{source}_{place}", source, None, meta)
-            for (source, place), meta in zip(self._received, self._stage_meta.inputs or (), strict=True)
-        )
+    def _sources(self, number: int) -> Sequence[tuple[int, int]]:
+        return self._received
 
     def _create_act_send_info(self) -> dict[int, list[int | None]]:
         if self.is_last:

@@ -28,6 +28,7 @@ from penstock.compat._p2p import P2P, TransportOp
 from penstock.compat._state import RecvInfo, StageState
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value
+from penstock.run.layout import dense, wire
 from penstock.stage.pipeline_stage import RankGroup
 
 
@@ -48,25 +49,21 @@ class Exchange(StageState):
 
     def _get_recv_ops(self, recv_infos: Iterable[RecvInfo]) -> list[P2P]:
         ops: list[P2P] = []
-        for info in recv_infos:
-            if info.is_root_arg or (info.tensor_meta is None and info.buffer is None):
+        for info in self._with_buffers(recv_infos):
+            if info.is_root_arg or info.buffer is None:
                 continue
             if info.source is None:
                 raise StageError(f"{info!r} has no source to receive from")
-            ops.append(self._op(self._buffer_of(info), info.source, sends=False))
+            ops.append(self._op(info.buffer, info.source, sends=False))
         return ops
 
-    def _buffer_of(self, info: RecvInfo) -> Tensor:
-        if info.buffer is None:
-            assert info.tensor_meta is not None, "without it nothing is received"
-            info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device).contiguous()  # as it is sent
-        return info.buffer
-
-    def _make_buffers(self, recv_infos: Iterable[RecvInfo]) -> None:
-        """For a method of the program's own that makes the operations, and expects the buffers to be there."""
-        for info in recv_infos:
-            if not info.is_root_arg and info.tensor_meta is not None:
-                self._buffer_of(info)
+    def _with_buffers(self, recv_infos: Iterable[RecvInfo]) -> list[RecvInfo]:
+        """Let there be something that each arrives in. A method of the program's own may expect it to be there."""
+        infos = list(recv_infos)
+        for info in infos:
+            if not info.is_root_arg and info.tensor_meta is not None and info.buffer is None:
+                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device).contiguous()  # as it is sent
+        return infos
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2P]:
         """Receive the inputs of a microbatch."""
@@ -91,7 +88,7 @@ class Exchange(StageState):
                         kind = type(output).__name__
                         raise ShapeError(f"output {place} of stage {self.stage_index} is a {kind}; expected a tensor")
                     self._check_sent(place, output)
-                    ops.append(self._op(to_local_if_dtensor(output, detach=True).contiguous(), stage, sends=True))
+                    ops.append(self._op(wire(output.detach()), stage, sends=True))
         self._posted.add(("SEND_F", fwd_chunk_id))
         return ops
 
@@ -117,21 +114,19 @@ class Exchange(StageState):
         ops: list[P2P] = []
         for place, (grad, stage) in enumerate(zip(self.bwd_cache.pop(bwd_chunk_id), self.grad_send_info, strict=True)):
             where = f"stage {self.stage_index}, microbatch {bwd_chunk_id}: the gradient of input {place}"
-            if stage is None:
-                if grad is not None:
+            meta = None if stage is None else self._get_grad_send_meta(place)
+            if stage is None or meta is None:
+                if grad is None:
+                    continue
+                if stage is None:
                     raise ShapeError(f"{where} is there, and no stage is to have it; expected none")
-                continue
-            meta = self._get_grad_send_meta(place)
-            if meta is None:
-                if grad is not None:
-                    raise ShapeError(
-                        f"{where} is there, and the stage before has no buffer for it. DTensor grad metadata cannot be derived "
-                        "from the activation, whose gradient may be spread otherwise; write PipelineStage(..., input_grads=...)"
-                    )
-                continue
+                raise ShapeError(
+                    f"{where} is there, and the stage before has no buffer for it. DTensor grad metadata cannot be derived "
+                    "from the activation, whose gradient may be spread otherwise; write PipelineStage(..., input_grads=...)"
+                )
             if grad is None:
                 grad = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device)
-            ops.append(self._op(to_local_if_dtensor(grad, detach=True).contiguous(), stage, sends=True))
+            ops.append(self._op(wire(dense(grad.detach())), stage, sends=True))
         self._posted.add(("SEND_B", bwd_chunk_id))
         return ops
 
@@ -175,8 +170,7 @@ class Exchange(StageState):
     def set_local_fwd_input(self, prev_stage_outputs: Value, mb_index: int) -> None:
         """Take over the outputs of the stage before, which sits on this rank."""
         outputs = self._from_before(as_tuple(prev_stage_outputs))
-        infos = self.args_recv_info[mb_index]
-        for info, output in zip(infos, outputs, strict=True):
+        for info, output in zip(self.args_recv_info[mb_index], outputs, strict=True):
             if not isinstance(output, Tensor):
                 raise AssertionError(f"the stage before gave a {type(output).__name__}; expected tensor values")
             info.buffer = to_local_if_dtensor(output, detach=True)
@@ -215,39 +209,27 @@ class Exchange(StageState):
         return tuple(self._leaf(info) for info in self.args_recv_info[fwd_chunk_id])
 
     def _leaf(self, info: RecvInfo) -> Tensor:
-        tensor, meta = info.take().detach(), info.tensor_meta
+        tensor, meta = self._whole(info).detach(), info.tensor_meta
+        wanted = self.has_backward and torch.is_grad_enabled() and (meta is None or meta.requires_grad)
+        return tensor.requires_grad_(wanted and (tensor.is_floating_point() or tensor.is_complex()))
+
+    def _whole(self, info: RecvInfo) -> Tensor:
+        """What has arrived; the local part of a DTensor with its mesh."""
+        tensor, meta = info.take(), info.tensor_meta
         if isinstance(meta, _DTensorMeta):
-            tensor = meta.wrap(tensor, self._mesh_cache.get_mesh(meta.mesh_cache_key)).detach()
-        wanted = meta is None or meta.requires_grad
-        return tensor.requires_grad_(
-            wanted
-            and self.has_backward
-            and torch.is_grad_enabled()
-            and (tensor.is_floating_point() or tensor.is_complex())
-        )
+            return meta.wrap(tensor, self._mesh_cache.get_mesh(meta.mesh_cache_key))
+        return tensor
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         """The gradients of the outputs of a microbatch; None where there is none."""
-        grads: list[Tensor | None] = []
-        for info in self.grad_recv_info[bwd_chunk_id]:
-            if info.buffer is None:
-                grads.append(None)
-                continue
-            grad, meta = info.take(), info.tensor_meta
-            if isinstance(meta, _DTensorMeta):
-                grad = meta.wrap(grad, self._mesh_cache.get_mesh(meta.mesh_cache_key))
-            grads.append(grad)
-        return tuple(grads)
+        infos = self.grad_recv_info[bwd_chunk_id]
+        return tuple(None if info.buffer is None else self._whole(info) for info in infos)
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2P]:
         """A first, tiny exchange with the stages before and after, so that connections exist."""
-        ops: list[P2P] = []
-        for stage in (self.stage_index - 1, self.stage_index + 1):
-            there = self.stage_index_to_group_rank.get(stage)
-            if there is not None and there != self.group_rank:
-                ops.append(self._op(torch.zeros(1, device=self.device), stage, sends=False))
-                ops.append(self._op(torch.zeros(1, device=self.device), stage, sends=True))
-        return ops
+        beside = (self.stage_index - 1, self.stage_index + 1)
+        far = [k for k in beside if self.stage_index_to_group_rank.get(k, self.group_rank) != self.group_rank]
+        return [self._op(torch.zeros(1, device=self.device), k, sends=way) for k in far for way in (False, True)]
 
 
 def as_tuple(output: Value) -> tuple[Value, ...]:

@@ -63,9 +63,9 @@ class HandBox:
 
     def post(self, microbatch: int) -> None:
         channel, stage = self._channel, self.run.stage
-        if self.posted is not None and is_overridden(stage, ASK[self.op]):
+        if self.posted is not None:
             infos = stage.args_recv_info if self.op is Op.RECV_F else stage.grad_recv_info
-            stage._make_buffers(infos.get(microbatch, ()))
+            stage._with_buffers(infos.get(microbatch, ()))
         ops = getattr(stage, ASK[self.op])(microbatch)
         stage._posted.add((self.op.name, microbatch))
         try:
@@ -169,7 +169,7 @@ class HandRun:
             )
             schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch, self.inputs.loss_kwargs)
         if index + 1 in program.runs:
-            program.hand(index + 1).stage.set_local_fwd_input(output, microbatch)
+            program.runs[index + 1].stage.set_local_fwd_input(output, microbatch)
         elif not stage.has_backward and stage.is_last:
             stage.fwd_cache.pop(microbatch, None)
 
@@ -189,7 +189,7 @@ class HandRun:
         last = self.count() if full else False
         stage.backward_one_chunk(microbatch, loss=loss, full_backward=full, last_backward=last)
         if index - 1 in program.runs:
-            program.hand(index - 1).stage.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+            program.runs[index - 1].stage.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""

@@ -174,14 +174,14 @@ class PipelineStage(_PipelineStageBase):
         """Where the inputs of a microbatch come from."""
         metas = self._stage_meta.inputs or ()
         if self.is_first:
-            return tuple(
-                RecvInfo(f"root_{place}", None, None, meta, is_root_arg=True) for place, meta in enumerate(metas)
-            )
-        before = self.stage_index - 1
-        return tuple(
-            RecvInfo(f"recv_for_{self.stage_index}_from_{before}_{place}", before, None, meta)
-            for place, meta in enumerate(metas)
-        )
+            return tuple(RecvInfo(f"root_{k}", tensor_meta=meta, is_root_arg=True) for k, meta in enumerate(metas))
+        name = f"recv_for_{self.stage_index}_from"
+        sources = zip(self._sources(len(metas)), metas, strict=True)
+        return tuple(RecvInfo(f"{name}_{stage}_{place}", stage, None, meta) for (stage, place), meta in sources)
+
+    def _sources(self, number: int) -> Sequence[tuple[int, int]]:
+        """Where so many inputs come from: the stage, and which of its outputs."""
+        return [(self.stage_index - 1, place) for place in range(number)]
 
     def _create_act_send_info(self) -> dict[int, list[int | None]]:
         """By output: the stages that it goes to."""
@@ -201,19 +201,13 @@ class PipelineStage(_PipelineStageBase):
 
     def _validate_ahead(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> None:
         """On the first stage: try out the first microbatch, if it is known what it should look like."""
-        called, keywords = self._call_of((), args, kwargs)
-        if self._stage_meta.outputs is not None:  # driven by hand
-            self._validate_fwd_input(args)
-        elif self._seen:
-            self._validate_seen("forward inputs", 0, called)
-        else:
+        if self._stage_meta.outputs is None:
             return
+        self._validate_fwd_input(args)
+        called, keywords = self._call_of((), args, kwargs)
         with untouched(self.submod), torch.no_grad():
             output = self.submod(*called, **keywords)
-        if self._stage_meta.outputs is not None:
-            self._validate_fwd_outputs(as_tuple(output))
-        else:
-            self._validate_seen("forward outputs", 0, output)
+        self._validate_fwd_outputs(as_tuple(output))
 
     def _metas_of_call(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Metas:
         if is_overridden(self, "_compute_outputs"):

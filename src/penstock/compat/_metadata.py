@@ -2,7 +2,7 @@
 
 >>> expected = _TensorMeta.from_tensor(torch.zeros(2, 3))
 >>> expected.get_diff(_TensorMeta.from_tensor(torch.zeros(2, 4)))
-['shape mismatch: expected [2, 3], got [2, 4]', 'stride mismatch: expected (3, 1), got (4, 1)']
+['shape mismatch: expected [2, 3], got [2, 4]', 'stride mismatch: expected [3, 1], got [4, 1]']
 
 Programs written for torch.distributed.pipelining speak of these; penstock's own steps describe their messages in band
 (`penstock.run.layout`) and need none of it.
@@ -11,7 +11,7 @@ Programs written for torch.distributed.pipelining speak of these; penstock's own
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -66,11 +66,8 @@ class _TensorMeta:
         """What differs, in words. Whether a gradient is wanted depends on the step, and does not count."""
         if type(self) is not type(other):
             return [f"type mismatch: expected {_kind(self)}, got {_kind(other)}"]
-        pairs = [
-            ("shape", list(self.shape), list(other.shape)),
-            ("stride", tuple(self.stride), tuple(other.stride)),
-            ("dtype", self.dtype, other.dtype),
-        ]
+        names = [field.name for field in fields(self) if field.name != "requires_grad"]
+        pairs = [(name, *(_plain(getattr(meta, name)) for meta in (self, other))) for name in names]
         return [f"{name} mismatch: expected {mine}, got {theirs}" for name, mine, theirs in pairs if mine != theirs]
 
 
@@ -118,16 +115,6 @@ class _DTensorMeta(_TensorMeta):
         return DTensor.from_local(
             local, mesh, self.placements, run_check=False, shape=self.global_shape, stride=self.global_stride
         )
-
-    def get_diff(self, other: _TensorMeta) -> list[str]:
-        found = _TensorMeta.get_diff(self, other)
-        if not isinstance(other, _DTensorMeta):
-            return found
-        for name in ("global_shape", "global_stride", "placements", "mesh_dim_names", "mesh_layout"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                found.append(f"{name} mismatch: expected {mine}, got {theirs}")
-        return found
 
 
 Metas = tuple[_TensorMeta | None, ...]
@@ -221,6 +208,11 @@ class _MeshCache:
 
     def __len__(self) -> int:
         return len(self._meshes)
+
+
+def _plain(value: object) -> object:
+    """Sizes and their like may come as a tuple or as a list."""
+    return list(value) if isinstance(value, (tuple, list)) else value
 
 
 def _kind(meta: _TensorMeta) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 
@@ -101,19 +102,15 @@ def validate_schedule(actions: Order, pp_group_size: int, num_stages: int, num_m
 def format_pipeline_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
     """A table: a row a step, a column a rank."""
     ranks = sorted(pipeline_order)
-    steps = max((len(pipeline_order[rank]) for rank in ranks), default=0)
-    cells = [
-        [str(row[step]) if step < len(row) and row[step] is not None else "" for step in range(steps)]
-        for row in (pipeline_order[rank] for rank in ranks)
-    ]
-    titles = [f"Rank {rank}" for rank in ranks]
-    widths = [max(map(len, (title, *column))) for title, column in zip(titles, cells, strict=True)]
-    digits = len(str(max(steps - 1, 0)))
-    lines = [" ".join([" " * (digits + 6), *(title.ljust(width) for title, width in zip(titles, widths, strict=True))])]
-    for step in range(steps):
-        row = [column[step].ljust(width) for column, width in zip(cells, widths, strict=True)]
+    columns = [[f"Rank {rank}", *(str(action or "") for action in pipeline_order[rank])] for rank in ranks]
+    widths = [max(map(len, column)) for column in columns]
+    rows = list(zip_longest(*columns, fillvalue="")) or [()]
+    digits = len(str(max(len(rows) - 2, 0)))
+    lines = []
+    for step, row in enumerate(rows, -1):
+        head = f"Step {step:0{digits}}:" if step >= 0 else " " * (digits + 6)
         mark = " <-- ERROR HERE" if step == error_step_number else ""
-        lines.append(" ".join([f"Step {step:0{digits}}:", *row]) + mark)
+        lines.append(" ".join([head, *map(str.ljust, row, widths)]) + mark)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

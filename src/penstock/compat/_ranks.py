@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import count
 
 from penstock.compat._vocabulary import ComputationType as Kind
 from penstock.compat._vocabulary import NamedAction
 
 StageOf = Callable[[int], int]
-
-
-class _Writer:
-    """Writes actions down and hands out microbatch numbers: the next of its kind and stage."""
-
-    def __init__(self) -> None:
-        self.actions: list[NamedAction | None] = []
-        self.numbers: Counter[tuple[Kind, int]] = Counter()
-
-    def add(self, kind: Kind, stage: int) -> None:
-        self.actions.append(NamedAction(stage, kind, self.numbers[kind, stage]))
-        self.numbers[kind, stage] += 1
-
-    def idle(self, slots: int) -> None:
-        self.actions.extend([None] * slots)
 
 
 def get_warmup_ops(
@@ -52,24 +38,23 @@ def get_1f1b_rank_ops(
     enable_zero_bubble: bool = False,
 ) -> list[NamedAction | None]:
     """Forwards, then a forward and a backward in turn, then backwards; with `enable_zero_bubble` weights come later."""
-    writer = _Writer()
-    writer.idle(rank)
+    slots: list[tuple[int, Kind] | None] = [None] * rank  # None: idle
     hops = pp_group_size - 1 - rank
     aligned = n_local_stages * pp_group_size + 2 * hops - warmup_ops - rank
     kind = Kind.BACKWARD_INPUT if enable_zero_bubble else Kind.FULL_BACKWARD
     owed: list[int] = []  # stages whose weight work waits, the oldest first
     for at in range(warmup_ops + fwd_bwd_ops + cooldown_ops):
         if at < warmup_ops + fwd_bwd_ops:
-            writer.add(Kind.FORWARD, forward_stage_index(at))
+            slots.append((forward_stage_index(at), Kind.FORWARD))
         elif not enable_zero_bubble:
-            writer.idle(1)
+            slots.append(None)
         if at == warmup_ops - 1:
-            writer.idle(hops if enable_zero_bubble else aligned)
+            slots += [None] * (hops if enable_zero_bubble else aligned)
         if at >= warmup_ops:
-            writer.add(kind, backward_stage_index(at))
+            slots.append((backward_stage_index(at), kind))
             owed.append(backward_stage_index(at))
             if enable_zero_bubble and at - warmup_ops >= num_1f1b_microbatches:
-                writer.add(Kind.BACKWARD_WEIGHT, owed.pop(0))
-    for stage in owed if enable_zero_bubble else ():
-        writer.add(Kind.BACKWARD_WEIGHT, stage)
-    return writer.actions
+                slots.append((owed.pop(0), Kind.BACKWARD_WEIGHT))
+    slots += [(stage, Kind.BACKWARD_WEIGHT) for stage in owed if enable_zero_bubble]
+    microbatches: defaultdict[tuple[int, Kind], Iterator[int]] = defaultdict(count)  # the next of its stage and kind
+    return [slot and NamedAction(*slot, next(microbatches[slot])) for slot in slots]

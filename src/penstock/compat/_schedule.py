@@ -6,7 +6,6 @@ programs call or override them, and steps through the stages' own methods where 
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,24 +202,27 @@ class _PipelineSchedule(StageCare):
             return self._run_here(given, train=train)
 
     def _run_here(self, given: Given, *, train: bool) -> Outcome:
-        for stage in self.stages:
+        mine = self._drivable()
+        for stage in mine:
             if isinstance(stage, PipelineStage):
                 stage._forget_what_changed()
-            if stage.is_last and isinstance(stage, _PipelineStageBase):
+            if stage.is_last:
                 stage.output_chunks.clear()  # what the last step gave must not be alive beside what this one gives
         self._validate_first(given)
         try:
             outcome = super()._run(given, train=train)
         except BaseException:
-            for stage in self.stages:
-                if isinstance(stage, _PipelineStageBase):
-                    stage.clear_runtime_states()
+            for stage in mine:
+                stage.clear_runtime_states()
             raise
         finally:
             self._end_step()
-        for index in self._left_gathered():
-            self._gather(next(stage for stage in self.stages if stage.stage_index == index))
+        self._gather_again()
         return outcome
+
+    def _drivable(self) -> list[_PipelineStageBase]:
+        """The stages that programs may drive; penstock's own have none of what that takes."""
+        return [stage for stage in self.stages if isinstance(stage, _PipelineStageBase)]
 
     def _cut(self, given: Given, *, train: bool) -> StepInputs:
         inputs = super()._cut(given, train=train)
@@ -245,8 +247,8 @@ class _PipelineSchedule(StageCare):
             sizes = [one.size(0) for one in outputs]
             if sum(sizes) == merged.size(0) and merged.dim():
                 outputs = list(merged.split(sizes))
-        for stage in self.stages:
-            if stage.is_last and isinstance(stage, _PipelineStageBase):
+        for stage in self._drivable():
+            if stage.is_last:
                 stage.output_chunks[:] = outputs
         return merged
 
@@ -263,13 +265,8 @@ class _PipelineSchedule(StageCare):
         self._internal_losses.clear()
         self.fwd_recv_ops.clear()
         self.bwd_recv_ops.clear()
-        for stage in self.stages:
-            if isinstance(stage, _PipelineStageBase):
-                stage._end_step()
-
-    def _call_own_loop(self, arg_mbs: Value, kwarg_mbs: Value, target_mbs: Value, given: dict[str, Value]) -> None:
-        known = inspect.signature(self._step_microbatches).parameters
-        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **{k: v for k, v in given.items() if k in known})
+        for stage in self._drivable():
+            stage._end_step()
 
     def _validate_first(self, given: Given) -> None:
         """Where every tensor is to be checked, the first stage is tried out before anything is told to other ranks."""
@@ -288,8 +285,7 @@ class _PipelineSchedule(StageCare):
     def _meet(self, inputs: StepInputs) -> None:
         if self._stands_for_others():
             context = PipelineContext(self, inputs.args, inputs.kwargs, inputs.targets)
-            for stage in self.stages:
-                assert isinstance(stage, _PipelineStageBase), "stages for other ranks are torch's kind"
+            for stage in self._drivable():  # all of them: those for other ranks are torch's kind
                 self._prepare_forward(stage, None, context)
             self._prepare_backward(context, inputs.loss_kwargs)
             return

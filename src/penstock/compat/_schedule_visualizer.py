@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
-from penstock.compat._vocabulary import ComputationType, NamedAction, plan_of, to_op
+from penstock.compat._vocabulary import ComputationType, NamedAction, leaves_of, plan_of, to_op
 from penstock.compat.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -76,7 +76,11 @@ def get_schedule_ops(
             f"{per_rank} stages a rank under {kind.__name__}; expected {'2 or more' if several else '1'}"
         )
     make: Any = kind
-    stages: Any = [_place(rank=0, num_ranks=pp_degree, num_stages=pp_degree * per_rank) for _ in range(per_rank)]
+    sizes = {"group_rank": 0, "group_size": pp_degree, "num_stages": pp_degree * per_rank}
+    place = SimpleNamespace(
+        submod=None, group=None, stage_index=0, **sizes
+    )  # as much of a stage as a schedule looks at
+    stages: Any = [place] * per_rank
     order = make(stages if several else stages[0], num_microbatches).pipeline_order
     if with_comms:
         runtime = _PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)
@@ -86,15 +90,8 @@ def get_schedule_ops(
     return add_schedule_op_spacing(rows) if add_spacing else rows
 
 
-def _place(*, rank: int, num_ranks: int, num_stages: int) -> object:
-    """As much of a stage as a schedule looks at."""
-    return SimpleNamespace(
-        submod=None, group=None, stage_index=0, group_rank=rank, group_size=num_ranks, num_stages=num_stages
-    )
-
-
 def _timeline(schedule: Rows) -> Timeline:
-    leaves = [leaf for row in schedule for action in row if action is not None for leaf in action.leaves]
+    leaves = list(leaves_of(schedule))
     stages = 1 + max(leaf.stage_index for leaf in leaves)
     microbatches = 1 + max(leaf.microbatch_index or 0 for leaf in leaves)
     plan = plan_of(dict(enumerate(schedule)), num_microbatches=microbatches, num_stages=stages)

@@ -6,9 +6,10 @@ import ast
 import importlib
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from penstock.errors import UnknownNameError
 
@@ -23,9 +24,6 @@ _INSIDE = {
         ),
         "penstock walks graphs in its own way, see stage_backward_input": (
             "_autograd_grad_for_inputs _get_grad_fn_or_grad_acc construct_reverse_graph get_param_groups reverse_closure"
-        ),
-        "penstock cuts batches in its own way, see split_args_kwargs_into_chunks": (
-            "_debug_mask_minibatches _shard_dict_of_args"
         ),
     }.items()
     for name in names.split()
@@ -48,14 +46,14 @@ def found_in(module: str, *rooms: str) -> Callable[[str], Any]:
             return importlib.import_module("logging").getLogger(module)
         if name in _INSIDE:
             return _refusal(f"{module}.{name}", _INSIDE[name])
-        for room in rooms if not name.startswith("__") else ():
+        for room in () if name.startswith("__") else rooms:
             inside = vars(importlib.import_module(room, "penstock.compat"))
-            bare = name.removeprefix("_")
-            if name in inside or bare in inside:
-                return inside[name if name in inside else bare]
-        home, inner = ("", None) if name.startswith("__") else _imports(short).get(name, ("", None))
-        if not home:
+            for known in (name, name.removeprefix("_")):
+                if known in inside:
+                    return inside[known]
+        if name.startswith("__") or name not in _imports(short):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, inner = _imports(short)[name]
         found = importlib.import_module(home)
         return found if inner is None else getattr(found, inner)
 
@@ -65,10 +63,8 @@ def found_in(module: str, *rooms: str) -> Callable[[str], Any]:
 @cache
 def _imports(short: str) -> dict[str, tuple[str, str | None]]:
     """What torch's module imports: by name the module that has it, and its name there; None for a module itself."""
-    torch = find_spec("torch")
-    assert torch is not None, "whoever asks for torch's names has torch"
-    assert torch.origin is not None, "torch is no namespace"
-    source = Path(torch.origin).parent.joinpath("distributed", "pipelining", f"{short}.py").read_text(encoding="utf-8")
+    file = Path(torch.__file__).parent / "distributed" / "pipelining" / f"{short}.py"
+    source = file.read_text(encoding="utf-8")
     found: dict[str, tuple[str, str | None]] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

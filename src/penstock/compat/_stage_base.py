@@ -9,7 +9,7 @@ through all of them (`penstock.compat._by_hand`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -39,6 +39,10 @@ _BACKWARDS = (
 )
 
 
+class Rest(partial[object]):
+    """What is left of a backward of penstock's: it is told whether it is the last, which a function of the user's is not."""
+
+
 class _PipelineStageBase(Exchange):
     """The base of all stages. A subclass that calls no constructor sets at least `submod`, `num_stages`, `group_size`,
     `group_rank` and `group`; that is enough to build a schedule and to read its order.
@@ -63,9 +67,7 @@ class _PipelineStageBase(Exchange):
             f"{type(self).__name__} does not say what gradients it receives; override _prepare_backward_infra"
         )
 
-    @cached_property
-    def _accepted(self) -> frozenset[str] | None:
-        return accepted_keywords(unwrap(self.submod))
+    _accepted = cached_property[frozenset[str] | None](lambda self: accepted_keywords(unwrap(self.submod)))
 
     # -- forward
 
@@ -132,9 +134,7 @@ class _PipelineStageBase(Exchange):
         outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
         grads = None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id)
         if self._runtime_validate and grads is not None and self._stage_meta.output_grads is not None:
-            validate_tensors_metadata(
-                f"stage {self.stage_index}, output gradients", self._stage_meta.output_grads, grads
-            )
+            self._validate_stage_tensors("output gradients", self._stage_meta.output_grads, grads)
         request: dict[str, Value] = {
             "stage_output": loss if self.is_last else outputs,
             "output_grads": grads,
@@ -143,34 +143,26 @@ class _PipelineStageBase(Exchange):
         pending = self._pending.pop(bwd_chunk_id, None)
         if pending is not None:
             request["pending"] = pending
-        found: Grads = ()
-        if self.dw_builder is not None:
-            found, _ = self.backward_maybe_with_nosync("full", request, last_backward=last_backward)
-            runner = self.dw_builder()
-            if full_backward:
-                runner()
-            else:
-                self.dw_runner[bwd_chunk_id] = runner
-        elif full_backward:
-            found, _ = self.backward_maybe_with_nosync("full", request, last_backward=last_backward)
+        if self.dw_builder is None and not full_backward:
+            found, self.dw_runner[bwd_chunk_id] = self._backward_input(request, last_backward)
         else:
-            found, rest = self._backward_input(request, last_backward)
-            self.dw_runner[bwd_chunk_id] = rest
+            found, _ = self.backward_maybe_with_nosync("full", request, last_backward=last_backward)
+            if self.dw_builder is not None:
+                self.dw_runner[bwd_chunk_id] = self.dw_builder()
+                if full_backward:
+                    self.dw_runner.pop(bwd_chunk_id)()
         known = self._stage_meta.inputs
         self.bwd_cache[bwd_chunk_id] = found if known is None else found[: len(known)]
 
-    def _backward_input(self, request: dict[str, object], last_backward: bool) -> tuple[Grads, Callable[..., None]]:
+    def _backward_input(self, request: dict[str, object], last_backward: bool) -> tuple[Grads, Rest]:
         """The gradients of the inputs, and what does the weights' part. The first stage has nothing to hurry for."""
         if self.is_first and "pending" not in request:
-            return (), partial(self._backward_rest, "full", request)
+            return (), Rest(self.backward_maybe_with_nosync, "full", request)
         if isinstance(request["stage_output"], Tensor):
             request["stage_output"] = (request["stage_output"],)
         found, groups = self.backward_maybe_with_nosync("input", request, last_backward=last_backward)
         rest = request if "pending" in request else {"stage_output": request["stage_output"], "param_groups": groups}
-        return found, partial(self._backward_rest, "weight", rest)
-
-    def _backward_rest(self, kind: str, request: dict[str, object], last_backward: bool = False) -> None:
-        self.backward_maybe_with_nosync(kind, request, last_backward=last_backward)
+        return found, Rest(self.backward_maybe_with_nosync, "weight", rest)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weights' part of a backward that was split."""
@@ -182,7 +174,7 @@ class _PipelineStageBase(Exchange):
                 "backward_one_chunk(..., full_backward=False) for it before, and this once"
             )
         runner = self.dw_runner.pop(bwd_chunk_id)
-        runner(**({"last_backward": last_backward} if isinstance(runner, partial) else {}))
+        runner(**({"last_backward": last_backward} if isinstance(runner, Rest) else {}))
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -211,9 +203,8 @@ class _PipelineStageBase(Exchange):
                 _, groups = stage_backward_input(roots, grads, inputs, self.submod.parameters())
         known = self._stage_meta.inputs
         received = () if self.is_first else inputs if known is None else inputs[: len(known)]
-        others = inputs[
-            len(received) :
-        ]  # the model's own arguments, and what a method of the program's own has put there
+        # The others are the model's own arguments, and what a method of the program's own has put there.
+        others = inputs[len(received) :]
         return (*map(take_grad, received), *map(grad_of, others)), groups
 
     def scale_grads(self, grad_scale_factor: int) -> None:
@@ -270,8 +261,7 @@ class _PipelineStageBase(Exchange):
     def _note(self, args: tuple[Value, ...], output: Value) -> None:
         """After the first forward of penstock's own steps, or the first one after a program has reset them: what it may read."""
         inputs, outputs = (
-            extract_tensor_metas([v if is_strided(v) else None for v in values], allow_none=True) or ()
-            for values in (args, as_tuple(output))
+            extract_tensor_metas(_described(values), allow_none=True) or () for values in (args, as_tuple(output))
         )
         self._stage_meta = _StageMeta(inputs, outputs, _derive_grad_metas(inputs), _derive_grad_metas(outputs))
 
@@ -284,7 +274,12 @@ class _PipelineStageBase(Exchange):
     def _validate_stage_tensors(self, desc: str, expected: Any, actual: tuple[Value, ...]) -> None:
         if expected is None:
             raise ShapeError(f"stage {self.stage_index}, {desc}: nothing is known to compare them with")
-        validate_tensors_metadata(f"stage {self.stage_index}, {desc}", expected, actual)
+        validate_tensors_metadata(f"stage {self.stage_index}, {desc}", expected, _described(actual))
+
+
+def _described(values: Sequence[Value]) -> list[Tensor | None]:
+    """Of these values those that metadata can describe; None in the place of nests, sparse tensors and their like."""
+    return [value if is_strided(value) else None for value in values]
 
 
 def _roots(stage_output: Value, output_grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:

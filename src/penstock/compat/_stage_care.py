@@ -13,11 +13,10 @@ from penstock.compat._infer import PipelineStage
 from penstock.compat._parts import Parts
 from penstock.compat._pipeline_order import Orders
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._vocabulary import ComputationType
+from penstock.compat._vocabulary import ComputationType, leaves_of
 from penstock.errors import RunError
 from penstock.nest import Value
 from penstock.run.inputs import StepInputs
-from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 
 
 class Both:
@@ -151,8 +150,7 @@ class StageCare(Orders, Parts):
 
     def _split_stages(self) -> set[int]:
         """The stages that have a backward in two parts."""
-        rows = (self._order_with_comms or self.pipeline_order).values()
-        leaves = [leaf for row in rows for action in row if action is not None for leaf in action.leaves]
+        leaves = leaves_of((self._order_with_comms or self.pipeline_order).values())
         return {leaf.stage_index for leaf in leaves if leaf.computation_type is ComputationType.BACKWARD_INPUT}
 
     def _validate_adjacent_stage_communication(self) -> None:
@@ -188,10 +186,12 @@ class StageCare(Orders, Parts):
         if stage._adapter is not None and stage._adapter.sharded and index not in self.unsharded_stages:
             raise AssertionError(f"stage {index} is sharded; expected {index}UNSHARD before its parameters are used")
 
-    @staticmethod
-    def _gather(stage: CoreStage) -> None:
-        """The order leaves these parameters gathered, and a step ends with everything sharded."""
-        for module in stage.submod.modules():
+    def _gather_again(self) -> None:
+        """After a step, which ends with everything sharded: gather what the order leaves gathered."""
+        left = self._left_gathered()
+        for module in (
+            module for stage in self.stages if stage.stage_index in left for module in stage.submod.modules()
+        ):
             unshard = getattr(module, "unshard", None)
             if unshard is not None:
                 unshard()

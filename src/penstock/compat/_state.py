@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,32 +23,21 @@ from penstock.stage.deferred import Deferral, Pending
 from penstock.stage.dtensors import MeshGetter, from_local, mesh_of
 from penstock.stage.pipeline_stage import PipelineStage
 
-if TYPE_CHECKING:
-    pass
-
 
 def renamed(name: str) -> object:
     """An attribute of penstock's under torch's name; a program may set it."""
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
 
 
+@dataclass(eq=False, repr=False)
 class RecvInfo:
     """One input of a stage: from which stage it comes, what it looks like, and the buffer that it arrives in."""
 
-    def __init__(
-        self,
-        input_name: str,
-        source: int | None = None,
-        buffer: Tensor | None = None,
-        tensor_meta: _TensorMeta | None = None,
-        *,
-        is_root_arg: bool = False,
-    ) -> None:
-        self.input_name = input_name
-        self.source = source
-        self.buffer = buffer
-        self.tensor_meta = tensor_meta
-        self.is_root_arg = is_root_arg  # an argument of the model, given by the user
+    input_name: str
+    source: int | None = None
+    buffer: Tensor | None = None
+    tensor_meta: _TensorMeta | None = None
+    is_root_arg: bool = field(default=False, kw_only=True)  # an argument of the model, given by the user
 
     def __repr__(self) -> str:
         whence = "the model's argument" if self.is_root_arg else f"from stage {self.source}"
@@ -103,31 +92,19 @@ class StageState(PipelineStage):
     # On the last stage: what each microbatch of the last step gave, if it was asked for.
     output_chunks = cached_property[list[Value]](lambda _: [])
     # By microbatch: the weight work that is still owed.
-    dw_runner = cached_property[dict[int, Callable[[], None]]](lambda _: {})
+    dw_runner = cached_property[dict[int, Callable[..., object]]](lambda _: {})
     # Likewise in torch's; here `dw_runner` has all that such work needs.
     backward_state = cached_property[dict[int, tuple[object, ...]]](lambda _: {})
     args_recv_info = cached_property[dict[int, tuple[RecvInfo, ...]]](lambda _: {})
     act_send_info = cached_property[dict[int, list[int | None]]](lambda _: {})
     grad_recv_info = cached_property[dict[int, tuple[RecvInfo, ...]]](lambda _: {})
 
-    @cached_property
-    def _stage_meta(self) -> _StageMeta:
-        """What is known of the tensors of this stage. Programs reset its fields to None when shapes change."""
-        return _StageMeta()
-
-    @cached_property
-    def _user_meta(self) -> _StageMeta:
-        """What the user gave when the stage was made; likewise."""
-        return _StageMeta()
-
-    @cached_property
-    def _mesh_cache(self) -> _MeshCache:
-        return _MeshCache(self.get_mesh)
-
-    @cached_property
-    def _deferral(self) -> Deferral:
-        return Deferral(unwrap(self.submod))
-
+    # What is known of the tensors of this stage. Programs reset its fields to None when shapes change.
+    _stage_meta = cached_property[_StageMeta](lambda _: _StageMeta())
+    # What the user gave when the stage was made; likewise.
+    _user_meta = cached_property[_StageMeta](lambda _: _StageMeta())
+    _mesh_cache = cached_property[_MeshCache](lambda self: _MeshCache(self.get_mesh))
+    _deferral = cached_property[Deferral](lambda self: Deferral(unwrap(self.submod)))
     # By microbatch: the weight work that its forward began.
     _pending = cached_property[dict[int, Pending]](lambda _: {})
     # What inputs and outputs of a microbatch looked like when they were first looked at, in penstock's own steps.
@@ -162,12 +139,12 @@ class StageState(PipelineStage):
     def _describe(self) -> bytes:
         """What is known of the outputs of this stage, and of those of earlier ones that later ones read."""
         heard = {**self._heard, self.stage_index: self._stage_meta.outputs}
-        return json.dumps({k: self._rows(metas) for k, metas in heard.items() if self._passes_on(k)}).encode()
-
-    def _rows(self, metas: Metas | None) -> list[list[object] | None] | None:
-        if metas is None:
-            return None
-        return [None if meta is None else TensorLayout.of(self._to_tensor(meta)).to_json() for meta in metas]
+        rows = {
+            k: metas and [meta and TensorLayout.of(self._to_tensor(meta)).to_json() for meta in metas]
+            for k, metas in heard.items()
+            if self._passes_on(k)
+        }
+        return json.dumps(rows).encode()
 
     def _passes_on(self, producer: int) -> bool:
         """Whether the stages after this one must hear what the outputs of `producer` look like."""
@@ -176,7 +153,7 @@ class StageState(PipelineStage):
     def _hear(self, description: bytes) -> None:
         """Note what the stage before has said."""
         self._heard = {
-            int(k): None if rows is None else tuple(None if row is None else self._read_row(row) for row in rows)
+            int(k): None if rows is None else tuple(row and self._read_row(row) for row in rows)
             for k, rows in json.loads(description).items()
         }
 
