@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.compat._in_turn import messages_in_turn
+from penstock.compat._orders import add_send_recv
+from penstock.compat._vocabulary import named, packed
 from penstock.errors import DeadlockError
 from penstock.lower import lower
 from penstock.plan import Plan, check
@@ -87,8 +88,8 @@ def test_receives_posted_ahead_deadlock_on_one_queue(name: str) -> None:
 def test_messages_in_turn_run_on_every_layout(name: str, layout: QueueLayout) -> None:
     """The order of torch.distributed.pipelining, which is known to run on NCCL."""
     plan = get_schedule(name)(4, 8)
-    rows = messages_in_turn(dict(enumerate(plan.codes)), plan.placement.rank_of, plan.num_stages)
-    check(plan.with_codes(rows[rank] for rank in range(4)), queues=layout, sends="blocking")
+    rows = add_send_recv(dict(enumerate(map(named, plan.codes))), plan.placement.rank_of, plan.num_stages)
+    check(plan.with_codes(packed(rows[rank]) for rank in range(4)), queues=layout, sends="blocking")
 
 
 @settings(max_examples=80)

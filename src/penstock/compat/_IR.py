@@ -13,9 +13,8 @@ from torch.utils import _pytree as pytree
 
 from penstock import capture
 from penstock.capture import MultiUseParameterConfig, SplitPoint, StageModule
-from penstock.compat._captured import _PipelineStage, build_stage
-from penstock.compat._pipe_info import NAME as PP_SUBMOD_PREFIX  # noqa: F401  torch has it here
-from penstock.compat._pipe_info import PipeInfo, get_submod_name
+from penstock.compat._captured import NAME as PP_SUBMOD_PREFIX  # noqa: F401  torch has it here
+from penstock.compat._captured import PipeInfo, _PipelineStage, build_stage, get_submod_name
 from penstock.compat._siblings import found_in
 from penstock.errors import CaptureError
 from penstock.nest import Value

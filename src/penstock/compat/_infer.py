@@ -25,8 +25,9 @@ from penstock.compat._metadata import (
     _StageForwardMeta,
     _StageMeta,
     extract_tensor_metas,
+    validate_and_normalize_to_tuple,
+    validate_tensors_metadata,
 )
-from penstock.compat._metadata_checks import validate_and_normalize_to_tuple, validate_tensors_metadata
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._state import RecvInfo, is_overridden
 from penstock.errors import ShapeError

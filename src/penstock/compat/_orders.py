@@ -1,14 +1,21 @@
-"""Passes over orders: dictionaries from rank to lists of named actions, in which None is an idle slot."""
+"""Passes over orders: dictionaries from rank to lists of named actions, in which None is an idle slot.
+
+Messages are put where torch.distributed.pipelining puts them into its lists. The ranks take turns, one action each; a send
+follows its action at once, and its receive is appended, at that very moment, to the list of the rank at the other end. So all
+lists together follow one sequence in which no receive comes before its send, and receives may even block.
+`penstock.lower.Early` posts receives sooner; this order is what existing programs load, save and compare.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
+from typing import TypeVar
 
-from penstock.compat._in_turn import chain_rules, defer_receives, messages_in_turn, take_turns
 from penstock.compat._vocabulary import (
     Actions,
     NamedAction,
@@ -21,13 +28,111 @@ from penstock.compat._vocabulary import (
     plan_of,
     to_code,
 )
-from penstock.errors import DeadlockError, IncompleteError, PlanError
+from penstock.errors import DeadlockError, IncompleteError, OrderError, PlanError
 from penstock.lower.merge import merge
 from penstock.lower.reduce import reduce_grad
 from penstock.lower.shards import unshard_reshard
-from penstock.plan import check
-from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, with_op
-from penstock.plan.ops import ROWS
+from penstock.plan import Placement, Rules, StageGraph, check
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, peer_of, stage_of, text, with_op
+from penstock.plan.ops import INPUT_GRADIENTS, RECEIVES, ROWS, SENDS, Op
+
+RankOf = Callable[[int], int]
+T = TypeVar("T")
+
+
+def add_send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int) -> OrderDict:
+    """The order with its messages, for a chain of stages. The one that is given stays as it is. An idle slot: a turn passed up.
+
+    >>> rows = ("0F0", "0B0"), ("1F0", "1B0")
+    >>> add_send_recv({rank: [*map(NamedAction.from_str, row)] for rank, row in enumerate(rows)}, lambda stage: stage, 2)
+    {0: [0F0, 0SEND_F0, 0RECV_B0, 0B0], 1: [1RECV_F0, 1F0, 1B0, 1SEND_B0]}
+    """
+    codes = {rank: [action and to_code(action) for action in row] for rank, row in compute_actions.items()}
+    rules = _chain(stage_to_rank, num_stages)
+    arrivals, sends = cache(lambda key: tuple(rules.arrivals(key))), cache(rules.sends)
+    lists: dict[int, list[int]] = {rank: [] for rank in codes}
+    there: dict[int, set[int]] = {rank: set() for rank in codes}  # what has arrived or was computed, as needs
+
+    def turn(rank: int, code: int | None, _: int) -> bool:
+        actions = () if code is None else parts(code)
+        for part in actions:
+            if any(need | part & MICROBATCH_FIELD not in there[rank] for need in arrivals(part & KEY)):
+                return False
+        lists[rank] += () if code is None else (code,)
+        for part in actions:
+            there[rank].add(with_op(part, Op.I) if part & OP in INPUT_GRADIENTS else part)
+            for key in sends(part & KEY):
+                send = key | part & MICROBATCH_FIELD
+                receive = partner_of(send)
+                home = stage_to_rank(stage_of(receive))
+                lists[rank].append(send)
+                lists[home].append(receive)
+                there[home].add(receive)
+        return True
+
+    if stuck := _take_turns(codes, turn):
+        rank = min(stuck)
+        raise OrderError(
+            f"rank {rank} cannot go on at {text(stuck[rank] or 0)}: its input never comes; expected an order in which every "
+            "action follows what it needs"
+        )
+    return {rank: named(row) for rank, row in lists.items()}
+
+
+def _take_turns(
+    rows: Mapping[int, Sequence[T]], turn: Callable[[int, T, int], bool], *, chances: int = 1
+) -> dict[int, T]:
+    """Round by round, each rank in turn tries its next action, `chances` times in a round; `turn(rank, action, round)` does
+    it and says whether it could. What the ranks are left with when none can go on comes back: nothing, if all is done.
+    """
+    at = dict.fromkeys(sorted(rows), 0)
+    number = 0
+    while left := {rank: rows[rank][place] for rank, place in at.items() if place < len(rows[rank])}:
+        acted: set[int] = set()
+        for rank in (*left,) * chances:
+            if rank not in acted and turn(rank, left[rank], number):
+                acted.add(rank)
+                at[rank] += 1
+        if not acted:
+            break
+        number += 1
+    return left
+
+
+def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> OrderDict:
+    """Move each receive down to the action that uses it; the lower of two ranks still receives before it sends."""
+    rows = {rank: packed(row) for rank, row in actions.items()}
+    stages = (max(stage_of(part), peer_of(part)) for row in rows.values() for code in row for part in parts(code))
+    rules = _chain(stage_to_rank, 1 + max(stages, default=0))
+    return {rank: named(_deferred(rank, row, rules)) for rank, row in rows.items()}
+
+
+def _chain(rank_of: RankOf, num_stages: int) -> Rules:
+    """What precedes what in a chain of stages with messages."""
+    placement = Placement.of([rank_of(stage) for stage in range(num_stages)])
+    return Rules(StageGraph.chain(num_stages), placement, lowered=True)
+
+
+def _deferred(rank: int, row: Sequence[int], rules: Rules) -> list[int]:
+    rank_of = rules.placement.rank_of
+    held: dict[int, None] = {}  # in order
+    lowered: list[int] = []
+    for code in row:
+        if code & OP in RECEIVES:
+            held[code] = None
+            continue
+        if code & OP in SENDS and rank < (peer := rank_of(peer_of(code))):
+            due = [receive for receive in held if rank_of(peer_of(receive)) == peer]
+        else:
+            needs = (need | part & MICROBATCH_FIELD for part in parts(code) for need in rules.arrivals(part & KEY))
+            due = [need for need in needs if need in held]
+        for receive in due:
+            del held[receive]
+        lowered += (*due, code)
+    if held:
+        unused = text(next(iter(held)))
+        raise OrderError(f"rank {rank} receives {unused} and never uses it; expected a forward or backward for it")
+    return lowered
 
 
 def add_reduce_grad(actions: Actions, n_microbatches: int) -> list[NamedAction | None]:
@@ -45,25 +150,12 @@ def merge_bw(compute_actions: Actions) -> list[NamedAction | None]:
     return named(merge(packed(compute_actions), {leaf.stage_index for leaf in leaves_of([compute_actions])}))
 
 
-def add_send_recv(compute_actions: Order, stage_to_rank: Callable[[int], int], num_stages: int) -> OrderDict:
-    """The order with its messages. The dictionary that is given stays as it is."""
-    slots = {rank: [action and to_code(action) for action in row] for rank, row in compute_actions.items()}
-    lowered = messages_in_turn(slots, stage_to_rank, num_stages)
-    return {rank: named(codes) for rank, codes in lowered.items()}
-
-
-def defer_recv_ops(actions: Order, stage_to_rank: Callable[[int], int]) -> OrderDict:
-    """Receives moved down to their use."""
-    codes = {rank: packed(row) for rank, row in actions.items()}
-    return {rank: named(row) for rank, row in defer_receives(codes, stage_to_rank).items()}
-
-
-def simulate_comms_compute(pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int) -> OrderDict:
+def simulate_comms_compute(pipeline_order: Order, stage_to_rank: RankOf, num_stages: int) -> OrderDict:
     """Work through a lowered order in lockstep, one slot an action: which rank does what in which slot, None where it waits.
 
     A rank that waits gets a second chance in the same slot, after all others. penstock's own clock is `penstock.simulate`.
     """
-    rules = chain_rules(stage_to_rank, num_stages)
+    rules = _chain(stage_to_rank, num_stages)
     rows = {rank: packed(pipeline_order[rank]) for rank in sorted(pipeline_order)}
     slots: OrderDict = {rank: [] for rank in rows}
     done: set[int] = set()
@@ -77,7 +169,7 @@ def simulate_comms_compute(pipeline_order: Order, stage_to_rank: Callable[[int],
             done.update((part, *(with_op(part, half) for half in ROWS[part & OP].halves)))
         return True
 
-    if stuck := take_turns(rows, turn, chances=2):
+    if stuck := _take_turns(rows, turn, chances=2):
         waiting = ", ".join(f"rank {rank} at {of_code(code)}" for rank, code in stuck.items())
         raise DeadlockError(f"Schedule is not progressing: {waiting} wait for ever")
     return slots

@@ -1,4 +1,8 @@
-"""The parts of a step, each under the name by which programs call or override it: splitting, checking, losses, merging."""
+"""The parts of a step, each under the name by which programs call or override it: splitting, checking, losses, merging.
+
+And what a schedule does for stages that are driven by hand, around their microbatches: before the first one they learn what
+they receive; sharded parameters are gathered and freed as the order says.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,36 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_chunks, split_batch
+from penstock.compat._by_hand import HandProgram
+from penstock.compat._hand_stage import PipelineContext
+from penstock.compat._infer import PipelineStage
+from penstock.compat._pipeline_order import Orders
+from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._vocabulary import ComputationType, leaves_of
 from penstock.errors import RunError, SplitError
 from penstock.nest import Value
-from penstock.run.schedule import Schedule
-from penstock.stage.pipeline_stage import PipelineStage
+from penstock.run.inputs import StepInputs
+from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 
 
-class Parts(Schedule):
-    """What a step is made of."""
+class Both:
+    """True, of steps with a backward and of those without: equal to either."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, bool)
+
+    __hash__ = None  # type: ignore[assignment]  # it is equal to things that are not equal
+
+    def __repr__(self) -> str:
+        return "True"
+
+
+class Parts(Orders):
+    """What a step is made of, and what a schedule does around the microbatches of stages that are driven by hand."""
 
     _internal_losses: list[Tensor | None]
-    _loss_weights: Sequence[float | Tensor] | None = (
-        None  # the share of each microbatch in the batch, while a step runs
-    )
+    # The share of each microbatch in the batch, while a step runs.
+    _loss_weights: Sequence[float | Tensor] | None = None
 
     def _step_microbatches(
         self,
@@ -105,12 +126,12 @@ class Parts(Schedule):
         assert self.loss_fn is not None, "only asked for with a loss"
         return self.loss_fn(output, target, **(loss_kwargs or {}))
 
-    def _should_compute_loss(self, stage: PipelineStage) -> bool:
+    def _should_compute_loss(self, stage: CoreStage) -> bool:
         return bool(stage.is_last and self.loss_fn is not None)
 
     def _maybe_compute_loss(
         self,
-        stage: PipelineStage,
+        stage: CoreStage,
         output: Value,
         target_mbs: Value,
         mb_index: int,
@@ -122,7 +143,7 @@ class Parts(Schedule):
             self._internal_losses.extend([None] * missing)
             self._internal_losses[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
 
-    def _maybe_get_loss(self, stage: PipelineStage, mb_index: int) -> Tensor | None:
+    def _maybe_get_loss(self, stage: CoreStage, mb_index: int) -> Tensor | None:
         """On the last stage: what its backward starts from, the loss by its weight in the batch."""
         if not self._should_compute_loss(stage):
             return None
@@ -135,7 +156,7 @@ class Parts(Schedule):
             )
         return loss if self._loss_weights is None else loss * self._loss_weights[mb_index]
 
-    def _update_losses(self, stages: PipelineStage | Sequence[PipelineStage], losses: list[Tensor] | None) -> None:
+    def _update_losses(self, stages: CoreStage | Sequence[CoreStage], losses: list[Tensor] | None) -> None:
         """Give the losses of the step to the user's list."""
         many = stages if isinstance(stages, Sequence) else [stages]
         if losses is not None and any(stage.is_last for stage in many):
@@ -144,3 +165,165 @@ class Parts(Schedule):
                 raise RunError(f"{len(kept)} losses of {self.num_microbatches} microbatches; expected one each")
             losses[:] = [loss.detach().clone() for loss in kept]
         self._internal_losses.clear()
+
+    _adjacent_only = False  # whether stages that are driven by hand talk with their neighbours alone
+    _backward_wanted: bool | None = None
+    _knows_shapes = False  # a program has seen to it that the stages know their shapes
+    _drives_by_hand: bool  # whether steps go through the stages' own methods
+    unsharded_stages: set[int]
+
+    @property
+    def _has_backward(self) -> bool:
+        """Whether `step` differentiates: with a loss it does, unless a program says otherwise."""
+        return self.loss_fn is not None if self._backward_wanted is None else self._backward_wanted
+
+    @_has_backward.setter
+    def _has_backward(self, wanted: bool) -> None:
+        self._backward_wanted = wanted
+
+    # -- before the first microbatch: the stages learn what they receive
+
+    def _prepare_forward(self, stage: _PipelineStageBase, handed: Value, context: PipelineContext) -> None:
+        args, kwargs = (context.arg_mbs or [()])[0], (context.kwarg_mbs or [{}])[0]
+        stage._splits = stage.stage_index in self._split_stages()
+        stage._model_args = args
+        if not self._knows_shapes:
+            given = args if stage.is_first else handed
+            stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self._has_backward)
+
+    def _prepare_backward(self, context: PipelineContext, loss_kwargs: Value) -> None:
+        received: object = None
+        for stage in reversed(self.stages) if self._has_backward and not self._knows_shapes else ():
+            received = stage._prepare_backward_infra(  # type: ignore[attr-defined]
+                self.num_microbatches,
+                loss_fn=self.loss_fn,
+                target=None if context.target_mbs is None else context.target_mbs[0],
+                received_grad_meta=received,
+                loss_kwargs=loss_kwargs,
+            )
+        if self._adjacent_only:
+            self._validate_adjacent_stage_communication()
+
+    def _warmup_p2p(self, stages: Sequence[object], has_backward: bool, p2p_done: bool) -> None:
+        """Before stages that are driven by hand learn what they receive: whether their user has said it all. Programs put a
+        vote of their own in its place. Connections need no warming up: they are there before the first step.
+        """
+        for stage in stages:
+            if isinstance(stage, PipelineStage):
+                stage._choose_inference_mode(has_backward)
+
+    def _initialize_stages(self, args: Value, kwargs: Value, target: Value = None, loss_kwargs: Value = None) -> None:
+        """Have the stages learn what they receive, for a microbatch like this one; every rank calls it, before a step. In a loop
+        of the user's own there is nothing left to do: its step has seen to it.
+        """
+        if not any(getattr(stage, "_in_step", False) for stage in self.stages):
+            targets = None if target is None else [target]
+            self._meet(StepInputs([tuple(args or ())], [dict(kwargs or {})], targets, loss_kwargs or {}))
+
+    _initialize_stage = _initialize_stages
+
+    def _meet(self, inputs: StepInputs) -> None:
+        """What comes before the first microbatch of a step, and no more."""
+        raise NotImplementedError("_PipelineSchedule has the ranks to meet")
+
+    def _initialize_pp_stages(
+        self,
+        stages: Sequence[object],
+        args: Value,
+        kwargs: Value,
+        target: Value,
+        fwd_initialized: bool,
+        bwd_initialized: bool,
+        loss_kwargs: Value = None,
+    ) -> tuple[bool, bool]:
+        """Likewise; what is initialized afterwards."""
+        if not fwd_initialized or bwd_initialized != self._has_backward:
+            self._initialize_stages(args, kwargs, target, loss_kwargs)
+        return True, self._has_backward
+
+    def _ready_modes(self) -> set[bool]:
+        """With and without a backward: the steps that begin at once, without asking stages first what their values look like.
+        Penstock's own always do.
+        """
+        if self._knows_shapes or not self._drives_by_hand:
+            return {True, False}
+        known = vars(self).get("_programs", {}).values()
+        return {one.setting.grad for one in known if isinstance(one, HandProgram) and one.saved}
+
+    @property
+    def _stages_forward_initialized(self) -> bool:
+        """Whether some steps begin at once: programs ask, since torch's stages run their module once more before others. A
+        program that has seen to that itself sets it; one that sets it to False has stages that are driven by hand learn their
+        shapes again, which they do by themselves when the shape of the input changes.
+        """
+        return bool(self._ready_modes())
+
+    @_stages_forward_initialized.setter
+    def _stages_forward_initialized(self, known: bool) -> None:
+        self._knows_shapes = known
+        if not known:
+            for stage in self.stages:
+                vars(stage).pop("_seen", None)
+            for program in vars(self).get("_programs", {}).values():
+                if isinstance(program, HandProgram):
+                    program.saved.clear()
+
+    @property
+    def _stages_backward_initialized(self) -> bool | Both:
+        """Programs compare it with whether the next step has a backward; if not equal, torch's stages learn their shapes anew."""
+        ready = self._ready_modes()
+        return Both() if len(ready) == 2 else True in ready
+
+    @_stages_backward_initialized.setter
+    def _stages_backward_initialized(self, known: bool) -> None:
+        self._stages_forward_initialized = known
+
+    _stage_forward_initialized, _stage_backward_initialized = _stages_forward_initialized, _stages_backward_initialized
+
+    def _split_stages(self) -> set[int]:
+        """The stages that have a backward in two parts."""
+        leaves = leaves_of((self._order_with_comms or self.pipeline_order).values())
+        return {leaf.stage_index for leaf in leaves if leaf.computation_type is ComputationType.BACKWARD_INPUT}
+
+    def _validate_adjacent_stage_communication(self) -> None:
+        """Where a rank has several stages, only neighbours talk by hand: whoever hands over knows the next stage alone."""
+        for stage in self.stages:
+            index = stage.stage_index
+            received = stage.args_recv_info.get(0, ())  # type: ignore[attr-defined]
+            sources = {info.source for info in received if getattr(info, "source", None) is not None}
+            sent = stage.act_send_info.values()  # type: ignore[attr-defined]
+            targets = {there for places in sent for there in places if there is not None}
+            far = sorted((sources - {index - 1}) | (targets - {index + 1}))
+            if far:
+                raise RunError(
+                    f"stage {index} exchanges values with {far}, and stages driven by hand support adjacent-stage communication "
+                    "only; leave forward_one_chunk and its kin alone, and penstock's own steps send what skips stages too"
+                )
+
+    # -- parameters that are sharded
+
+    def _unshard(self, stage: _PipelineStageBase) -> None:
+        if stage._adapter is not None and stage._adapter.sharded:
+            stage._adapter.unshard()
+            self.unsharded_stages.add(stage.stage_index)
+
+    def _reshard(self, stage: _PipelineStageBase) -> None:
+        if stage._adapter is not None and stage._adapter.sharded:
+            stage._adapter.reshard()
+            self.unsharded_stages.discard(stage.stage_index)
+
+    def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
+        """A function that computes by itself asks here whether the parameters of its stage are gathered."""
+        index = stage.stage_index
+        if stage._adapter is not None and stage._adapter.sharded and index not in self.unsharded_stages:
+            raise AssertionError(f"stage {index} is sharded; expected {index}UNSHARD before its parameters are used")
+
+    def _gather_again(self) -> None:
+        """After a step, which ends with everything sharded: gather what the order leaves gathered."""
+        left = self._left_gathered()
+        for module in (
+            module for stage in self.stages if stage.stage_index in left for module in stage.submod.modules()
+        ):
+            unshard = getattr(module, "unshard", None)
+            if unshard is not None:
+                unshard()

@@ -19,8 +19,8 @@ from penstock.compat._by_hand import HAND, MEET, HandPrograms, is_driven_by_hand
 from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage
 from penstock.compat._metadata import is_strided
+from penstock.compat._parts import Parts
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._stage_care import StageCare
 from penstock.compat._state import is_overridden, renamed
 from penstock.compat._vocabulary import ComputationType
 from penstock.errors import PlanError
@@ -47,7 +47,7 @@ def _spec(field: str) -> object:
     )
 
 
-class _PipelineSchedule(StageCare):
+class _PipelineSchedule(Parts):
     """Stages and an order, ready to train, with everything that programs find on torch's schedules."""
 
     _loss_fn = renamed("loss_fn")

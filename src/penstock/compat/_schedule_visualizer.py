@@ -15,12 +15,8 @@ from typing import Any, NamedTuple
 from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
 from penstock.compat._vocabulary import ComputationType, NamedAction, leaves_of, plan_of, to_op
-from penstock.compat.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
+from penstock.compat.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+from penstock.compat.schedules import _PipelineScheduleRuntime as Runtime
 from penstock.errors import PlanError
 from penstock.plan import Op
 from penstock.show import to_svg
@@ -83,7 +79,7 @@ def get_schedule_ops(
     stages: Any = [place] * per_rank
     order = make(stages if several else stages[0], num_microbatches).pipeline_order
     if with_comms:
-        runtime = _PipelineScheduleRuntime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)
+        runtime = Runtime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)
         runtime._prepare_schedule_with_comms(order)
         order = runtime.pipeline_order_with_comms
     rows = [list(order[rank]) for rank in range(pp_degree)]

@@ -19,12 +19,7 @@ def _outline_submodules(orig_graph: fx.Graph) -> fx.GraphModule:
     frame: Any = _ModuleFrame
     outlined = fx.GraphModule(nn.Module(), fx.Graph())
     stack: list[object] = [("", None, 0)]
-    registry: tuple[Value, ...] = (
-        {},
-        defaultdict(list),
-        defaultdict(set),
-        {},
-    )  # nodes, modules, attributes, made modules
+    registry: tuple[Value, ...] = ({}, defaultdict(list), defaultdict(set), {})  # nodes, modules, attributes, made ones
     frame(orig_graph, tuple(orig_graph.nodes), *registry, None, stack, "", {}, module=outlined).run_outer()
     outlined.graph.lint()
     outlined.recompile()

@@ -13,7 +13,7 @@ from penstock.plan import Placement
 
 PipeliningMetadataError = PipeliningShapeError = ShapeError
 TensorMeta = _TensorMeta | _DTensorMeta
-__getattr__ = found_in(__name__, "._metadata", "._metadata_checks", "._pipe_info", "..capture")
+__getattr__ = found_in(__name__, "._metadata", "._captured", "..capture")
 
 
 def flatten_args(args: Value, *, detach: bool = False) -> Value:

@@ -10,5 +10,5 @@ from penstock.compat._state import RecvInfo as _RecvInfo
 from penstock.compat._state import RootArgPlaceholder
 
 InputInfo = _RecvInfo | RootArgPlaceholder
-__getattr__ = found_in(__name__, "._captured", "._exchange", "._metadata", "._metadata_checks", "._state")
+__getattr__ = found_in(__name__, "._captured", "._exchange", "._metadata", "._state")
 __all__ = ["PipelineStage", "build_stage"]
