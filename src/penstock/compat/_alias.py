@@ -68,9 +68,7 @@ def install() -> None:
         del sys.modules[name]
     sys.meta_path.insert(0, _finder)
     os.environ[SWITCH] = "1"
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if STARTUP not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *paths]))
+    _put_on_path(STARTUP)
     if _replaced:
         _bind(importlib.import_module(TORCH))
     if holders:
@@ -90,13 +88,16 @@ def uninstall() -> None:
         del sys.modules[name]
     sys.modules.update(_replaced)
     os.environ.pop(SWITCH, None)
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != STARTUP]
-    if paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    else:
-        os.environ.pop("PYTHONPATH", None)
+    _put_on_path()
     _bind(_replaced.get(TORCH))
     _replaced.clear()
+
+
+def _put_on_path(*first: str) -> None:
+    """Let the processes that are started from here look in `first` before the rest, and else not in our folder."""
+    rest = os.environ.pop("PYTHONPATH", "").split(os.pathsep)
+    if paths := [*first, *(path for path in rest if path and path != STARTUP)]:
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def _bind(package: ModuleType | None) -> None:

@@ -93,7 +93,10 @@ def stage_backward_input(
     inputs = [value for value in input_values if isinstance(value, Tensor) and value.requires_grad]
     groups = _groups([_edge(root).node for root in roots], [_edge(value).node for value in inputs], list(weights))
     joints = {joint: len(joint._input_metadata) for group in groups for joint in group["intermediates"]}
-    wanted = [*inputs, *(GradientEdge(joint, place) for joint, size in joints.items() for place in range(size))]
+    wanted: list[Any] = [
+        *inputs,
+        *(GradientEdge(joint, place) for joint, size in joints.items() for place in range(size)),
+    ]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if roots and wanted:
         found = torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)

@@ -74,11 +74,7 @@ class HandProgram(Program):
     stages: dict[int, _PipelineStageBase]  # type: ignore[assignment]  # likewise
 
     def __init__(
-        self,
-        setting: Setting,
-        stages: Sequence[_PipelineStageBase],
-        transport: Transport,
-        schedule: _PipelineSchedule,
+        self, setting: Setting, stages: Sequence[_PipelineStageBase], transport: Transport, schedule: _PipelineSchedule
     ) -> None:
         self.schedule = schedule
         self.context = PipelineContext(schedule)
@@ -139,7 +135,7 @@ class HandProgram(Program):
         for index, stage in sorted(self.stages.items()):
             before, after = self.elsewhere(index - 1), self.elsewhere(index + 1)
             with noted(problems):
-                stage._heard = known if before is None else self.hear(before, stage)
+                stage._heard = known if before is None else stage._told(self.hear(before))
                 if not problems:
                     schedule._prepare_forward(stage, stage._heard.get(index - 1), self.context)
                     known = {**stage._heard, index: stage._stage_meta.outputs}
@@ -161,7 +157,7 @@ class HandProgram(Program):
         return self.channel(self.plan.placement.rank_of(index))
 
     @staticmethod
-    def hear(channel: Channel, stage: _PipelineStageBase) -> Mapping[int, Metas | None]:
+    def hear(channel: Channel) -> bytes:
         """What the stage before says of its outputs, and of those of earlier ones."""
         found: list[bytes] = []
 
@@ -170,8 +166,7 @@ class HandProgram(Program):
 
         channel.incoming.append(receive())
         channel.pull()
-        stage._hear(found[0])
-        return stage._heard
+        return found[0]
 
     def abandon(self) -> None:
         if not self.met:
@@ -203,21 +198,20 @@ class LoopProgram(HandProgram):
 
     def loop(self) -> None:
         inputs, context = next(iter(self.runs.values())).inputs, self.context
+        step: Callable[..., object] = self.schedule._step_microbatches
         given = {"losses": context.losses, "return_outputs": inputs.keep_outputs, "loss_kwargs": inputs.loss_kwargs}
-        step = self.schedule._step_microbatches
-        known = inspect.signature(step).parameters
-        options = {name: value for name, value in given.items() if name in known}
-        step(context.arg_mbs, context.kwarg_mbs, context.target_mbs, **options)
+        options = given.keys() & inspect.signature(step).parameters.keys()
+        step(context.arg_mbs, context.kwarg_mbs, context.target_mbs, **{name: given[name] for name in options})
 
     def finish(self) -> None:
         Program.finish(self)
 
 
-class MeetingProgram(HandProgram):
+class MeetingProgram(LoopProgram):
     """A step that ends when the stages know what their values look like."""
 
-    def bind(self, action: AnyAction, *, cold: bool) -> Call:
-        return nothing
+    def loop(self) -> None:
+        """Nothing is left to do."""
 
     def begin(self, inputs: StepInputs) -> None:
         super().begin(inputs)
@@ -226,13 +220,12 @@ class MeetingProgram(HandProgram):
     def save_layouts(self, signature: int) -> None:
         """Nothing: whoever asks again has new shapes."""
 
-    def finish(self) -> None:
-        Program.finish(self)
-
 
 def _care(program: HandProgram, action: Action, cold: bool) -> Call:
-    run = program.runs[action.stage]
-    return {Op.UNSHARD: run.unshard, Op.RESHARD: run.reshard, Op.REDUCE_GRAD: run.reduce_grad}[action.op]
+    schedule, run = program.schedule, program.runs[action.stage]
+    if action.op is Op.REDUCE_GRAD:
+        return run.reduce_grad
+    return partial(schedule._unshard if action.op is Op.UNSHARD else schedule._reshard, run.stage)
 
 
 HAND_HANDLERS: Handlers = {**HANDLERS, **dict.fromkeys((Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD), _care)}

@@ -18,8 +18,7 @@ from penstock import capture
 from penstock.capture.pipe import CapturedStage
 from penstock.capture.stage_module import StageModule
 from penstock.compat._infer import PipelineStage
-from penstock.compat._metadata import Metas, _derive_grad_metas
-from penstock.compat._state import RecvInfo
+from penstock.compat._metadata import Metas
 from penstock.errors import CaptureError
 from penstock.nest import Value
 from penstock.stage.pipeline_stage import Group
@@ -74,16 +73,7 @@ class _PipelineStage(CapturedStage, PipelineStage):
     """A stage around a captured module, with everything that programs find on torch's."""
 
     pipe_info: PipeInfo
-
-    def __init__(
-        self,
-        stage_module: StageModule,
-        stage_index: int,
-        pipe_info: capture.PipeInfo,
-        device: torch.device | str,
-        group: Group = None,
-    ) -> None:
-        super().__init__(stage_module, stage_index, PipeInfo.of(pipe_info), device, group)
+    _hears_all = True
 
     @property
     def name(self) -> str:
@@ -159,15 +149,6 @@ class _PipelineStage(CapturedStage, PipelineStage):
         wires = self.pipe_info.stage_outputs[self.stage_index]
         return {place: list(wire.stages) for place, wire in enumerate(wires)}
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, list[int | None]]) -> tuple[RecvInfo, ...]:
-        """The gradients of the outputs: each from every stage that reads it."""
-        metas = self._stage_meta.output_grads or _derive_grad_metas(self._stage_meta.outputs or ())
-        return tuple(
-            RecvInfo(f"recv_grad_for_{self.stage_index}_from_{reader}_{place}", reader, None, metas[place])
-            for place, readers in (() if self.is_last else act_send_info.items())
-            for reader in readers
-        )
-
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         """What several stages read has the sum of what they send back."""
         arrived = iter(super()._retrieve_recv_grads(bwd_chunk_id))
@@ -189,4 +170,4 @@ def build_stage(
 
     stage = build_stage(pipe.get_stage_module(0), 0, pipe.info(), "cpu")
     """
-    return _PipelineStage(stage_module, stage_index, pipe_info, device, group)
+    return _PipelineStage(stage_module, stage_index, PipeInfo.of(pipe_info), device, group)

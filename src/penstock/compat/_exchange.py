@@ -30,6 +30,7 @@ from penstock.compat._metadata import (
     _MeshCache,
     _StageMeta,
     _TensorMeta,
+    extract_tensor_meta,
     to_local_if_dtensor,
 )
 from penstock.compat._p2p import P2P, TransportOp
@@ -37,9 +38,9 @@ from penstock.compat._state import RecvInfo, renamed
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value
 from penstock.parallel import DataParallel, unwrap
-from penstock.run.layout import TensorLayout, dense, wire
+from penstock.run.layout import TensorLayout, dense, unwire, wire
 from penstock.stage.deferred import Deferral, Pending
-from penstock.stage.dtensors import MeshGetter, from_local, mesh_of
+from penstock.stage.dtensors import MeshGetter, mesh_of
 from penstock.stage.pipeline_stage import PipelineStage, RankGroup
 
 
@@ -56,6 +57,7 @@ class Exchange(PipelineStage):
     _runtime_validate = False  # check every tensor against what came before; each rank decides that for itself
     _model_args: tuple[Value, ...] = ()  # the model's arguments, for stages that read some of them
     _heard: Mapping[int, Metas | None] = MappingProxyType({})  # what earlier stages have said of their outputs
+    _hears_all = False  # whether all stages that read an output send a gradient back, or the first of them alone
     _splits = True  # whether the backward of some microbatch may come in two parts
     _in_step = False  # within a step of a schedule, which has scaled the loss and reduces by itself
     _gradients_before: Sequence[tuple[Tensor, int]] = ()  # the step, each with its version
@@ -95,10 +97,10 @@ class Exchange(PipelineStage):
     # The messages of this step that were asked for: their kind, and the microbatch.
     _posted = cached_property[set[tuple[str, int]]](lambda _: set())
 
-    @cached_property
-    def stage_index_to_group_rank(self) -> dict[int, int]:
-        """Which rank holds which stage; the schedule knows better."""
-        return {stage: stage % self.group_size for stage in range(self.num_stages)}
+    # Which rank holds which stage; the schedule knows better.
+    stage_index_to_group_rank = cached_property[dict[int, int]](
+        lambda self: {stage: stage % self.group_size for stage in range(self.num_stages)}
+    )
 
     def _check_chunk_id(self, chunk_id: int) -> None:
         if self.chunks is None:
@@ -114,13 +116,14 @@ class Exchange(PipelineStage):
             return arg.detach().requires_grad_(arg.requires_grad)
         if arg is None:
             raise ShapeError(f"stage {self.stage_index} gets something that is no tensor from the stage before")
-        if isinstance(arg, _DTensorMeta):
-            example: Tensor = (
-                arg.to_dtensor(self.device, self._mesh_cache.get_mesh(arg.mesh_cache_key)).detach().zero_()
-            )
-        else:
-            example = torch.zeros(tuple(arg.shape), dtype=arg.dtype, device=self.device)
-        return example.requires_grad_(arg.requires_grad)
+        zeros = torch.zeros(tuple(arg.shape), dtype=arg.dtype, device=self.device)
+        return self._on_mesh(zeros, arg).detach().requires_grad_(arg.requires_grad)
+
+    def _on_mesh(self, local: Tensor, meta: _TensorMeta | None) -> Tensor:
+        """The DTensor of which this is the local part, if it is one."""
+        if isinstance(meta, _DTensorMeta):
+            return meta.wrap(local, self._mesh_cache.get_mesh(meta.mesh_cache_key))
+        return local
 
     def _describe(self) -> bytes:
         """What is known of the outputs of this stage, and of those of earlier ones that later ones read."""
@@ -136,23 +139,19 @@ class Exchange(PipelineStage):
         """Whether the stages after this one must hear what the outputs of `producer` look like."""
         return producer == self.stage_index
 
-    def _hear(self, description: bytes) -> None:
-        """Note what the stage before has said."""
-        self._heard = {
+    def _told(self, description: bytes) -> Mapping[int, Metas | None]:
+        """What the stage before has said of its outputs, and of those of earlier ones."""
+        return {
             int(k): None if rows is None else tuple(row and self._read_row(row) for row in rows)
             for k, rows in json.loads(description).items()
         }
 
     def _read_row(self, row: list[Value]) -> _TensorMeta:
         layout = TensorLayout.from_json(row)
-        tensor = layout.empty(self.device)
-        if layout.distributed is None:
-            return _TensorMeta.from_tensor(tensor.requires_grad_(layout.requires_grad))
-        mesh = mesh_of(self.submod, self.get_mesh, layout.distributed)
-        found = from_local(tensor, layout.distributed, mesh).requires_grad_(layout.requires_grad)
-        meta = _DTensorMeta.from_dtensor(found)  # type: ignore[arg-type]
-        self._mesh_cache.put(meta.mesh_cache_key, mesh)
-        return meta
+        mesh = None if layout.distributed is None else mesh_of(self.submod, self.get_mesh, layout.distributed)
+        found = unwire(layout.empty(self.device), layout, mesh).requires_grad_(layout.requires_grad)
+        self._mesh_cache.update_from_tensors([found])
+        return extract_tensor_meta(found)
 
     def clear_runtime_states(self) -> None:
         """Forget the last step."""
@@ -278,16 +277,14 @@ class Exchange(PipelineStage):
         return [None if info.is_root_arg else info.source for info in args_recv_info]
 
     def _create_grad_recv_info(self, act_send_info: dict[int, list[int | None]]) -> tuple[RecvInfo, ...]:
-        """The gradients of the outputs, from the first stage that reads each."""
-        metas = self._stage_meta.output_grads
-        if metas is None:
-            metas = _derive_grad_metas(self._stage_meta.outputs or ())
-        infos = []
-        for place, stages in act_send_info.items():
-            source = next((stage for stage in stages if stage is not None), None)
-            if not self.is_last and source is not None:
-                infos.append(RecvInfo(f"recv_grad_for_{self.stage_index}_from_{source}", source, None, metas[place]))
-        return tuple(infos)
+        """The gradients of the outputs, from the first stage that reads each, or from all of them."""
+        metas = self._stage_meta.output_grads or _derive_grad_metas(self._stage_meta.outputs or ())
+        name, many = f"recv_grad_for_{self.stage_index}_from", None if self._hears_all else 1
+        return tuple(
+            RecvInfo(f"{name}_{reader}", reader, None, metas[place])
+            for place, readers in (() if self.is_last else act_send_info.items())
+            for reader in [reader for reader in readers if reader is not None][:many]
+        )
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         """Say for each microbatch where the gradients of its outputs come from."""
@@ -340,21 +337,15 @@ class Exchange(PipelineStage):
         return tuple(self._leaf(info) for info in self.args_recv_info[fwd_chunk_id])
 
     def _leaf(self, info: RecvInfo) -> Tensor:
-        tensor, meta = self._whole(info).detach(), info.tensor_meta
+        meta = info.tensor_meta
+        tensor = self._on_mesh(info.take(), meta).detach()
         wanted = self.has_backward and torch.is_grad_enabled() and (meta is None or meta.requires_grad)
         return tensor.requires_grad_(wanted and (tensor.is_floating_point() or tensor.is_complex()))
-
-    def _whole(self, info: RecvInfo) -> Tensor:
-        """What has arrived; the local part of a DTensor with its mesh."""
-        tensor, meta = info.take(), info.tensor_meta
-        if isinstance(meta, _DTensorMeta):
-            return meta.wrap(tensor, self._mesh_cache.get_mesh(meta.mesh_cache_key))
-        return tensor
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         """The gradients of the outputs of a microbatch; None where there is none."""
         infos = self.grad_recv_info[bwd_chunk_id]
-        return tuple(None if info.buffer is None else self._whole(info) for info in infos)
+        return tuple(None if info.buffer is None else self._on_mesh(info.take(), info.tensor_meta) for info in infos)
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2P]:
         """A first, tiny exchange with the stages before and after, so that connections exist."""

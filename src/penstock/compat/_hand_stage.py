@@ -195,19 +195,14 @@ class HandRun:
         """W."""
         self.stage.backward_weight_one_chunk(microbatch, last_backward=self.count())
 
-    def unshard(self) -> None:
-        self.program.schedule._unshard(self.stage)
-
-    def reshard(self) -> None:
-        self.program.schedule._reshard(self.stage)
-
     def reduce_grad(self) -> None:
-        stage, factor = self.stage, self.program.schedule._grad_scale_factor
+        stage, schedule = self.stage, self.program.schedule
+        factor = schedule.num_microbatches if schedule.scale_grads else 1
         reduces = stage._adapter is not None and stage._adapter.reduces  # which leaves the gradients in other tensors
         if not reduces and is_overridden(stage, "perform_reduce_grad"):
             stage._give_undivided(factor)
         stage.perform_reduce_grad(factor)
-        self.program.schedule.unsharded_stages.discard(self.stage.stage_index)
+        schedule.unsharded_stages.discard(stage.stage_index)
 
     def arrived(self, op: Op, microbatch: int, what: str) -> None:
         """Wait for what this stage needs."""

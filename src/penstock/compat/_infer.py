@@ -31,7 +31,7 @@ from penstock.compat._metadata import (
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._state import RecvInfo, is_overridden
 from penstock.errors import ShapeError
-from penstock.nest import Value
+from penstock.nest import Value, tensors_in
 from penstock.parallel import unwrap
 from penstock.stage.dtensors import MeshGetter
 from penstock.stage.forward import remember
@@ -211,13 +211,11 @@ class PipelineStage(_PipelineStageBase):
         self._validate_fwd_outputs(as_tuple(output))
 
     def _metas_of_call(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Metas:
-        if is_overridden(self, "_compute_outputs"):
+        found = None if is_overridden(self, "_compute_outputs") else _fake(self.submod, args, kwargs)
+        if found is None:
             with untouched(self.submod), torch.enable_grad():
                 found = self._compute_outputs(*args, module=self.submod, **kwargs)
-            found = pytree.tree_map_only(Tensor, _without_graph, found)
-        else:
-            found = _try(self.submod, args, kwargs, grad=True)
-        outputs = as_tuple(found)
+        outputs = as_tuple(pytree.tree_map_only(Tensor, _without_graph, found))
         self._mesh_cache.update_from_tensors(outputs)
         return extract_tensor_metas(outputs, allow_none=True) or ()
 
@@ -242,41 +240,23 @@ class PipelineStage(_PipelineStageBase):
         return tuple(meta.to_tensor("meta") for meta in outputs if meta is not None)
 
 
-def _try(module: Any, args: tuple[Value, ...], kwargs: dict[str, Value], *, grad: bool) -> Value:
-    """What the module returns, without a trace: with fake tensors, or on zeros."""
-    inner = unwrap(getattr(module, "_orig_mod", module))
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    plain = all(
-        type(t) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        for t in (*inner.parameters(), *inner.buffers(), *tensors)
-    )
-    if plain:
-        try:
-            return _fake(inner, args, kwargs, grad=grad)
-        except Exception:  # noqa: BLE001  custom kernels, values that decide: whatever fake tensors cannot do
-            pass
-    with untouched(module), torch.set_grad_enabled(grad):
-        return pytree.tree_map_only(Tensor, _without_graph, module(*args, **kwargs))
-
-
-def _fake(module: torch.nn.Module, args: tuple[Value, ...], kwargs: dict[str, Value], *, grad: bool) -> Value:
+def _fake(module: nn.Module, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+    """What the module returns, found with fake tensors, which have shapes and no numbers. None where these will not do."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
 
+    inner = unwrap(getattr(module, "_orig_mod", module))
+    held = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+    if not all(type(t) in (Tensor, nn.Parameter, nn.Buffer) for t in (*held.values(), *tensors_in((args, kwargs)))):
+        return None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state: dict[str, Tensor] = {
-        name: mode.from_tensor(value) for name, value in (*module.named_parameters(), *module.named_buffers())
-    }
-    given = pytree.tree_map_only(
-        Tensor, lambda t: mode.from_tensor(t.detach().requires_grad_(t.requires_grad)), (args, kwargs)
-    )
-    with mode, torch.set_grad_enabled(grad):
-        output = functional_call(module, state, *given)
-    return pytree.tree_map_only(
-        Tensor,
-        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad),
-        output,
-    )
+    try:
+        state: dict[str, Tensor] = {name: mode.from_tensor(value) for name, value in held.items()}
+        given = pytree.tree_map_only(Tensor, lambda t: mode.from_tensor(_without_graph(t)), (args, kwargs))
+        with mode, torch.enable_grad():
+            return functional_call(inner, state, *given)
+    except Exception:  # noqa: BLE001  custom kernels, values that decide: whatever fake tensors cannot do
+        return None
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from torch import Tensor
 
@@ -15,12 +16,11 @@ from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_c
 from penstock.compat._by_hand import HandProgram
 from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage
-from penstock.compat._pipeline_order import Orders
+from penstock.compat._pipeline_order import Orders, gathered_at_the_end
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._vocabulary import ComputationType, leaves_of
 from penstock.errors import RunError, SplitError
 from penstock.nest import Value
-from penstock.run.inputs import StepInputs
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 
 
@@ -39,7 +39,7 @@ class Both:
 class Parts(Orders):
     """What a step is made of, and what a schedule does around the microbatches of stages that are driven by hand."""
 
-    _internal_losses: list[Tensor | None]
+    _internal_losses = cached_property[list[Tensor | None]](lambda _: [])
     # The share of each microbatch in the batch, while a step runs.
     _loss_weights: Sequence[float | Tensor] | None = None
 
@@ -74,13 +74,8 @@ class Parts(Orders):
         """The arguments of each microbatch."""
         if not args and not kwargs:
             return [()] * self.num_microbatches, [{}] * self.num_microbatches
-        return split_batch(
-            args,
-            kwargs,
-            self.num_microbatches,
-            args_spec=self._specs.args,
-            kwargs_spec=self._row_specs(args, kwargs),
-        )
+        specs = {"args_spec": self._specs.args, "kwargs_spec": self._row_specs(args, kwargs)}
+        return split_batch(args, kwargs, self.num_microbatches, **specs)
 
     def _row_specs(self, args: tuple[Value, ...], kwargs: Mapping[str, Value] | None) -> object:
         """The specs for keyword arguments: a tensor with a row for each microbatch, and not for each sample, is told so."""
@@ -170,7 +165,7 @@ class Parts(Orders):
     _backward_wanted: bool | None = None
     _knows_shapes = False  # a program has seen to it that the stages know their shapes
     _drives_by_hand: bool  # whether steps go through the stages' own methods
-    unsharded_stages: set[int]
+    unsharded_stages = cached_property[set[int]](lambda _: set())
 
     @property
     def _has_backward(self) -> bool:
@@ -185,7 +180,9 @@ class Parts(Orders):
 
     def _prepare_forward(self, stage: _PipelineStageBase, handed: Value, context: PipelineContext) -> None:
         args, kwargs = (context.arg_mbs or [()])[0], (context.kwarg_mbs or [{}])[0]
-        stage._splits = stage.stage_index in self._split_stages()
+        leaves = leaves_of((self._order_with_comms or self.pipeline_order).values())
+        halves = (leaf for leaf in leaves if leaf.computation_type is ComputationType.BACKWARD_INPUT)
+        stage._splits = any(half.stage_index == stage.stage_index for half in halves)
         stage._model_args = args
         if not self._knows_shapes:
             given = args if stage.is_first else handed
@@ -211,35 +208,6 @@ class Parts(Orders):
         for stage in stages:
             if isinstance(stage, PipelineStage):
                 stage._choose_inference_mode(has_backward)
-
-    def _initialize_stages(self, args: Value, kwargs: Value, target: Value = None, loss_kwargs: Value = None) -> None:
-        """Have the stages learn what they receive, for a microbatch like this one; every rank calls it, before a step. In a loop
-        of the user's own there is nothing left to do: its step has seen to it.
-        """
-        if not any(getattr(stage, "_in_step", False) for stage in self.stages):
-            targets = None if target is None else [target]
-            self._meet(StepInputs([tuple(args or ())], [dict(kwargs or {})], targets, loss_kwargs or {}))
-
-    _initialize_stage = _initialize_stages
-
-    def _meet(self, inputs: StepInputs) -> None:
-        """What comes before the first microbatch of a step, and no more."""
-        raise NotImplementedError("_PipelineSchedule has the ranks to meet")
-
-    def _initialize_pp_stages(
-        self,
-        stages: Sequence[object],
-        args: Value,
-        kwargs: Value,
-        target: Value,
-        fwd_initialized: bool,
-        bwd_initialized: bool,
-        loss_kwargs: Value = None,
-    ) -> tuple[bool, bool]:
-        """Likewise; what is initialized afterwards."""
-        if not fwd_initialized or bwd_initialized != self._has_backward:
-            self._initialize_stages(args, kwargs, target, loss_kwargs)
-        return True, self._has_backward
 
     def _ready_modes(self) -> set[bool]:
         """With and without a backward: the steps that begin at once, without asking stages first what their values look like.
@@ -280,11 +248,6 @@ class Parts(Orders):
 
     _stage_forward_initialized, _stage_backward_initialized = _stages_forward_initialized, _stages_backward_initialized
 
-    def _split_stages(self) -> set[int]:
-        """The stages that have a backward in two parts."""
-        leaves = leaves_of((self._order_with_comms or self.pipeline_order).values())
-        return {leaf.stage_index for leaf in leaves if leaf.computation_type is ComputationType.BACKWARD_INPUT}
-
     def _validate_adjacent_stage_communication(self) -> None:
         """Where a rank has several stages, only neighbours talk by hand: whoever hands over knows the next stage alone."""
         for stage in self.stages:
@@ -320,7 +283,8 @@ class Parts(Orders):
 
     def _gather_again(self) -> None:
         """After a step, which ends with everything sharded: gather what the order leaves gathered."""
-        left = self._left_gathered()
+        freed = (ComputationType.RESHARD, ComputationType.REDUCE_GRAD)  # the reduction ends with freeing them
+        left = gathered_at_the_end((self._order_with_comms or {}).get(self.rank, ()), freed)
         for module in (
             module for stage in self.stages if stage.stage_index in left for module in stage.submod.modules()
         ):

@@ -34,14 +34,14 @@ class Orders(Schedule):
     _order_with_comms: OrderDict | None = None  # set by a program
     _given_plan: Plan | None = None
 
-    def _init_orders(self) -> None:
-        self.rank, self.pp_group_size = self.stages[0].group_rank, self.stages[0].group_size
-        self._num_stages = self.stages[0].num_stages
-        self._tell_stages()
+    rank = cached_property[int](lambda self: self.stages[0].group_rank)
+    pp_group_size = cached_property[int](lambda self: self.stages[0].group_size)
+    n_local_stages = cached_property[int](lambda self: len(self.stages))  # on each rank
+    _num_stages = cached_property[int](lambda self: self.stages[0].num_stages)
 
     def _forget_plan(self) -> None:
         """The order has changed: what was derived from it is made again."""
-        for name in ("plan", "_programs"):
+        for name in ("plan", "_programs", "_by_hand"):
             vars(self).pop(name, None)
 
     def run_plan(self, plan: Plan) -> None:
@@ -59,7 +59,14 @@ class Orders(Schedule):
             self._tell_stages()
 
     def make_plan(self) -> Plan:
-        return self._order_plan() or super().make_plan()
+        """That of the order which a program has set, or which a subclass makes, or else the schedule's own."""
+        order: Order | None = self._order_with_comms or self._order
+        makes = not order and self._given_plan is None
+        if makes and is_overridden(self, "_get_pipeline_order"):
+            order = self._get_pipeline_order()
+        if makes and not order and is_overridden(self, "_calculate_single_rank_operations"):
+            order = {rank: self._calculate_single_rank_operations(rank) for rank in range(self.pp_group_size)}
+        return self._plan_of(order) if order else super().make_plan()
 
     @property
     def pipeline_order(self) -> OrderDict:
@@ -99,50 +106,20 @@ class Orders(Schedule):
         )
         return named(made.codes[rank])
 
-    @cached_property
-    def n_local_stages(self) -> int:
-        """How many stages each rank holds."""
-        return len(self.stages)
-
-    def _order_plan(self) -> Plan | None:
-        """The plan that a program has set; None: the schedule makes its own."""
-        order: Order | None = self._order_with_comms or self._order
-        makes = not order and self._given_plan is None
-        if makes and is_overridden(self, "_get_pipeline_order"):
-            order = self._get_pipeline_order()
-        if makes and not order and is_overridden(self, "_calculate_single_rank_operations"):
-            order = {rank: self._calculate_single_rank_operations(rank) for rank in range(self.pp_group_size)}
-        if not order:
-            return None
-        return self._plan_of(order)
-
     def _plan_of(self, order: Order) -> Plan:
         """The plan of an order. A plan frees in the end what it has gathered; an order need not say so."""
         kind = ComputationType.RESHARD
         rows = {
-            rank: [*row, *(NamedAction(stage, kind) for stage in sorted(_gathered_at_the_end(row, (kind,))))]
+            rank: [*row, *(NamedAction(stage, kind) for stage in sorted(gathered_at_the_end(row, (kind,))))]
             for rank, row in order.items()
         }
         return plan_of(rows, num_microbatches=self.num_microbatches, num_stages=self._num_stages)
 
-    def _left_gathered(self) -> set[int]:
-        """The stages of this rank whose parameters are still gathered when the order ends, because it says so."""
-        freed = (ComputationType.RESHARD, ComputationType.REDUCE_GRAD)  # the reduction ends with freeing them
-        return _gathered_at_the_end((self._order_with_comms or {}).get(self.rank, ()), freed)
-
     @property
     def pipeline_order_with_comms(self) -> OrderDict:
         """The same with messages and care of parameters. If it is set, it is run as it is."""
-        if self._order_with_comms is None:
-            return self._lowered_order()
-        return self._order_with_comms
-
-    @pipeline_order_with_comms.setter
-    def pipeline_order_with_comms(self, order: OrderDict | None) -> None:
-        self._order_with_comms = order
-        self._forget_plan()
-
-    def _lowered_order(self) -> OrderDict:
+        if self._order_with_comms is not None:
+            return self._order_with_comms
         rank_of = self.stage_index_to_group_rank.__getitem__
         cared = {
             rank: passes.add_reduce_grad(passes.add_unshard_reshard(row), self.num_microbatches)
@@ -151,20 +128,22 @@ class Orders(Schedule):
         lowered = passes.add_send_recv(cared, rank_of, self._num_stages)
         return passes.defer_recv_ops(lowered, rank_of) if self._defer_pp_recv else lowered
 
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, order: OrderDict | None) -> None:
+        self._order_with_comms = order
+        self._forget_plan()
+
     @cached_property
     def stage_index_to_group_rank(self) -> dict[int, int]:
-        """Which rank holds which stage."""
-        return dict(enumerate(self._ranks_ahead()))
-
-    def _ranks_ahead(self) -> Sequence[int]:
-        """Where the stages are, as far as it is known without a plan. A schedule made for other sizes says so here."""
+        """Which rank holds which stage, as far as it is known without a plan. A program that knows better sets it."""
+        size = self.pp_group_size
+        per_rank, rest = divmod(self._num_stages, size)
         if self._given_plan is not None:
-            return self._given_plan.placement.ranks
-        if self.recipe is None or self._num_stages % self.pp_group_size:
-            return [stage % self.pp_group_size for stage in range(self._num_stages)]
+            return dict(enumerate(self._given_plan.placement.ranks))
+        if self.recipe is None or rest:
+            return {stage: stage % size for stage in range(self._num_stages)}
         recipe = get_schedule(self.recipe)
-        per_rank = self._num_stages // self.pp_group_size
-        return recipe.place(recipe.sizes(self.pp_group_size, self.num_microbatches, per_rank)).ranks
+        return dict(enumerate(recipe.place(recipe.sizes(size, self.num_microbatches, per_rank)).ranks))
 
     def _tell_stages(self) -> None:
         for stage in self.stages:
@@ -218,7 +197,7 @@ class Orders(Schedule):
         )
 
 
-def _gathered_at_the_end(row: Sequence[NamedAction | None], freed: Sequence[ComputationType]) -> set[int]:
+def gathered_at_the_end(row: Sequence[NamedAction | None], freed: Sequence[ComputationType]) -> set[int]:
     """The stages of a row that are gathered and, by actions of the kinds in `freed`, not freed again."""
     gathered: set[int] = set()
     for action in row:

@@ -7,7 +7,7 @@ programs call or override them, and steps through the stages' own methods where 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
@@ -38,6 +38,8 @@ from penstock.stage.pipeline_stage import place_in
 LOSSES = ("_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
 """Methods of a schedule that programs override to take part in a step. Its other parts are called in every step."""
 
+Receives = dict[tuple[int, int], list[Any]]  # by stage and microbatch, what was posted
+
 
 def _spec(field: str) -> object:
     """How the batch is cut, under torch's name; a program may set it between two steps."""
@@ -52,32 +54,24 @@ class _PipelineSchedule(Parts):
 
     _loss_fn = renamed("loss_fn")
     _backward_requires_autograd, _comp_type_to_function_map = renamed("_needs_autograd"), renamed("_hand_functions")
+    _by_hand: bool | None = None  # None: the ranks have not asked one another yet
+    _hand_functions = cached_property[dict[ComputationType, Callable[..., object]]](lambda _: {})
+    backward_counter = cached_property[Counter[int]](lambda _: Counter())
+    fwd_recv_ops = cached_property[Receives](lambda _: {})
+    bwd_recv_ops = cached_property[Receives](lambda _: {})
+    # Of functions of the program's own.
+    unshard_ops = cached_property[dict[int, list[object]]](lambda _: defaultdict(list))
     _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = map(_spec, ("args", "kwargs", "output"))
 
     def __init__(self, *args: Value, **options: Value) -> None:
         super().__init__(*args, **options)
-        self._init_driving()
+        self._tell_stages()
 
     @classmethod
     def from_plan(cls, *args: Value, **options: Value) -> Self:
         made = super().from_plan(*args, **options)
-        made._init_driving()
+        made._tell_stages()
         return made
-
-    def _init_driving(self) -> None:
-        self._init_orders()
-        self._internal_losses = []
-        self._by_hand: bool | None = None  # None: the ranks have not asked one another yet
-        self._hand_functions: dict[ComputationType, Callable[..., object]] = {}
-        self.backward_counter: Counter[int] = Counter()
-        self.fwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
-        self.bwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
-        self.unshard_ops: dict[int, list[object]] = defaultdict(list)  # of functions of the program's own
-        self.unsharded_stages: set[int] = set()
-
-    def _forget_plan(self) -> None:
-        super()._forget_plan()
-        self._by_hand = None
 
     @property
     def _stages(self) -> list[CoreStage]:
@@ -105,10 +99,6 @@ class _PipelineSchedule(Parts):
                 )
             self.num_microbatches, self._own_order = number, None
             self._forget_plan()
-
-    @property
-    def _grad_scale_factor(self) -> int:
-        return self.num_microbatches if self.scale_grads else 1
 
     @property
     def _trains(self) -> bool:
@@ -198,27 +188,24 @@ class _PipelineSchedule(Parts):
         if self._stands_for_others():
             self._meet(StepInputs(*self._split(given)))
             return Outcome()
-        with self._transport.called("step() or eval()"):  # nothing of a step that another thread is in is touched
-            return self._run_here(given, train=train)
-
-    def _run_here(self, given: Given, *, train: bool) -> Outcome:
         mine = self._drivable()
-        for stage in mine:
-            if isinstance(stage, PipelineStage):
-                stage._forget_what_changed()
-            if stage.is_last:
-                stage.output_chunks.clear()  # what the last step gave must not be alive beside what this one gives
-        self._validate_first(given)
-        try:
-            outcome = super()._run(given, train=train)
-        except BaseException:
+        with self._transport.called("step() or eval()"):  # nothing of a step that another thread is in is touched
             for stage in mine:
-                stage.clear_runtime_states()
-            raise
-        finally:
-            self._end_step()
-        self._gather_again()
-        return outcome
+                if isinstance(stage, PipelineStage):
+                    stage._forget_what_changed()
+                if stage.is_last:
+                    stage.output_chunks.clear()  # what the last step gave must not be alive beside what this one gives
+            self._validate_first(given)
+            try:
+                outcome = super()._run(given, train=train)
+            except BaseException:
+                for stage in mine:
+                    stage.clear_runtime_states()
+                raise
+            finally:
+                self._end_step()
+            self._gather_again()
+            return outcome
 
     def _drivable(self) -> list[_PipelineStageBase]:
         """The stages that programs may drive; penstock's own have none of what that takes."""
@@ -271,9 +258,7 @@ class _PipelineSchedule(Parts):
     def _validate_first(self, given: Given) -> None:
         """Where every tensor is to be checked, the first stage is tried out before anything is told to other ranks."""
         stage = self.stages[0]
-        if not isinstance(stage, PipelineStage) or not stage._runtime_validate or not stage.is_first:
-            return
-        if given.args:
+        if isinstance(stage, PipelineStage) and stage._runtime_validate and stage.is_first and given.args:
             arg_mbs, kwarg_mbs = self._split(given)
             stage._validate_ahead(arg_mbs[0], kwarg_mbs[0])
 
@@ -282,7 +267,33 @@ class _PipelineSchedule(Parts):
         first = self.stages[0]
         return place_in(first.group) != (first.group_rank, first.group_size)
 
+    def _initialize_stages(self, args: Value, kwargs: Value, target: Value = None, loss_kwargs: Value = None) -> None:
+        """Have the stages learn what they receive, for a microbatch like this one; every rank calls it, before a step. In a loop
+        of the user's own there is nothing left to do: its step has seen to it.
+        """
+        if not any(getattr(stage, "_in_step", False) for stage in self.stages):
+            targets = None if target is None else [target]
+            self._meet(StepInputs([tuple(args or ())], [dict(kwargs or {})], targets, loss_kwargs or {}))
+
+    _initialize_stage = _initialize_stages
+
+    def _initialize_pp_stages(
+        self,
+        stages: Sequence[object],
+        args: Value,
+        kwargs: Value,
+        target: Value,
+        fwd_initialized: bool,
+        bwd_initialized: bool,
+        loss_kwargs: Value = None,
+    ) -> tuple[bool, bool]:
+        """Likewise; what is initialized afterwards."""
+        if not fwd_initialized or bwd_initialized != self._has_backward:
+            self._initialize_stages(args, kwargs, target, loss_kwargs)
+        return True, self._has_backward
+
     def _meet(self, inputs: StepInputs) -> None:
+        """What comes before the first microbatch of a step, and no more."""
         if self._stands_for_others():
             context = PipelineContext(self, inputs.args, inputs.kwargs, inputs.targets)
             for stage in self._drivable():  # all of them: those for other ranks are torch's kind

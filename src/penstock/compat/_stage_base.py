@@ -37,11 +37,10 @@ from penstock.stage.pipeline_stage import Group
 
 Grads = tuple[Tensor | None, ...]
 _BACKWARDS = (
-    "forward_maybe_with_nosync",
-    "backward_maybe_with_nosync",
-    "backward_one_chunk",
-    "backward_weight_one_chunk",
+    *("backward_one_chunk", "backward_weight_one_chunk"),
+    *("forward_maybe_with_nosync", "backward_maybe_with_nosync"),
 )
+"""A program that has one of these of its own must not have weight work hidden from it."""
 
 
 class Rest(partial[object]):
@@ -88,7 +87,7 @@ class _PipelineStageBase(Exchange):
         inputs, keywords = self._call_of(received, args, kwargs or {})
         if self._runtime_validate:
             self._validate_stage_tensors("forward inputs", self._stage_meta.inputs, inputs)
-        if self.has_backward and self._splits and self.dw_builder is None and self._owns_backward():
+        if self.has_backward and self._splits and self.dw_builder is None and not is_overridden(self, *_BACKWARDS):
             output, self._pending[fwd_chunk_id] = run_deferred(self._deferral, self.submod, inputs, keywords)
         else:
             output = self.forward_maybe_with_nosync(*inputs, **keywords)
@@ -123,10 +122,6 @@ class _PipelineStageBase(Exchange):
         no_sync = getattr(self.submod, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
 
-    def _owns_backward(self) -> bool:
-        """Whether no program has a backward of its own here, from which weight work must not be hidden."""
-        return not is_overridden(self, *_BACKWARDS)
-
     # -- backward
 
     def backward_one_chunk(
@@ -145,9 +140,8 @@ class _PipelineStageBase(Exchange):
             "output_grads": grads,
             "input_values": inputs,
         }
-        pending = self._pending.pop(bwd_chunk_id, None)
-        if pending is not None:
-            request["pending"] = pending
+        if bwd_chunk_id in self._pending:
+            request["pending"] = self._pending.pop(bwd_chunk_id)
         if self.dw_builder is None and not full_backward:
             found, self.dw_runner[bwd_chunk_id] = self._backward_input(request, last_backward)
         else:
@@ -290,14 +284,8 @@ def _described(values: Sequence[Value]) -> list[Tensor | None]:
 def _roots(stage_output: Value, output_grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs that a backward starts from, and their gradients; a loss starts with 1."""
     if isinstance(stage_output, Tensor):
-        return [stage_output], [None if output_grads is None else output_grads]
-    if stage_output is None:
-        return [], []
-    roots: list[Tensor] = []
-    grads: list[Tensor | None] = []
-    outputs = [output for output in stage_output if isinstance(output, Tensor)]
-    for output, grad in zip(outputs, output_grads if output_grads is not None else [None] * len(outputs), strict=True):
-        if output.requires_grad and (grad is not None or output_grads is None):
-            roots.append(output)
-            grads.append(torch.ones_like(output) if grad is None else grad)
-    return roots, grads
+        return [stage_output], [output_grads]
+    outputs = [output for output in stage_output or () if isinstance(output, Tensor)]
+    given = [torch.ones_like(output) for output in outputs] if output_grads is None else output_grads
+    pairs = [(root, grad) for root, grad in zip(outputs, given, strict=True) if root.requires_grad and grad is not None]
+    return [root for root, _ in pairs], [grad for _, grad in pairs]

@@ -50,9 +50,5 @@ def is_overridden(thing: object, *names: str) -> bool:
     """Whether a program has put something of its own in the place of a method: in a subclass, on the object itself, or on one
     of the classes here. Where a function was written tells, which decorators that copy its name and module do not change.
     """
-    kind, own = type(thing), vars(thing)
-    return any(name in own or not _written_here(getattr(kind, name)) for name in names)
-
-
-def _written_here(function: object) -> bool:
-    return getattr(function, "__globals__", {}).get("__name__", "").startswith("penstock.compat.")  # type: ignore[no-any-return]
+    homes = [getattr(getattr(type(thing), name), "__globals__", {}).get("__name__", "") for name in names]
+    return not all(home.startswith("penstock.compat.") for home in homes) or not vars(thing).keys().isdisjoint(names)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, wraps
+from inspect import Parameter, Signature
 from os import PathLike
 from typing import Any
-
-from torch import Tensor
 
 from penstock import run
 from penstock.batch import TensorChunkSpec
@@ -48,22 +47,37 @@ __all__ = [
 ]
 
 
+_DEFAULTS: dict[str, object] = {"scale_grads": True, "backward_requires_autograd": True, "defer_pp_recv": False}
+_DEFAULTS |= dict.fromkeys(("stage", "stages", "n_microbatches"), Parameter.empty)  # and None for all others
+
+
+def _taking(names: str) -> Callable[[Callable[..., None]], Any]:
+    """A constructor that takes these parameters by position too, in this order, as torch's does. It gets all of them by name."""
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    known = [Parameter(name, kind, default=_DEFAULTS.get(name)) for name in names.split()]
+    first, others = Parameter("self", Parameter.POSITIONAL_ONLY), Parameter("options", Parameter.VAR_KEYWORD)
+    signature = Signature([first, *known, others])
+
+    def taking(init: Callable[..., None]) -> Callable[..., None]:
+        @wraps(init)
+        def by_name(*args: object, **options: object) -> None:
+            given = signature.bind(*args, **options)
+            given.apply_defaults()
+            this, options = given.arguments.pop("self"), given.arguments.pop("options")
+            init(this, **given.arguments, **options)
+
+        by_name.__signature__ = signature  # type: ignore[attr-defined]
+        return by_name
+
+    return taking
+
+
 class PipelineScheduleSingle(_PipelineSchedule, run.PipelineScheduleSingle):
     """One stage a rank."""
 
-    def __init__(
-        self,
-        stage: CoreStage,
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Value = None,
-        kwargs_chunk_spec: Value = None,
-        output_merge_spec: Value = None,
-        scale_grads: bool = True,
-        **options: object,
-    ) -> None:
-        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stage, n_microbatches, loss_fn, *specs, scale_grads, **options)
+    @_taking("stage n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec scale_grads")
+    def __init__(self, **options: Value) -> None:
+        super().__init__(**options)
 
     @property
     def _stage(self) -> CoreStage:
@@ -79,22 +93,12 @@ class PipelineScheduleMulti(_PipelineSchedule, run.PipelineScheduleMulti):
 
     _adjacent_only = True
 
-    def __init__(
-        self,
-        stages: Sequence[CoreStage],
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Value = None,
-        kwargs_chunk_spec: Value = None,
-        output_merge_spec: Value = None,
-        use_full_backward: bool | None = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        **options: object,
-    ) -> None:
-        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        options["backward_requires_autograd"] = backward_requires_autograd
-        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+    @_taking(
+        "stages n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec use_full_backward scale_grads "
+        "backward_requires_autograd"
+    )
+    def __init__(self, use_full_backward: bool | None, **options: Value) -> None:
+        super().__init__(**options)
         self.use_full_backward = use_full_backward
 
 
@@ -116,22 +120,12 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 class _Named(_PipelineScheduleRuntime):
     """Several stages a rank, and an order that has a name. Programs may give everything by position."""
 
-    def __init__(
-        self,
-        stages: Sequence[CoreStage],
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: Value = None,
-        kwargs_chunk_spec: Value = None,
-        output_merge_spec: Value = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-        **options: object,
-    ) -> None:
-        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        given = {"scale_grads": scale_grads, "backward_requires_autograd": backward_requires_autograd}
-        super().__init__(stages, n_microbatches, loss_fn, *specs, defer_pp_recv=defer_pp_recv, **given, **options)
+    @_taking(
+        "stages n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec scale_grads "
+        "backward_requires_autograd defer_pp_recv"
+    )
+    def __init__(self, **options: Value) -> None:
+        super().__init__(**options)
 
     def _add_bubbles_to_actions(self, num_stages_global: int) -> dict[int, list[_Action | None]]:
         """The order with None in the slots in which a rank waits."""
@@ -159,32 +153,16 @@ class ScheduleZBH2(PipelineScheduleSingle, run.ScheduleZBH2): ...
 class ScheduleLoopedBFS(_Named, run.ScheduleLoopedBFS):
     """As torch's, which takes the specs of arguments by name only."""
 
-    def __init__(
-        self,
-        stages: Sequence[CoreStage],
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        output_merge_spec: Value = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-        **options: Value,
-    ) -> None:
-        given = {"scale_grads": scale_grads, "backward_requires_autograd": backward_requires_autograd}
-        options |= {**given, "output_merge_spec": output_merge_spec, "defer_pp_recv": defer_pp_recv}
-        super().__init__(stages, n_microbatches, loss_fn, **options)
+    @_taking("stages n_microbatches loss_fn output_merge_spec scale_grads backward_requires_autograd defer_pp_recv")
+    def __init__(self, **options: Value) -> None:
+        super().__init__(**options)
 
 
 class _Interleaved(_Named):
     """Microbatches go through the stages of a rank in rounds."""
 
-    @cached_property
-    def number_of_rounds(self) -> int:
-        return max(1, self.num_microbatches // self.pp_group_size)
-
-    @cached_property
-    def microbatches_per_round(self) -> int:
-        return self.num_microbatches // self.number_of_rounds
+    number_of_rounds = cached_property[int](lambda self: max(1, self.num_microbatches // self.pp_group_size))
+    microbatches_per_round = cached_property[int](lambda self: self.num_microbatches // self.number_of_rounds)
 
 
 class ScheduleInterleaved1F1B(_Interleaved, run.ScheduleInterleaved1F1B): ...
@@ -205,12 +183,11 @@ class ScheduleVHalf(_Named, run.ScheduleVHalf): ...
 class ScheduleVMin(_Named, run.ScheduleVMin): ...
 
 
-_ONE_STAGE: tuple[object, ...] = (ScheduleGPipe, Schedule1F1B, ScheduleZBH1, ScheduleZBH2, PipelineScheduleSingle)
-_SEVERAL_STAGES: tuple[Any, ...] = (
-    *(ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble),
-    *(ScheduleDualPipeV, ScheduleVHalf, ScheduleVMin, PipelineScheduleMulti),
-)
-_CLASSES = {kind.__name__.removeprefix("Schedule"): kind for kind in (*_ONE_STAGE, *_SEVERAL_STAGES)}
+_CLASSES: dict[str, type[_PipelineSchedule]] = {
+    name.removeprefix("Schedule"): kind
+    for name, kind in globals().items()
+    if name.startswith(("Schedule", "PipelineSchedule"))
+}
 _CLASSES["VZB"] = ScheduleZBVZeroBubble  # the papers have two names for it
 
 
@@ -221,7 +198,7 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     'ScheduleInterleaved1F1B'
     """
     spellings = {spelling.lower(): kind for name, kind in _CLASSES.items() for spelling in (name, f"Schedule{name}")}
-    found: type[_PipelineSchedule] | None = spellings.get(schedule_name.lower())
+    found = spellings.get(schedule_name.lower())
     if found is None:
         raise UnknownNameError(f"no schedule is called {schedule_name!r}; there are {', '.join(_CLASSES)}")
     return found
