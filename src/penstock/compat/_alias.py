@@ -24,8 +24,8 @@ SWITCH = "PENSTOCK_COMPAT"
 STARTUP = str(Path(__file__).resolve().parent / "startup")
 
 
-class AliasFinder(MetaPathFinder):
-    """Finds penstock's modules under torch's names."""
+class _Alias(MetaPathFinder, Loader):
+    """Finds penstock's modules under torch's names, and puts them where the import system looks for its result."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -34,17 +34,14 @@ class AliasFinder(MetaPathFinder):
             return None
         if importlib.util.find_spec(OURS + fullname[len(TORCH) :]) is None:
             return None
-        return ModuleSpec(fullname, _AliasLoader(), is_package=fullname == TORCH)
+        return ModuleSpec(fullname, self, is_package=fullname == TORCH)
 
-
-class _AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
-        """Put the real module where the import system looks for its result."""
         name = module.__name__
         sys.modules[name] = importlib.import_module(OURS + name[len(TORCH) :])
 
 
-_finder = AliasFinder()
+_finder = _Alias()
 _replaced: dict[str, ModuleType] = {}  # torch's own modules, if they had been imported
 
 

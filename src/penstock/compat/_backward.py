@@ -8,7 +8,8 @@ fire; a parameter that no input reaches is not forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -153,8 +154,18 @@ def _edge(value: Value) -> GradientEdge:
 
 def _groups(roots: list[Node], inputs: list[Node], weights: list[Tensor]) -> list[Group]:
     """The parameters, grouped by the joints at which their paths meet those of the inputs."""
-    users = _users(roots)
-    path = _upward(inputs, users, stop=set()) | set(roots)
+    users: defaultdict[Node, list[Node]] = defaultdict(
+        list
+    )  # below the roots: the nodes that hand their gradients to each
+
+    def below(node: Node) -> Iterator[Node]:
+        for following, _ in node.next_functions:
+            if following is not None:
+                users[following].append(node)
+                yield following
+
+    _reached(roots, below)
+    path = _reached(inputs, lambda node: users.get(node, ())) | set(roots)
     groups: list[Group] = []
     for weight in weights:
         if not weight.requires_grad:
@@ -162,43 +173,27 @@ def _groups(roots: list[Node], inputs: list[Node], weights: list[Tensor]) -> lis
         node = _edge(weight).node
         if node not in users and node not in roots:
             continue
-        joints = _upward([node], users, stop=path) & path
+        joints = _reached([node], lambda node: () if node in path else users.get(node, ())) & path
         group: Group = {"params": [weight], "intermediates": list(joints)}
-        met = [other for other in groups if joints & set(other["intermediates"])]
-        groups = [other for other in groups if not any(other is one for one in met)]  # tensors cannot be compared
-        for other in met:
-            group["params"] = other["params"] + group["params"]
-            group["intermediates"] = list(dict.fromkeys(other["intermediates"] + group["intermediates"]))
-        groups.append(group)
+        apart = []
+        for other in groups:
+            if joints.isdisjoint(other["intermediates"]):
+                apart.append(other)
+            else:
+                group["params"] = other["params"] + group["params"]
+                group["intermediates"] = list(dict.fromkeys(other["intermediates"] + group["intermediates"]))
+        groups = [*apart, group]
     return groups
 
 
-def _users(roots: list[Node]) -> dict[Node, list[Node]]:
-    """For each node below the roots: the nodes that hand their gradients to it."""
-    users: dict[Node, list[Node]] = {}
-    seen = set(roots)
-    stack = list(seen)
-    while stack:
-        node = stack.pop()
-        for following, _ in node.next_functions:
-            if following is not None:
-                users.setdefault(following, []).append(node)
-                if following not in seen:
-                    seen.add(following)
-                    stack.append(following)
-    return users
-
-
-def _upward(nodes: list[Node], users: dict[Node, list[Node]], *, stop: set[Node]) -> set[Node]:
-    """All nodes from which gradients come to `nodes`; nothing above those in `stop`."""
+def _reached(nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """These nodes, those that follow them, and so on."""
     reached = set(nodes)
-    stack = [node for node in nodes if node not in stop]
+    stack = list(reached)
     while stack:
-        for user in users.get(stack.pop(), ()):
-            if user not in reached:
-                reached.add(user)
-                if user not in stop:
-                    stack.append(user)
+        new = set(following(stack.pop())) - reached
+        reached |= new
+        stack += new
     return reached
 
 

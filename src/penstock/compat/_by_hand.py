@@ -62,9 +62,8 @@ HOOKS = (
 
 def is_driven_by_hand(stage: object) -> bool:
     """Whether a step has to go through the stage's own methods: some of them are the user's."""
-    if not isinstance(stage, _PipelineStageBase):
-        return False
-    return not isinstance(stage, PipelineStage) or is_overridden(stage, *HOOKS)
+    kind = isinstance(stage, _PipelineStageBase)
+    return kind and (not isinstance(stage, PipelineStage) or is_overridden(stage, *HOOKS))
 
 
 class HandProgram(Program):
@@ -284,7 +283,8 @@ class HandPrograms(Programs):
         setting = self.proved(plan if trains else plan.forward_only(), self.adapters(), grad=trains)
         custom = {to_op(kind): handled_by(function) for kind, function in schedule._hand_functions.items()}
         setting = replace(setting, handlers=HAND_HANDLERS, custom=custom)
-        program = MeetingProgram if mode >= MEET else LoopProgram if schedule._steps_itself() else HandProgram
+        loops = is_overridden(schedule, "_step_microbatches")
+        program = MeetingProgram if mode >= MEET else LoopProgram if loops else HandProgram
         return program(setting, self.stages, self.transport, schedule)  # type: ignore[arg-type]
 
     def adapters(self) -> dict[int, DataParallel]:

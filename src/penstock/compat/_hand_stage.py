@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from penstock.comm.messages import Work
-from penstock.compat._p2p import batch_p2p
+from penstock.compat._exchange import batch_p2p
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._state import is_overridden
 from penstock.compat._vocabulary import NamedAction

@@ -63,12 +63,10 @@ class PipelineStage(_PipelineStageBase):
         super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
         self.input_args, self.output_args = input_args, output_args
         self.get_mesh = get_mesh
-        self._user_meta = _StageMeta(
-            extract_tensor_metas(validate_and_normalize_to_tuple(input_args)),
-            extract_tensor_metas(validate_and_normalize_to_tuple(output_args)),
-            extract_tensor_metas(validate_and_normalize_to_tuple(input_grads, True), allow_none=True),
-            extract_tensor_metas(validate_and_normalize_to_tuple(output_grads, True), allow_none=True),
-        )
+        args, grads = (input_args, output_args), (input_grads, output_grads)
+        given = [(value, False) for value in args] + [(value, True) for value in grads]
+        tuples = [(validate_and_normalize_to_tuple(value, gaps), gaps) for value, gaps in given]
+        self._user_meta = _StageMeta(*(extract_tensor_metas(value, allow_none=gaps) for value, gaps in tuples))
         self._said = self._user_meta.inputs, self._user_meta.outputs
 
     def _forget_what_changed(self) -> None:
@@ -168,8 +166,7 @@ class PipelineStage(_PipelineStageBase):
             self.args_recv_info[microbatch] = self._create_act_recv_info()
 
     def _setup_forward_send_info(self) -> None:
-        self.act_send_info.clear()
-        self.act_send_info.update(self._create_act_send_info())
+        self.act_send_info = self._create_act_send_info()
 
     def _create_act_recv_info(self) -> tuple[RecvInfo, ...]:
         """Where the inputs of a microbatch come from."""

@@ -180,36 +180,31 @@ class InferenceMode(Enum):
         return meta.input_grads is None or meta.output_grads is None
 
 
-class _MeshCache:
+class _MeshCache(dict[MeshCacheKey, "DeviceMesh | None"]):
     """The meshes that arriving DTensors are put on, by the names and the layout of the sender's."""
 
     def __init__(self, get_mesh_cb: MeshGetter | None = None) -> None:
-        self._meshes: dict[MeshCacheKey, DeviceMesh | None] = {}
         self._ask = get_mesh_cb
 
+    def __missing__(self, key: MeshCacheKey) -> DeviceMesh | None:
+        if self._ask is None:
+            raise ShapeError(
+                f"a DTensor on a mesh with the dimensions {key[0]} arrived, which this stage does not know; write "
+                "PipelineStage(..., get_mesh=lambda names, layout: mesh)"
+            )
+        self[key] = self._ask(*key)
+        return self[key]
+
     def get_mesh(self, key: MeshCacheKey) -> DeviceMesh | None:
-        if key not in self._meshes:
-            if self._ask is None:
-                raise ShapeError(
-                    f"a DTensor on a mesh with the dimensions {key[0]} arrived, which this stage does not know; write "
-                    "PipelineStage(..., get_mesh=lambda names, layout: mesh)"
-                )
-            self._meshes[key] = self._ask(*key)
-        return self._meshes[key]
+        return self[key]
 
     def put(self, key: MeshCacheKey, mesh: DeviceMesh | None) -> None:
-        self._meshes[key] = mesh
+        self[key] = mesh
 
     def update_from_tensors(self, tensors: Sequence[object]) -> None:
         for tensor in tensors:
             if is_dtensor(tensor):
                 self.put(_DTensorMeta.from_dtensor(tensor).mesh_cache_key, tensor.device_mesh)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._meshes
-
-    def __len__(self) -> int:
-        return len(self._meshes)
 
 
 def _plain(value: object) -> object:

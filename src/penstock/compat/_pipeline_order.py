@@ -66,7 +66,14 @@ class Orders(Schedule):
             order = self._get_pipeline_order()
         if makes and not order and is_overridden(self, "_calculate_single_rank_operations"):
             order = {rank: self._calculate_single_rank_operations(rank) for rank in range(self.pp_group_size)}
+        if not order and is_overridden(self, "_step_microbatches") and not self._has_own_plan():
+            return self._made(
+                "gpipe" if self.n_local_stages == 1 else "loopedbfs"
+            )  # any that has these messages will do
         return self._plan_of(order) if order else super().make_plan()
+
+    def _made(self, recipe: str) -> Plan:
+        return get_schedule(recipe)(self.pp_group_size, self.num_microbatches, stages_per_rank=self.n_local_stages)
 
     @property
     def pipeline_order(self) -> OrderDict:
@@ -101,10 +108,7 @@ class Orders(Schedule):
         """
         if "stages" in vars(self) and "_binding" in vars(self):
             return (Orders._get_pipeline_order(self) or {})[rank]
-        made = get_schedule(self.recipe or "")(
-            self.pp_group_size, self.num_microbatches, stages_per_rank=self.n_local_stages
-        )
-        return named(made.codes[rank])
+        return named(self._made(self.recipe or "").codes[rank])
 
     def _plan_of(self, order: Order) -> Plan:
         """The plan of an order. A plan frees in the end what it has gathered; an order need not say so."""

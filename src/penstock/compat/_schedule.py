@@ -31,7 +31,6 @@ from penstock.run.context import CustomFunction
 from penstock.run.inputs import Given, StepInputs
 from penstock.run.runner import Outcome, Prepared, Runner
 from penstock.run.setting import ActionKind
-from penstock.schedules import get_schedule
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 from penstock.stage.pipeline_stage import place_in
 
@@ -116,17 +115,14 @@ class _PipelineSchedule(Parts):
         if not isinstance(computation_type, ComputationType):
             super().register_custom_function(computation_type, custom_function)
             return
-        if computation_type in _MESSAGES:
-            known = sorted(kind.name for kind in ComputationType if kind not in _MESSAGES)
+        known = sorted(kind.name for kind in ComputationType if not kind.startswith(("SEND", "RECV")))
+        if computation_type.name not in known:
             raise PlanError(f"a function for {computation_type!r}; expected one of {', '.join(known)}")
         self._hand_functions[computation_type] = custom_function
         for mode in (HAND + TRAIN, HAND + FORWARD):  # these are made again, with the function
             vars(self).get("_programs", {}).pop(mode, None)
 
     # -- whether a step goes through the stages' own methods
-
-    def _steps_itself(self) -> bool:
-        return is_overridden(self, "_step_microbatches")
 
     def _needs_hands(self) -> bool:
         mine = self._hand_functions or is_overridden(self, "_step_microbatches", *LOSSES)
@@ -149,14 +145,6 @@ class _PipelineSchedule(Parts):
             mine = b"by hand" if self._needs_hands() else b"bound"
             self._by_hand = b"by hand" in self._transport.gather("how the stages are driven", mine)
         return super()._connect(train=train)
-
-    def make_plan(self) -> Plan:
-        if self._steps_itself() and not self._has_own_plan() and not self._order:
-            per_rank = len(self.stages)  # nothing is said of the order: any that has these messages will do
-            return get_schedule("gpipe" if per_rank == 1 else "loopedbfs")(
-                self.pp_group_size, self.num_microbatches, stages_per_rank=per_rank
-            )
-        return super().make_plan()
 
     def _hand_plan(self) -> Plan:
         """What is done by hand, messages and care of parameters included."""
@@ -195,7 +183,10 @@ class _PipelineSchedule(Parts):
                     stage._forget_what_changed()
                 if stage.is_last:
                     stage.output_chunks.clear()  # what the last step gave must not be alive beside what this one gives
-            self._validate_first(given)
+            first = self.stages[0]
+            if isinstance(first, PipelineStage) and first._runtime_validate and first.is_first and given.args:
+                arg_mbs, kwarg_mbs = self._split(given)  # tried out before anything is told to other ranks
+                first._validate_ahead(arg_mbs[0], kwarg_mbs[0])
             try:
                 outcome = super()._run(given, train=train)
             except BaseException:
@@ -255,13 +246,6 @@ class _PipelineSchedule(Parts):
         for stage in self._drivable():
             stage._end_step()
 
-    def _validate_first(self, given: Given) -> None:
-        """Where every tensor is to be checked, the first stage is tried out before anything is told to other ranks."""
-        stage = self.stages[0]
-        if isinstance(stage, PipelineStage) and stage._runtime_validate and stage.is_first and given.args:
-            arg_mbs, kwarg_mbs = self._split(given)
-            stage._validate_ahead(arg_mbs[0], kwarg_mbs[0])
-
     def _stands_for_others(self) -> bool:
         """Whether the stages are made for other ranks than this one: nobody is there to talk with."""
         first = self.stages[0]
@@ -303,6 +287,3 @@ class _PipelineSchedule(Parts):
         with self._transport.alone("_initialize_stages()"):
             runner = self._connect(train=self._trains)
             runner.step(self._programs, HAND + MEET + (TRAIN if self._trains else FORWARD), Prepared(inputs))
-
-
-_MESSAGES = (ComputationType.SEND_F, ComputationType.RECV_F, ComputationType.SEND_B, ComputationType.RECV_B)
