@@ -62,14 +62,8 @@ class Pipe(capture.Pipe):
                 "the exported program holds no example inputs; use Pipe.from_tracing(model, example_args)"
             )
         args, kwargs = exported_program.example_inputs
-        return cls.from_tracing(
-            mod,
-            args,
-            kwargs,
-            split_policy,
-            multi_use_param_spec=multi_use_param_spec,
-            output_loss_value_spec=output_loss_value_spec,
-        )
+        specs = {"multi_use_param_spec": multi_use_param_spec, "output_loss_value_spec": output_loss_value_spec}
+        return cls.from_tracing(mod, args, kwargs, split_policy, **specs)
 
     def forward(self, *args: Value, **kwargs: Value) -> tuple[Value, ...]:
         return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))

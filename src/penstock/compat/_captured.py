@@ -56,10 +56,9 @@ class PipeInfo(capture.PipeInfo):
             taken.add(short)
             values[name] = graph.placeholder(short)
         for stage in range(self.num_stages):
-            node = graph.call_module(
-                get_submod_name(stage), tuple(values[wire.name] for wire in self.stage_inputs[stage])
-            )
-            node.name = get_submod_name(stage)
+            name = get_submod_name(stage)
+            node = graph.call_module(name, tuple(values[wire.name] for wire in self.stage_inputs[stage]))
+            node.name = name
             made = self.stage_outputs[stage]
             if stage == last:  # of the leaves of the output it returns those that it computes itself, or else all
                 made = tuple(wire for wire in made if wire.name not in values) or made

@@ -28,7 +28,6 @@ from penstock.compat._metadata import (
     Metas,
     _derive_grad_metas,
     _DTensorMeta,
-    _make_tensor_from_meta,
     _MeshCache,
     _StageMeta,
     _TensorMeta,
@@ -38,7 +37,7 @@ from penstock.compat._metadata import (
 from penstock.compat._state import RecvInfo, renamed
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value
-from penstock.parallel import DataParallel, unwrap
+from penstock.parallel import DataParallel, Unwrapped, unwrap
 from penstock.run.layout import TensorLayout, dense, unwire, wire
 from penstock.stage.deferred import Deferral, Pending
 from penstock.stage.dtensors import MeshGetter, mesh_of
@@ -63,7 +62,7 @@ class Exchange(PipelineStage):
     _in_step = False  # within a step of a schedule, which has scaled the loss and reduces by itself
     _gradients_before: Sequence[tuple[Tensor, int]] = ()  # the step, each with its version
     _undivided: Sequence[Tensor] = ()  # the gradients of the step that a method of the program's own is to divide
-    _adapter: DataParallel | None = None  # the data parallelism of the module, while a step runs
+    _adapter: DataParallel = Unwrapped()  # the data parallelism of the module, while a step runs
 
     _has_backward = renamed("has_backward")
 
@@ -192,8 +191,9 @@ class Exchange(PipelineStage):
         """Let there be something that each arrives in. A method of the program's own may expect it to be there."""
         infos = list(recv_infos)
         for info in infos:
-            if not info.is_root_arg and info.tensor_meta is not None and info.buffer is None:
-                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device).contiguous()  # as it is sent
+            meta = info.tensor_meta
+            if not info.is_root_arg and meta is not None and info.buffer is None:  # contiguous, as it is sent
+                info.buffer = torch.empty(tuple(meta.shape), dtype=meta.dtype, device=self.device)
         return infos
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2P]:

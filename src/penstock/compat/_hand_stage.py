@@ -53,8 +53,8 @@ class HandBox:
 
     def __init__(self, op: Op, run: HandRun, channel: Channel, program: HandProgram) -> None:
         self.op, self.run, self.program, self._channel = op, run, program, channel
-        recv = program.schedule.bwd_recv_ops if op is Op.RECV_B else program.schedule.fwd_recv_ops
-        self.posted = recv if op in (Op.RECV_F, Op.RECV_B) else None
+        schedule = program.schedule
+        self.posted = {Op.RECV_F: schedule.fwd_recv_ops, Op.RECV_B: schedule.bwd_recv_ops}.get(op)
 
     @property
     def channel(self) -> Channel | None:
@@ -159,14 +159,10 @@ class HandRun:
         schedule, context, index = program.schedule, program.context, self.stage.stage_index
         if not stage.is_first and index - 1 not in program.runs:
             self.arrived(Op.RECV_F, microbatch, "its input")
-        rng = program.setting.rng
+        rng, keep = program.setting.rng, self.inputs.keep_outputs
+        args, kwargs = (context.arg_mbs or [])[microbatch], (context.kwarg_mbs or [])[microbatch]
         with nullcontext() if rng is None else rng.at(index, microbatch):
-            output = stage.forward_one_chunk(
-                microbatch,
-                (context.arg_mbs or [])[microbatch],
-                (context.kwarg_mbs or [])[microbatch],
-                save_forward_output=self.inputs.keep_outputs,
-            )
+            output = stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=keep)
             schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch, self.inputs.loss_kwargs)
         if index + 1 in program.runs:
             program.runs[index + 1].stage.set_local_fwd_input(output, microbatch)
@@ -198,8 +194,8 @@ class HandRun:
     def reduce_grad(self) -> None:
         stage, schedule = self.stage, self.program.schedule
         factor = schedule.num_microbatches if schedule.scale_grads else 1
-        reduces = stage._adapter is not None and stage._adapter.reduces  # which leaves the gradients in other tensors
-        if not reduces and is_overridden(stage, "perform_reduce_grad"):
+        # What reduces gradients leaves them in other tensors.
+        if not stage._adapter.reduces and is_overridden(stage, "perform_reduce_grad"):
             stage._give_undivided(factor)
         stage.perform_reduce_grad(factor)
         schedule.unsharded_stages.discard(stage.stage_index)

@@ -88,17 +88,9 @@ class _DTensorMeta(_TensorMeta):
         if not is_dtensor(dtensor):
             raise ShapeError(f"a DTensor was expected, this is a {type(dtensor).__name__}; use from_tensor")
         local, mesh = dtensor._local_tensor, dtensor.device_mesh
-        return _DTensorMeta(
-            local.shape,
-            local.stride(),
-            dtensor.dtype,
-            dtensor.requires_grad,
-            dtensor.shape,
-            dtensor.stride(),
-            tuple(dtensor.placements),
-            tuple(mesh.mesh_dim_names or ()),
-            mesh._layout,
-        )
+        here = local.shape, local.stride(), dtensor.dtype, dtensor.requires_grad
+        spread = dtensor.shape, dtensor.stride(), tuple(dtensor.placements)
+        return _DTensorMeta(*here, *spread, tuple(mesh.mesh_dim_names or ()), mesh._layout)
 
     @property
     def mesh_cache_key(self) -> MeshCacheKey:

@@ -210,20 +210,13 @@ def format_pipeline_order(pipeline_order: Order, error_step_number: int | None =
 
 def dump_chrometrace(schedule: Order, filename: str | PathLike[str]) -> None:
     """Write an order, a slot a microsecond, as a trace that chrome://tracing and Perfetto show."""
-    events = [
-        {
-            "name": str(action),
-            "cat": "computation" if action.is_compute_op else "communication",
-            "ph": "X",
-            "pid": rank,
-            "tid": rank,
-            "ts": step,
-            "dur": 1,
-        }
-        for rank in sorted(schedule)
-        for step, action in enumerate(schedule[rank])
-        if action is not None
-    ]
+    events = []
+    for rank in sorted(schedule):
+        for step, action in enumerate(schedule[rank]):
+            if action is not None:
+                kind = "computation" if action.is_compute_op else "communication"
+                slot = {"ph": "X", "pid": rank, "tid": rank, "ts": step, "dur": 1}
+                events.append({"name": str(action), "cat": kind, **slot})
     Path(filename).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 

@@ -18,6 +18,7 @@ from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage
 from penstock.compat._pipeline_order import Orders, gathered_at_the_end
 from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._state import call_on
 from penstock.compat._vocabulary import ComputationType, leaves_of
 from penstock.errors import RunError, SplitError
 from penstock.nest import Value
@@ -266,28 +267,24 @@ class Parts(Orders):
     # -- parameters that are sharded
 
     def _unshard(self, stage: _PipelineStageBase) -> None:
-        if stage._adapter is not None and stage._adapter.sharded:
+        if stage._adapter.sharded:
             stage._adapter.unshard()
             self.unsharded_stages.add(stage.stage_index)
 
     def _reshard(self, stage: _PipelineStageBase) -> None:
-        if stage._adapter is not None and stage._adapter.sharded:
+        if stage._adapter.sharded:
             stage._adapter.reshard()
             self.unsharded_stages.discard(stage.stage_index)
 
     def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
         """A function that computes by itself asks here whether the parameters of its stage are gathered."""
         index = stage.stage_index
-        if stage._adapter is not None and stage._adapter.sharded and index not in self.unsharded_stages:
+        if stage._adapter.sharded and index not in self.unsharded_stages:
             raise AssertionError(f"stage {index} is sharded; expected {index}UNSHARD before its parameters are used")
 
     def _gather_again(self) -> None:
         """After a step, which ends with everything sharded: gather what the order leaves gathered."""
         freed = (ComputationType.RESHARD, ComputationType.REDUCE_GRAD)  # the reduction ends with freeing them
         left = gathered_at_the_end((self._order_with_comms or {}).get(self.rank, ()), freed)
-        for module in (
-            module for stage in self.stages if stage.stage_index in left for module in stage.submod.modules()
-        ):
-            unshard = getattr(module, "unshard", None)
-            if unshard is not None:
-                unshard()
+        for stage in self.stages:
+            call_on(stage.submod.modules() if stage.stage_index in left else (), "unshard")

@@ -196,9 +196,8 @@ class Orders(Schedule):
 
     def _simulate(self) -> OrderDict:
         """The order with its messages, slot by slot."""
-        return passes.simulate_comms_compute(
-            self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages
-        )
+        rank_of = self.stage_index_to_group_rank.__getitem__
+        return passes.simulate_comms_compute(self.pipeline_order_with_comms, rank_of, self._num_stages)
 
 
 def gathered_at_the_end(row: Sequence[NamedAction | None], freed: Sequence[ComputationType]) -> set[int]:

@@ -42,11 +42,10 @@ class _ComputationTypeVisual(NamedTuple):
     width: int = 1
 
 
-action_type_to_color_mapping = {
-    kind: _ComputationTypeVisual(of.row.colour, of.row.letter)
-    if isinstance(of, Op)
-    else _ComputationTypeVisual("#334155")
-    for kind, of in ((kind, to_op(kind)) for kind in ComputationType)
+action_type_to_color_mapping = {ComputationType.OVERLAP_F_B: _ComputationTypeVisual("#334155")} | {
+    kind: _ComputationTypeVisual(op.row.colour, op.row.letter)
+    for kind in ComputationType
+    if isinstance(op := to_op(kind), Op)
 }
 
 

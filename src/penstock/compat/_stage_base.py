@@ -27,7 +27,7 @@ from penstock.compat._metadata import (
     is_strided,
     validate_tensors_metadata,
 )
-from penstock.compat._state import is_overridden
+from penstock.compat._state import call_on, is_overridden
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value, tensors_in
 from penstock.parallel import DataParallel, unwrap
@@ -135,11 +135,8 @@ class _PipelineStageBase(Exchange):
         grads = None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id)
         if self._runtime_validate and grads is not None and self._stage_meta.output_grads is not None:
             self._validate_stage_tensors("output gradients", self._stage_meta.output_grads, grads)
-        request: dict[str, Value] = {
-            "stage_output": loss if self.is_last else outputs,
-            "output_grads": grads,
-            "input_values": inputs,
-        }
+        root = loss if self.is_last else outputs
+        request: dict[str, Value] = {"stage_output": root, "output_grads": grads, "input_values": inputs}
         if bwd_chunk_id in self._pending:
             request["pending"] = self._pending.pop(bwd_chunk_id)
         if self.dw_builder is None and not full_backward:
@@ -213,15 +210,13 @@ class _PipelineStageBase(Exchange):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients over the data-parallel replicas, once all backwards are done."""
-        if self._adapter is not None and self._adapter.reduces:
+        if self._adapter.reduces:
             self._adapter.reduce_grad()
         if grad_scale_factor == 1:
             return
         if self._in_step and is_overridden(self, "scale_grads"):
             # It is to find the parameters that have the gradients, and not the gathered ones.
-            for reshard in (getattr(module, "reshard", None) for module in self.submod.modules()):
-                if callable(reshard):
-                    reshard()
+            call_on(self.submod.modules(), "reshard")
             self._give_undivided(grad_scale_factor)
         self.scale_grads(grad_scale_factor)
 
@@ -242,7 +237,8 @@ class _PipelineStageBase(Exchange):
         self._gradients_before = [(grad, grad._version) for grad in self._gradients()] if dividing else []
 
     def _end_step(self) -> None:
-        self._in_step, self._adapter, self._undivided, self._gradients_before = False, None, [], []
+        for name in ("_in_step", "_adapter", "_undivided", "_gradients_before"):
+            vars(self).pop(name, None)
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.submod.parameters() if parameter.grad is not None]

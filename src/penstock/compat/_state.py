@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.compat._metadata import _TensorMeta
 from penstock.errors import ShapeError
@@ -52,3 +53,10 @@ def is_overridden(thing: object, *names: str) -> bool:
     """
     homes = [getattr(getattr(type(thing), name), "__globals__", {}).get("__name__", "") for name in names]
     return not all(home.startswith("penstock.compat.") for home in homes) or not vars(thing).keys().isdisjoint(names)
+
+
+def call_on(modules: Iterable[nn.Module], method: str) -> None:
+    """Call a method of those modules that have it."""
+    for call in (getattr(module, method, None) for module in modules):
+        if callable(call):
+            call()
