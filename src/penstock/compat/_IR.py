@@ -116,7 +116,5 @@ def _move_placeholders_to_front(graph: fx.Graph) -> None:
     """Put the inputs of a graph before everything else, in their order."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     others = [node for node in graph.nodes if node.op != "placeholder"]
-    if not others:
-        return
-    for node in inputs:
+    for node in inputs if others else ():
         others[0].prepend(node)

@@ -15,10 +15,8 @@ USAGE = "usage: python -m penstock.compat [-m module | program.py] [arguments ..
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    as_module = arguments[:1] == ["-m"]
-    if as_module:
-        arguments = arguments[1:]
+    as_module = sys.argv[1:2] == ["-m"]
+    arguments = sys.argv[2:] if as_module else sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         raise SystemExit(USAGE)
     install()

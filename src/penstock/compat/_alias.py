@@ -30,9 +30,7 @@ class _Alias(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not is_aliased(fullname):
-            return None
-        if importlib.util.find_spec(OURS + fullname[len(TORCH) :]) is None:
+        if not is_aliased(fullname) or importlib.util.find_spec(OURS + fullname[len(TORCH) :]) is None:
             return None
         return ModuleSpec(fullname, self, is_package=fullname == TORCH)
 

@@ -1,7 +1,7 @@
 """`torch.distributed.pipelining._backward`: a backward in two parts, over any graph.
 
 penstock's own stages defer the weight work of their layers while they run (`penstock.stage.deferred`), which is quicker. The
-functions here take a graph that exists already. The input pass notes the gradients at the *joints*, the nodes of the input's
+functions here take a graph that exists already. The input pass also finds the gradients at the *joints*, the nodes of the input's
 path at which a parameter's own path ends; the weight pass starts from them. Gradients are accumulated by autograd, so hooks
 fire; a parameter that no input reaches is not forgotten.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -83,21 +82,16 @@ def stage_backward_input(
     weights: Iterable[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], list[Group]]:
     """The gradients of the inputs, also added to their `.grad`, and what the weight pass needs."""
-    roots: list[Any] = []
-    grads: list[Tensor] = []
     given = [None] * len(stage_outputs_or_loss) if output_grads is None else output_grads
-    for output, grad in zip(stage_outputs_or_loss, given, strict=True):
-        if isinstance(output, Tensor) and not output.requires_grad:
-            continue
-        roots.append(output)
-        grads.append(torch.ones_like(output) if grad is None else grad)
+    both = list(zip(stage_outputs_or_loss, given, strict=True))
+    pairs = [(root, grad) for root, grad in both if not isinstance(root, Tensor) or root.requires_grad]
+    roots: list[Any] = [root for root, _ in pairs]
+    grads = [torch.ones_like(root) if grad is None else grad for root, grad in pairs]
     inputs = [value for value in input_values if isinstance(value, Tensor) and value.requires_grad]
     groups = _groups([_edge(root).node for root in roots], [_edge(value).node for value in inputs], list(weights))
     joints = {joint: len(joint._input_metadata) for group in groups for joint in group["intermediates"]}
-    wanted: list[Any] = [
-        *inputs,
-        *(GradientEdge(joint, place) for joint, size in joints.items() for place in range(size)),
-    ]
+    edges = (GradientEdge(joint, place) for joint, size in joints.items() for place in range(size))
+    wanted: list[Any] = [*inputs, *edges]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if roots and wanted:
         found = torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
@@ -118,9 +112,8 @@ def stage_backward_weight(
 ) -> tuple[Tensor | None, ...]:
     """Accumulate the gradients of the parameters; what they were before comes back."""
     before = tuple(weight.grad for weight in weights)
-    crossing = any(
-        len(group["intermediates"]) > 1 for group in param_groups
-    )  # the paths of groups may have nodes in common
+    # Behind several joints the paths of groups may have nodes in common, whose graph all but the last must leave as it is.
+    crossing = any(len(group["intermediates"]) > 1 for group in param_groups)
     for number, group in enumerate(param_groups, 1):
         joints, noted = group.pop("intermediates"), group.pop("grads")
         edges = [
@@ -134,7 +127,7 @@ def stage_backward_weight(
         with ExitStack() as hooks:
             if len(joints) > 1:  # a joint behind another one would be reached twice
                 for joint, grads in zip(joints, noted, strict=True):
-                    hooks.callback(joint.register_prehook(partial(_instead, grads)).remove)
+                    hooks.callback(joint.register_prehook(lambda arrived, noted=grads: noted or arrived).remove)
             torch.autograd.backward(
                 [edge for edge, _ in edges],
                 grad_tensors=[grad for _, grad in edges],
@@ -144,19 +137,13 @@ def stage_backward_weight(
     return before
 
 
-def _instead(noted: object, grads: object) -> object:
-    return grads if noted is None else noted
-
-
 def _edge(value: Value) -> GradientEdge:
     return value if isinstance(value, GradientEdge) else get_gradient_edge(value)
 
 
 def _groups(roots: list[Node], inputs: list[Node], weights: list[Tensor]) -> list[Group]:
     """The parameters, grouped by the joints at which their paths meet those of the inputs."""
-    users: defaultdict[Node, list[Node]] = defaultdict(
-        list
-    )  # below the roots: the nodes that hand their gradients to each
+    users: defaultdict[Node, list[Node]] = defaultdict(list)  # the nodes that hand their gradients to each
 
     def below(node: Node) -> Iterator[Node]:
         for following, _ in node.next_functions:

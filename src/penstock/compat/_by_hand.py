@@ -88,11 +88,6 @@ class HandProgram(Program):
         for index, stage in self.stages.items():
             self.runs[index] = HandRun(stage, self)
 
-    @property
-    def compiles(self) -> bool:
-        """Stages of this kind are compiled when their first microbatch comes."""
-        return False
-
     def message_box(self, action: Action) -> HandBox:
         found = self.by_op.get((action.op, action.stage))
         if found is None:

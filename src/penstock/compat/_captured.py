@@ -9,7 +9,8 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import islice
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 from penstock import capture
 from penstock.capture.pipe import CapturedStage
 from penstock.capture.stage_module import StageModule
+from penstock.compat._backward import _null_coalesce_accumulate
 from penstock.compat._infer import PipelineStage
 from penstock.compat._metadata import Metas
 from penstock.errors import CaptureError
@@ -151,11 +153,8 @@ class _PipelineStage(CapturedStage, PipelineStage):
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         """What several stages read has the sum of what they send back."""
         arrived = iter(super()._retrieve_recv_grads(bwd_chunk_id))
-        found: list[Tensor | None] = []
-        for readers in self.act_send_info.values():
-            grads = [grad for _ in readers if (grad := next(arrived)) is not None]
-            found.append(sum(grads[1:], grads[0]) if grads else None)
-        return tuple(found)
+        of_each = [islice(arrived, len(readers)) for readers in self.act_send_info.values()]
+        return tuple(reduce(_null_coalesce_accumulate, grads, None) for grads in of_each)
 
 
 def build_stage(

@@ -82,12 +82,13 @@ class HandBox:
     send = send_described = queue = post  # cold or warm
 
     def wait(self, works: list[Work]) -> None:
-        self._channel.transport.awaited = self._channel.peer
+        channel = self._channel
+        channel.transport.awaited = channel.peer
         try:
             for work in works:
-                self._channel.wait(work)
+                channel.wait(work)
         except RuntimeError as error:
-            self._channel.fail(error)
+            channel.fail(error)
 
     def drain_send(self, microbatch: int, *, cold: bool) -> None:
         if self.is_done(microbatch):
@@ -123,6 +124,8 @@ class HandBox:
 
 class HandRun:
     """One stage of this rank, driven through its own methods."""
+
+    compiled = None  # ahead; a stage of this kind is compiled when its first microbatch comes
 
     def __init__(self, stage: _PipelineStageBase, program: HandProgram) -> None:
         self.stage, self.program = stage, program

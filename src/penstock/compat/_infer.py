@@ -63,10 +63,12 @@ class PipelineStage(_PipelineStageBase):
         super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
         self.input_args, self.output_args = input_args, output_args
         self.get_mesh = get_mesh
-        args, grads = (input_args, output_args), (input_grads, output_grads)
-        given = [(value, False) for value in args] + [(value, True) for value in grads]
-        tuples = [(validate_and_normalize_to_tuple(value, gaps), gaps) for value, gaps in given]
-        self._user_meta = _StageMeta(*(extract_tensor_metas(value, allow_none=gaps) for value, gaps in tuples))
+
+        def metas(value: Value, gaps: bool = False) -> Metas | None:
+            return extract_tensor_metas(validate_and_normalize_to_tuple(value, gaps), allow_none=gaps)
+
+        gradients = metas(input_grads, True), metas(output_grads, True)
+        self._user_meta = _StageMeta(metas(input_args), metas(output_args), *gradients)
         self._said = self._user_meta.inputs, self._user_meta.outputs
 
     def _forget_what_changed(self) -> None:

@@ -67,9 +67,8 @@ class Orders(Schedule):
         if makes and not order and is_overridden(self, "_calculate_single_rank_operations"):
             order = {rank: self._calculate_single_rank_operations(rank) for rank in range(self.pp_group_size)}
         if not order and is_overridden(self, "_step_microbatches") and not self._has_own_plan():
-            return self._made(
-                "gpipe" if self.n_local_stages == 1 else "loopedbfs"
-            )  # any that has these messages will do
+            # Nothing is said of the order: any that has these messages will do.
+            return self._made("gpipe" if self.n_local_stages == 1 else "loopedbfs")
         return self._plan_of(order) if order else super().make_plan()
 
     def _made(self, recipe: str) -> Plan:

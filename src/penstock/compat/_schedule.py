@@ -34,9 +34,6 @@ from penstock.run.setting import ActionKind
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 from penstock.stage.pipeline_stage import place_in
 
-LOSSES = ("_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
-"""Methods of a schedule that programs override to take part in a step. Its other parts are called in every step."""
-
 Receives = dict[tuple[int, int], list[Any]]  # by stage and microbatch, what was posted
 
 
@@ -125,7 +122,9 @@ class _PipelineSchedule(Parts):
     # -- whether a step goes through the stages' own methods
 
     def _needs_hands(self) -> bool:
-        mine = self._hand_functions or is_overridden(self, "_step_microbatches", *LOSSES)
+        """Whether a program takes part in a step here. Parts of a schedule that are not asked for are called in every step."""
+        losses = "_maybe_compute_loss", "_maybe_get_loss", "_update_losses"
+        mine = self._hand_functions or is_overridden(self, "_step_microbatches", *losses)
         return bool(mine) or any(map(is_driven_by_hand, self.stages))
 
     @property

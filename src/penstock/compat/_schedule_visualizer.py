@@ -72,9 +72,8 @@ def get_schedule_ops(
         )
     make: Any = kind
     sizes = {"group_rank": 0, "group_size": pp_degree, "num_stages": pp_degree * per_rank}
-    place = SimpleNamespace(
-        submod=None, group=None, stage_index=0, **sizes
-    )  # as much of a stage as a schedule looks at
+    # As much of a stage as a schedule looks at.
+    place = SimpleNamespace(submod=None, group=None, stage_index=0, **sizes)
     stages: Any = [place] * per_rank
     order = make(stages if several else stages[0], num_microbatches).pipeline_order
     if with_comms:

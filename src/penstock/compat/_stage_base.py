@@ -119,8 +119,7 @@ class _PipelineStageBase(Exchange):
             return self.submod(*args, **kwargs)
 
     def _no_sync(self) -> Any:
-        no_sync = getattr(self.submod, "no_sync", None)
-        return nullcontext() if no_sync is None else no_sync()
+        return getattr(self.submod, "no_sync", nullcontext)()
 
     # -- backward
 

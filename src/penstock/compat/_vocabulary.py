@@ -115,12 +115,11 @@ def of_code(code: int) -> NamedAction:
 
 
 def to_action(action: NamedAction) -> AnyAction:
-    if action.sub_actions is not None:
-        if len(action.sub_actions) != 2:
-            raise PlanError(f"{action} overlaps {len(action.sub_actions)} actions; expected a forward and a backward")
-        first, second = action.sub_actions
-        return Overlap(_single(first), _single(second))
-    return _single(action)
+    if action.sub_actions is None:
+        return _single(action)
+    if len(action.sub_actions) != 2:
+        raise PlanError(f"{action} overlaps {len(action.sub_actions)} actions; expected a forward and a backward")
+    return Overlap(*map(_single, action.sub_actions))
 
 
 def _single(action: NamedAction) -> Action:
