@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -75,15 +76,10 @@ class Pipe(capture.Pipe):
         """What travels between the stages, and the graph in which each is a node."""
         return self._info
 
-    @property
-    def has_loss_and_backward(self) -> bool:
-        """Whether the model returns its own loss."""
-        return self.info().has_loss
-
-    @property
-    def replicated_params(self) -> list[dict[str, str]]:
-        """The parameters of several stages whose gradients a program has to add up by itself: none, a step does that."""
-        return []
+    # Whether the model returns its own loss.
+    has_loss_and_backward = cached_property[bool](lambda self: self.info().has_loss)
+    # The parameters of several stages whose gradients a program has to add up by itself: none, a step does that.
+    replicated_params = cached_property[list[dict[str, str]]](lambda _: [])
 
     @property
     def split_gm(self) -> fx.GraphModule:

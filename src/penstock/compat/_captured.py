@@ -40,10 +40,8 @@ class PipeInfo(capture.PipeInfo):
     def of(cls, info: capture.PipeInfo) -> PipeInfo:
         return cls(**{field.name: getattr(info, field.name) for field in fields(info)})
 
-    @property
-    def has_loss_and_backward(self) -> bool:
-        """Whether the model returns its own loss."""
-        return self.has_loss
+    # Whether the model returns its own loss.
+    has_loss_and_backward = cached_property[bool](lambda self: self.has_loss)
 
     @cached_property
     def graph(self) -> fx.Graph:
@@ -76,9 +74,7 @@ class _PipelineStage(CapturedStage, PipelineStage):
     pipe_info: PipeInfo
     _hears_all = True
 
-    @property
-    def name(self) -> str:
-        return get_submod_name(self.stage_index)
+    name = cached_property[str](lambda self: get_submod_name(self.stage_index))
 
     @property
     def node(self) -> fx.Node:

@@ -66,10 +66,7 @@ class Exchange(PipelineStage):
 
     _has_backward = renamed("has_backward")
 
-    @property
-    def log_prefix(self) -> str:
-        return f"[Stage {self.stage_index}]"
-
+    log_prefix = cached_property[str](lambda self: f"[Stage {self.stage_index}]")
     # By microbatch: the outputs of its forward, and its flat inputs; until its backward.
     fwd_cache = cached_property[dict[int, tuple[tuple[Value, ...], list[Value]]]](lambda _: {})
     # By microbatch: the gradients of its inputs, until they are sent or handed over.
