@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ _SMALL = 1 << 20
 Modes = tuple[bool, ...]
 Table = dict[str, Tensor | None]
 Copy = Callable[[Tensor], Tensor]
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 
 def modes_of(module: nn.Module) -> Modes:
@@ -39,6 +41,26 @@ def modes_of(module: nn.Module) -> Modes:
     (True, True, False)
     """
     return tuple(part.training for part in module.modules())
+
+
+class Tables(Generic[Key, Item]):
+    """Tables in which modules keep what was set on them, as they were when this was made."""
+
+    def __init__(self, tables: Iterable[dict[Key, Item]]) -> None:
+        self.before = [(table, dict(table)) for table in tables]
+
+    def changed(self) -> list[tuple[dict[Key, Item], dict[Key, Item]]]:
+        """Each table that holds other things by now, and what was in it."""
+        return [
+            (table, old)
+            for table, old in self.before
+            if table.keys() != old.keys() or any(table[key] is not item for key, item in old.items())
+        ]
+
+    def put_back(self) -> None:
+        for table, old in self.changed():
+            table.clear()
+            table.update(old)
 
 
 class _Seen(NamedTuple):
@@ -58,9 +80,9 @@ class _Seen(NamedTuple):
 class Before:
     """The buffers as they were at the time of a look."""
 
-    def __init__(self, modes: Modes, tables: list[tuple[Table, Table]], seen: list[_Seen]) -> None:
+    def __init__(self, modes: Modes, tables: Iterable[Table], seen: list[_Seen]) -> None:
         self.modes = modes
-        self.tables = tables  # each table, and what was in it
+        self.tables = Tables(tables)
         self.seen = seen
 
     def lost(self) -> list[str]:
@@ -74,10 +96,7 @@ class Before:
         Values are written past autograd's count of changes: graphs of other microbatches may refer to a buffer, and what
         those read is not what changes here (a batch norm's running statistics).
         """
-        for table, old in self.tables:
-            if not _same_tensors(table, old):
-                table.clear()
-                table.update(old)
+        self.tables.put_back()
         for one in self.seen:
             if one.value is not None and (one.changes or one.moved):
                 one.buffer.data.copy_(one.value)
@@ -85,9 +104,9 @@ class Before:
     @contextmanager
     def once_more(self) -> Iterator[None]:
         """Inside, the buffers are as they were; outside, as they are now."""
-        tables = [(table, dict(table)) for table, _ in self.tables]
         away = [one for one in self.seen if one.value is not None and (one.changes or one.moved)]
-        now = Before(self.modes, tables, [one._replace(value=_copy(one.buffer), changes=True) for one in away])
+        seen = [one._replace(value=_copy(one.buffer), changes=True) for one in away]
+        now = Before(self.modes, [table for table, _ in self.tables.before], seen)
         self.put_back()
         try:
             yield
@@ -115,7 +134,6 @@ class Buffers:
     def look(self, modes: Modes) -> Before:
         """Before a run. All are copied, as long as no run in these modes has been learnt from."""
         known = self.changing.get(modes)
-        tables = [(table, dict(table)) for _, table in self.tables if table]
         seen: dict[int, _Seen] = {}
         for number, (part, table) in enumerate(self.tables):
             for name, buffer in table.items():
@@ -124,7 +142,7 @@ class Buffers:
                     changes = known is None or full in known or (full in self.silent and self.silent[full].training)
                     value = self.copy(buffer) if changes else self._copied((number, full), buffer)
                     seen[id(buffer)] = _Seen(full, buffer, buffer._version, value, changes)
-        return Before(modes, tables, list(seen.values()))
+        return Before(modes, [table for _, table in self.tables if table], list(seen.values()))
 
     def _copied(self, place: tuple[int, str], buffer: Tensor) -> Tensor | None:
         """The copy of one that is not known to change, made anew if it has changed."""
@@ -194,10 +212,6 @@ def _place(tensor: Tensor) -> int | None:
 
 def _copy(buffer: Tensor) -> Tensor:
     return buffer.detach().clone()
-
-
-def _same_tensors(table: Table, old: Table) -> bool:
-    return table.keys() == old.keys() and all(table[name] is old[name] for name in old)
 
 
 def _changed(one: _Seen) -> bool:

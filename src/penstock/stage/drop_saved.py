@@ -21,48 +21,37 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import StageError
-from penstock.nest import tensors_in
+from penstock.nest import Value, tensors_in
 from penstock.stage.engine import nodes_reached
-from penstock.stage.refill import PLAIN, Refill, is_plain
-
-
-class _Kept:
-    """A saved tensor of a first forward."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # an output would hold its own graph
+from penstock.stage.refill import PLAIN, Place, Refill, is_plain
 
 
 class _Mark:
     """Lives as long as a node that has it."""
 
 
-class Trial:
+class Trial(Refill):
     """A first forward: it keeps what it saves, and shows whether somebody needs it."""
 
-    def __init__(self) -> None:
-        self.kept: list[weakref.ref[_Kept]] = []
-        self.asked = False
-        self.plain = True
-        self.mark: weakref.ref[_Mark] | None = None
+    asked = False
+    plain = True
+    mark: weakref.ref[_Mark] | None = None
 
-    def pack(self, tensor: Tensor) -> _Kept:
-        one = _Kept(tensor)
-        self.kept.append(weakref.ref(one))
+    def pack(self, tensor: Tensor) -> Place:
+        place = super().pack(tensor)
+        place.keep(tensor)
         self.plain = self.plain and type(tensor) in PLAIN
-        return one
+        return place
 
-    def unpack(self, one: _Kept) -> Tensor:
+    def unpack(self, place: Place) -> Tensor:
         self.asked = True
-        return one.tensor
+        return super().unpack(place)
 
     def look(self, results: object) -> None:
         """After the forward: is its graph one that can stay? Its nodes are marked, to see whether they go."""
@@ -81,7 +70,7 @@ class Trial:
 
     def is_needed(self) -> bool:
         """Asked when its graph should be gone."""
-        return self.asked or any(one() is not None for one in self.kept)
+        return self.asked or any(place() is not None for place in self.places)
 
     def can_stay(self) -> bool:
         return self.plain and self.mark is not None and self.mark() is None
@@ -91,12 +80,12 @@ _OPAQUE = ("CppFunction", "CopySlices")
 """Nodes that do not show what they hold."""
 
 
-def _is_ours(saved: Any) -> bool:
+def _is_ours(saved: Value) -> bool:
     """Whether a saved tensor has gone through the hooks of a trial, or is none, or a number that Python wrote."""
     if isinstance(saved, tuple):
         return all(map(_is_ours, saved))
     held = saved.data
-    return held is None or isinstance(held, _Kept) or bool(saved.unpack_hook is None and held.dim() == 0)
+    return held is None or isinstance(held, Place) or bool(saved.unpack_hook is None and held.dim() == 0)
 
 
 class DropSaved:
@@ -122,29 +111,26 @@ class DropSaved:
         return found
 
     @contextmanager
-    def around(self, modes: Hashable) -> Iterator[Refill | Trial | None]:
+    def around(self, modes: Hashable) -> Iterator[Refill | None]:
         """Inside, a forward runs."""
+
+        def needed() -> NoReturn:
+            self.known[modes] = False
+            raise StageError(
+                "what a forward saved is needed though it is to be run again for its backward: it differentiates by itself, "
+                "or somebody kept a value of it. The first one did not, so it was let go. From the next step on it is kept: "
+                "call step again, or leave the stage out of recompute"
+            )
+
         drops = self.may(modes)
-        if drops is None:
-            trial = Trial()
-            with saved_tensors_hooks(trial.pack, trial.unpack):
-                yield trial
-            self.known[modes] = trial
-        elif drops:
-
-            def needed() -> NoReturn:
-                self.known[modes] = False
-                raise StageError(
-                    "what a forward saved is needed though it is to be run again for its backward: it differentiates by itself, "
-                    "or somebody kept a value of it. The first one did not, so it was let go. From the next step on it is kept: "
-                    "call step again, or leave the stage out of recompute"
-                )
-
-            refill = Refill(needed)
-            with saved_tensors_hooks(refill.pack, refill.unpack):
-                yield refill
-        else:
+        if drops is False:
             yield None
+            return
+        saves = Refill(needed) if drops else Trial(needed)
+        with saved_tensors_hooks(saves.pack, saves.unpack):
+            yield saves
+        if isinstance(saves, Trial):
+            self.known[modes] = saves
 
     def forbid_refill(self, modes: Hashable) -> None:
         self.unsteady.add(modes)

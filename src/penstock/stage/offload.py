@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from penstock.errors import StageError
 from penstock.stage.elsewhere import THRESHOLD, Away, AwayAsync, Coming, Elsewhere
+from penstock.stage.refill import PLAIN, changed_in_place
 
 
 class _Block:
@@ -61,10 +62,7 @@ class _Recipe:
 
     def tensor(self) -> Tensor:
         if self.spoiled or (self.here is not None and self.here._version != self.version):
-            raise StageError(
-                f"a tensor of shape {list(self.shape)} that a forward saved for its backward was changed in place since; "
-                "expected it to be left alone: change a copy of it"
-            )
+            raise changed_in_place(self.shape)
         if self.here is not None:
             return self.here
         assert self.block is not None, "what stays is here"
@@ -93,7 +91,7 @@ class Saved:
         self.recipes: list[_Recipe] = []  # of what may be moved, as long as it is here
 
     def pack(self, tensor: Tensor) -> Tensor | _Recipe:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         address = storage.data_ptr()

@@ -29,10 +29,10 @@ from torch.nn.modules import module as of_all_modules
 
 from penstock.errors import StageError
 from penstock.nest import Value, map_tensors, tensors_in
-from penstock.stage.buffers import Before, Buffers, Modes
+from penstock.stage.buffers import Before, Buffers, Modes, Tables
 from penstock.stage.drop_saved import DropSaved, Trial
 from penstock.stage.random_state import RandomState, accelerators
-from penstock.stage.refill import Attributes, Refill, is_plain, name, roots
+from penstock.stage.refill import EXPECTED, Refill, is_plain, name, roots
 from penstock.stage.repeated_hooks import RepeatedHooks
 
 _thread = threading.local()
@@ -99,7 +99,9 @@ class Repeats:
         parts = [part for module in modules for part in module.modules()]
         if parts != self.parts:
             self.parts, self.buffers, self.hooks = parts, Buffers(modules), RepeatedHooks(modules)
-            self.attributes = Attributes(parts)
+            # What modules have set on themselves: a forward that changes it might give something else the next time. Those
+            # of torch's own change nothing but buffers.
+            self.own = [vars(part) for part in parts if not type(part).__module__.startswith("torch.nn.modules.")]
         self.drop.begin()
 
     def first(
@@ -126,9 +128,9 @@ class Repeats:
         copied = self.spoils is not False or not whole
         given = _copies(args, kwargs) if copied else (args, kwargs)
         versions = [(tensor, tensor._version) for tensor in tensors_in(given) if not tensor.requires_grad]
-        steady = self.attributes.look()
-        saves: Refill | Trial | None = None
-        with self.hooks.noting(lambda: len(saves.places) if isinstance(saves, Refill) else 0) as noted:
+        own = Tables(self.own)
+        saves: Refill | None = None
+        with self.hooks.noting(lambda: 0 if saves is None else len(saves.places)) as noted:
             try:
                 with nullcontext() if whole else self.drop.around(before.modes) as saves:
                     output = run(*given)
@@ -141,7 +143,7 @@ class Repeats:
                 output = run(*_copies(args, kwargs))
         if isinstance(saves, Trial):
             saves.look((output, loss()))
-        if not steady():
+        if own.changed():
             self.drop.forbid_refill(before.modes)
         spoiled = any(tensor._version != version for tensor, version in versions)
         self.spoils = bool(self.spoils) or spoiled
@@ -149,7 +151,7 @@ class Repeats:
         self.buffers.learn(before)
         gave = [name(tensor) for tensor in tensors_in(output)]
         first = _First(None if self.keyed else random, before, frozenset(noted.acting), gave, output if keep else None)
-        if not keep and isinstance(saves, Refill) and self.may_stop(before.modes) and noted.same and is_plain(output):
+        if not keep and type(saves) is Refill and self.may_stop(before.modes) and noted.same and is_plain(output):
             first = replace(first, output=roots(output), refill=saves)
         self.kept[microbatch] = first
         return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output)
@@ -187,7 +189,8 @@ class Repeats:
             stack.enter_context(first.buffers.once_more())
             stack.enter_context(self.hooks.only(first.acting))
             if first.refill is not None:
-                stack.enter_context(self.attributes.restored())
+                # A forward that is left in the middle may have set on its modules what it wanted to set back.
+                stack.callback(Tables(self.own).put_back)
                 first.refill.fill(run)
                 return first.output
             output = run()
@@ -195,8 +198,7 @@ class Repeats:
         if gives != first.gave:
             raise StageError(
                 f"microbatch {microbatch}: the forward gave {', '.join(first.gave)}, and when it was run again "
-                f"{', '.join(gives)}; expected the same. What it depends on besides its input (a counter, the time, global "
-                "state) must not change in between; or leave the stage out of recompute"
+                f"{', '.join(gives)}; {EXPECTED}"
             )
         return output
 

@@ -14,9 +14,8 @@ first run, whose graph the backward goes through.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ class _Enough(BaseException):
     """Leaves a forward. No error: whoever catches errors lets it pass."""
 
 
-class _Place:
+class Place:
     """Where a saved tensor was, and will be."""
 
     __slots__ = ("__weakref__", "dtype", "shape", "tensor", "version")
@@ -43,29 +42,28 @@ class _Place:
         self.tensor: Tensor | None = None
         self.version = 0
 
+    def keep(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version  # an output would hold its own graph
+
 
 class Refill:
     """What the graph of one forward lacks."""
 
     def __init__(self, needed: Callable[[], NoReturn]) -> None:
         self.needed = needed  # called if somebody asks before it is there
-        self.places: list[weakref.ref[_Place]] = []  # in order; the graph has them
+        self.places: list[weakref.ref[Place]] = []  # in order; the graph has them
 
-    def pack(self, tensor: Tensor) -> _Place:
-        place = _Place(tensor)
+    def pack(self, tensor: Tensor) -> Place:
+        place = Place(tensor)
         self.places.append(weakref.ref(place))
         return place
 
-    def unpack(self, place: _Place) -> Tensor:
-        tensor = place.tensor
-        if tensor is None:
+    def unpack(self, place: Place) -> Tensor:
+        if place.tensor is None:
             self.needed()
-        if tensor._version != place.version:  # autograd asks that only of tensors without hooks
-            raise StageError(
-                f"a tensor of shape {list(place.shape)} that a forward saved for its backward was changed in place since; "
-                "expected it to be left alone: change a copy of it"
-            )
-        return tensor
+        if place.tensor._version != place.version:  # autograd asks that only of tensors without hooks
+            raise changed_in_place(place.shape)
+        return place.tensor
 
     def fill(self, run: Callable[[], object]) -> None:
         """Run the forward again, until every place that is still there has its tensor."""
@@ -75,7 +73,7 @@ class Refill:
             places.pop()
         count, filled = len(places), 0
 
-        def keep(tensor: Tensor) -> _Place | None:
+        def keep(tensor: Tensor) -> Place | None:
             nonlocal filled
             if filled == count:  # somebody caught what was to end the run
                 raise _Enough
@@ -84,9 +82,9 @@ class Refill:
                 if tensor.shape != place.shape or tensor.dtype is not place.dtype:
                     raise StageError(
                         f"the forward saved {name(place)} as number {filled + 1} of the tensors for its backward, and when it "
-                        f"was run again {name(tensor)}; {_EXPECTED}"
+                        f"was run again {name(tensor)}; {EXPECTED}"
                     )
-                place.tensor, place.version = tensor.detach(), tensor._version
+                place.keep(tensor)
             filled += 1
             if filled == count:
                 raise _Enough
@@ -105,54 +103,33 @@ class Refill:
             places.clear()  # from here on the graph alone has them, and lets go of one after the other
         if filled < count:
             raise StageError(
-                f"the forward saved {count} tensors for its backward, and when it was run again {filled}; {_EXPECTED}"
+                f"the forward saved {count} tensors for its backward, and when it was run again {filled}; {EXPECTED}"
             )
 
 
-_EXPECTED = (
+EXPECTED = (
     "expected the same. What it depends on besides its input (a counter, the time, global state) must not change in "
     "between; or leave the stage out of recompute"
 )
 
 
-class Attributes:
-    """What modules of the user's have set on themselves. A forward that changes it might give something else the next time."""
-
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        # Those of torch's own change nothing but buffers.
-        self.tables = [vars(part) for part in parts if not type(part).__module__.startswith("torch.nn.modules.")]
-
-    def look(self) -> Callable[[], bool]:
-        """Tells later whether all is as it is now."""
-        now = [dict(table) for table in self.tables]
-        return lambda: all(map(_same, self.tables, now))
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Afterwards all is as it was: a forward that is left in the middle may have set what it wanted to set back."""
-        before = [dict(table) for table in self.tables]
-        try:
-            yield
-        finally:
-            for table, old in zip(self.tables, before, strict=True):
-                if not _same(table, old):
-                    table.clear()
-                    table.update(old)
-
-
-def _same(table: dict[str, object], other: dict[str, object]) -> bool:
-    return table.keys() == other.keys() and all(table[key] is value for key, value in other.items())
+def changed_in_place(shape: torch.Size) -> StageError:
+    """What is wrong with a saved tensor that is no longer what it was."""
+    return StageError(
+        f"a tensor of shape {list(shape)} that a forward saved for its backward was changed in place since; "
+        "expected it to be left alone: change a copy of it"
+    )
 
 
 class _HollowOutput(torch.autograd.Function):
     """Stands for an output: has its graph, its shape, and no memory."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
         return _hollow(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
         return grads[0]
 
 
@@ -180,5 +157,5 @@ def is_plain(output: object) -> bool:
     return all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in tensors_in(output))
 
 
-def name(tensor: Tensor | _Place) -> str:
+def name(tensor: Tensor | Place) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from penstock.nest import Value, tensors_in
+from penstock.stage.buffers import Tables
 
 Hook = Callable[..., Value]
 Table = dict[int, Hook]
@@ -89,16 +90,14 @@ class RepeatedHooks:
     @contextmanager
     def only(self, acting: frozenset[int]) -> Iterator[None]:
         """Inside, only these hooks are there."""
-        tables = [(table, dict(table)) for table, _ in self.tables if table]
+        tables = Tables(table for table, _ in self.tables if table)
         try:
-            for table, hooks in tables:
+            for table, hooks in tables.before:
                 for key in hooks.keys() - acting:
                     table.pop(key, None)  # a module that has two parents is met twice
             yield
         finally:
-            for table, hooks in tables:
-                table.clear()
-                table.update(hooks)
+            tables.put_back()
 
 
 def _trace(part: nn.Module, given: list[Tensor]) -> list[object]:
