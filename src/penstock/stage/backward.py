@@ -19,36 +19,25 @@ its gradients to the engine with the parameters as roots, so that hooks fire and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
+from penstock.nest import Value
 from penstock.stage.batched import Group
 from penstock.stage.calls import Work
 from penstock.stage.cut_graph import GraphWork, accumulate_graphs, collecting, weight_gradients
-from penstock.stage.deferred import Again, Deferral, Pending
+from penstock.stage.deferred import Again, Deferral, Pending, Phases
 from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
 from penstock.stage.forward import run_deferred
-from penstock.stage.intercept import ROOT, begin, deferring, end, intercepted, visible_to_engine_threads
-from penstock.stage.weights import accumulate, accumulate_batches
+from penstock.stage.intercept import ROOT, begin, end, visible_to_engine_threads
+from penstock.stage.weights import accumulate, accumulate_batches, trained
 
-__all__ = [
-    "Deferral",
-    "ManualWeight",
-    "Pending",
-    "backward_input",
-    "backward_weight",
-    "can_split",
-    "deferring",
-    "intercepted",
-    "run_backward_full",
-    "run_deferred",
-]
+__all__ = ["Deferral", "Pending", "run_deferred"]  # beside what is defined here
 
 
-class ManualWeight:
+class ManualWeight(Phases):
     """Weight work made by hand: `dw_builder()` is called after each input pass and returns what the weight pass runs.
 
     >>> log = []
@@ -60,8 +49,6 @@ class ManualWeight:
     ['dW']
     """
 
-    __slots__ = ("builder", "done", "runner")
-
     def __init__(self, dw_builder: Callable[[], Callable[[], None]]) -> None:
         if not callable(dw_builder):
             raise StageError(
@@ -69,32 +56,16 @@ class ManualWeight:
                 "write `dw_builder=lambda: my_weight_work`"
             )
         self.builder = dw_builder
-        self.runner: Callable[[], None] | None = None
-        self.done = False
 
     def build(self) -> None:
-        """After the input pass: ask for the weight work of this microbatch."""
-        if self.runner is not None or self.done:
-            raise StageError(
-                "the input pass of a microbatch ran twice: each microbatch needs a ManualWeight of its own"
-            )
+        """After the input pass: ask for the weight work of this microbatch, which `run` does."""
         runner = self.builder()
         if not callable(runner):
             raise StageError(
                 f"dw_builder must return a function without arguments that does the weight work, got {runner!r}; "
                 "write `def dw_builder(): return my_weight_work`, not `return my_weight_work()`"
             )
-        self.runner = runner
-
-    def run(self) -> None:
-        """The weight pass."""
-        if self.runner is None:
-            when = "a second time" if self.done else "before the input pass of its microbatch"
-            raise StageError(
-                f"the weight work of dw_builder was asked for {when}; the order is forward, input, weight, once each"
-            )
-        runner, self.runner, self.done = self.runner, None, True
-        runner()
+        self.run: Callable[[], None] = runner
 
 
 def can_split(module: nn.Module) -> bool:
@@ -121,12 +92,12 @@ def backward_input(
     If no input needs a gradient there is nothing to hurry for: all of it waits.
     """
     roots, given = seeds(outputs, grads)
+    pending.advance("input", expected="forward", verb="backward_input")
     if isinstance(pending, ManualWeight):
         if roots:
             run_engine(roots, given)
         pending.build()
         return
-    pending.advance("input", expected="forward", verb="backward_input")
     if not roots:
         pending.records = []
         return
@@ -139,30 +110,29 @@ def backward_input(
 
 def backward_weight(pending: Pending | ManualWeight) -> None:
     """Gradients of the parameters that the input pass left out. Consumes `pending`."""
+    pending.advance("weight", expected="input", verb="backward_weight")
     if isinstance(pending, ManualWeight):
         pending.run()
         return
-    pending.advance("weight", expected="input", verb="backward_weight")
     if pending.kept is not None:
         (roots, given), pending.kept = pending.kept, None
         _differentiate(roots, given, pending, ())
     work, pending.work = pending.work, []
+    batches, pending.batches = pending.batches, []
+    again, pending.again = pending.again, None
     if pending.graphs:
         compiled = pending.deferral.compiled
-        if compiled is not None and compiled.shared and pending.again is None:
-            batches, pending.batches = pending.batches, []
+        if compiled is not None and compiled.shared and again is None:
             accumulate(work, *_of_graphs_and_batches(pending.graphs, batches))
             return
         accumulate_graphs(pending.graphs, None if compiled is None else compiled.listeners)
-    if pending.again is None:
-        if pending.batches:
-            batches, pending.batches = pending.batches, []
-            accumulate_batches(batches)
-        if work:
-            accumulate(work)
-    else:
-        again, pending.again = pending.again, None
+    if again is not None:
         _accumulate_all(work, again, pending)
+        return
+    if batches:
+        accumulate_batches(batches)
+    if work:
+        accumulate(work)
 
 
 def _of_graphs_and_batches(
@@ -173,24 +143,22 @@ def _of_graphs_and_batches(
     for group, rows, row_grads in batches:
         roots += group.parameters
         grads += group.gradients(rows, row_grads)
-    trained = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root.requires_grad]
-    return tuple([root for root, _ in trained]), tuple([grad for _, grad in trained])
+    return trained(roots, grads)
 
 
 def _differentiate(
-    roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending, inputs: Sequence[Tensor]
-) -> None:
-    if pending.deferral.compiled is None:
-        _differentiate_eager(roots, grads, pending, inputs)
-    else:
-        with collecting() as pending.graphs:
-            _differentiate_eager(roots, grads, pending, inputs)
-
-
-def _differentiate_eager(
-    roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending, inputs: Sequence[Tensor]
+    roots: tuple[Tensor, ...],
+    grads: tuple[Tensor, ...],
+    pending: Pending,
+    inputs: Sequence[Tensor],
+    *,
+    cut: bool = False,
 ) -> None:
     deferral = pending.deferral
+    if deferral.compiled is not None and not cut:
+        with collecting() as pending.graphs:
+            _differentiate(roots, grads, pending, inputs, cut=True)
+        return
     if not pending.deferred:
         run_engine(roots, grads)
         return
@@ -227,7 +195,7 @@ def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
     news = [call for call in calls if id(call.weight) not in checked]
     if not news:
         return False
-    used: dict[int, Any] = {id(call.weight): call.weight for call in news}
+    used: dict[int, Value] = {id(call.weight): call.weight for call in news}
     checked.update(used)
     used.update({id(call.bias): call.bias for call in news if call.bias is not None})
     found = {key: used[key] for key in leaves_reached(roots) & used.keys()}

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from penstock.stage.calls import Slot
 
 MOST_PRODUCTS = 1 << 18
 """Above so many multiplications a product costs more than its call."""
@@ -24,14 +26,13 @@ MOST_BYTES = 1 << 20
 class Group:
     """Calls of one size: the parameters, and the places of the calls in the order of the forward."""
 
-    __slots__ = ("parameters", "places", "with_bias")
-
-    def __init__(self, slots: Sequence[Any], places: list[int], *, with_bias: bool) -> None:
+    def __init__(self, slots: Sequence[Slot], places: list[int], *, with_bias: bool) -> None:
         self.places = places
         self.with_bias = with_bias
-        self.parameters: tuple[Tensor, ...] = tuple(slots[place].weight for place in places)
+        calls = [slots[place].call for place in places]
+        self.parameters: tuple[Tensor, ...] = tuple(call.weight for call in calls)
         if with_bias:
-            self.parameters += tuple(slots[place].bias for place in places)
+            self.parameters += tuple(call.bias for call in calls if call.bias is not None)
 
     def gradients(self, rows: Tensor, grads: Tensor) -> tuple[Tensor, ...]:
         """In the order of `parameters`, from stacked rows and stacked gradients."""
@@ -42,21 +43,21 @@ class Group:
 class Grouping:
     """How the calls of a forward fall into groups; `singles` are the places of the others."""
 
-    __slots__ = ("groups", "singles", "slots")
-
-    def __init__(self, slots: list[Any]) -> None:
+    def __init__(self, slots: list[Slot]) -> None:
         self.slots = slots
-        sizes: dict[Any, list[int]] = {}
+        sizes: dict[_Size | int, list[int]] = {}
         for place, slot in enumerate(slots):
             sizes.setdefault(_size(slot) or place, []).append(place)
         self.groups: list[Group] = []
         self.singles: list[int] = []
         for size, places in sizes.items():
-            most = len(places) if isinstance(size, int) else _most(size)
-            for start in range(0, len(places), max(most, 1)):
-                part = places[start : start + max(most, 1)]
+            if isinstance(size, int):
+                self.singles += places
+                continue
+            most = max(MOST_BYTES // (size.inputs * size.outputs * size.dtype.itemsize), 1)
+            for part in (places[start : start + most] for start in range(0, len(places), most)):
                 if len(part) > 1 and same_bits(len(part), *size[:5], torch.get_num_threads()):
-                    self.groups.append(Group(slots, part, with_bias=size[5]))
+                    self.groups.append(Group(slots, part, with_bias=size.with_bias))
                 else:
                     self.singles += part
 
@@ -73,21 +74,25 @@ class Grouping:
             ]
 
 
-def _size(slot: Any) -> tuple[Any, ...] | None:
-    """What calls must have in common to form a group; None if the call is better done alone."""
-    outputs, inputs = slot.weight.shape
-    rows = slot.anchor.shape[0]
+class _Size(NamedTuple):
+    """What calls must have in common to form a group."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    device: torch.device
+    with_bias: bool
+
+
+def _size(slot: Slot) -> _Size | None:
+    """None if the call is better done alone."""
+    (outputs, inputs), rows, bias = slot.call.weight.shape, slot.anchor.shape[0], slot.bias
     if slot.transposed or slot.cast is not None or not rows or rows * inputs * outputs > MOST_PRODUCTS:
         return None
-    trained = slot.bias is not None and slot.bias.requires_grad
-    if trained and slot.bias.dtype is not slot.dtype:
+    if bias is not None and bias.requires_grad and bias.dtype is not slot.dtype:
         return None
-    return rows, inputs, outputs, slot.dtype, slot.weight.device, trained
-
-
-def _most(size: tuple[Any, ...]) -> int:
-    _, inputs, outputs, dtype = size[:4]
-    return int(MOST_BYTES // (inputs * outputs * dtype.itemsize))
+    return _Size(rows, inputs, outputs, slot.dtype, slot.anchor.device, bias is not None and bias.requires_grad)
 
 
 @lru_cache(maxsize=4096)
@@ -95,14 +100,9 @@ def same_bits(
     count: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device, threads: int
 ) -> bool:
     """Whether the batched product gives the bits of single ones: a matter of the kernels chosen for these sizes."""
-    x = (
-        torch.arange(count * rows * inputs, dtype=torch.float64, device=device)
-        .sin()
-        .to(dtype)
-        .view(count, rows, inputs)
-    )
-    g = torch.arange(count * rows * outputs, dtype=torch.float64, device=device).cos().to(dtype)
-    g = g.view(count, rows, outputs)
+    numbers = torch.arange(count * rows * max(inputs, outputs), dtype=torch.float64, device=device)
+    x = numbers[: count * rows * inputs].sin().to(dtype).view(count, rows, inputs)
+    g = numbers[: count * rows * outputs].cos().to(dtype).view(count, rows, outputs)
     products, sums = torch.bmm(g.mT, x), g.sum(1)
     return all(
         torch.equal(products[k], g[k].clone().t().mm(x[k].clone())) and torch.equal(sums[k], g[k].clone().sum(0))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from penstock.errors import NotDeferred, StageError
+from penstock.nest import Value
 from penstock.stage.batched import Group, Grouping
 from penstock.stage.calls import Call, Nothing, Slot, Work
 from penstock.stage.cut_graph import GraphWork
@@ -30,10 +32,6 @@ class Deferral:
 
     `enabled` may be set to False: nothing is deferred then, and the input pass is the whole backward.
     """
-
-    __slots__ = (
-        *("casts", "checked", "compiled", "enabled", "last", "layout", "news", "proved", "repeats", "skip", "slots"),
-    )
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.slots: list[Slot] = [Nothing()]
@@ -104,10 +102,7 @@ def _in_eight_bits(module: nn.Module) -> str:
     ''
     """
     for layer in module.modules():
-        kinds = (
-            type(layer),
-            type(layer._parameters.get("weight")),
-        )  # a parametrised weight is computed when it is asked for
+        kinds = type(layer), type(layer._parameters.get("weight"))  # one that is parametrised would be computed
         if any("float8" in f"{kind.__module__}.{kind.__name__}".lower() for kind in kinds):
             return type(layer).__name__
     return ""
@@ -118,54 +113,41 @@ def _tied_outside_linear(module: nn.Module) -> dict[int, Parameter]:
 
     They would receive one gradient in the input pass and another in the weight pass, and their hooks would fire twice.
     """
-    owners: dict[int, list[nn.Module]] = {}
-    parameters: dict[int, Parameter] = {}
-    for owner in module.modules():
-        for parameter in owner._parameters.values():
-            if parameter is not None:
-                parameters[id(parameter)] = parameter
-                owners.setdefault(id(parameter), []).append(owner)
-    return {
-        key: parameters[key]
-        for key, modules in owners.items()
-        if len(modules) > 1 and any(type(owner) is not nn.Linear for owner in modules)
-    }
+    uses = [(owner, used) for owner in module.modules() for used in owner._parameters.values() if used is not None]
+    counts = Counter(id(used) for _, used in uses)
+    return {id(used): used for owner, used in uses if counts[id(used)] > 1 and type(owner) is not nn.Linear}
 
 
-class Pending:
-    """The weight work that one microbatch's forward and input pass leave behind. One owner, consumed once."""
+class Phases:
+    """Weight work of one microbatch. One owner, consumed once."""
 
-    __slots__ = (
-        "again",
-        "batches",
-        "deferral",
-        "deferred",
-        "functions",
-        "graphs",
-        "index",
-        "kept",
-        "phase",
-        "records",
-        "skip",
-        "slots",
-        "work",
-    )
+    phase = "forward"
+
+    def advance(self, phase: str, *, expected: str, verb: str) -> None:
+        if self.phase != expected:
+            raise StageError(
+                f"{verb} needs weight work whose last phase is {expected!r}, got {self.phase!r}: "
+                "each microbatch runs its forward, its input pass and its weight pass once, in this order"
+            )
+        self.phase = phase
+
+
+class Pending(Phases):
+    """The weight work that one microbatch's forward and input pass leave behind."""
 
     def __init__(self, deferral: Deferral) -> None:
         self.deferral = deferral
         self.slots = deferral.slots
         self.skip = deferral.skip
         self.index = 0
-        self.records: list[Any] = []  # slot, rows, version of the rows; slot, rows, ...: flat, to spare the collector
+        self.records: list[Value] = []  # slot, rows, version of the rows; slot, rows, ...: flat, to spare the collector
         self.work: list[Work] = []
         self.batches: list[tuple[Group, Tensor, Tensor]] = []
         self.graphs: list[GraphWork] = []  # of compiled parts
-        self.kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = (
-            None  # a backward that waits for the weight pass
-        )
+        # A backward that waits for the weight pass.
+        self.kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
         self.again: Again | None = None
         self.functions: list[Call] = []  # calls that went through the autograd function
-        self.phase = "forward"
         self.deferred = False  # whether the forward ran, or runs, with deferral
 
     def __repr__(self) -> str:
@@ -175,14 +157,6 @@ class Pending:
     def num_waiting(self) -> int:
         """Calls whose weight work waits for the weight pass."""
         return len(self.work) + sum(len(group.places) for group, _, _ in self.batches) + len(self.graphs)
-
-    def advance(self, phase: str, *, expected: str, verb: str) -> None:
-        if self.phase != expected:
-            raise StageError(
-                f"{verb} needs weight work whose last phase is {expected!r}, got {self.phase!r}: "
-                "each microbatch runs its forward, its input pass and its weight pass once, in this order"
-            )
-        self.phase = phase
 
     def harvest(self) -> None:
         """Take the gradients out of the anchors; the last call comes first, as in a backward."""

@@ -24,13 +24,7 @@ def run_deferred(
     """
     if deferral.compiled is not None and not deferral.compiled.installed:
         with deferral.compiled.running():
-            return _run_deferred(deferral, module, args, kwargs)
-    return _run_deferred(deferral, module, args, kwargs)
-
-
-def _run_deferred(
-    deferral: Deferral, module: Callable[..., Value], args: Sequence[Value], kwargs: dict[str, Value]
-) -> tuple[Value, Pending]:
+            return run_deferred(deferral, module, args, kwargs)
     pending = Pending(deferral)
     if not deferral.enabled or not _may_need_input_gradients(args, kwargs):
         return module(*args, **kwargs), pending

@@ -27,6 +27,7 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import Parameter
 
 from penstock.errors import StageError
+from penstock.nest import Value
 from penstock.stage.calls import Call, DeferredLinear, Operator, Slot, versions
 from penstock.stage.deferred import Pending, say_not_deferred
 from penstock.stage.engine import leaves_reached
@@ -35,6 +36,14 @@ _C: Any = torch._C
 _saved_tensor_hooks = _C._autograd._top_saved_tensors_default_hooks
 _functorch_level = _C._functorch.maybe_current_level
 _KEY = "penstock.stage.pending"
+
+
+class _Original:
+    """What stands in the places of the functions here, outside of blocks."""
+
+    linear: Callable[..., Tensor] = F.linear
+    addmm: Callable[..., Tensor] = torch.addmm
+    _engine_run_backward: Callable[..., Value] = torch.autograd.graph._engine_run_backward
 
 
 class _Local(threading.local):
@@ -47,12 +56,6 @@ _local = _Local()
 _lock = threading.Lock()
 _blocks = 0
 _engine_thread_blocks = 0
-_original_linear: Callable[..., Tensor] = F.linear
-_original_addmm: Callable[..., Tensor] = torch.addmm
-_autograd: Any = torch.autograd  # whose name for the engine is not public
-_functional: Any = F
-_torch: Any = torch
-_original_engine: Any = _autograd._engine_run_backward
 ROOT = torch.zeros((), requires_grad=True)  # makes a deferred call differentiable where its input is not
 
 
@@ -62,10 +65,10 @@ class NestedDifferentiation(StageError):
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
     if is_compiling():
-        return _original_linear(input, weight, bias)
+        return _Original.linear(input, weight, bias)
     pending = _local.pending
     if pending is None and (not _engine_thread_blocks or (pending := _of_engine_thread()) is None):
-        return _original_linear(input, weight, bias)
+        return _Original.linear(input, weight, bias)
     slot = pending.slots[pending.index]
     if (
         slot.weight is weight
@@ -81,9 +84,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         and _functorch_level() is None
     ):
         if slot.rows_shape is None:
-            rows, output = input, _original_linear(input, slot.frozen, slot.anchor)
+            rows, output = input, _Original.linear(input, slot.frozen, slot.anchor)
         else:
-            output, rows = slot.apply(_original_linear, input)
+            output, rows = slot.apply(_Original.linear, input)
         if output.dtype is slot.dtype:  # else autocast has been switched on
             if output.requires_grad:
                 pending.index += 1
@@ -94,17 +97,17 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: object) -> Tensor:  # noqa: A002
     if is_compiling():
-        return _original_addmm(input, mat1, mat2, **kwargs)
+        return _Original.addmm(input, mat1, mat2, **kwargs)
     pending = _local.pending
     if pending is None and (not _engine_thread_blocks or (pending := _of_engine_thread()) is None):
-        return _original_addmm(input, mat1, mat2, **kwargs)
+        return _Original.addmm(input, mat1, mat2, **kwargs)
     if kwargs or type(input) is not Parameter:
-        return _original_addmm(input, mat1, mat2, **kwargs)
+        return _Original.addmm(input, mat1, mat2, **kwargs)
     return _defer(pending, mat1, mat2, bias=input, transposed=True)
 
 
 def _addmm_operator(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _original_addmm(bias, rows, weight)
+    return _Original.addmm(bias, rows, weight)
 
 
 def _of_engine_thread() -> Pending | None:
@@ -143,7 +146,7 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 def _defer(pending: Pending, x: Tensor, weight: Tensor, *, bias: Tensor | None, transposed: bool) -> Tensor:
     """Every case that the short way of `_linear` does not know."""
-    operator: Operator = _addmm_operator if transposed else _original_linear
+    operator: Operator = _addmm_operator if transposed else _Original.linear
     call = Call(weight, bias, transposed)  # type: ignore[arg-type]
     if not _deferrable(pending, x, call):
         return operator(x, weight, bias)
@@ -186,7 +189,15 @@ def _matches(slot: Slot, x: Tensor, call: Call, *, cast: torch.dtype | None) -> 
     )
 
 
-def _engine(roots: Sequence[Any], grads: Any, keep: bool, create: bool, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _engine(
+    roots: Sequence[object],
+    grads: object,
+    keep: bool,
+    create: bool,
+    inputs: Sequence[object],
+    *rest: object,
+    **kwargs: object,
+) -> Value:
     """Differentiation inside a forward or an input pass: let it be, unless it needs a weight that is deferred."""
     pending = _local.pending
     if pending is not None and _functorch_level() is None:
@@ -200,7 +211,7 @@ def _engine(roots: Sequence[Any], grads: Any, keep: bool, create: bool, inputs: 
                     "a custom backward) through linear layers whose weight gradients a split backward puts off. "
                     "Use a schedule with full backwards, or set `enabled = False` on the stage's Deferral"
                 )
-    return _original_engine(roots, grads, keep, create, inputs, *args, **kwargs)
+    return _Original._engine_run_backward(roots, grads, keep, create, inputs, *rest, **kwargs)
 
 
 @contextmanager
@@ -218,14 +229,15 @@ def intercepted() -> Iterator[None]:
             _restore()
 
 
+_PLACES = ((F, "linear", _linear), (torch, "addmm", _addmm), (torch.autograd, "_engine_run_backward", _engine))
+
+
 def _swap() -> None:
-    global _blocks, _original_linear, _original_addmm, _original_engine
+    global _blocks
     with _lock:
-        if not _blocks:
-            _original_linear, _original_addmm = F.linear, torch.addmm
-            _original_engine = _autograd._engine_run_backward
-            _functional.linear, _torch.addmm = _linear, _addmm
-            _autograd._engine_run_backward = _engine
+        for home, name, here in () if _blocks else _PLACES:
+            setattr(_Original, name, getattr(home, name))
+            setattr(home, name, here)
         _blocks += 1
 
 
@@ -233,13 +245,9 @@ def _restore() -> None:
     global _blocks
     with _lock:
         _blocks -= 1
-        if not _blocks:
-            if _functional.linear is _linear:  # else someone else has replaced it in the meantime
-                _functional.linear = _original_linear
-            if _torch.addmm is _addmm:
-                _torch.addmm = _original_addmm
-            if _autograd._engine_run_backward is _engine:
-                _autograd._engine_run_backward = _original_engine
+        for home, name, here in () if _blocks else _PLACES:
+            if getattr(home, name) is here:  # else someone else has replaced it in the meantime
+                setattr(home, name, getattr(_Original, name))
 
 
 def begin(pending: Pending) -> Pending | None:

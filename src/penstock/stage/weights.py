@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
+
 from torch import Tensor
 
 from penstock.stage.batched import Group
@@ -48,11 +51,16 @@ def accumulate_batches(batches: list[tuple[Group, Tensor, Tensor]]) -> None:
         roots, gradients = group.parameters, group.gradients(rows, grads)
         for root in roots:
             if not root.requires_grad:  # frozen since the forward
-                pairs = [(root, grad) for root, grad in zip(roots, gradients, strict=True) if root.requires_grad]
-                roots, gradients = tuple(root for root, _ in pairs), tuple(grad for _, grad in pairs)
+                roots, gradients = trained(roots, gradients)
                 break
         if roots:
             run_engine(roots, gradients)
+
+
+def trained(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Those that need a gradient, and the gradients."""
+    kept = [root.requires_grad for root in roots]
+    return tuple(compress(roots, kept)), tuple(compress(grads, kept))
 
 
 def grouped(work: list[Work]) -> list[Work]:
