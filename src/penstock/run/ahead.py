@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -29,7 +28,7 @@ from penstock.run.stage_run import StageRun
 from penstock.stage.boundary import Spec, flatten, unflatten
 from penstock.stage.compiled import probe_processor
 from penstock.stage.dtensors import layout_of
-from penstock.stage.rehearsal import CannotRehearse, PartCall, Rehearsal, compile_calls, rehearse
+from penstock.stage.rehearsal import CannotRehearse, PartCall, rehearse
 
 if TYPE_CHECKING:
     from penstock.run.program import Program
@@ -49,7 +48,7 @@ class DressRehearsal:
         self.to_send: list[Outbox] = []  # of stages that have not told what they give
         self.to_hear: dict[int, list[Inbox]] = {}  # by rank: what it has not told
         self.layouts: dict[int, Layout | None] = {}  # by producer, of what this rank's stages read; None: nobody knows
-        self.calls: list[PartCall] = []
+        self.calls: list[tuple[int, PartCall]] = []  # of compiled parts, by stage
 
     def open(self) -> None:
         """A step begins in which messages describe themselves."""
@@ -76,8 +75,9 @@ class DressRehearsal:
             stages = ", ".join(str(index) for index, run in self.program.runs.items() if run.compiled is not None)
             _log.info("rank %d compiles stage %s", self.program.rank, stages)
             began = time.perf_counter()
-            for index, error in compile_calls(calls):
-                _log.warning(_UNEXPECTED, index, "compiled ahead", type(error).__name__, error)
+            for index, call in calls:
+                if (error := call.compile()) is not None:
+                    _log.warning(_UNEXPECTED, index, "compiled ahead", type(error).__name__, error)
             _log.info("rank %d has compiled stage %s in %.1f s", self.program.rank, stages, time.perf_counter() - began)
 
     def abandon(self) -> None:
@@ -95,7 +95,7 @@ class DressRehearsal:
         self.calls, self.layouts = [], {}
 
     def rehearse(self, run: StageRun) -> None:
-        found: Rehearsal | None = None
+        found: tuple[Value, list[PartCall]] | None = None
         for inbox in run.inboxes:
             while inbox.producer not in self.layouts:
                 assert inbox.channel is not None, "stages of this rank come in their order"
@@ -116,7 +116,7 @@ class DressRehearsal:
         for outbox in run.outboxes:
             self.tell(outbox, found)
         if found is not None:
-            self.calls += [replace(call, stage=run.stage.stage_index) for call in found.calls]
+            self.calls += [(run.stage.stage_index, call) for call in found[1]]
 
     def is_spread(self, run: StageRun) -> bool:
         """Whether a stage holds DTensors, or is given some."""
@@ -147,13 +147,13 @@ class DressRehearsal:
 
     # -- messages
 
-    def tell(self, outbox: Outbox, found: Rehearsal | None) -> None:
+    def tell(self, outbox: Outbox, found: tuple[Value, list[PartCall]] | None) -> None:
         """What a stage gives to the stages of one rank, or that nobody knows."""
         self.to_send.remove(outbox)
         layout = None
         if found is not None:
             with suppress(PenstockError):
-                layout = _layout(*flatten(outbox.chosen(found.output)))
+                layout = _layout(*flatten(outbox.chosen(found[0])))
         if outbox.inbox is not None:
             self.layouts[outbox.stage] = layout
             return

@@ -42,50 +42,21 @@ _probes: list[threading.Thread] = []  # see `probe_processor`
 _PROBE_SECONDS = 60.0
 
 
-class CompiledAhead(Exception):
-    """A graph has been compiled, and is not to be run."""
-
-
 class _GraphCalls(threading.local):
-    on_call: Callable[[], object] | None = None  # what else a call of a graph does
+    also: tuple[Callable[[], object], ...] = ()  # what else a call of a graph does
 
 
 _here = _GraphCalls()
 
 
 @contextmanager
-def only_compiling() -> Iterator[None]:
-    """While this is open, a graph that is called in this thread is compiled if need be, and raises instead of running."""
-
-    def stop() -> None:
-        raise CompiledAhead
-
-    with _on_call(stop):
-        yield
-
-
-@contextmanager
-def counting_calls() -> Iterator[list[None]]:
-    """While this is open, the list grows with every graph that is called in this thread."""
-    calls: list[None] = []
-    before = _here.on_call
-
-    def count() -> None:
-        calls.append(None)
-        if before is not None:
-            before()
-
-    with _on_call(count):
-        yield calls
-
-
-@contextmanager
-def _on_call(also: Callable[[], object]) -> Iterator[None]:
-    before, _here.on_call = _here.on_call, also
+def on_call(also: Callable[[], object]) -> Iterator[None]:
+    """While this is open, a graph that is called in this thread calls this first. If that raises, the graph does not run."""
+    before, _here.also = _here.also, (*_here.also, also)
     try:
         yield
     finally:
-        _here.on_call = before
+        _here.also = before
 
 
 class StageBackend:
@@ -193,11 +164,11 @@ class SplitBackend(StageBackend):
 
 
 def _noticed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of whose calls somebody may want to know; while somebody is only compiling, it raises instead."""
+    """The function, of whose calls somebody may want to know (`on_call`)."""
 
     def call(*args: Any) -> Any:
-        if _here.on_call is not None:
-            _here.on_call()
+        for also in _here.also:
+            also()
         return run(*args)
 
     return call

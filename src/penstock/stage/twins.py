@@ -15,7 +15,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,15 +23,15 @@ from torch import nn
 
 from penstock.errors import StageError, UnknownNameError
 from penstock.nest import Value
-from penstock.stage.compiled import SplitBackend, StageBackend, counting_calls
+from penstock.stage.compiled import SplitBackend, StageBackend, on_call
 from penstock.stage.listeners import Listeners
 from penstock.stage.shortcut import HeldGraph, Shortcuts
 
-CompileOptions = bool | Mapping[str, Any]
+CompileOptions = bool | Mapping[str, Value]
 """What `compile=` takes: True, or options of torch.compile, and `memory_budget`."""
 
 _of_all_modules: Any = torch.nn.modules.module
-_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NAMES = ("backend", "mode", "options", "dynamic", "fullgraph", "memory_budget")
 
 
@@ -70,7 +70,8 @@ def compile_in_place(module: nn.Module, given: CompileOptions) -> None:
     options = dict(given) if isinstance(given, Mapping) else {}
     budget = options.pop("memory_budget", None)
     for_inner = {name: options.pop(name) for name in ("backend", "mode", "options", "dynamic") if name in options}
-    inner = _backend_of(torch.compile(_identity, **for_inner))
+    made = torch.compile(_identity, **for_inner)
+    inner = _inner_backend(inspect.getclosurevars(made).nonlocals["self"])
     module.compile(backend=StageBackend(inner, memory_budget=budget), dynamic=for_inner.get("dynamic"), **options)
 
 
@@ -78,13 +79,8 @@ def _identity(x: object) -> object:
     return x
 
 
-def _backend_of(compiled: Any) -> object:
+def _inner_backend(context: Value) -> object:
     """The backend that torch.compile made of its options."""
-    context = inspect.getclosurevars(compiled).nonlocals["self"]
-    return _inner_backend(context)
-
-
-def _inner_backend(context: Any) -> object:
     backend = context.callback
     while hasattr(backend, "_torchdynamo_orig_backend"):  # what torch._dynamo wraps around it
         backend = backend._torchdynamo_orig_backend
@@ -95,7 +91,7 @@ def _inner_backend(context: Any) -> object:
 class CompiledPart:
     """One part: where its compiled call is kept, and what else can stand there."""
 
-    def __init__(self, module: nn.Module, *, place: str, context: Any, split: bool, alone: bool) -> None:
+    def __init__(self, module: nn.Module, *, place: str, context: Value, split: bool, alone: bool) -> None:
         self.module = module.get_submodule("_orig_mod") if place == "forward" else module  # an OptimizedModule, or not
         self.attributes = module.__dict__
         self.place = place  # the name of the attribute that is called
@@ -122,17 +118,6 @@ class CompiledPart:
             self.compile(alone=True)
         self.shortcuts.begin()
 
-    @contextmanager
-    def visible(self) -> Iterator[None]:
-        """While this is open torch.compile sees every forward inside, whatever hooks are around it."""
-        for part, forward in self.forwards.items():
-            part.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            for part in self.forwards:
-                del part.__dict__["forward"]
-
     def first_call(self, *args: object, **kwargs: object) -> object:
         """The twin's first call in a step, which shows whether there is a graph in it."""
         try:
@@ -142,25 +127,20 @@ class CompiledPart:
             raise
         self.called = True
         if self.attributes[self.place] == self.first_call:
-            self.put(self.shortcuts)
+            self.attributes[self.place] = self.shortcuts
         return output
 
     def told_if_untraced(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Value:
         """Call the twin; if torch.compile finds nothing in it that it can compile, say so, and why."""
         breaks = torch._dynamo.utils.counters["graph_break"]
         before = dict(breaks)
-        with counting_calls() as calls:
+        calls: list[None] = []
+        with on_call(lambda: calls.append(None)):
             output = self.shortcuts(*args, **kwargs)
         if not calls and next(self.module.parameters(), None) is not None:  # else there may be nothing to compute
             news = [reason for reason, count in breaks.items() if count > before.get(reason, 0)]
             self.backend.tell(StageError(news[-1] if news else "torch.compile found no graph in it"))
         return output
-
-    def put(self, call: Callable[..., Value]) -> Callable[..., Value]:
-        """Let this be called instead; what was called before comes back."""
-        before: Callable[..., Value] = self.attributes[self.place]
-        self.attributes[self.place] = call
-        return before
 
 
 class CompiledParts:
@@ -175,10 +155,10 @@ class CompiledParts:
         whole = _compiled_call(module) is not None
         self.split = split = split or whole
         self.parts: list[CompiledPart] = []
-        self.outer = module if _compiled_call(module) is not None else None  # compiled itself, with nothing around it
-        self.before: list[Callable[..., Value]] | None = None  # while the twins run: what ran before them
+        self.outer = module if whole else None  # compiled itself, with nothing around it
+        # While the twins run: where something else stands than before, under which name, and what stood there.
+        self.before: list[tuple[dict[str, Value], str, Value]] | None = None
         self.listeners: Listeners | None = None  # in a step: who waits to hear of gradients
-        self.open = ExitStack()  # what is undone when the twins no longer run
         inside: set[nn.Module] = set()
         for part in module.modules():
             found = _compiled_call(part)
@@ -213,28 +193,30 @@ class CompiledParts:
 
     def install(self) -> None:
         """From now on calls of the parts go to their twins."""
-        if self.before is None:
-            for part in self.parts:
-                part.begin()
-            self.before = [part.put(part.shortcuts if part.called else part.first_call) for part in self.parts]
-            self.listeners = Listeners()
-            for part in self.parts:
-                self.open.enter_context(part.visible())
+        if self.before is not None:
+            return
+        self.before, self.listeners = [], Listeners()
+        for part in self.parts:
+            part.begin()
+            calls = [(part.attributes, part.place, part.shortcuts if part.called else part.first_call)]
+            # torch.compile sees every forward inside, whatever hooks are around it.
+            calls += [(vars(inside), "forward", forward) for inside, forward in part.forwards.items()]
+            for table, name, call in calls:
+                self.before.append((table, name, table.get(name)))
+                table[name] = call
 
     def remove(self) -> None:
         """All is as it was."""
-        if self.before is not None:
-            for part, call in zip(self.parts, self.before, strict=True):
-                part.put(call)
-            self.before = self.listeners = None
-            self.open.close()
+        for table, name, call in reversed(self.before or ()):
+            if call is None:
+                del table[name]
+            else:
+                table[name] = call
+        self.before = self.listeners = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """While this is open, calls of the parts go to their twins."""
-        if self.before is not None:
-            yield
-            return
         self.install()
         try:
             yield
@@ -255,7 +237,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 def _hooks_inside(module: nn.Module) -> list[tuple[str, int]]:
     """The numbers of all hooks of a module and its parts; no two hooks of a process have the same."""
-    return [(name, key) for part in module.modules() for name in _KINDS for key in part.__dict__[name]]
+    return [(name, key) for part in module.modules() for name in HOOKS for key in part.__dict__[name]]
 
 
 def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Value]:
