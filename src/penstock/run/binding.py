@@ -15,7 +15,7 @@ from penstock.plan.collecting import no_collecting
 from penstock.run.handlers import HANDLERS, receive_in_turn
 from penstock.run.program import Program
 from penstock.run.rng import MicrobatchRng
-from penstock.run.setting import ActionKind, Handler, Handlers, Setting
+from penstock.run.setting import ActionKind, Handler, Setting
 from penstock.stage.elsewhere import Elsewhere
 from penstock.stage.pipeline_stage import PipelineStage, compile_once
 
@@ -46,7 +46,6 @@ class Binding:
     receives: ReceivePolicy | None = None  # how far ahead receives are posted; None: as suits the mode
     rng: MicrobatchRng | None = None
     elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host
-    handlers: Handlers = field(default_factory=lambda: HANDLERS)
     custom: dict[ActionKind, Handler] = field(default_factory=dict)  # those of the user's own functions
 
 
@@ -109,8 +108,7 @@ class Programs(dict[int, Program]):
 
     def proved(self, plan: Plan, adapters: Mapping[int, DataParallel], *, grad: bool) -> Setting:
         """A lowered plan that cannot go wrong, and what its actions are done with."""
-        binding, reap = self.binding, runs_with_blocking_sends(plan)
-        handlers = binding.handlers
+        binding, reap, handlers = self.binding, runs_with_blocking_sends(plan), HANDLERS
         if self.transport.queues != "direction":
             check(plan, queues=self.transport.queues)
             handlers = {**handlers, Op.RECV_F: receive_in_turn, Op.RECV_B: receive_in_turn}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.plan import AnyAction
 from penstock.run.inputs import StepInputs
 from penstock.run.program import Program
-from penstock.run.setting import Call
 from penstock.stage.pipeline_stage import PipelineStage
 
 if TYPE_CHECKING:
@@ -45,12 +43,3 @@ class ActionContext:
     def run(self, action: AnyAction) -> None:
         """Do an action as penstock does it; messages of the step included."""
         self._program.default(action, cold=self.cold)()
-
-
-def handled_by(function: CustomFunction, schedule: Schedule) -> Callable[[Program, AnyAction, bool], Call]:
-    """The handler that calls a user's function."""
-
-    def handler(program: Program, action: AnyAction, cold: bool) -> Call:
-        return partial(function, action, ActionContext(schedule, program, cold=cold))
-
-    return handler

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.nest import Value, map_tensors
+from penstock.stage.elsewhere import Coming
 
 
 class Feed:
@@ -23,8 +24,8 @@ class Feed:
 
     def __init__(self, device: torch.device, stream: torch.Stream) -> None:
         self._device, self._stream = device, stream
-        # By the id of a tensor: the tensor, its pinned copy, that on the device, and when it is there. All are kept for the step.
-        self._begun: dict[int, tuple[Tensor, Tensor, Tensor, torch.Event]] = {}
+        # By the id of a tensor: the tensor, its pinned copy, and that on the device. All are kept for the step.
+        self._begun: dict[int, tuple[Tensor, Tensor, Coming]] = {}
 
     def of(self, values: Sequence[Value], microbatch: int) -> Value:
         """The value of a microbatch, on the device; the copy of the next one begins."""
@@ -46,9 +47,7 @@ class Feed:
             source = pinned(tensor)
             with self._stream, torch.no_grad():
                 there = source.to(self._device, non_blocking=True)
-            done = torch.Event(device=self._device)
-            done.record(self._stream)
-            self._begun[id(tensor)] = tensor, source, there, done
+            self._begun[id(tensor)] = tensor, source, Coming(there, self._stream.record_event())
         return tensor
 
     def _take(self, tensor: Tensor) -> Tensor:
@@ -57,11 +56,7 @@ class Feed:
         if tensor.requires_grad:  # its copy is a part of the graph
             return tensor.to(self._device)
         self._begin(tensor)
-        _, _, there, done = self._begun[id(tensor)]
-        current = torch.accelerator.current_stream(self._device)
-        current.wait_event(done)
-        there.record_stream(current)  # its memory belongs to the feed's stream
-        return there
+        return self._begun[id(tensor)][2].wait()
 
 
 def pinned(tensor: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ are treated like the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -25,41 +24,23 @@ from penstock.run.setting import Call
 from penstock.stage.held import Held
 
 
-class TensorMeter:
-    """Tensors of any device, as operations make them."""
-
-    def __init__(self) -> None:
-        self.held = Held()
-
-    def within(self) -> AbstractContextManager[object]:
-        """Around an action: what is made inside counts."""
-        self.held.most = self.held.now
-        return self.held
-
-    def now(self) -> int:
-        return self.held.now
-
-    def most(self) -> int:
-        """In the last action."""
-        return self.held.most
-
-
-class DeviceMeter(AbstractContextManager[object]):
-    """Memory of an accelerator, as its allocator counts it; what was there at first is taken off."""
+class DeviceMeter:
+    """Memory of an accelerator, as its allocator counts it; what was there at first is taken off. See `Held`."""
 
     def __init__(self) -> None:
         self.before = torch.accelerator.memory_allocated()
 
-    def within(self) -> AbstractContextManager[object]:
+    def __enter__(self) -> None:
         torch.accelerator.reset_peak_memory_stats()
-        return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
+    @property
     def now(self) -> int:
         return torch.accelerator.memory_allocated() - self.before
 
+    @property
     def most(self) -> int:
         return torch.accelerator.max_memory_allocated() - self.before
 
@@ -91,7 +72,7 @@ class MemoryWatch:
         """The calls of a step, each of which is counted."""
         self.plan = program.plan
         self.levels, self.peaks, self.buffers = [], [], []
-        self.meter = DeviceMeter() if self.allocator_counts else TensorMeter()
+        self.meter = DeviceMeter() if self.allocator_counts else Held()
         self.without = [p for p in program.parameters if p.grad is None]
         return [partial(self.counted, program, call) for call in calls]
 
@@ -100,13 +81,13 @@ class MemoryWatch:
 
     def counted(self, program: Program, call: Call) -> None:
         meter = self.meter
-        with meter.within():
+        with meter:
             try:
                 call()
             finally:  # an action that runs out of memory counts too
                 gradients = sum(p.grad.nbytes for p in self.without if p.grad is not None)
-                self.peaks.append(meter.most() - gradients)
-        self.levels.append(meter.now() - gradients)
+                self.peaks.append(meter.most - gradients)
+        self.levels.append(meter.now - gradients)
         self.buffers.append(in_buffers(program))
 
 

@@ -132,39 +132,29 @@ def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset(
     found = Verdict(ok)
     if transport.num_ranks == 1:
         return found
+    tell, hear = transport.control.isend, transport.control.irecv
+
+    def exchanged(post: Callable[[torch.Tensor, int], Work], flag: torch.Tensor, peer: int) -> torch.Tensor:
+        """Send or receive a flag; whatever goes wrong with that counts as a failure."""
+        try:
+            if peer not in lost:
+                post(flag, peer).wait()
+        except PenstockError as error:
+            flag.fill_(1)
+            found.unreachable = found.unreachable or error
+        except KeyboardInterrupt as error:
+            found.interrupt = error
+        return flag
+
     parent, children = transport.family()
-    flag = torch.tensor([0 if ok else 1], dtype=torch.int64)
+    flag, one = torch.tensor([0 if ok else 1]), torch.tensor([1])
     for child in children:
-        flag += _ask(transport, child, lost, found)
+        flag += exchanged(hear, one.clone(), child)
     if transport.failed is not None:  # news that came while this rank asked
         flag.fill_(1)
     if parent is not None:
-        _tell(transport, parent, flag, lost, found)
-        flag = flag + _ask(transport, parent, lost, found)
+        flag = exchanged(tell, flag, parent) + exchanged(hear, one, parent)
     for child in children:
-        _tell(transport, child, flag, lost, found)
+        exchanged(tell, flag, child)
     found.fine = not flag.item()
     return found
-
-
-def _ask(transport: Transport, peer: int, lost: frozenset[int], found: Verdict) -> torch.Tensor:
-    answer = torch.ones(1, dtype=torch.int64)
-    if peer not in lost:
-        _exchange(transport.control.irecv, answer, peer, found)
-    return answer
-
-
-def _tell(transport: Transport, peer: int, flag: torch.Tensor, lost: frozenset[int], found: Verdict) -> None:
-    if peer not in lost:
-        _exchange(transport.control.isend, flag, peer, found)
-
-
-def _exchange(post: Callable[[torch.Tensor, int], Work], flag: torch.Tensor, peer: int, found: Verdict) -> None:
-    """Send or receive a flag; whatever goes wrong with that counts as a failure."""
-    try:
-        post(flag, peer).wait()
-    except PenstockError as error:
-        flag.fill_(1)
-        found.unreachable = found.unreachable or error
-    except KeyboardInterrupt as error:
-        found.interrupt = error

@@ -36,7 +36,6 @@ class Box(Protocol):
     @property
     def channel(self) -> Channel | None:
         """None: nothing is sent, since both ends are on this rank."""
-        ...
 
     def send(self, microbatch: int) -> None:
         """Send a message of a warm step; `send_described` one of a cold step."""
@@ -56,11 +55,9 @@ class Box(Protocol):
 
     def pending(self) -> list[Work]:
         """What was posted and not waited for."""
-        ...
 
     def left_over(self) -> list[int]:
         """The microbatches of which something is still here."""
-        ...
 
     def clear(self) -> None: ...
 
@@ -81,7 +78,6 @@ class Program:
         self.inboxes: dict[int, Inbox] = {}
         self.outboxes: dict[tuple[int, int], Outbox] = {}
         self.runs: dict[int, StageRun] = {}
-        self._ends: dict[tuple[Op, int, int | None], Box] = {}  # what `message_box` found
         self.parameters = [p for stage in stages for p in stage.submod.parameters()] if setting.grad else []
         self.saved: dict[int, list[Layouts]] = {}  # by signature, for each inbox and each outbox
         self.codes = self.plan.codes[self.rank]
@@ -250,16 +246,10 @@ class Program:
 
     def message_box(self, action: Action) -> Box:
         """The box that a message action works on."""
-        end = action.op, action.stage, action.peer
-        found = self._ends.get(end)
-        if found is None:
-            peer = peer_of(action.code)
-            if action.op in (Op.RECV_F, Op.SEND_B):
-                found = self.inboxes[peer]
-            else:
-                found = self.outboxes[action.stage, self.plan.placement.rank_of(peer)]
-            self._ends[end] = found
-        return found
+        peer = peer_of(action.code)
+        if action.op in (Op.RECV_F, Op.SEND_B):
+            return self.inboxes[peer]
+        return self.outboxes[action.stage, self.plan.placement.rank_of(peer)]
 
 
 def kind_of(action: AnyAction) -> ActionKind:

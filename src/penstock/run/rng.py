@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from penstock.stage.random_state import RandomState, accelerators
+
 
 @contextmanager
 def microbatch_rng(
@@ -28,18 +30,17 @@ def microbatch_rng(
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     if device is None and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
-    if device is None or device.type in ("cpu", "meta"):  # an accelerator that nobody uses stays closed
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(number)
-            yield
-        return
-    # What is seeded is what is put back: torch.manual_seed would seed the other devices as well.
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    with torch.random.fork_rng(devices=[index], device_type=device.type):
+    devices = accelerators(device or torch.device("cpu"), ())  # an accelerator that nobody uses stays closed
+    before = RandomState(devices)
+    try:
+        # What is seeded is what is put back: torch.manual_seed would seed the other devices as well.
         torch.default_generator.manual_seed(number)
-        with torch.accelerator.device_index(index):
-            torch.get_device_module(device).manual_seed(number)
+        for one in devices:
+            with torch.accelerator.device_index(one.index):
+                torch.get_device_module(one).manual_seed(number)
         yield
+    finally:
+        before.set()
 
 
 class MicrobatchRng:

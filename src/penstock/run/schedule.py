@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import ClassVar, Literal, Self
 
@@ -20,7 +20,7 @@ from penstock.nest import Value
 from penstock.plan import Placement, Plan, load
 from penstock.plan.actions import MICROBATCH
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
-from penstock.run.context import CustomFunction, handled_by
+from penstock.run.context import ActionContext, CustomFunction
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.meeting import facts_of, meet, tended, transport_of
 from penstock.run.memory_watch import MemoryWatch
@@ -198,7 +198,9 @@ class Schedule:
         """
         if vars(self).get("_programs"):
             raise RunError("register_custom_function after the first step; the plan is bound by then. Call it before")
-        self._binding.custom[computation_type] = handled_by(custom_function, self)
+        self._binding.custom[computation_type] = lambda program, action, cold: partial(
+            custom_function, action, ActionContext(self, program, cold=cold)
+        )
 
     # -- steps
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,30 @@ def holders_of(ties: Iterable[Tied | Holders]) -> list[Holders]:
     return found
 
 
-Home: TypeAlias = "tuple[nn.Module, str]"
-"""Where a parameter hangs: its module, and its name there."""
+class _Home(NamedTuple):
+    """Where a parameter hangs: its module, and its name there."""
+
+    parameter: nn.Parameter
+    module: nn.Module
+    name: str
+
+    @classmethod
+    def of(cls, stage: PipelineStage, name: str) -> _Home:
+        module = unwrap(stage.submod)
+        found = dict(module.named_parameters(remove_duplicate=False))
+        if name not in found:
+            known = ", ".join(list(found)[:8]) or "none"
+            raise StageError(f"stage {stage.stage_index} has no parameter {name!r} to tie; it has {known}")
+        *path, leaf = name.split(".")
+        for part in path:
+            module = module._modules[part]  # type: ignore[assignment]  # not by attributes: a stage has some of its own
+        return cls(found[name], module, leaf)
+
+    def present(self) -> nn.Parameter:
+        """The one that hangs there now: ``load_state_dict(..., assign=True)`` puts others there. One that is of another type is
+        the same for the time of a step, gathered by a wrapper."""
+        now = self.module._parameters.get(self.name)
+        return self.parameter if now is None or type(now) is not type(self.parameter) else now
 
 
 @dataclass
@@ -63,10 +85,16 @@ class _TieGroup:
     """One logical parameter, as seen from this rank."""
 
     ranks: tuple[int, ...]  # that hold it, the owner's first
-    mine: tuple[nn.Parameter, ...]  # the copies on this rank
-    name: str
-    holders: str  # all of them, for the ranks to compare
-    homes: tuple[tuple[nn.Parameter, Home], ...] = ()  # where `mine` hang, each in one place or several
+    names: list[str]  # of all holders, the owner's first
+    homes: list[_Home]  # on this rank
+
+    def __post_init__(self) -> None:
+        self.name, self.holders = self.names[0], " = ".join(self.names)  # the latter for the ranks to compare
+        self.find()
+
+    def find(self) -> None:
+        """The copies that this rank holds now; each may hang in several places."""
+        self.mine = tuple({id(present): present for present in map(_Home.present, self.homes)}.values())
 
 
 class Ties:
@@ -84,16 +112,10 @@ class Ties:
         self.before: list[list[Tensor | None]] = []
 
     def _group(self, holders: Holders, stages: Mapping[int, PipelineStage], placement: Placement) -> _TieGroup:
-        ranks = dict.fromkeys(placement.rank_of(stage) for stage, _ in holders)
-        mine: dict[int, nn.Parameter] = {}
-        homes: list[tuple[nn.Parameter, Home]] = []
-        for stage, name in holders:
-            if placement.rank_of(stage) == self.transport.rank:
-                parameter = _named(stages[stage], name)
-                mine[id(parameter)] = parameter
-                homes.append((parameter, _home(stages[stage], name)))
+        ranks = [placement.rank_of(stage) for stage, _ in holders]
+        here = [holder for holder, rank in zip(holders, ranks, strict=True) if rank == self.transport.rank]
         names = [f"{name} of stage {stage}" for stage, name in holders]
-        return _TieGroup(tuple(ranks), tuple(mine.values()), names[0], " = ".join(names), tuple(homes))
+        return _TieGroup(tuple(dict.fromkeys(ranks)), names, [_Home.of(stages[stage], name) for stage, name in here])
 
     @property
     def peers(self) -> set[int]:
@@ -137,18 +159,23 @@ class Ties:
 
     def _level(self) -> None:
         for group in self.groups:
-            value = group.mine[0].detach()
-            self._from_owner(group, wire(value), into=to_local(value))
+            value, (owner, *others) = group.mine[0].detach(), group.ranks
+            if self.transport.rank == owner:
+                for rank in others:
+                    self.transport.isend(wire(value), rank).wait()
+            else:
+                buffer = torch.empty_like(wire(value))
+                self.transport.irecv(buffer, owner).wait()
+                to_local(value).copy_(buffer)
             for parameter in group.mine[1:]:
                 parameter.data.copy_(value)
 
     def begin(self) -> None:
         """Keep what `.grad` holds apart from what the step adds."""
+        self.before = []
         for group in self.groups:
-            present = [_present(parameter, home) for parameter, home in group.homes]
-            group.mine = tuple({id(parameter): parameter for parameter in present}.values())
-        self.before = [[p.grad for p in group.mine] for group in self.groups]
-        for group in self.groups:
+            group.find()
+            self.before.append([parameter.grad for parameter in group.mine])
             for parameter in group.mine:
                 parameter.grad = None
 
@@ -215,17 +242,6 @@ class Ties:
         self.transport.irecv(to_local(grad), rank).wait()
         return grad, bool(frozen)
 
-    def _from_owner(self, group: _TieGroup, value: Tensor, *, into: Tensor) -> None:
-        owner, *others = group.ranks
-        if self.transport.rank == owner:
-            for rank in others:
-                self.transport.isend(value, rank).wait()
-        else:
-            buffer = torch.empty_like(value)
-            self.transport.irecv(buffer, owner).wait()
-            with torch.no_grad():
-                into.copy_(buffer)
-
 
 def declared(stages: Iterable[PipelineStage]) -> list[Holders]:
     """What the modules of hand-made stages say themselves, in an attribute `ties`, as those of `split_modules` do."""
@@ -253,27 +269,3 @@ def _unheard(parameter: nn.Parameter) -> Iterator[None]:
         yield
     finally:
         hooks.update(kept)
-
-
-def _home(stage: PipelineStage, name: str) -> Home:
-    *path, leaf = name.split(".")
-    module = unwrap(stage.submod)
-    for part in path:
-        module = module._modules[part]  # type: ignore[assignment]  # not by attributes: a stage has some of its own
-    return module, leaf
-
-
-def _present(parameter: nn.Parameter, home: Home) -> nn.Parameter:
-    """The one that hangs in its place now: ``load_state_dict(..., assign=True)`` puts others there. One that is of another
-    type is the same for the time of a step, gathered by a wrapper."""
-    now = home[0]._parameters.get(home[1])
-    return parameter if now is None or type(now) is not type(parameter) else now
-
-
-def _named(stage: PipelineStage, name: str) -> nn.Parameter:
-    found = dict(unwrap(stage.submod).named_parameters(remove_duplicate=False))
-    if name in found:
-        return found[name]
-    raise StageError(
-        f"stage {stage.stage_index} has no parameter {name!r} to tie; it has {', '.join(list(found)[:8]) or 'none'}"
-    )

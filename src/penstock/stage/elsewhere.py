@@ -29,7 +29,6 @@ class Away(Protocol):
 
     def back(self) -> Tensor:
         """The bytes on the device again. Called once."""
-        ...
 
 
 class Elsewhere(Protocol):
@@ -39,7 +38,6 @@ class Elsewhere(Protocol):
 
     def put(self, flat: Tensor) -> Away:
         """Take the bytes of a storage, seen as a flat tensor of bytes."""
-        ...
 
 
 class Coming(NamedTuple):
@@ -62,7 +60,6 @@ class AwayAsync(Away, Protocol):
 
     def start(self) -> Coming:
         """Begin to bring the bytes back. Called once, and then `back` is not."""
-        ...
 
 
 class HostMemory:

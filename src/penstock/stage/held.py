@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.nest import Value
 
 
 class _Active(threading.local):
@@ -25,7 +27,7 @@ def momentary(size: int) -> None:
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made inside, as long as they live.
+    """Counts the bytes of all tensors that are made inside, as long as they live: now, and the most since it was entered.
 
     >>> with Held() as held:
     ...     a = torch.ones(100)
@@ -42,6 +44,7 @@ class Held(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __enter__(self) -> Held:
+        self.most = self.now
         _active.meters.append(self)
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
@@ -49,14 +52,14 @@ class Held(TorchDispatchMode):
         _active.meters.remove(self)
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(self, func: Value, types: object, args: Value = (), kwargs: Value = None) -> object:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 self._count(tensor.untyped_storage(), args)
         return result
 
-    def _count(self, storage: torch.UntypedStorage, args: Any) -> None:
+    def _count(self, storage: torch.UntypedStorage, args: Sequence[object]) -> None:
         key = storage._cdata
         given = (value.untyped_storage()._cdata for value in args if isinstance(value, torch.Tensor))
         if key in self._seen or key in given:  # known, or a view or an update of what was there before
