@@ -98,8 +98,7 @@ def test_two_recorders_see_the_same_waits() -> None:
         stages = stages_for(plan, transport, make_modules(2))
         schedule = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss)
         x, y = batch(8)
-        runner = schedule._connect(train=True)
-        with runner.watched(Counting) as outer, runner.watched(Counting) as inner:
+        with schedule._watched(Counting) as outer, schedule._watched(Counting) as inner:
             schedule.step(x, target=y)
         return outer.waits, inner.waits
 

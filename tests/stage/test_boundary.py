@@ -157,16 +157,16 @@ def test_a_class_that_cannot_be_imported_is_an_error() -> None:
     with pytest.raises(StageError, match="defined inside a function"):
         flatten(Local(1))
     with pytest.raises(StageError, match="cannot be imported here"):
-        Spec.from_json(["dataclass", {"t": ["no_such_module:Thing", {"t": []}]}, []])
+        Spec.from_json(["dataclass", ["no_such_module:Thing", []], []])
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        ["dataclass", {"t": ["os:system", {"t": []}]}, []],
-        ["named", {"t": ["collections:OrderedDict", {"t": []}]}, []],
-        ["dataclass", {"t": [f"{__name__}:Box", {"t": ["content"]}]}, ["tensor"]],
-        ["registered", {"t": ["subprocess:Popen", {"t": ["plain", None]}]}, []],
+        ["dataclass", ["os:system", []], []],
+        ["named", ["collections:OrderedDict", []], []],
+        ["dataclass", [f"{__name__}:Box", ["content"]], ["tensor"]],
+        ["registered", ["subprocess:Popen", ["plain", None]], []],
         ["nonsense", None, []],
         {"a": 1},
         ["tuple", {"x": 1}, []],

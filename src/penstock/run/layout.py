@@ -51,7 +51,7 @@ class TensorLayout:
         return cls(tuple(local.shape), tensor.dtype, tensor.requires_grad, distributed, tensor.is_cpu)
 
     def matches(self, tensor: Tensor) -> bool:
-        if self.distributed is not None or layout_of(tensor) is not None:
+        if self.distributed is not None or (type(tensor) is not Tensor and layout_of(tensor) is not None):
             return TensorLayout.of(tensor) == self
         same = tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.is_cpu is self.on_host
         return same and tensor.requires_grad is self.requires_grad

@@ -100,9 +100,9 @@ class Preambles:
             interrupt = error
         return Preamble(*numbers.tolist()), interrupt
 
-    def tell(self, preamble: Preamble) -> PenstockError | KeyboardInterrupt | None:
-        """Tell the children; what went wrong with one that cannot be reached comes back, when all others know."""
-        failed: PenstockError | KeyboardInterrupt | None = None
+    def tell(self, preamble: Preamble, error: BaseException | None) -> BaseException | None:
+        """Tell the children. When all know, the error comes back, or what went wrong with a child that cannot be reached."""
+        failed: BaseException | None = None
         if self.send:
             numbers = torch.tensor(astuple(preamble), dtype=torch.int64)
             for child, send in zip(self.children, self.send, strict=True):
@@ -111,11 +111,11 @@ class Preambles:
                     if work is not None:
                         self.transport.awaited = child
                         self.wait(work)
-                except RuntimeError as error:
-                    failed = self.transport.explain(error, peer=child, what="the preamble of the step")
-                except KeyboardInterrupt as error:
-                    failed = error
-        return failed
+                except RuntimeError as caught:
+                    failed = self.transport.explain(caught, peer=child, what="the preamble of the step")
+                except KeyboardInterrupt as caught:
+                    failed = caught
+        return error or failed
 
 
 @dataclass

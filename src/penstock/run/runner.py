@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Hashable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from threading import get_ident
@@ -69,16 +69,13 @@ class Outcome:
 class Runner:
     """Runs programs, one for each mode, over one transport."""
 
-    def __init__(
-        self, transport: Transport, *, dynamic: bool = False, watches: list[Recorder | MemoryWatch] | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, *, dynamic: bool, watches: list[Recorder | MemoryWatch]) -> None:
         self.transport = transport
         self.dynamic = dynamic  # every step is cold: for models whose shapes change for reasons of their own
-        self.signatures: dict[
-            int, dict[Hashable, int]
-        ] = {}  # by mode: a number for each shape of input, last used last
+        # By mode: a number for each shape of input, last used last.
+        self.signatures: dict[int, dict[Hashable, int]] = {}
         self.preambles: Preambles | None = None
-        self.watches = [] if watches is None else watches  # whoever is here watches the actions of a step
+        self.watches = watches  # whoever is here watches the actions of a step
         self.position = transport.position = Position(transport.rank)
         self.blocking = os.environ.get(_BLOCKING, "0") != "0" and transport.device.type != "cpu"
         self._fine = False  # whether the current step went well, as all ranks found
@@ -115,16 +112,6 @@ class Runner:
             for adapter in program.setting.adapters.values():
                 adapter.give_up(self.transport.unusable)
 
-    @contextmanager
-    def watched(self, watch: Callable[[Transport], Watch]) -> Iterator[Watch]:
-        """Have the actions of the steps inside watched; others may watch the same steps."""
-        made = watch(self.transport)
-        self.watches.append(made)
-        try:
-            yield made
-        finally:
-            self.watches.remove(made)
-
     # -- before
 
     def tell(self, program: Program, mode: int, prepared: Prepared) -> tuple[Preamble, BaseException | None]:
@@ -138,8 +125,7 @@ class Runner:
         if self.preambles.parent is None:
             known = (*self.signature(program, mode, prepared), size, *astuple(prepared.rows))
             preamble = Preamble(self.transport.epoch, mode, *known)
-            unreachable = self.preambles.tell(preamble)
-            return preamble, error or unreachable
+            return preamble, self.preambles.tell(preamble, error)
         try:
             preamble, interrupt = self.preambles.hear()
             error = error or interrupt
@@ -147,8 +133,7 @@ class Runner:
             explained = self.transport.explain(caught, peer=self.preambles.parent, what="the preamble of the step")
             preamble = Preamble(self.transport.epoch, mode, FAILED, 1, size)
             error = error or explained
-        unreachable = self.preambles.tell(preamble)
-        error = error or unreachable
+        error = self.preambles.tell(preamble, error)
         mine = replace(preamble, epoch=self.transport.epoch, mode=mode, num_microbatches=size)
         rows = prepared.rows.differs_from(Rows(preamble.rows, preamble.target_rows))
         prepared.inputs.uneven |= Rows(preamble.rows, prepared.rows.target).uneven

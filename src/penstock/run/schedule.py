@@ -367,10 +367,15 @@ class Schedule:
 
     @contextmanager
     def _watched(self, kind: Callable[[Transport], Watch]) -> Iterator[Watch]:
+        """Have the actions of the steps inside watched; others may watch the same steps."""
         with self._transport.called("watching steps"):
-            runner = self._connect(train=self._trains)
-        with runner.watched(kind) as watch:
+            self._connect(train=self._trains)
+        watch = kind(self._transport)
+        self._watches.append(watch)
+        try:
             yield watch
+        finally:
+            self._watches.remove(watch)
 
     # -- before the first step
 

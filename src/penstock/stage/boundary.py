@@ -20,7 +20,6 @@ import importlib
 import json
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,13 +40,13 @@ class Spec(Nest):
     __slots__ = ()
 
     def to_json(self) -> object:
-        """Lists, strings and numbers only; `json.dumps` takes it."""
+        """Tuples, strings and numbers only; `json.dumps` takes it, and makes lists of the tuples."""
         if self.kind is Kind.LEAF:
             return "tensor"
-        return [self.kind.value, _encode(self.data), [child.to_json() for child in self.children]]
+        return self.kind.value, self.data, tuple(child.to_json() for child in self.children)
 
     @staticmethod
-    def from_json(value: Any) -> Spec:
+    def from_json(value: object) -> Spec:
         """The inverse. Classes are imported and checked here."""
         if value == "tensor":
             return SINGLE
@@ -98,7 +97,7 @@ class _Crossing(Nesting):
     def container(self, node: Node, children: tuple[object, ...], trail: Trail) -> Spec:
         match node.kind:
             case Kind.TUPLE | Kind.LIST:
-                data: Any = None
+                data: Value = None
             case Kind.DICT | Kind.ORDERED:
                 data = tuple(encode_constant(key, (trail, "a key of ", 0)) for key in node.keys)
             case Kind.REGISTERED:
@@ -107,7 +106,7 @@ class _Crossing(Nesting):
                 data = (name_of_class(node.data[0], trail), tuple(node.data[1]))
         return Spec(node.kind, data, children)
 
-    def data(self, nest: Any) -> Any:
+    def data(self, nest: Value) -> Value:
         match nest.kind:
             case Kind.CONSTANT:
                 return decode_constant(nest.data)
@@ -120,26 +119,26 @@ class _Crossing(Nesting):
                 return _class_of(nest), nest.data[1]
         return None
 
-    def _dumped(self, kind: type, context: Any, trail: Trail) -> Any:
+    def _dumped(self, kind: type, context: Value, trail: Trail) -> tuple[str, object]:
         """What the registered node wants back, in JSON if it registered a way to write it, or as constants."""
         serialize = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
         if serialize is not None and callable(serialize.to_dumpable_context):
             return "dumped", json.dumps(serialize.to_dumpable_context(context))
         rest: list[Tensor] = []
-        spec = self.walk(context, rest, (trail, "the context of ", 0))
+        spec: Spec = self.walk(context, rest, (trail, "the context of ", 0))  # type: ignore[assignment]
         if rest:
             raise StageError(
                 f"the pytree context of {spelled(trail)} ({kind.__qualname__}) holds tensors; they belong in its children"
             )
-        return "plain", spec
+        return "plain", spec.to_json()
 
-    def _loaded(self, kind: type, dumped: object) -> Any:
+    def _loaded(self, kind: type, dumped: object) -> Value:
         match dumped:
             case ("dumped", str(text)):
-                from_text: Any = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
+                from_text: Value = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
                 return from_text(json.loads(text))
-            case ("plain", Spec() as spec):
-                return self.unflatten(spec, ())
+            case ("plain", spec):
+                return self.unflatten(Spec.from_json(spec), ())
             case _:
                 raise StageError(f"the pytree context of {kind.__qualname__} cannot be read: {dumped!r:.200}")
 
@@ -150,11 +149,13 @@ _crossing = _Crossing()
 # -- constants and classes as plain, hashable data
 
 
-def encode_constant(value: object, trail: Trail) -> tuple[str, Any]:
+def encode_constant(value: object, trail: Trail) -> tuple[str, object]:
     """The constant with the name of its type: equality then tells 1, 1.0 and True apart, and 0.0 from -0.0."""
     match value:
-        case None | bool() | str() | bytes() | int() if type(value) in (type(None), bool, str, bytes, int):
+        case None | bool() | str() | int() if type(value) in (type(None), bool, str, int):
             return type(value).__name__, value
+        case bytes() if type(value) is bytes:
+            return "bytes", value.hex()
         case float() | complex() if type(value) in (float, complex):
             return type(value).__name__, repr(value)
         case torch.dtype():
@@ -176,6 +177,8 @@ def encode_constant(value: object, trail: Trail) -> tuple[str, Any]:
 
 def decode_constant(constant: object) -> Value:
     match constant:
+        case ("bytes", str(text)):
+            return bytes.fromhex(text)
         case ("float", str(text)):
             return float(text)
         case ("complex", str(text)):
@@ -205,10 +208,10 @@ def name_of_class(kind: type, trail: Trail) -> str:
     return name
 
 
-def find(name: str) -> Any:
+def find(name: str) -> Value:
     module, _, qualname = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        found: object = importlib.import_module(module)
         for part in qualname.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
@@ -216,14 +219,14 @@ def find(name: str) -> Any:
     return found
 
 
-def _class_of(spec: Any) -> Any:
+def _class_of(spec: Spec) -> type:
     """The class of a node, checked to be what the spec says: other names of a module are never called."""
     name = spec.data[0]
     known = _classes.get((spec.kind, spec.data))
     if known is not None:
         return known
-    kind = find(name)
-    fields: Any = None
+    kind: type = find(name)
+    fields: tuple[str, ...] | None = None
     fits = isinstance(kind, type)
     match spec.kind if fits else None:
         case Kind.NAMED:
@@ -244,30 +247,14 @@ def _class_of(spec: Any) -> Any:
     return kind
 
 
-_classes: dict[tuple[Kind, object], object] = {}
-
-
-def _encode(data: object) -> object:
-    """Hashable data as JSON: tuples become {"t": [...]}, bytes {"b": hex}, specs {"s": ...}."""
-    match data:
-        case tuple():
-            return {"t": [_encode(item) for item in data]}
-        case bytes():
-            return {"b": data.hex()}
-        case Spec():
-            return {"s": data.to_json()}
-        case _:
-            return data
+_classes: dict[tuple[Kind, object], type] = {}
 
 
 def _decode(data: object) -> object:
+    """Data of a spec, which JSON has made lists of."""
     match data:
-        case {"t": [*items]}:
-            return tuple(_decode(item) for item in items)
-        case {"b": str(text)}:
-            return bytes.fromhex(text)
-        case {"s": spec}:
-            return Spec.from_json(spec)
+        case [*items]:
+            return tuple(map(_decode, items))
         case None | bool() | int() | float() | str():
             return data
         case _:

@@ -14,6 +14,7 @@ one after another, those of later slices would be lost in the sum of the earlier
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import RunError, StageError
 from penstock.misfits import takes
+from penstock.nest import Value
 from penstock.stage.held import momentary
 from penstock.stage.intercept import undeferred
 
@@ -63,7 +65,7 @@ def chunked_loss(
     if loss_fn is None and type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks:
         total = _cross_entropy(flat, labels, head, rows, ignore_index)
     else:
-        own = loss_fn or _Sum(ignore_index)
+        own = loss_fn or partial(_summed, ignore_index=ignore_index)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         head_of_slice = _in_slices(head)
         for start in range(0, flat.shape[0], rows):
@@ -84,14 +86,8 @@ def _precise(logits: Tensor) -> Tensor:
     return logits.to(_precision(logits.dtype))
 
 
-class _Sum:
-    """Cross-entropy, summed."""
-
-    def __init__(self, ignore_index: int) -> None:
-        self.ignore_index = ignore_index
-
-    def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(_precise(logits), target, ignore_index=self.ignore_index, reduction="sum")
+def _summed(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
+    return functional.cross_entropy(_precise(logits), target, ignore_index=ignore_index, reduction="sum")
 
 
 def _slice(
@@ -224,7 +220,7 @@ def _(
     return torch.empty_like(hidden), torch.empty_like(weight), weight.new_empty(size)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Value, ...], output: Tensor) -> None:
     hidden, weight, bias, target, ctx.rows, ctx.ignore_index = inputs
     ctx.save_for_backward(hidden, weight, bias, target)
 

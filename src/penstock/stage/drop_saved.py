@@ -66,7 +66,7 @@ class Trial(Refill):
             self.plain = self.plain and all(_is_ours(getattr(node, name)) for name in names)
             leaves = [type(following).__name__ == "AccumulateGrad" for following, _ in node.next_functions]
             if type(node).__name__ != "ToCopyBackward0" or not all(leaves):  # autocast keeps its casts of parameters
-                node.metadata[_Mark] = mark
+                node.metadata[_Mark] = mark  # type: ignore[index]  # torch has it as a method
 
     def is_needed(self) -> bool:
         """Asked when its graph should be gone."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ShapeError
+from penstock.nest import Value
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +21,12 @@ MeshGetter: TypeAlias = Callable[[tuple[str, ...], object], "DeviceMesh | None"]
 """Called with the names of a mesh's dimensions, and with what torch knows of its layout, or None."""
 
 
-def _dtensor_type() -> type[DTensor] | None:
-    """DTensor, if anybody has imported it; a program without it has none, and does not pay for the import."""
+def _as_dtensor(tensor: Tensor) -> DTensor | None:
+    """The tensor, if it is a DTensor. A program that has not imported those has none, and does not pay for the import."""
+    if type(tensor) is Tensor:
+        return None
     module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else module.DTensor
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class DTensorLayout:
         return [list(self.shape), list(self.stride), list(self.placements), names, list(self.mesh_shape)]
 
     @classmethod
-    def from_json(cls, data: list[Any]) -> DTensorLayout:
+    def from_json(cls, data: list[Value]) -> DTensorLayout:
         shape, stride, placements, names, mesh = data
         if any(isinstance(n, bool) or not isinstance(n, int) for n in (*shape, *stride, *mesh)):
             raise ValueError(f"{data!r:.80} describes no DTensor")
@@ -52,16 +55,14 @@ class DTensorLayout:
 
 def layout_of(tensor: Tensor) -> DTensorLayout | None:
     """How a DTensor is spread; None for any other tensor."""
-    if type(tensor) is Tensor:
+    spread = _as_dtensor(tensor)
+    if spread is None:
         return None
-    dtensor = _dtensor_type()
-    if dtensor is None or not isinstance(tensor, dtensor):
-        return None
-    mesh = tensor.device_mesh
+    mesh = spread.device_mesh
     return DTensorLayout(
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tuple(map(_spell, tensor.placements)),
+        tuple(spread.shape),
+        tuple(spread.stride()),
+        tuple(map(_spell, spread.placements)),
         None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names),
         tuple(mesh.mesh.shape),
     )
@@ -69,22 +70,18 @@ def layout_of(tensor: Tensor) -> DTensorLayout | None:
 
 def to_local(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds, without its graph; any other tensor as it is."""
-    if type(tensor) is Tensor:
+    spread = _as_dtensor(tensor)
+    if spread is None:
         return tensor
-    dtensor = _dtensor_type()
-    if dtensor is None or not isinstance(tensor, dtensor):
-        return tensor
-    local = _detached(tensor).to_local()
+    local = _detached(spread).to_local()
     wait = getattr(local, "wait", None)  # it may be a collective under way
     return local if wait is None else wait()
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be spread over replicas, without its graph; they all call it."""
-    dtensor = _dtensor_type()
-    if dtensor is None or not isinstance(tensor, dtensor):
-        return tensor.detach()
-    return _detached(tensor).full_tensor()
+    spread = _as_dtensor(tensor)
+    return tensor.detach() if spread is None else _detached(spread).full_tensor()
 
 
 def _detached(tensor: DTensor) -> DTensor:
@@ -118,14 +115,10 @@ def mesh_of(module: torch.nn.Module, get_mesh: MeshGetter | None, layout: DTenso
     """The mesh that a stage puts arriving DTensors on: asked of the user, or read off its parameters."""
     if get_mesh is not None and layout is not None:
         return get_mesh(layout.mesh_names or (), None)
-    dtensor = _dtensor_type()
-    if dtensor is None:
-        return None
-    found = (p.device_mesh for p in module.parameters() if isinstance(p, dtensor))
-    return next(iter(found), None)
+    return next((found.device_mesh for found in map(_as_dtensor, module.parameters()) if found is not None), None)
 
 
-def _spell(placement: Any) -> str:
+def _spell(placement: Value) -> str:
     if placement.is_shard():
         return f"S{placement.dim}"
     return "R" if placement.is_replicate() else f"P{placement.reduce_op}"

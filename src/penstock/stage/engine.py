@@ -8,14 +8,13 @@ tensor([3., 3.])
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import Node, _engine_run_backward
 
-_run: Any = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[no-untyped-call,unused-ignore]
+_run: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def run_engine(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
@@ -52,10 +51,10 @@ def seeds(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[tu
     return tuple(roots), tuple(given)
 
 
-def nodes_reached(roots: Iterable[Tensor]) -> set[Any]:
+def nodes_reached(roots: Iterable[Tensor]) -> set[Node]:
     """Every node of the graph of `roots`. Walks it in Python: for rare use."""
-    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen: set[Any] = set(stack)
+    stack: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(stack)
     while stack:
         for following, _ in stack.pop().next_functions:
             if following is not None and following not in seen:
@@ -67,5 +66,5 @@ def nodes_reached(roots: Iterable[Tensor]) -> set[Any]:
 def leaves_reached(roots: Sequence[Tensor]) -> set[int]:
     """The `id` of every leaf in which the graph of `roots` would accumulate."""
     found = {id(root) for root in roots if root.is_leaf}
-    found.update(id(node.variable) for node in nodes_reached(roots) if type(node).__name__ == "AccumulateGrad")
-    return found
+    leaves = (getattr(node, "variable", None) for node in nodes_reached(roots))  # that of a node which accumulates
+    return found.union(id(leaf) for leaf in leaves if leaf is not None)

@@ -19,8 +19,8 @@ that. There is nothing to run it again from. So of such a microbatch the first r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,15 +48,6 @@ def recomputing() -> bool:
         return loss
     """
     return getattr(_thread, "again", False)
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    _thread.again = True
-    try:
-        yield
-    finally:
-        _thread.again = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +174,8 @@ class Repeats:
                 "alone until then: a buffer that is large and changes now and then. Leave the stage out of recompute"
             )
         with ExitStack() as stack:
-            stack.enter_context(_marked())
+            _thread.again = True
+            stack.callback(setattr, _thread, "again", False)
             if first.random is not None:
                 stack.enter_context(first.random.once_more())
             stack.enter_context(first.buffers.once_more())
