@@ -32,8 +32,7 @@ from penstock.errors import ShapeError, StageError
 from penstock.nest import Value, tensors_in
 from penstock.parallel import DataParallel, unwrap
 from penstock.stage.backward import backward_input, backward_weight, run_backward_full, run_deferred
-from penstock.stage.keywords import accepted_keywords
-from penstock.stage.pipeline_stage import Group
+from penstock.stage.pipeline_stage import Group, accepted_keywords
 
 Grads = tuple[Tensor | None, ...]
 _BACKWARDS = (

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from penstock.comm.framing import Receiving, frame
+from penstock.comm.framing import Receiving
 from penstock.errors import PenstockError
 from penstock.nest import Value
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
-from penstock.run.layout import DATA, POISON, Description, Layout, TensorLayout
+from penstock.run.layout import Description, Layout, TensorLayout
 from penstock.run.stage_run import StageRun
-from penstock.stage.boundary import Spec, flatten, unflatten
+from penstock.stage.boundary import flatten, unflatten
 from penstock.stage.compiled import probe_processor
 from penstock.stage.dtensors import layout_of
 from penstock.stage.rehearsal import CannotRehearse, PartCall, rehearse
@@ -104,7 +101,7 @@ class DressRehearsal:
             try:
                 if self.program.setting.adapters[run.stage.stage_index].sharded:
                     raise CannotRehearse("its parameters are gathered as it runs")
-                if self.is_spread(run):
+                if any(layout_of(parameter) is not None for parameter in run.module.parameters()):
                     raise CannotRehearse(
                         "its tensors are spread over a mesh, by hooks that a run without data leaves out"
                     )
@@ -118,32 +115,19 @@ class DressRehearsal:
         if found is not None:
             self.calls += [(run.stage.stage_index, call) for call in found[1]]
 
-    def is_spread(self, run: StageRun) -> bool:
-        """Whether a stage holds DTensors, or is given some."""
-        given = [tensor for inbox in run.inboxes for tensor in self.layouts[inbox.producer].tensors]  # type: ignore[union-attr]
-        return any(tensor.distributed is not None for tensor in given) or any(
-            layout_of(parameter) is not None for parameter in run.module.parameters()
-        )
-
     def arguments(self, run: StageRun) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """What the stage will be called with for the first microbatch: what this rank has itself, and zeros."""
-        for inbox in run.inboxes:
-            self.fill(inbox)
+        device = self.program.transport.device
         try:
+            for inbox in run.inboxes:
+                layout = self.layouts[inbox.producer]
+                assert layout is not None, "only what is known is made up"
+                leaves = [t.zeros(device).requires_grad_(t.requires_grad and inbox.grad) for t in layout.tensors]
+                inbox.arrived[0], inbox.values[0] = leaves, unflatten(layout.spec, leaves)
             return run.arguments(0)
         finally:
             for inbox in run.inboxes:
                 inbox.arrived[0] = inbox.values[0] = None
-
-    def fill(self, inbox: Inbox) -> None:
-        layout = self.layouts[inbox.producer]
-        assert layout is not None, "only what is known is made up"
-        device = self.program.transport.device
-        leaves = [
-            tensor.empty(device).zero_().requires_grad_(tensor.requires_grad and inbox.grad)
-            for tensor in layout.tensors
-        ]
-        inbox.arrived[0], inbox.values[0] = leaves, unflatten(layout.spec, leaves)
 
     # -- messages
 
@@ -153,19 +137,16 @@ class DressRehearsal:
         layout = None
         if found is not None:
             with suppress(PenstockError):
-                layout = _layout(*flatten(outbox.chosen(found[0])))
+                tensors, spec = flatten(outbox.chosen(found[0]))
+                layout = Layout(tuple(map(TensorLayout.of, tensors)), spec)
+        if layout is not None and any(tensor.distributed is not None for tensor in layout.tensors):
+            layout = None  # spread over a mesh, which the others would have to know
         if outbox.inbox is not None:
             self.layouts[outbox.stage] = layout
-            return
-        channel = outbox.channel
-        assert channel is not None, "the stage sits here or elsewhere"
-        try:
-            for part in frame(POISON, b"") if layout is None else frame(DATA, layout.encode()):
-                work = channel.tell([part])
-                if work is not None:
-                    channel.sent.append(work)
-        except RuntimeError as error:
-            channel.fail(error)
+        elif layout is None:
+            outbox.channel.post_poison()
+        else:
+            outbox.channel.post_described(layout.encode(), [])
 
     def hear(self, channel: Channel) -> None:
         """What a rank tells next."""
@@ -180,15 +161,10 @@ class DressRehearsal:
         with suppress(Poisoned):
             channel.pull()
             description = Description.decode(heard[0])
-            if all(tensor.distributed is None for tensor in description.tensors):
-                with suppress(PenstockError):
-                    self.layouts[inbox.producer] = description.layout()
+            with suppress(PenstockError):
+                self.layouts[inbox.producer] = description.layout()
 
     def flush(self) -> None:
         for channel in self.program.channels.values():
             channel.flush()
-
-
-def _layout(tensors: Sequence[Tensor], spec: Spec) -> Layout | None:
-    found = tuple(map(TensorLayout.of, tensors))
-    return Layout(found, spec) if all(tensor.distributed is None for tensor in found) else None
+            channel.described.clear()  # those are no messages of the plan

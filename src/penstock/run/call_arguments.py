@@ -12,8 +12,7 @@ from penstock.parallel import unwrap
 from penstock.run.boxes import Inbox
 from penstock.run.inputs import StepInputs
 from penstock.stage.boundary import flatten, unflatten
-from penstock.stage.keywords import accepted_keywords
-from penstock.stage.pipeline_stage import PipelineStage
+from penstock.stage.pipeline_stage import PipelineStage, accepted_keywords
 from penstock.stage.routes import Routes
 
 
@@ -24,9 +23,7 @@ class CallArguments:
         self.num_microbatches = num_microbatches
         self.routes = stage.routes  # None: a chain, in which the module reads all that the stage before returns
         self.accepted = accepted_keywords(unwrap(stage.submod))
-        self.bound: Sequence[Sequence[Value]] | None = (
-            None  # a captured stage's arguments, of each microbatch of a step
-        )
+        self.bound: Sequence[Sequence[Value]] | None = None  # of a captured stage, for each microbatch of a step
         self.taken = [] if stage.routes is None else [(box, _moves(stage.routes, box)) for box in boxes]
         self.box = boxes[0] if boxes else None
         self.inputs = StepInputs()
@@ -63,9 +60,10 @@ class CallArguments:
         return tuple(row), {}
 
     def lent(self, value: Value) -> Value:
-        """What arrived, as the module gets it. Autocast keeps casts of leaves until the step is over; of views it does not."""
+        """What arrived, as the module gets it: copies, if it changes what it is given in place. Autocast keeps casts of leaves
+        until the step is over; of views it does not."""
         if self.copies:
-            return copied(value)
+            return changed(value, Tensor.clone)
         if self.eager and torch.is_autocast_enabled(self.kind) and torch.is_autocast_cache_enabled():
             return changed(value, lambda tensor: tensor.view_as(tensor))
         return value
@@ -86,11 +84,6 @@ def positional(value: object) -> tuple[Value, ...]:
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return value
     return tuple(value) if isinstance(value, list) else (value,)
-
-
-def copied(value: object) -> Value:
-    """The value, with copies of the leaves that need a gradient: those may be changed in place."""
-    return changed(value, Tensor.clone)
 
 
 def changed(value: object, change: Callable[[Tensor], Tensor]) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,16 @@ from torch import Tensor
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value, map_tensors
 from penstock.run.inputs import StepInputs
+
+
+class OwnLoss:
+    """The loss of a model that returns it (``labels=``): a part of its output, which `pick` takes out."""
+
+    def __init__(self, pick: Callable[[Value], Tensor]) -> None:
+        self.pick = pick
+
+    def __call__(self, output: object, target: object = None) -> Tensor:
+        return self.pick(output)
 
 
 class LastStage:
@@ -82,12 +92,7 @@ def refuse_broadcast(output: object, target: object) -> None:
     penstock.errors.ShapeError: a microbatch has an output of shape [2, 3] and a target of shape [1, 3]; ...
     >>> refuse_broadcast(torch.zeros(2, 3, 5), torch.zeros(6))  # a loss that flattens its output
     """
-    if (
-        not isinstance(output, Tensor)
-        or not isinstance(target, Tensor)
-        or not output.dim()
-        or output.dim() != target.dim()
-    ):
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor) or not output.dim() or not target.dim():
         return
     counts = output.shape[0], target.shape[0]
     if output.shape[1:] == target.shape[1:] and 1 in counts and counts[0] != counts[1]:

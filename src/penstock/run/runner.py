@@ -261,10 +261,7 @@ class Runner:
         if left:
             error = RunError(f"left over at the end of the step: {', '.join(left[:8])}; the plan did not use them up")
             self.report(None, error)
-        outcome = Outcome()
-        for run in program.runs.values():
-            if run.stage.is_last:
-                outcome.losses, outcome.outputs = run.results()
+        outcome = next((Outcome(*run.results()) for run in program.runs.values() if run.stage.is_last), Outcome())
         lost = frozenset(peer for peer, channel in program.channels.items() if channel.lost)
         program.clear()
         found = verdict(self.transport, ok=error is None, lost=lost)

@@ -22,6 +22,7 @@ from penstock.plan.actions import MICROBATCH
 from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
 from penstock.run.context import ActionContext, CustomFunction
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
+from penstock.run.last_stage import OwnLoss
 from penstock.run.meeting import facts_of, meet, tended, transport_of
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.planning import Place, Sparing, check_flags, check_sparing, placed, plan_of_recipe, sparing
@@ -34,7 +35,6 @@ from penstock.run.setting import ActionKind
 from penstock.run.ties import Holders, Tied, Ties, holders_of
 from penstock.simulate import Costs
 from penstock.stage.elsewhere import elsewhere
-from penstock.stage.loss import OwnLoss
 from penstock.stage.pipeline_stage import PipelineStage
 
 

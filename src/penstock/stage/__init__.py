@@ -1,6 +1,6 @@
 """One stage: its module and its wires; forward; backward: full, input, weight.
 
-stage      pipeline_stage, routes (what a captured stage reads), keywords (what a module takes), digest (of a model), loss
+stage      pipeline_stage, routes (what a captured stage reads), digest (of a model)
 boundary   boundary (what crosses, taken apart), dtensors (parts that are spread over a mesh)
 backward   backward (in one piece or in two), engine; for two: forward, intercept (layers that put their weights off), calls
            and deferred (what they remember), weights and batched (the weight pass), listeners (hooks that wait for it)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -149,19 +149,21 @@ _crossing = _Crossing()
 # -- constants and classes as plain, hashable data
 
 
+Write = Callable[[Value], str]
+_WRITE: dict[type, Write] = {float: repr, complex: repr, bytes: bytes.hex, torch.dtype: dtype_name, torch.device: str}
+_READ = dict[str, Callable[[str], object]](
+    float=float, complex=complex, bytes=bytes.fromhex, dtype=dtype_named, device=torch.device
+)
+
+
 def encode_constant(value: object, trail: Trail) -> tuple[str, object]:
     """The constant with the name of its type: equality then tells 1, 1.0 and True apart, and 0.0 from -0.0."""
+    kind = type(value)
+    if value is None or kind in (bool, str, int):
+        return kind.__name__, value
+    if kind in _WRITE:
+        return kind.__name__, _WRITE[kind](value)
     match value:
-        case None | bool() | str() | int() if type(value) in (type(None), bool, str, int):
-            return type(value).__name__, value
-        case bytes() if type(value) is bytes:
-            return "bytes", value.hex()
-        case float() | complex() if type(value) in (float, complex):
-            return type(value).__name__, repr(value)
-        case torch.dtype():
-            return "dtype", dtype_name(value)
-        case torch.device():
-            return "device", str(value)
         case slice():
             return "slice", tuple(encode_constant(part, trail) for part in (value.start, value.stop, value.step))
         case Enum():
@@ -177,16 +179,8 @@ def encode_constant(value: object, trail: Trail) -> tuple[str, object]:
 
 def decode_constant(constant: object) -> Value:
     match constant:
-        case ("bytes", str(text)):
-            return bytes.fromhex(text)
-        case ("float", str(text)):
-            return float(text)
-        case ("complex", str(text)):
-            return complex(text)
-        case ("dtype", str(name)):
-            return dtype_named(name)
-        case ("device", str(name)):
-            return torch.device(name)
+        case (str(kind), str(text)) if kind in _READ:
+            return _READ[kind](text)
         case ("slice", (start, stop, step)):
             return slice(decode_constant(start), decode_constant(stop), decode_constant(step))
         case ("enum", (str(name), str(member))):

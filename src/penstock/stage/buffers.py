@@ -4,9 +4,10 @@
     before = watch.look(modes_of(module))
     module(x)
     watch.learn(before)             # which buffers a run in these modes changes
-    with before.once_more():        # inside, the buffers are as they were
-        module(x)
+    now = before.again()            # the same buffers as they are now
     before.put_back()               # as if it had not run
+    module(x)
+    now.put_back()
 
 A buffer that a run is known to change is copied at every look. Of the others, which a run may change now and then, there is one
 copy for as long as they hold the same; those that are large are not copied, and if one changes after all it is `lost`.
@@ -14,8 +15,7 @@ copy for as long as they hold the same; those that are large are not copied, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -101,17 +101,11 @@ class Before:
             if one.value is not None and (one.changes or one.moved):
                 one.buffer.data.copy_(one.value)
 
-    @contextmanager
-    def once_more(self) -> Iterator[None]:
-        """Inside, the buffers are as they were; outside, as they are now."""
+    def again(self) -> Before:
+        """A look at the same buffers, as far as they are not as they were."""
         away = [one for one in self.seen if one.value is not None and (one.changes or one.moved)]
         seen = [one._replace(value=_copy(one.buffer), changes=True) for one in away]
-        now = Before(self.modes, [table for table, _ in self.tables.before], seen)
-        self.put_back()
-        try:
-            yield
-        finally:
-            now.put_back()
+        return Before(self.modes, [table for table, _ in self.tables.before], seen)
 
 
 class Buffers:

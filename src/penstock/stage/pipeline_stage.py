@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -113,3 +114,14 @@ def compile_once(stage: PipelineStage, module: nn.Module) -> None:
     """Do what `compile` asked for. `module` is the user's own, inside of what data parallelism has put around it."""
     compile_in_place(module, stage._compile)
     stage._compile = False
+
+
+def accepted_keywords(module: nn.Module) -> frozenset[str] | None:
+    """The keyword arguments that a module's forward takes; None: any."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))

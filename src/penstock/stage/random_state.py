@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -29,13 +28,3 @@ class RandomState:
         torch.set_rng_state(self.host)
         for device, state in self.devices:
             torch.get_device_module(device).set_rng_state(state, device)
-
-    @contextmanager
-    def once_more(self) -> Iterator[None]:
-        """Inside, random numbers are drawn from here on; outside, nothing has moved."""
-        now = RandomState(device for device, _ in self.devices)
-        self.set()
-        try:
-            yield
-        finally:
-            now.set()

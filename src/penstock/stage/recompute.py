@@ -177,8 +177,10 @@ class Repeats:
             _thread.again = True
             stack.callback(setattr, _thread, "again", False)
             if first.random is not None:
-                stack.enter_context(first.random.once_more())
-            stack.enter_context(first.buffers.once_more())
+                stack.callback(RandomState(self.devices).set)
+                first.random.set()
+            stack.callback(first.buffers.again().put_back)
+            first.buffers.put_back()
             stack.enter_context(self.hooks.only(first.acting))
             if first.refill is not None:
                 # A forward that is left in the middle may have set on its modules what it wanted to set back.
