@@ -40,22 +40,15 @@ def drain(program: Program, at: int, *, cold: bool) -> None:
 
 def meet_replicas(program: Program, rest: Sequence[AnyAction]) -> None:
     """Data-parallel replicas wait for this rank wherever the rest of the plan says so, and are told there."""
-    if any(adapter.reduces or adapter.sharded for adapter in program.setting.adapters.values()):
-        for action in rest:
-            for part in parts_of(action):
-                _drain_collective(program, part)
-
-
-def _drain_collective(program: Program, action: Action) -> None:
-    adapter = program.setting.adapters.get(action.stage)
-    if adapter is None or action.op not in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
-        return
-    with suppress(RuntimeError, PenstockError):  # the step has failed already, and its reason is known
-        if action.op is Op.REDUCE_GRAD:
-            if adapter.reduces:
+    for part in (part for action in rest for part in parts_of(action)):
+        adapter = program.setting.adapters[part.stage]
+        with suppress(RuntimeError, PenstockError):  # the step has failed already, and its reason is known
+            if part.op is Op.REDUCE_GRAD and adapter.reduces:
                 adapter.reduce_grad(failed=True)
-        elif adapter.sharded:
-            adapter.unshard() if action.op is Op.UNSHARD else adapter.reshard()
+            elif part.op is Op.UNSHARD and adapter.sharded:
+                adapter.unshard()
+            elif part.op is Op.RESHARD and adapter.sharded:
+                adapter.reshard()
 
 
 def _drain_one(program: Program, action: Action, *, cold: bool) -> None:

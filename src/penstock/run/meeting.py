@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TypedDict
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,12 +35,8 @@ def transport_of(group: Group, device: torch.device, stage: PipelineStage | None
     if place_in(group)[1] > 1:
         assert not isinstance(group, RankGroup), "what has ranks of its own is a transport"
         return DistributedTransport.of(group, device=device)
-    alone = _ALONE.get(stage) if stage is not None else None
-    if alone is None:
-        alone = LocalWorld(1).transports[0]
-        if stage is not None:
-            _ALONE[stage] = alone
-    return alone
+    alone = LocalWorld(1).transports[0]
+    return alone if stage is None else _ALONE.setdefault(stage, alone)
 
 
 def facts_of(plan: Plan, stages: Sequence[PipelineStage], ties: Ties, *, loss: bool) -> dict[str, str]:
@@ -88,13 +83,6 @@ def boundaries_of(stages: Iterable[PipelineStage]) -> dict[str, list[str]]:
     return found
 
 
-class RankFacts(TypedDict):
-    """What each rank tells the others before the first step, and what may differ."""
-
-    boundaries: dict[str, list[str]]
-    compiles: bool
-
-
 def meet(transport: Transport, stages: Sequence[PipelineStage], look: Callable[[dict[str, str]], bool]) -> bool:
     """Before the first step: find out whether all ranks are about to run the same, and can.
 
@@ -108,17 +96,16 @@ def meet(transport: Transport, stages: Sequence[PipelineStage], look: Callable[[
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
         problem = error
     facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
-    everyone: list[RankFacts] = []
-    own: RankFacts = {"boundaries": boundaries_of(stages), "compiles": compiles}
+    everyone: list[tuple[dict[str, list[str]], bool]] = []  # what each rank tells besides, which may differ
     try:
-        everyone = transport.agree("the first step of a schedule", facts, own=own)
-        check_boundaries([told["boundaries"] for told in everyone])
+        everyone = transport.agree("the first step of a schedule", facts, own=(boundaries_of(stages), compiles))
+        check_boundaries([boundaries for boundaries, _ in everyone])
     except RanksDisagree:
         if problem is None:
             raise
     if problem is not None:
         raise problem
-    return any(told["compiles"] for told in everyone)
+    return any(compiles for _, compiles in everyone)
 
 
 def check_boundaries(everyone: Iterable[Mapping[str, list[str]]]) -> None:

@@ -76,9 +76,6 @@ class MemoryWatch:
         self.without = [p for p in program.parameters if p.grad is None]
         return [partial(self.counted, program, call) for call in calls]
 
-    def unwatch(self, program: Program) -> None:
-        """The step is over."""
-
     def counted(self, program: Program, call: Call) -> None:
         meter = self.meter
         with meter:

@@ -143,11 +143,10 @@ class Program:
         return routes.wanted_on(producer, consumers)
 
     def channel(self, peer: int) -> Channel:
-        found = self.channels.get(peer)
-        if found is None:
+        if peer not in self.channels:
             reap_after = _IN_FLIGHT if self.setting.reap else None
-            found = self.channels[peer] = Channel(self.transport, peer, self.wait, reap_after=reap_after)
-        return found
+            self.channels[peer] = Channel(self.transport, peer, self.wait, reap_after=reap_after)
+        return self.channels[peer]
 
     def bind(self, action: AnyAction, *, cold: bool) -> Call:
         """The call that does an action: by the user's handler for its kind, or by penstock's own."""

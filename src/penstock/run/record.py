@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter, thread_time
-from typing import Any
 
 import torch
 
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
+from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.channel import Wait
 from penstock.run.program import Program
@@ -33,7 +33,7 @@ class HostClock:
         """Seconds in which this thread had a processor, since the step began."""
         return thread_time() - self._began
 
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
+    def seconds(self, marks: Sequence[float]) -> list[float]:
         return list(marks)
 
 
@@ -60,7 +60,7 @@ class DeviceClock:
         event.record(torch.accelerator.current_stream(self._device))  # which need not be the current device
         return event
 
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
+    def seconds(self, marks: Sequence[torch.Event]) -> list[float]:
         self._transport.wait_for_device()
         return [self._host + self._origin.elapsed_time(mark) / 1e3 for mark in marks]
 
@@ -72,9 +72,9 @@ class Recorder:
         self.transport = transport
         host = transport.device.type == "cpu"
         self.clock: HostClock | DeviceClock = HostClock() if host else DeviceClock(transport)
-        self.starts: list[object] = []  # marks of the clock
-        self.ends: list[Any] = []
-        self.waited: object = None
+        self.starts: list[Value] = []  # marks of the clock
+        self.ends: list[Value] = []
+        self.waited: Value = None
         self.processor: float | None = None  # seconds in which the rank had a processor in the step, if that is known
         self.plan: Plan | None = None
 
@@ -103,11 +103,6 @@ class Recorder:
         wait(work)
         self.waited = self.clock.mark()
 
-    @staticmethod
-    def unwatch(program: Program) -> None:
-        for channel in program.channels.values():
-            channel.wait = program.wait
-
     def timed(self, at: int, call: Call) -> None:
         self.waited = None
         start = self.clock.mark()
@@ -132,18 +127,13 @@ class Recording:
     def finish(self, recorder: Recorder, transport: Transport) -> None:
         """Gather the times of all ranks, on the clock of rank 0."""
         offset = transport.clock_offset()
-        starts, ends = recorder.clock.seconds(recorder.starts), recorder.clock.seconds(recorder.ends)
-        mine = {
-            "starts": [t + offset for t in starts],
-            "ends": [t + offset for t in ends],
-            "processor": recorder.processor,
-        }
-        everyone = [json.loads(post) for post in transport.gather("times of the actions", json.dumps(mine).encode())]
+        times = [[t + offset for t in recorder.clock.seconds(marks)] for marks in (recorder.starts, recorder.ends)]
+        mine = json.dumps([*times, recorder.processor]).encode()
+        everyone = [json.loads(post) for post in transport.gather("times of the actions", mine)]
         if recorder.plan is None or not recorder.starts:
             return
-        origin = min(min(times["starts"]) for times in everyone if times["starts"])
-        began = tuple([t - origin for t in times["starts"]] for times in everyone)
-        ended = tuple([t - origin for t in times["ends"]] for times in everyone)
-        spent = [times["processor"] for times in everyone]
+        starts, ends, spent = zip(*everyone, strict=True)
+        origin = min(min(times) for times in starts if times)
+        began, ended = (tuple([t - origin for t in times] for times in everyones) for everyones in (starts, ends))
         processor = None if None in spent else tuple(spent)
         self._timeline = Timeline(recorder.plan, began, ended, measured=True, unit="s", processor=processor)

@@ -208,8 +208,8 @@ class Runner:
         else:
             return None
         finally:
-            for watch in self.watches:
-                watch.unwatch(program)
+            for channel in program.channels.values() if self.watches else ():
+                channel.wait = program.wait  # without those who measure it
         # Only here, where nothing refers to the frames of what was raised: they hold memory.
         at = position.at
         action = program.actions[at] if 0 <= at < len(program.actions) else None

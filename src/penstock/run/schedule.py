@@ -398,15 +398,12 @@ class Schedule:
     def _connect(self, *, train: bool) -> Runner:
         """Before the first step the ranks meet."""
         if self._runner is None:
-            channels: set[int] = set()
 
             def look(facts: dict[str, str]) -> bool:
                 facts["schedule"] = self.plan.name or type(self).__name__
                 facts["communicators"] = self._transport.queues
                 facts |= facts_of(self.plan, self.stages, self._ties, loss=self.loss_fn is not None)
-                program = self._programs[self._mode(train=train)]
-                channels.update(program.channels)
-                return program.compiles
+                return self._programs[self._mode(train=train)].compiles
 
             try:
                 compiles = meet(self._transport, self.stages, look)
@@ -414,7 +411,7 @@ class Schedule:
                 vars(self).pop("_programs", None)  # bound anew, should it be tried again
                 raise
             self._programs.compile_ahead = compiles
-            self._transport.connect({*channels, *self._ties.peers})
+            self._transport.connect({*self._programs[self._mode(train=train)].channels, *self._ties.peers})
             self._ties.meet()
             self._runner = Runner(self._transport, dynamic=self._dynamic, watches=self._watches)
         return self._runner

@@ -28,18 +28,25 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import NotCompiled
+from penstock.nest import Value
 from penstock.stage.cut_graph import NOTE, Compiled, split_backward
 from penstock.stage.joint import Joint, TracedGraph
 
 _probes: list[threading.Thread] = []  # see `probe_processor`
 _PROBE_SECONDS = 60.0
+
+
+GraphCall: TypeAlias = Callable[..., Value]
+"""A graph as a function of its inputs."""
+Backend: TypeAlias = Callable[[fx.GraphModule, list[object]], GraphCall]
 
 
 class _GraphCalls(threading.local):
@@ -68,10 +75,10 @@ class StageBackend:
     rest computed again in the backward.
     """
 
-    def __init__(self, inner: Any = "inductor", *, memory_budget: float | None = None) -> None:
-        again = isinstance(inner, StageBackend)
-        self.inner: Any = inner.inner if again else inner
-        self.memory_budget: float | None = inner.memory_budget if again else memory_budget
+    def __init__(self, inner: object = "inductor", *, memory_budget: float | None = None) -> None:
+        again = inner if isinstance(inner, StageBackend) else None
+        self.inner: object = inner if again is None else again.inner  # the name of a backend, or one
+        self.memory_budget: float | None = memory_budget if again is None else again.memory_budget
         self.told = False  # that something could not be compiled
         self.on_uncut: Callable[[str], None] | None = None  # is told what has a backward that cannot be cut
 
@@ -83,16 +90,16 @@ class StageBackend:
     def __hash__(self) -> int:
         return hash(type(self))
 
-    def __call__(self, graph: fx.GraphModule, examples: Sequence[object]) -> Callable[..., Any]:
+    def __call__(self, graph: fx.GraphModule, examples: Sequence[object]) -> GraphCall:
         import torch._functorch.config as functorch_config
         from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
-        options: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
+        options: dict[str, Value] = {"force_non_lazy_backward_lowering": True}
         if self.memory_budget is not None:
             options["activation_memory_budget"] = self.memory_budget
         try:
             with functorch_config.patch(**options):
-                return self.compiled(graph, examples)
+                return _noticed(self.compiled(graph, examples))
         except (RestartAnalysis, SkipFrame):  # torch._dynamo's own way of beginning again
             raise
         except Exception as error:  # noqa: BLE001  whatever a backend cannot do, the stage can still run
@@ -111,31 +118,31 @@ class StageBackend:
                 stacklevel=2,
             )
 
-    def compiled(self, graph: fx.GraphModule, examples: Sequence[object]) -> Callable[..., Any]:
+    def compiled(self, graph: fx.GraphModule, examples: Sequence[object]) -> GraphCall:
         """The graph as a function, differentiable where it must be."""
         inner = self._inner()
         if self.memory_budget is not None and not self.is_inductor:
-            return _noticed(_with_aot(graph, examples, inner, TracedGraph(), memory_budget=self.memory_budget))
-        return _noticed(inner(graph, list(examples)))
+            return _with_aot(graph, examples, inner, TracedGraph(), memory_budget=self.memory_budget)
+        return inner(graph, list(examples))
 
     @property
     def is_inductor(self) -> bool:
         return self.inner == "inductor" or getattr(self.inner, "compiler_name", None) == "inductor"
 
-    def _inner(self) -> Any:
+    def _inner(self) -> Backend:
         from torch._dynamo.backends.registry import lookup_backend
 
-        return lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
+        return lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner  # type: ignore[return-value]
 
 
 class SplitBackend(StageBackend):
     """A `StageBackend` that also cuts every backward in two."""
 
-    def __init__(self, inner: Any = "inductor", *, memory_budget: float | None = None) -> None:
+    def __init__(self, inner: object = "inductor", *, memory_budget: float | None = None) -> None:
         super().__init__(inner, memory_budget=memory_budget)
         self.joints: list[Joint] = []  # graphs that are called directly
 
-    def compiled(self, graph: fx.GraphModule, examples: Sequence[object]) -> Callable[..., Any]:
+    def compiled(self, graph: fx.GraphModule, examples: Sequence[object]) -> GraphCall:
         spread = any(map(is_traceable_wrapper_subclass, examples))  # AOTAutograd takes such tensors apart
         weights = frozenset(
             place
@@ -148,41 +155,40 @@ class SplitBackend(StageBackend):
         else:
             made = _with_aot(graph, examples, self._inner(), noted, weights=weights, memory_budget=self.memory_budget)
         joint = None if _replays(self.inner) else Joint.of(noted, examples, weights)
-        if joint is None and noted.backward is None:  # uncut: it gives its gradients to the parameters themselves, in I
-            if self.on_uncut is not None and (spread or weights) and torch.is_grad_enabled():
-                what = (
-                    "tensor-parallel weights (DTensor)" if spread else "weights (of a graph whose backward has effects)"
-                )
-                self.on_uncut(f"compiled {what}")
-            return _noticed(made)
-        if joint is None:
+        if joint is not None:
+            self.joints.append(joint)
+            return joint
+        if noted.backward is not None:
             return _with_aliases(made, sorted(weights))
-        self.joints.append(joint)
-        call: Any = _noticed(joint)
-        call.joint = joint
-        return call  # type: ignore[no-any-return]
+        # Uncut: it gives its gradients to the parameters themselves, in I.
+        if self.on_uncut is not None and (spread or weights) and torch.is_grad_enabled():
+            what = "tensor-parallel weights (DTensor)" if spread else "weights (of a graph whose backward has effects)"
+            self.on_uncut(f"compiled {what}")
+        return made
 
 
-def _noticed(run: Callable[..., Any]) -> Callable[..., Any]:
+def _noticed(run: GraphCall) -> GraphCall:
     """The function, of whose calls somebody may want to know (`on_call`)."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Value) -> Value:
         for also in _here.also:
             also()
         return run(*args)
 
+    if isinstance(run, Joint):
+        call.joint = run  # type: ignore[attr-defined]  # where `Shortcuts` finds it
     return call
 
 
 def _with_aot(
     graph: fx.GraphModule,
-    examples: Sequence[Any],
-    inner: Any,
+    examples: Sequence[object],
+    inner: Backend,
     noted: TracedGraph,
     *,
     weights: frozenset[int] = frozenset(),
     memory_budget: float | None = None,
-) -> Callable[..., Any]:
+) -> GraphCall:
     """AOTAutograd takes the graph apart; the backend compiles the parts, which need no gradient any more."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import lookup_backend
@@ -192,37 +198,37 @@ def _with_aot(
     bare = getattr(inner, "compiler_fn", inner)  # torch.compile wraps those that have a name
     as_it_is = bare in (lookup_backend("eager"), lookup_backend("aot_eager"))
 
-    def compiler(part: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    def compiler(part: fx.GraphModule, inputs: Sequence[object]) -> Compiled:
         compiled: Compiled = make_boxed_func(part.forward if as_it_is else inner(part, list(inputs)))
         return compiled
 
-    def forward(part: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    def forward(part: fx.GraphModule, inputs: Sequence[object]) -> Compiled:
         return noted.take_forward(part, partial(compiler, part, inputs))
 
-    def backward(part: fx.GraphModule, inputs: Sequence[object]) -> Any:
+    def backward(part: fx.GraphModule, inputs: Sequence[object]) -> object:
         return noted.take_backward(split_backward(part, inputs, weights=weights, compiler=compiler), inputs)
 
     partition = default_partition if memory_budget is None else min_cut_rematerialization_partition
     make = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
-    result: Callable[..., Any] = make(graph, examples)
+    result: GraphCall = make(graph, examples)
     return result
 
 
 def _with_inductor(
-    graph: fx.GraphModule, examples: Sequence[Any], inner: Any, weights: frozenset[int], noted: TracedGraph
-) -> Callable[..., Any]:
+    graph: fx.GraphModule, examples: Sequence[Value], inner: object, weights: frozenset[int], noted: TracedGraph
+) -> GraphCall:
     """Inductor's own way, but for the compilation of the backward graph."""
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def compile_part(part: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    def compile_part(part: fx.GraphModule, inputs: Sequence[Value], **options: Value) -> Value:
         if not options.get("is_backward"):
             for probe in _probes:
                 probe.join(_PROBE_SECONDS)  # else inductor asks once more
             return noted.take_forward(part, partial(compile_fx_inner, part, inputs, **options))
         saved = options.pop("static_input_idxs", ())
 
-        def compiler(half: fx.GraphModule, given: Sequence[Any]) -> Compiled:
+        def compiler(half: fx.GraphModule, given: Sequence[Value]) -> Compiled:
             static = [place for place, value in enumerate(given) if any(value is inputs[at] for at in saved)]
             return compile_fx_inner(half, given, static_input_idxs=static, **options)
 
@@ -233,16 +239,16 @@ def _with_inductor(
     # looked at in each call: guards, the forward and `Joint` answer for it.
     options = {"size_asserts": False, "alignment_asserts": False, **getattr(inner, "config", {})}
     with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
-        result: Any = compile_fx(graph, examples, compile_part, config_patches=options)
+        result: Value = compile_fx(graph, examples, compile_part, config_patches=options)
     return result  # type: ignore[no-any-return]
 
 
-def _with_aliases(compiled: Callable[..., Any], weights: list[int]) -> Callable[..., Any]:
+def _with_aliases(compiled: GraphCall, weights: list[int]) -> GraphCall:
     """Call a compiled graph with aliases of its parameters, and note on its node in autograd's graph which they are."""
     if not weights:
-        return _noticed(compiled)
+        return compiled
 
-    def call(*args: Any) -> Any:
+    def call(*args: Value) -> Value:
         if not torch.is_grad_enabled() or not _needs_input_gradients(args, weights):
             return compiled(*args)
         given = list(args)
@@ -251,10 +257,10 @@ def _with_aliases(compiled: Callable[..., Any], weights: list[int]) -> Callable[
         outputs = compiled(*given)
         node = _node_of(outputs)
         if node is not None:
-            node.metadata[NOTE] = tuple([args[place] for place in weights])
+            node.metadata[NOTE] = tuple([args[place] for place in weights])  # type: ignore[index]  # torch has it as a method
         return outputs
 
-    return _noticed(call)
+    return call
 
 
 def _needs_input_gradients(args: tuple[object, ...], weights: list[int]) -> bool:
@@ -263,7 +269,7 @@ def _needs_input_gradients(args: tuple[object, ...], weights: list[int]) -> bool
     return any(isinstance(value, Tensor) and value.requires_grad for value in others)
 
 
-def _node_of(outputs: Sequence[object]) -> Any:
+def _node_of(outputs: Sequence[object]) -> Node | None:
     """The node of a compiled graph among autograd's, found from one of its outputs; these may be views of what it made."""
     for output in outputs:
         node = output.grad_fn if isinstance(output, Tensor) else None

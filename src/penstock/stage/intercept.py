@@ -16,7 +16,7 @@ Everything else goes to the original. The user's module and its parameters are n
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -190,13 +190,7 @@ def _matches(slot: Slot, x: Tensor, call: Call, *, cast: torch.dtype | None) -> 
 
 
 def _engine(
-    roots: Sequence[object],
-    grads: object,
-    keep: bool,
-    create: bool,
-    inputs: Sequence[object],
-    *rest: object,
-    **kwargs: object,
+    roots: Value, grads: Value, keep: bool, create: bool, inputs: Value, *rest: Value, **kwargs: Value
 ) -> Value:
     """Differentiation inside a forward or an input pass: let it be, unless it needs a weight that is deferred."""
     pending = _local.pending
