@@ -15,6 +15,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from penstock.comm.bell import BellThread
 from penstock.comm.decoding import read
 from penstock.comm.store import DistributedStore
 from penstock.comm.transport import NOBODY, FailureRecord, failure_key, meeting_folder
@@ -27,22 +28,18 @@ _TICK = 0.3  # seconds that a look at the store may take, and until the first
 _GRACE = 1.5  # seconds for a step to end by itself after a rank has left, before its connections are broken
 
 
-class Watcher:
+class Watcher(BellThread):
     """Listens from ``begin`` to ``end`` of each step, and rests between. Holds its transport weakly."""
 
     def __init__(self, transport: DistributedTransport, store: DistributedStore) -> None:
+        super().__init__("penstock watcher")
         self._transport = weakref.ref(transport)
         self._store = store
         self._epoch = 0  # the step that is watched, 0 between steps
         self._left_since: float | None = None
         self._interrupts = 0
         self._answered = 0  # the number of the last question where this rank is
-        self._stopping = False
-        self._bell, self._button = os.pipe()
-        os.set_blocking(self._bell, False)
-        os.set_blocking(self._button, False)
         self._signals_before: int | None = None
-        self._thread = threading.Thread(target=self._listen, name="penstock watcher", daemon=True)
         self._thread.start()
 
     def begin(self, epoch: int) -> None:
@@ -55,11 +52,6 @@ class Watcher:
         if self._signals_before is not None:
             signal.set_wakeup_fd(self._signals_before)
             self._signals_before = None
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stopping = True
-        end_thread(self._thread, self._bell, self._button)
 
     def _listen(self) -> None:
         tick = _TICK
@@ -140,15 +132,3 @@ class Watcher:
         self._store.first(failure_key(self._epoch), record.encode())
         if self._interrupts > 1:
             transport.break_connections(record)
-
-
-def end_thread(thread: threading.Thread, bell: int, button: int) -> None:
-    """End a thread that listens to a pipe and has been told to stop; the pipe is closed once nobody can write to it."""
-    with suppress(OSError):
-        os.write(button, b"\0")
-    if threading.current_thread() is not thread:
-        thread.join(timeout=5.0)
-    if not thread.is_alive():
-        for end in (bell, button):
-            with suppress(OSError):
-                os.close(end)

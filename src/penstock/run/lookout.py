@@ -17,8 +17,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.comm.bell import BellThread
 from penstock.comm.transport import Transport
-from penstock.comm.watcher import end_thread
 from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import PenstockError
 
@@ -30,7 +30,7 @@ _SHOWS = threading.Lock()  # held by the one lookout of this process that SIGUSR
 _ONE_STACK = b"first):"  # in the heading of what faulthandler writes
 
 
-class Lookout:
+class Lookout(BellThread):
     """Writes from when it is made until `close`, or until the transport is gone."""
 
     def __init__(self, transport: Transport, folder: str | Path) -> None:
@@ -41,15 +41,10 @@ class Lookout:
                 if int("0" + "".join(filter(str.isdigit, old.stem))) >= transport.num_ranks:
                     old.unlink(missing_ok=True)
         self._transport = weakref.ref(transport)
-        self._num_ranks = transport.num_ranks
         self._file = self.folder / f"rank-{transport.rank}.json"
         self._put(transport)
-        self._stopping = False
-        self._bell, self._button = os.pipe()
-        for end in (self._bell, self._button):
-            os.set_blocking(end, False)
+        super().__init__("penstock lookout")
         self._shows = _hear_signal(self._button)
-        self._thread = threading.Thread(target=self._write, name="penstock lookout", daemon=True)
         self._thread.start()
 
     def _put(self, transport: Transport) -> None:
@@ -57,7 +52,7 @@ class Lookout:
         fresh.write_bytes(transport.where().encode())
         fresh.replace(self._file)
 
-    def _write(self) -> None:
+    def _listen(self) -> None:
         heard = b""
         while not self._stopping:
             if select.select([self._bell], [], [], _TICK)[0]:
@@ -78,13 +73,12 @@ class Lookout:
         sys.stderr.flush()
 
     def close(self) -> None:
-        self._stopping = True
         if self._shows:
             self._shows = False
             if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # else the program has a handler of its own by now
                 faulthandler.unregister(signal.SIGUSR1)
             _SHOWS.release()
-        end_thread(self._thread, self._bell, self._button)
+        self.stop()
         self._file.unlink(missing_ok=True)
 
 
