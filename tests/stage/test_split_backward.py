@@ -438,7 +438,7 @@ def test_a_loss_needs_no_gradient_and_outputs_without_one_take_no_part() -> None
 
 
 def test_large_weights_go_to_the_engine_one_by_one_and_hooks_fire_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.stage.weights.ENGINE_CALL_BYTES", 1)
+    monkeypatch.setattr("penstock.stage.batched.ENGINE_CALL_BYTES", 1)
     compare(mlp, batches(3, 6))
     compare(
         lambda: Of(lambda m, x: twice(m, m.b(twice(m, x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)).double(),

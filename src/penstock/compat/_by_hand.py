@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from penstock.comm.framing import Receiving
 from penstock.comm.transport import Transport
 from penstock.compat._hand_stage import HandBox, HandRun, PipelineContext
 from penstock.compat._infer import PipelineStage
@@ -33,12 +32,13 @@ from penstock.nest import Value
 from penstock.parallel import DataParallel, Unwrapped, adapt
 from penstock.plan import Action, AnyAction, Op
 from penstock.plan.actions import peer_of
+from penstock.run.ahead import hear_description
 from penstock.run.binding import TRAIN, Programs
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.handlers import HANDLERS, nothing
 from penstock.run.inputs import StepInputs
 from penstock.run.preamble import verdict
-from penstock.run.program import Box, Program
+from penstock.run.program import Program
 from penstock.run.setting import Call, Handlers, Setting
 from penstock.run.stage_run import StageRun
 
@@ -88,7 +88,7 @@ class HandProgram(Program):
         for index, stage in self.stages.items():
             self.runs[index] = HandRun(stage, self)
 
-    def message_box(self, action: Action) -> HandBox:
+    def message_box(self, action: Action) -> HandBox:  # type: ignore[override]  # which is used in the same way
         found = self.by_op.get((action.op, action.stage))
         if found is None:
             peer = self.plan.placement.rank_of(peer_of(action.code))
@@ -96,7 +96,7 @@ class HandProgram(Program):
             self.by_op[action.op, action.stage] = found
         return found
 
-    def boxes(self) -> Iterator[Box]:
+    def boxes(self) -> Iterator[HandBox]:  # type: ignore[override]
         return iter(self.by_op.values())
 
     # -- around a step
@@ -129,7 +129,7 @@ class HandProgram(Program):
         for index, stage in sorted(self.stages.items()):
             before, after = self.elsewhere(index - 1), self.elsewhere(index + 1)
             with noted(problems):
-                stage._heard = known if before is None else stage._told(self.hear(before))
+                stage._heard = known if before is None else stage._told(hear_description(before))
                 if not problems:
                     schedule._prepare_forward(stage, stage._heard.get(index - 1), self.context)
                     known = {**stage._heard, index: stage._stage_meta.outputs}
@@ -149,18 +149,6 @@ class HandProgram(Program):
         if index in self.stages or not 0 <= index < self.plan.num_stages:
             return None
         return self.channel(self.plan.placement.rank_of(index))
-
-    @staticmethod
-    def hear(channel: Channel) -> bytes:
-        """What the stage before says of its outputs, and of those of earlier ones."""
-        found: list[bytes] = []
-
-        def receive() -> Receiving[None]:
-            found.append((yield from channel.receive_description()))
-
-        channel.incoming.append(receive())
-        channel.pull()
-        return found[0]
 
     def abandon(self) -> None:
         if not self.met:

@@ -152,15 +152,8 @@ class DressRehearsal:
         """What a rank tells next."""
         inbox = self.to_hear[channel.peer].pop(0)
         self.layouts[inbox.producer] = None
-        heard: list[bytes] = []
-
-        def receive() -> Receiving[None]:
-            heard.append((yield from channel.receive_description()))
-
-        channel.incoming.append(receive())
         with suppress(Poisoned):
-            channel.pull()
-            description = Description.decode(heard[0])
+            description = Description.decode(hear_description(channel))
             with suppress(PenstockError):
                 self.layouts[inbox.producer] = description.layout()
 
@@ -168,3 +161,15 @@ class DressRehearsal:
         for channel in self.program.channels.values():
             channel.flush()
             channel.described.clear()  # those are no messages of the plan
+
+
+def hear_description(channel: Channel) -> bytes:
+    """What a rank tells next, beside the messages of the plan."""
+    heard: list[bytes] = []
+
+    def receive() -> Receiving[None]:
+        heard.append((yield from channel.receive_description()))
+
+    channel.incoming.append(receive())
+    channel.pull()
+    return heard[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from penstock.comm.transport import Transport
 from penstock.errors import DeadlockError
@@ -14,9 +13,7 @@ from penstock.plan import Op, Plan, check
 from penstock.plan.collecting import no_collecting
 from penstock.run.handlers import HANDLERS, receive_in_turn
 from penstock.run.program import Program
-from penstock.run.rng import MicrobatchRng
-from penstock.run.setting import ActionKind, Handler, Setting
-from penstock.stage.elsewhere import Elsewhere
+from penstock.run.setting import Binding, Setting
 from penstock.stage.pipeline_stage import PipelineStage, compile_once
 
 BLOCKING_FORWARDS_DEADLOCK = frozenset({"loopedbfs"})  # forward only, with receives two ahead
@@ -37,16 +34,6 @@ def runs_with_blocking_sends(plan: Plan) -> bool:
     except DeadlockError:
         return False
     return True
-
-
-@dataclass
-class Binding:
-    """How a schedule wants its plan bound."""
-
-    receives: ReceivePolicy | None = None  # how far ahead receives are posted; None: as suits the mode
-    rng: MicrobatchRng | None = None
-    elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host
-    custom: dict[ActionKind, Handler] = field(default_factory=dict)  # those of the user's own functions
 
 
 class Programs(dict[int, Program]):
@@ -108,8 +95,8 @@ class Programs(dict[int, Program]):
 
     def proved(self, plan: Plan, adapters: Mapping[int, DataParallel], *, grad: bool) -> Setting:
         """A lowered plan that cannot go wrong, and what its actions are done with."""
-        binding, reap, handlers = self.binding, runs_with_blocking_sends(plan), HANDLERS
+        reap, handlers = runs_with_blocking_sends(plan), HANDLERS
         if self.transport.queues != "direction":
             check(plan, queues=self.transport.queues)
             handlers = {**handlers, Op.RECV_F: receive_in_turn, Op.RECV_B: receive_in_turn}
-        return Setting(plan, grad, reap, adapters, handlers, binding.custom, binding.rng, binding.elsewhere)
+        return Setting(**vars(self.binding), plan=plan, grad=grad, reap=reap, adapters=adapters, handlers=handlers)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.plan import Action, AnyAction, Op, Overlap, unpack
@@ -27,39 +26,8 @@ from penstock.stage.dtensors import mesh_of
 from penstock.stage.pipeline_stage import PipelineStage
 
 _IN_FLIGHT = 2  # sends of a channel that may be on their way before the oldest is waited for
+Box: TypeAlias = Inbox | Outbox
 Layouts: TypeAlias = tuple[list[Layout | None], list[GradLayout | None]]  # of values and of gradients, by microbatch
-
-
-class Box(Protocol):
-    """What lies at one end of messages: between the action that makes a value and the one that uses it."""
-
-    @property
-    def channel(self) -> Channel | None:
-        """None: nothing is sent, since both ends are on this rank."""
-
-    def send(self, microbatch: int) -> None:
-        """Send a message of a warm step; `send_described` one of a cold step."""
-
-    def send_described(self, microbatch: int) -> None: ...
-
-    def post(self, microbatch: int) -> None:
-        """Receive a message of a warm step; `queue` one of a cold step."""
-
-    def queue(self, microbatch: int) -> None: ...
-
-    def drain_send(self, microbatch: int, *, cold: bool) -> None:
-        """Send something in the place of a message that a failed step will not have."""
-
-    def drain_receive(self, microbatch: int, *, cold: bool) -> None:
-        """Receive a message that a failed step does not need."""
-
-    def pending(self) -> list[Work]:
-        """What was posted and not waited for."""
-
-    def left_over(self) -> list[int]:
-        """The microbatches of which something is still here."""
-
-    def clear(self) -> None: ...
 
 
 class Program:

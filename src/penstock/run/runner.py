@@ -214,7 +214,9 @@ class Runner:
         at = position.at
         action = program.actions[at] if 0 <= at < len(program.actions) else None
         self.report(action, failure)
-        drain(program, at if _posted_nothing(action) else at + 1, cold=cold)
+        # A message that raised did so before anything was posted: its checks come first.
+        posted_nothing = isinstance(action, Action) and action.op.is_message
+        drain(program, at if posted_nothing else at + 1, cold=cold)
         return failure
 
     def report(self, action: AnyAction | None, error: BaseException) -> None:
@@ -280,11 +282,6 @@ class Runner:
         if peer is not None:
             raise peer from error  # what went wrong here may have come of the dummies that others sent
         raise error or self.unheard()
-
-
-def _posted_nothing(action: AnyAction | None) -> bool:
-    """A message that raised did so before anything was posted: its checks come first."""
-    return isinstance(action, Action) and action.op.is_message
 
 
 def _of_replicas(program: Program, error: BaseException) -> ReplicaFailed | None:

@@ -19,7 +19,7 @@ from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.plan import Placement, Plan, load
 from penstock.plan.actions import MICROBATCH
-from penstock.run.binding import FORWARD, TRAIN, Binding, Programs
+from penstock.run.binding import FORWARD, TRAIN, Programs
 from penstock.run.context import ActionContext, CustomFunction
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.last_stage import OwnLoss
@@ -31,7 +31,7 @@ from penstock.run.record import Recorder, Recording
 from penstock.run.replanning import agreed_plan
 from penstock.run.rng import MicrobatchRng
 from penstock.run.runner import Outcome, Prepared, Runner, Watch
-from penstock.run.setting import ActionKind
+from penstock.run.setting import ActionKind, Binding
 from penstock.run.ties import Holders, Tied, Ties, holders_of
 from penstock.simulate import Costs
 from penstock.stage.elsewhere import elsewhere

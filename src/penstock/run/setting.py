@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from penstock.lower import ReceivePolicy
 from penstock.parallel import DataParallel
 from penstock.plan import Op, Overlap, Plan
 from penstock.run.rng import MicrobatchRng
@@ -21,7 +22,19 @@ Handlers: TypeAlias = Mapping[ActionKind, Handler]
 
 
 @dataclass(frozen=True)
-class Setting:
+class Binding:
+    """How a schedule wants its plan bound."""
+
+    receives: ReceivePolicy | None = None  # how far ahead receives are posted; None: as suits the mode
+    rng: MicrobatchRng | None = None
+    elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host
+    custom: dict[ActionKind, Handler] = field(
+        default_factory=dict
+    )  # the user's handlers, which stand before the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Binding):
     """What a program is bound for."""
 
     plan: Plan  # lowered
@@ -29,6 +42,3 @@ class Setting:
     reap: bool  # whether old sends may be waited for before the end: proved for plans that hold with blocking sends
     adapters: Mapping[int, DataParallel]  # by stage
     handlers: Handlers
-    custom: Handlers  # those of the user, which stand before the others
-    rng: MicrobatchRng | None = None
-    elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host

@@ -3,7 +3,7 @@
 stage      pipeline_stage, routes (what a captured stage reads), digest (of a model)
 boundary   boundary (what crosses, taken apart), dtensors (parts that are spread over a mesh)
 backward   backward (in one piece or in two), engine; for two: forward, intercept (layers that put their weights off), calls
-           and deferred (what they remember), weights and batched (the weight pass), listeners (hooks that wait for it)
+           and deferred (what they remember), batched (the weight pass), listeners (hooks that wait for it)
 compiled   twins (compiled parts, and `compile=`), compiled (backends), joint and cut_graph (forward and both backwards as
            graphs), equal_products, rehearsal (a run without data)
 memory     recompute (R), offload (O and L), chunked_loss, held (bytes that are alive)

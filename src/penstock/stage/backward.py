@@ -25,14 +25,13 @@ from torch import Tensor, nn
 
 from penstock.errors import StageError
 from penstock.nest import Value
-from penstock.stage.batched import Group
+from penstock.stage.batched import Group, accumulate, accumulate_batches, trained
 from penstock.stage.calls import Work
 from penstock.stage.cut_graph import GraphWork, accumulate_graphs, collecting, weight_gradients
 from penstock.stage.deferred import Again, Deferral, Pending, Phases
 from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
 from penstock.stage.forward import run_deferred
 from penstock.stage.intercept import ROOT, begin, end, visible_to_engine_threads
-from penstock.stage.weights import accumulate, accumulate_batches, trained
 
 __all__ = ["Deferral", "Pending", "run_deferred"]  # beside what is defined here
 

@@ -12,11 +12,10 @@ from torch.nn.parameter import Parameter
 
 from penstock.errors import NotDeferred, StageError
 from penstock.nest import Value
-from penstock.stage.batched import Group, Grouping
+from penstock.stage.batched import Group, Grouping, grouped
 from penstock.stage.calls import Call, Nothing, Slot, Work
 from penstock.stage.cut_graph import GraphWork
 from penstock.stage.twins import CompiledParts
-from penstock.stage.weights import grouped
 
 
 class Again(NamedTuple):

@@ -9,8 +9,8 @@ The second run gets the random numbers and the buffers of the first, and leaves 
 the same to the bit and a batch norm counts each microbatch once. Forward hooks that only look on are not called a second
 time (`stage/repeated_hooks.py`).
 
-What the graph of the first run would save is let go at once (`stage/drop_saved.py`). Where that graph can stay, the second run
-fills it again, and ends when that is done (`stage/refill.py`); otherwise the second run makes a graph of its own.
+What the graph of the first run would save is let go at once. Where that graph can stay, the second run fills it again, and ends
+when that is done (`stage/refill.py`); otherwise the second run makes a graph of its own.
 
 A forward may change what those before it left alone: its input in every tenth call, or a buffer too large to be copied for
 that. There is nothing to run it again from. So of such a microbatch the first run is kept, and R has nothing to do.
@@ -30,9 +30,8 @@ from torch.nn.modules import module as of_all_modules
 from penstock.errors import StageError
 from penstock.nest import Value, map_tensors, tensors_in
 from penstock.stage.buffers import Before, Buffers, Modes, Tables
-from penstock.stage.drop_saved import DropSaved, Trial
 from penstock.stage.random_state import RandomState, accelerators
-from penstock.stage.refill import EXPECTED, Refill, is_plain, name, roots
+from penstock.stage.refill import EXPECTED, DropSaved, Refill, Trial, is_plain, name, roots
 from penstock.stage.repeated_hooks import RepeatedHooks
 
 _thread = threading.local()
