@@ -46,7 +46,8 @@ class LastStage:
                 raise StageError(f"loss_fn returned {what}; expected a tensor with one number")
             if self.grad:
                 if not self.board:  # the first of a step tells for all
-                    self.copies = lies_in_more(loss)
+                    # Some of torch's losses leave their one number in the memory of all rows.
+                    self.copies = type(loss) is Tensor and loss.untyped_storage().nbytes() > loss.nbytes
                 self.losses[microbatch] = loss.clone() if self.copies else loss
             self.report(microbatch, loss.detach())
         if inputs.keep_outputs:
@@ -105,8 +106,3 @@ def refuse_broadcast(output: object, target: object) -> None:
 def detached(value: object) -> Value:
     """The output without its graph; no copy."""
     return value.detach() if isinstance(value, Tensor) else map_tensors(Tensor.detach, value)
-
-
-def lies_in_more(loss: Tensor) -> bool:
-    """Whether a loss lies in memory of more than its own size: some of torch's leave their one number in that of all rows."""
-    return type(loss) is Tensor and loss.untyped_storage().nbytes() > loss.nbytes

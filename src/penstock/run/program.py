@@ -6,7 +6,7 @@ messages describe themselves, and `warm`, which relies on the layouts that a col
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -130,6 +130,10 @@ class Program:
                 f"own: schedule.register_custom_function(penstock.Op.{op.name}, ...)"
             )
         return handler(self, action, cold)
+
+    def each(self, wrap: Callable[[str, Call], object], calls: Sequence[Call]) -> list[Call]:
+        """The calls of a step, each inside of another that is told the name of its action."""
+        return [partial(wrap, str(action), call) for action, call in zip(self.actions, calls, strict=True)]
 
     def _then_reap(self, call: Call, points: list[tuple[int, int]]) -> None:
         call()

@@ -19,7 +19,6 @@ from penstock.errors import (
     PeerFailed,
     PenstockError,
     RanksDisagree,
-    ReplicaFailed,
     RunError,
     TransportError,
 )
@@ -171,17 +170,11 @@ class Runner:
         grad = program.setting.grad and torch.is_grad_enabled()
         transport, calls = self.transport, program.cold if cold else program.warm
         if self.blocking:
-            calls = [
-                partial(_in_turn, transport, call, str(action))
-                for action, call in zip(program.actions, calls, strict=True)
-            ]
+            calls = program.each(partial(_in_turn, transport), calls)
         for watch in self.watches:
             calls = watch.watched(program, calls)
         if not self.watches and torch._C._autograd._profiler_enabled():
-            calls = [
-                partial(_in_range, f"penstock:{action}", call)
-                for action, call in zip(program.actions, calls, strict=True)
-            ]
+            calls = program.each(_in_range, calls)
         try:
             with torch.set_grad_enabled(grad), intercepted() if program.splits else nullcontext():
                 program.begin(inputs)
@@ -199,7 +192,8 @@ class Runner:
                 failure = explained(error, program.actions, position.at, rank=self.transport.rank)
                 program.let_go()
             else:
-                failure = _of_replicas(program, error) or error
+                replicas = program.setting.adapters.values() if isinstance(error, RuntimeError) else ()
+                failure = next(filter(None, (replica.explain(error) for replica in replicas)), error)
                 if isinstance(error, torch.AcceleratorError):  # it comes from whatever the device was told before
                     at = position.at
                     before = str(program.actions[at]) if 0 <= at < len(program.actions) else ""
@@ -284,19 +278,13 @@ class Runner:
         raise error or self.unheard()
 
 
-def _of_replicas(program: Program, error: BaseException) -> ReplicaFailed | None:
-    """What a data-parallel replica that is gone has to do with an error of the step."""
-    found = (adapter.explain(error) for adapter in program.setting.adapters.values())
-    return next(filter(None, found), None) if isinstance(error, RuntimeError) else None
-
-
-def _in_turn(transport: Transport, call: Call, action: str) -> None:
+def _in_turn(transport: Transport, action: str, call: Call) -> None:
     """An action that is over only when the device has done it, so that an error of the device is known to be its own."""
     call()
     transport.wait_for_device(action)
 
 
-def _in_range(name: str, call: Call) -> None:
+def _in_range(action: str, call: Call) -> None:
     """While a profiler runs: an action in a range of its name."""
-    with torch.profiler.record_function(name):
+    with torch.profiler.record_function(f"penstock:{action}"):
         call()

@@ -16,10 +16,11 @@ Classes (dataclasses, named tuples, nodes registered with torch's pytree such as
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
+import pkgutil
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class Spec(Nest):
             case [str(kind), data, [*children]] if kind in _KINDS:
                 spec = Spec(_KINDS[kind], _decode(data), tuple(Spec.from_json(child) for child in children))
                 if spec.kind in _WITH_CLASS:
-                    _class_of(spec)
+                    _class_of(spec.kind, spec.data)
                 return spec
             case _:
                 raise StageError(f"this is no description of a stage value: {value!r:.200}")
@@ -113,10 +114,10 @@ class _Crossing(Nesting):
             case Kind.DICT | Kind.ORDERED:
                 return map(decode_constant, nest.data)
             case Kind.REGISTERED:
-                kind = _class_of(nest)
+                kind = _class_of(nest.kind, nest.data)
                 return kind, self._loaded(kind, nest.data[1])
             case Kind.NAMED | Kind.DATACLASS:
-                return _class_of(nest), nest.data[1]
+                return _class_of(nest.kind, nest.data), nest.data[1]
         return None
 
     def _dumped(self, kind: type, context: Value, trail: Trail) -> tuple[str, object]:
@@ -203,45 +204,34 @@ def name_of_class(kind: type, trail: Trail) -> str:
 
 
 def find(name: str) -> Value:
-    module, _, qualname = name.partition(":")
     try:
-        found: object = importlib.import_module(module)
-        for part in qualname.split("."):
-            found = getattr(found, part)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise StageError(f"a value from another stage is a {name}, which cannot be imported here: {error}") from error
-    return found
 
 
-def _class_of(spec: Spec) -> type:
-    """The class of a node, checked to be what the spec says: other names of a module are never called."""
-    name = spec.data[0]
-    known = _classes.get((spec.kind, spec.data))
-    if known is not None:
-        return known
-    kind: type = find(name)
+@cache
+def _class_of(kind: Kind, data: tuple[str, object]) -> type:
+    """The class of a node, checked to be what its spec says: other names of a module are never called."""
+    name, expected = data
+    found: type = find(name)
     fields: tuple[str, ...] | None = None
-    fits = isinstance(kind, type)
-    match spec.kind if fits else None:
+    fits = isinstance(found, type)
+    match kind if fits else None:
         case Kind.NAMED:
-            fields = getattr(kind, "_fields", None)
-            fits = issubclass(kind, tuple) and fields == spec.data[1]
+            fields = getattr(found, "_fields", None)
+            fits = issubclass(found, tuple) and fields == expected
         case Kind.DATACLASS:
-            fits = dataclasses.is_dataclass(kind)
-            fields = tuple(field.name for field in dataclasses.fields(kind)) if fits else None
-            fits = fields == spec.data[1]
+            fits = dataclasses.is_dataclass(found)
+            fields = tuple(field.name for field in dataclasses.fields(found)) if fits else None
+            fits = fields == expected
         case Kind.REGISTERED:
-            fits = kind in pytree.SUPPORTED_NODES
+            fits = found in pytree.SUPPORTED_NODES
     if not fits:
         raise StageError(
-            f"a value from another stage is a {spec.kind.value} {spec.data!r:.200}, "
-            f"but here {name} is {kind!r} {fields or ''}"
+            f"a value from another stage is a {kind.value} {data!r:.200}, but here {name} is {found!r} {fields or ''}"
         )
-    _classes[spec.kind, spec.data] = kind
-    return kind
-
-
-_classes: dict[tuple[Kind, object], type] = {}
+    return found
 
 
 def _decode(data: object) -> object:

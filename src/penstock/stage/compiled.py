@@ -154,7 +154,9 @@ class SplitBackend(StageBackend):
             made = _with_inductor(graph, examples, self.inner, weights, noted)
         else:
             made = _with_aot(graph, examples, self._inner(), noted, weights=weights, memory_budget=self.memory_budget)
-        joint = None if _replays(self.inner) else Joint.of(noted, examples, weights)
+        # CUDA graphs want to be called in the way in which they were recorded.
+        replays = getattr(self.inner, "config", {}).get("triton.cudagraphs")
+        joint = None if replays else Joint.of(noted, examples, weights)
         if joint is not None:
             self.joints.append(joint)
             return joint
@@ -249,8 +251,9 @@ def _with_aliases(compiled: GraphCall, weights: list[int]) -> GraphCall:
         return compiled
 
     def call(*args: Value) -> Value:
-        if not torch.is_grad_enabled() or not _needs_input_gradients(args, weights):
-            return compiled(*args)
+        others = [value for place, value in enumerate(args) if place not in weights and isinstance(value, Tensor)]
+        if not torch.is_grad_enabled() or not any(other.requires_grad for other in others):
+            return compiled(*args)  # nothing is to be hurried for
         given = list(args)
         for place in weights:
             given[place] = args[place].detach()
@@ -261,12 +264,6 @@ def _with_aliases(compiled: GraphCall, weights: list[int]) -> GraphCall:
         return outputs
 
     return call
-
-
-def _needs_input_gradients(args: tuple[object, ...], weights: list[int]) -> bool:
-    """Whether something else than a parameter needs a gradient. If not, nothing is to be hurried for."""
-    others = [value for place, value in enumerate(args) if place not in weights]
-    return any(isinstance(value, Tensor) and value.requires_grad for value in others)
 
 
 def _node_of(outputs: Sequence[object]) -> Node | None:
@@ -301,8 +298,3 @@ def probe_processor() -> None:
 def _probe(kind: object) -> None:
     with suppress(Exception):  # inductor asks again where it needs the answer, and tells what is wrong
         bool(kind)
-
-
-def _replays(inner: object) -> bool:
-    """Whether it records CUDA graphs: those want to be called in the way in which they were recorded."""
-    return bool(getattr(inner, "config", {}).get("triton.cudagraphs"))

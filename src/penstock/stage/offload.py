@@ -128,11 +128,6 @@ class Saved:
             if block is not None:
                 block.stays = True
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are on the device now and could be away."""
-        return sum(b.flat.numel() for b in self.blocks.values() if b.flat is not None and not b.stays)
-
     def offload(self, elsewhere: Elsewhere) -> None:
         """O."""
         for recipe in self.recipes:

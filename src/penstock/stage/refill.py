@@ -217,13 +217,6 @@ class Trial(Refill):
             if type(node).__name__ != "ToCopyBackward0" or not all(leaves):  # autocast keeps its casts of parameters
                 node.metadata[_Mark] = mark  # type: ignore[index]  # torch has it as a method
 
-    def is_needed(self) -> bool:
-        """Asked when its graph should be gone."""
-        return self.asked or any(place() is not None for place in self.places)
-
-    def can_stay(self) -> bool:
-        return self.plain and self.mark is not None and self.mark() is None
-
 
 _OPAQUE = ("CppFunction", "CopySlices")
 """Nodes that do not show what they hold."""
@@ -253,10 +246,10 @@ class DropSaved:
     def may(self, modes: Hashable) -> bool | None:
         """Whether what the next forward in these modes saves may go; None: it is the first, and will show that."""
         found = self.known.get(modes)
-        if isinstance(found, Trial):
-            if found.can_stay():
+        if isinstance(found, Trial):  # by now its graph should be gone
+            if found.plain and found.mark is not None and found.mark() is None:
                 self.stays.add(modes)
-            found = self.known[modes] = not found.is_needed()
+            found = self.known[modes] = not found.asked and all(place() is None for place in found.places)
         return found
 
     @contextmanager

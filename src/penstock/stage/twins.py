@@ -70,13 +70,9 @@ def compile_in_place(module: nn.Module, given: CompileOptions) -> None:
     options = dict(given) if isinstance(given, Mapping) else {}
     budget = options.pop("memory_budget", None)
     for_inner = {name: options.pop(name) for name in ("backend", "mode", "options", "dynamic") if name in options}
-    made = torch.compile(_identity, **for_inner)
+    made = torch.compile(lambda x: x, **for_inner)
     inner = _inner_backend(inspect.getclosurevars(made).nonlocals["self"])
     module.compile(backend=StageBackend(inner, memory_budget=budget), dynamic=for_inner.get("dynamic"), **options)
-
-
-def _identity(x: object) -> object:
-    return x
 
 
 def _inner_backend(context: Value) -> object:
@@ -107,7 +103,8 @@ class CompiledPart:
             self.backend.joints.clear()
         self.eager = _call_of(self.module, alone=alone)
         inside = [part for part in self.module.modules() if has_hooks(part)]
-        inside += [part for wrapper in self.module.modules() if _is_wrapper(wrapper) for part in wrapper.children()]
+        for wrapper in self.module.modules():  # such as run a module on several devices or replicas
+            inside += wrapper.children() if type(wrapper).__module__.startswith("torch.nn.parallel.") else ()
         self.forwards = {part: made for part in inside if (made := _forward_of(part)) is not None}
         self.twin: Callable[..., Value] = torch.compile(self.eager, **self.options)
         self.shortcuts = Shortcuts(self.eager, self.twin)
@@ -228,11 +225,6 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more than call what it has compiled. (Hooks of what is compiled are compiled, too.)"""
     own = module._backward_hooks or module._backward_pre_hooks or module._forward_hooks or module._forward_pre_hooks
     return bool(own or _of_all_modules._has_any_global_hook())
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    """Whether this is one of torch's own modules that run another on several devices or replicas."""
-    return type(module).__module__.startswith("torch.nn.parallel.")
 
 
 def _hooks_inside(module: nn.Module) -> list[tuple[str, int]]:
