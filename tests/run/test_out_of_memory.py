@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.plan import Plan
-from penstock.run.out_of_memory import explained, in_flight
+from penstock.run.draining import explained, in_flight
 
 PLAIN = ["0F0", "0F1", "0B0", "0F2", "0I1", "0B2", "0W1"]
 RECOMPUTED = ["0F0", "0F1", "0F2", "0R0", "0B0", "0R1", "0B1", "0B2"]  # all but the last microbatch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,9 +26,18 @@ from penstock.stage.backward import (
     run_backward_full,
     run_deferred,
 )
-from penstock.stage.intercept import NestedDifferentiation, deferring, intercepted
+from penstock.stage.intercept import NestedDifferentiation, begin, end, intercepted
 
 LINEAR, ADDMM, ENGINE = F.linear, torch.addmm, torch.autograd._engine_run_backward
+
+
+@contextmanager
+def deferring(pending: Pending) -> Iterator[None]:
+    previous = begin(pending)
+    try:
+        yield
+    finally:
+        end(previous)
 
 
 def untouched() -> bool:

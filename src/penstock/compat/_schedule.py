@@ -27,8 +27,8 @@ from penstock.errors import PlanError
 from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.binding import FORWARD, TRAIN
-from penstock.run.context import CustomFunction
 from penstock.run.inputs import Given, StepInputs
+from penstock.run.program import CustomFunction
 from penstock.run.runner import Outcome, Prepared, Runner
 from penstock.run.setting import ActionKind
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage

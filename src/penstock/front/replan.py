@@ -21,8 +21,7 @@ from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.plan.actions import OP, stage_of
 from penstock.plan.ops import Op
-from penstock.stage.buffers import Before, Buffers, modes_of
-from penstock.stage.random_state import RandomState, accelerators
+from penstock.stage.buffers import Before, Buffers, RandomState, accelerators, modes_of
 
 if TYPE_CHECKING:
     from penstock.front.pipeline import Pipeline

@@ -3,12 +3,12 @@
 schedule  schedule and classes (the names that PyTorch users know); planning (the plan for these stages), replanning (another
           one between two steps)
 bound     binding (lowered and proved, one program for each mode), setting, program (a flat list of calls), handlers (what does
-          an action) and context (for a user's own function), reaping (when sends are waited for), meeting (what ranks compare)
+          an action), reaping (when sends are waited for), meeting (what ranks compare)
 step      inputs (prepare), preamble (tell, and the verdict), runner (run, conclude), draining (after a failure), ties, rng
 action    stage_run (forward and backward), call_arguments, last_stage, expected, feed (to a device)
 between   boxes and message_box (values in flight), channel (messages in order), layout (what a message looks like)
 compiled  ahead (all ranks compile before the first microbatch), compiled_costs
-watched   record (times), memory_watch and out_of_memory (bytes), position and lookout (where each rank is)
+watched   record (times), memory_watch (bytes), position and lookout (where each rank is)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.run.classes import (
     ScheduleZBH2,
     ScheduleZBVZeroBubble,
 )
-from penstock.run.context import ActionContext
+from penstock.run.program import ActionContext
 from penstock.run.record import Recording
 from penstock.run.rng import microbatch_rng
 from penstock.run.schedule import Schedule

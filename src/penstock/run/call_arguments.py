@@ -12,8 +12,7 @@ from penstock.parallel import unwrap
 from penstock.run.boxes import Inbox
 from penstock.run.inputs import StepInputs
 from penstock.stage.boundary import flatten, unflatten
-from penstock.stage.pipeline_stage import PipelineStage, accepted_keywords
-from penstock.stage.routes import Routes
+from penstock.stage.pipeline_stage import PipelineStage, Routes, accepted_keywords
 
 
 class CallArguments:

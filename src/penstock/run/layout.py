@@ -184,11 +184,7 @@ def settle(layouts: Sequence[Layout | None], grads: Sequence[GradLayout | None])
     some = {place for grad in grads if grad is not None for place, t in enumerate(grad.tensors) if t is not None}
     settled: list[GradLayout | None] = []
     for layout, grad in zip(layouts, grads, strict=True):
-        if (
-            layout is not None
-            and grad is not None
-            and any(grad.tensors[p] is None for p in some if p < len(grad.tensors))
-        ):
+        if layout is not None and grad is not None:
             found = list(grad.tensors)
             for place, value in enumerate(layout.tensors):
                 if place in some and found[place] is None and value.requires_grad and value.distributed is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
@@ -24,6 +24,9 @@ from penstock.run.setting import ActionKind, Call, Setting
 from penstock.run.stage_run import StageRun
 from penstock.stage.dtensors import mesh_of
 from penstock.stage.pipeline_stage import PipelineStage
+
+if TYPE_CHECKING:
+    from penstock.run.schedule import Schedule
 
 _IN_FLIGHT = 2  # sends of a channel that may be on their way before the oldest is waited for
 Box: TypeAlias = Inbox | Outbox
@@ -221,6 +224,38 @@ class Program:
         if action.op in (Op.RECV_F, Op.SEND_B):
             return self.inboxes[peer]
         return self.outboxes[action.stage, self.plan.placement.rank_of(peer)]
+
+
+CustomFunction: TypeAlias = Callable[[AnyAction, "ActionContext"], object]
+
+
+class ActionContext:
+    """What a user's function for a kind of action is given beside the action.
+
+    def overlapped(action, context):
+        context.run(action.first)
+        context.run(action.second)
+
+    schedule.register_custom_function(Overlap, overlapped)
+    """
+
+    def __init__(self, schedule: Schedule, program: Program, *, cold: bool) -> None:
+        self.schedule = schedule
+        self.cold = cold  # whether messages of this step describe themselves; see `penstock.run.layout`
+        self._program = program
+
+    def stage(self, index: int) -> PipelineStage:
+        """A stage of this rank."""
+        return self._program.stages[index]
+
+    @property
+    def inputs(self) -> StepInputs:
+        """The microbatches of this step: `args`, `kwargs`, `targets`."""
+        return next(iter(self._program.runs.values())).inputs
+
+    def run(self, action: AnyAction) -> None:
+        """Do an action as penstock does it; messages of the step included."""
+        self._program.default(action, cold=self.cold)()
 
 
 def kind_of(action: AnyAction) -> ActionKind:

@@ -5,6 +5,7 @@ plan = better_plan(schedule.plan, costs, gain=0.05)      # None: there is none t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -16,8 +17,6 @@ from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS
 from penstock.schedules import all_schedules
 from penstock.simulate import Costs, simulate
-
-_FAILED = "\0"  # before what went wrong, in place of a plan
 
 
 def better_plan(plan: Plan, costs: Costs, *, gain: float, others: Iterable[Plan] = ()) -> Plan | None:
@@ -48,25 +47,21 @@ def agreed_plan(
     plan: Plan, costs: Costs, transport: Transport, *, gain: float, search: Callable[[Plan], Iterable[Plan]] | None
 ) -> Plan | None:
     """The better plan that the first rank finds, on every rank; None: there is none. If it cannot look for one, all raise."""
-    told = b""
+    name, text, wrong = "", "", ""
     problem: Exception | None = None
     if transport.rank == 0:
         try:
             if not 0 <= gain < 1:
                 raise RunError(f"replan(gain={gain!r}); expected a share of a step from 0 up and below 1, such as 0.05")
             found = better_plan(plan, costs, gain=gain, others=() if search is None else search(plan))
-            told = b"" if found is None else f"{found.name}\n{dumps(found)}".encode()
+            name, text = ("", "") if found is None else (found.name, dumps(found))
         except Exception as error:  # noqa: BLE001  the other ranks wait for this one
-            problem, told = error, f"{_FAILED}{type(error).__name__}: {error}".encode()
-    told = transport.gather("the plan from now on", told)[0]
-    if problem is not None:
-        raise problem
-    if not told:
-        return None
-    name, _, text = told.decode().partition("\n")
-    if name.startswith(_FAILED):
-        raise RunError(f"rank 0 could not look for another plan: {told.decode().removeprefix(_FAILED)}")
-    return replace(plan, codes=loads(text).codes, name=name, family=None)
+            problem, wrong = error, f"{type(error).__name__}: {error}"
+    posts = transport.gather("the plan from now on", json.dumps([name, text, wrong]).encode())
+    name, text, wrong = json.loads(posts[0])
+    if wrong:
+        raise problem or RunError(f"rank 0 could not look for another plan: {wrong}")
+    return replace(plan, codes=loads(text).codes, name=name, family=None) if text else None
 
 
 def weight_order(plan: Plan) -> dict[int, list[int]]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from penstock.stage.random_state import RandomState, accelerators
+from penstock.stage.buffers import RandomState, accelerators
 
 
 @contextmanager

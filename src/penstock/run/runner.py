@@ -25,10 +25,9 @@ from penstock.errors import (
 from penstock.nest import Value
 from penstock.plan import Action, AnyAction
 from penstock.run.channel import Poisoned
-from penstock.run.draining import drain, meet_replicas
+from penstock.run.draining import drain, explained, meet_replicas
 from penstock.run.inputs import StepInputs
 from penstock.run.memory_watch import MemoryWatch
-from penstock.run.out_of_memory import explained
 from penstock.run.position import Position
 from penstock.run.preamble import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.program import Program, parts_of

@@ -20,13 +20,12 @@ from penstock.nest import Value
 from penstock.plan import Placement, Plan, load
 from penstock.plan.actions import MICROBATCH
 from penstock.run.binding import FORWARD, TRAIN, Programs
-from penstock.run.context import ActionContext, CustomFunction
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.last_stage import OwnLoss
 from penstock.run.meeting import facts_of, meet, tended, transport_of
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.planning import Place, Sparing, check_flags, check_sparing, placed, plan_of_recipe, sparing
-from penstock.run.program import Program
+from penstock.run.program import ActionContext, CustomFunction, Program
 from penstock.run.record import Recorder, Recording
 from penstock.run.replanning import agreed_plan
 from penstock.run.rng import MicrobatchRng

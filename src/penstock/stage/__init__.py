@@ -1,6 +1,6 @@
 """One stage: its module and its wires; forward; backward: full, input, weight.
 
-stage      pipeline_stage, routes (what a captured stage reads), digest (of a model)
+stage      pipeline_stage (and what a captured one reads), digest (of a model)
 boundary   boundary (what crosses, taken apart), dtensors (parts that are spread over a mesh)
 backward   backward (in one piece or in two), engine; for two: forward, intercept (layers that put their weights off), calls
            and deferred (what they remember), batched (the weight pass), listeners (hooks that wait for it)

@@ -166,8 +166,7 @@ def trained(roots: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[tuple[Ten
 
 def grouped(work: list[Work]) -> list[Work]:
     """The calls of one weight side by side, so that one engine call adds them up and its hooks fire once."""
-    first: dict[int, int] = {}
-    order = [first.setdefault(id(call.weight), position) for position, (call, _, _) in enumerate(work)]
-    if len(first) == len(work):
-        return work
-    return [item for _, item in sorted(zip(order, work, strict=True), key=lambda pair: pair[0])]
+    by_weight: dict[int, list[Work]] = {}
+    for item in work:
+        by_weight.setdefault(id(item[0].weight), []).append(item)
+    return [item for items in by_weight.values() for item in items]

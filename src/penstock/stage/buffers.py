@@ -1,4 +1,4 @@
-"""Buffers before and after a run: which of them it changes, in place or by putting others in their places, and how to go back.
+"""What a run changes beside giving an output: buffers, in place or by putting others there, and random states. How to go back:
 
     watch = Buffers([module])
     before = watch.look(modes_of(module))
@@ -140,7 +140,7 @@ class Buffers:
 
     def _copied(self, place: tuple[int, str], buffer: Tensor) -> Tensor | None:
         """The copy of one that is not known to change, made anew if it has changed."""
-        if buffer.numel() * buffer.element_size() > _SMALL:
+        if buffer.nbytes > _SMALL:
             return None
         found = self.copies.get(place)
         if found is None or found[0] is not buffer or found[1] != buffer._version:
@@ -155,8 +155,7 @@ class Buffers:
             return
         before.seen = [one._replace(changes=_changed(one)) for one in before.seen]
         before.seen = [
-            one if one.changes or one.buffer.numel() * one.buffer.element_size() <= _SMALL else one._replace(value=None)
-            for one in before.seen
+            one if one.changes or one.buffer.nbytes <= _SMALL else one._replace(value=None) for one in before.seen
         ]
         self.changing[before.modes] = {one.name for one in before.seen if one.changes}
 
@@ -216,3 +215,25 @@ def _changed(one: _Seen) -> bool:
     if local.layout is not torch.strided:  # those cannot be compared; nothing but torch's own operators changes them
         return False
     return not torch.equal(local, value.to(local.device))
+
+
+def accelerators(device: torch.device, tensors: Iterable[Tensor]) -> set[torch.device]:
+    """The devices whose random state a forward may draw from: the stage's, whether or not it has tensors, and its tensors'.
+
+    >>> accelerators(torch.device("cpu"), [torch.ones(1), torch.ones(1, device="meta")])
+    set()
+    """
+    return {one for one in (device, *(tensor.device for tensor in tensors)) if one.type not in ("cpu", "meta")}
+
+
+class RandomState:
+    """The random state of the host and of some devices, as it was when this was made."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.host = torch.get_rng_state()
+        self.devices = [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
+
+    def set(self) -> None:
+        torch.set_rng_state(self.host)
+        for device, state in self.devices:
+            torch.get_device_module(device).set_rng_state(state, device)

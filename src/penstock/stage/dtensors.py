@@ -73,7 +73,7 @@ def to_local(tensor: Tensor) -> Tensor:
     spread = _as_dtensor(tensor)
     if spread is None:
         return tensor
-    local = _detached(spread).to_local()
+    local: Tensor = spread.detach().to_local()  # type: ignore[attr-defined]  # it is still a DTensor
     wait = getattr(local, "wait", None)  # it may be a collective under way
     return local if wait is None else wait()
 
@@ -81,11 +81,7 @@ def to_local(tensor: Tensor) -> Tensor:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be spread over replicas, without its graph; they all call it."""
     spread = _as_dtensor(tensor)
-    return tensor.detach() if spread is None else _detached(spread).full_tensor()
-
-
-def _detached(tensor: DTensor) -> DTensor:
-    return tensor.detach()  # type: ignore[return-value]  # of the same class
+    return tensor.detach() if spread is None else spread.full_tensor().detach()
 
 
 def from_local(local: Tensor, layout: DTensorLayout, mesh: DeviceMesh | None) -> Tensor:

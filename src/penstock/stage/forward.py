@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from penstock.nest import Value
-from penstock.stage.buffers import Buffers
+from penstock.stage.buffers import Buffers, RandomState, accelerators
 from penstock.stage.deferred import Deferral, Pending
-from penstock.stage.intercept import NestedDifferentiation, begin, deferring, end
-from penstock.stage.random_state import RandomState, accelerators
+from penstock.stage.intercept import NestedDifferentiation, begin, end
 
 
 def run_deferred(
@@ -22,28 +21,26 @@ def run_deferred(
     A module that differentiates through its own layers (forces as the gradient of an energy) cannot be split. Its first
     forward shows that; it is then run again, from the same random state and the same buffers, and never split again.
     """
-    if deferral.compiled is not None and not deferral.compiled.installed:
+    if deferral.compiled is not None and deferral.compiled.before is None:  # the twins do not run yet
         with deferral.compiled.running():
             return run_deferred(deferral, module, args, kwargs)
     pending = Pending(deferral)
     if not deferral.enabled or not _may_need_input_gradients(args, kwargs):
         return module(*args, **kwargs), pending
-    if deferral.proved:
-        previous = begin(pending)
-        try:
-            return module(*args, **kwargs), pending
-        finally:
-            end(previous)
-    rewind = remember(module, args)
+    rewind = None if deferral.proved else remember(module, args)
+    previous = begin(pending)
     try:
-        with deferring(pending):
-            value = module(*args, **kwargs)
+        value = module(*args, **kwargs)
+        deferral.proved = deferral.proved or torch.is_grad_enabled()
+        return value, pending
     except NestedDifferentiation:
+        if rewind is None:
+            raise
         deferral.enabled = False
-        rewind()
-        return module(*args, **kwargs), Pending(deferral)
-    deferral.proved = torch.is_grad_enabled()
-    return value, pending
+    finally:
+        end(previous)
+    rewind()
+    return module(*args, **kwargs), Pending(deferral)
 
 
 def _may_need_input_gradients(args: Sequence[object], kwargs: dict[str, object]) -> bool:

@@ -3,12 +3,13 @@
 >>> from penstock.stage.deferred import Deferral
 >>> deferral, layer, x = Deferral(), torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
 >>> pending = Pending(deferral)
->>> with deferring(pending):
-...     y = layer(x)
+>>> previous = begin(pending)
+>>> y = layer(x)
+>>> end(previous)
 >>> pending
 Pending(phase='forward', calls=1, work=0)
 
-The functions are swapped for the time of the `with` block (counted, so that blocks may nest and overlap) and act only
+The functions are swapped from `begin` to `end` (counted, so that blocks may nest and overlap) and act only
 in the thread that opened it, on leaf parameters of plain type, outside of torch.compile and of functorch transforms.
 Everything else goes to the original. The user's module and its parameters are not touched.
 """
@@ -245,7 +246,7 @@ def _restore() -> None:
 
 
 def begin(pending: Pending) -> Pending | None:
-    """Open a block: the cheaper half of `deferring`. Hand what it returns to `end`."""
+    """From here on linear layers called by this thread leave their weight work in `pending`. Hand what it returns to `end`."""
     if not _local.held:
         _swap()
     pending.deferred = True
@@ -259,19 +260,6 @@ def end(previous: Pending | None) -> None:
     _local.pending = previous
     if not _local.held:
         _restore()
-
-
-@contextmanager
-def deferring(pending: Pending) -> Iterator[None]:
-    """Within the block, linear layers called by this thread leave their weight work in `pending`."""
-    if not pending.deferral.enabled:
-        yield
-        return
-    previous = begin(pending)
-    try:
-        yield
-    finally:
-        end(previous)
 
 
 @contextmanager

@@ -29,8 +29,7 @@ from torch.nn.modules import module as of_all_modules
 
 from penstock.errors import StageError
 from penstock.nest import Value, map_tensors, tensors_in
-from penstock.stage.buffers import Before, Buffers, Modes, Tables
-from penstock.stage.random_state import RandomState, accelerators
+from penstock.stage.buffers import Before, Buffers, Modes, RandomState, Tables, accelerators
 from penstock.stage.refill import EXPECTED, DropSaved, Refill, Trial, is_plain, name, roots
 from penstock.stage.repeated_hooks import RepeatedHooks
 

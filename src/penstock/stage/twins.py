@@ -170,10 +170,6 @@ class CompiledParts:
     def __bool__(self) -> bool:
         return bool(self.parts)
 
-    @property
-    def installed(self) -> bool:
-        return self.before is not None
-
     def held(self) -> tuple[int, int] | None:
         """Bytes that a microbatch holds from F to I, and from I to W; None before both ran, or if it is not one graph."""
         joints = [joint for part in self.parts for joint in getattr(part.backend, "joints", ())]
