@@ -16,7 +16,7 @@ from penstock.errors import PenstockError, StageError
 from penstock.lower import lower, recompute
 from penstock.plan import Op, Plan, check
 from penstock.run import Schedule
-from penstock.run.replanning import better_plan, weight_order
+from penstock.run.planning import better_plan, weight_order
 from penstock.schedules import get_schedule
 from penstock.simulate import Costs, simulate
 from tests.gloo_pool import GlooPool

@@ -21,8 +21,7 @@ import penstock
 from penstock.cli.main import main
 from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import PenstockError, StepTimeout
-from penstock.run.lookout import read_folder
-from penstock.run.position import Position
+from penstock.run.lookout import Position, read_folder
 from penstock.train import run_report
 from tests.faults.fragile import SOON, until
 from tests.gloo_pool import GlooPool

@@ -1,6 +1,6 @@
 """Stages and a plan at work: the Schedule classes, and what a step of them is made of.
 
-schedule  schedule and classes (the names that PyTorch users know); planning (the plan for these stages), replanning (another
+schedule  schedule and classes (the names that PyTorch users know); planning (the plan for these stages, and another
           one between two steps)
 bound     binding (lowered and proved, one program for each mode), setting, program (a flat list of calls), handlers (what does
           an action), reaping (when sends are waited for), meeting (what ranks compare)
@@ -8,7 +8,7 @@ step      inputs (prepare), preamble (tell, and the verdict), runner (run, concl
 action    stage_run (forward and backward), call_arguments, last_stage, expected, feed (to a device)
 between   boxes and message_box (values in flight), channel (messages in order), layout (what a message looks like)
 compiled  ahead (all ranks compile before the first microbatch), compiled_costs
-watched   record (times), memory_watch (bytes), position and lookout (where each rank is)
+watched   record (times), memory_watch (bytes), lookout (where each rank is)
 """
 
 from __future__ import annotations

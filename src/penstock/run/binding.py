@@ -80,8 +80,7 @@ class Programs(dict[int, Program]):
         """The plan of a mode with its messages, and with what the data parallelism of the stages needs."""
         plan = self.plan if mode == TRAIN else self.plan.forward_only()
         shards = any(adapter.sharded for adapter in adapters.values()) and not plan.has(Op.UNSHARD)
-        reduces = any(adapter.reduces for adapter in adapters.values()) and not plan.has(Op.REDUCE_GRAD)
-        reduces = reduces and mode == TRAIN
+        reduces = mode == TRAIN and any(one.reduces for one in adapters.values()) and not plan.has(Op.REDUCE_GRAD)
         if plan.is_lowered:
             plan = add_unshard_reshard(plan) if shards else plan
             return add_reduce_grad(plan) if reduces else plan

@@ -27,8 +27,8 @@ from penstock.plan import Action, AnyAction
 from penstock.run.channel import Poisoned
 from penstock.run.draining import drain, explained, meet_replicas
 from penstock.run.inputs import StepInputs
+from penstock.run.lookout import Position
 from penstock.run.memory_watch import MemoryWatch
-from penstock.run.position import Position
 from penstock.run.preamble import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.program import Program, parts_of
 from penstock.run.record import Recorder

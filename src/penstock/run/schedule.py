@@ -24,10 +24,9 @@ from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
 from penstock.run.last_stage import OwnLoss
 from penstock.run.meeting import facts_of, meet, tended, transport_of
 from penstock.run.memory_watch import MemoryWatch
-from penstock.run.planning import Place, Sparing, check_flags, check_sparing, placed, plan_of_recipe, sparing
+from penstock.run.planning import Place, Sparing, agreed_plan, check_flags, check_sparing, placed, plan_of_recipe
 from penstock.run.program import ActionContext, CustomFunction, Program
 from penstock.run.record import Recorder, Recording
-from penstock.run.replanning import agreed_plan
 from penstock.run.rng import MicrobatchRng
 from penstock.run.runner import Outcome, Prepared, Runner, Watch
 from penstock.run.setting import ActionKind, Binding
@@ -126,7 +125,7 @@ class Schedule:
     @cached_property
     def plan(self) -> Plan:
         """What is computed, and in which order. `lowered_plan` is what is run."""
-        return sparing(placed(self.make_plan(), self.stages), *self._holds_less)
+        return placed(self.make_plan(), self.stages, *self._holds_less)
 
     def make_plan(self) -> Plan:
         """The plan of compute actions; a subclass may build its own."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -202,8 +201,13 @@ class Ties:
         for group, (total, _) in zip(self.groups, totals, strict=True):
             if total is not None:
                 for parameter in group.mine:
-                    with _unheard(parameter):
+                    hooks = parameter._backward_hooks or {}  # they have changed each part of the gradient already
+                    heard = dict(hooks)
+                    hooks.clear()
+                    try:
                         run_engine((parameter,), (total.clone(),))
+                    finally:
+                        hooks.update(heard)
 
     def _total(self, group: _TieGroup) -> tuple[Tensor | None, bool]:
         """The gradient of this step over all holders, and whether one of them has the parameter frozen."""
@@ -257,15 +261,3 @@ def _place(parameter: nn.Parameter) -> tuple[tuple[int, int], str]:
     """Where a parameter lies, and of what kind it is."""
     local = to_local(parameter.detach())
     return (os.getpid(), local.data_ptr()), f"{dtype_name(parameter.dtype)}{list(parameter.shape)}"
-
-
-@contextmanager
-def _unheard(parameter: nn.Parameter) -> Iterator[None]:
-    """Within, its tensor hooks do not fire: they have changed each part of the gradient already."""
-    hooks = parameter._backward_hooks or {}
-    kept = dict(hooks)
-    hooks.clear()
-    try:
-        yield
-    finally:
-        hooks.update(kept)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import compress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,10 +55,11 @@ class Grouping:
             if isinstance(size, int):
                 self.singles += places
                 continue
-            most = max(MOST_BYTES // (size.inputs * size.outputs * size.dtype.itemsize), 1)
+            _, inputs, outputs, dtype, _, with_bias = size
+            most = max(MOST_BYTES // (inputs * outputs * dtype.itemsize), 1)
             for part in (places[start : start + most] for start in range(0, len(places), most)):
                 if len(part) > 1 and same_bits(len(part), *size[:5], torch.get_num_threads()):
-                    self.groups.append(Group(slots, part, with_bias=size.with_bias))
+                    self.groups.append(Group(slots, part, with_bias=with_bias))
                 else:
                     self.singles += part
 
@@ -76,15 +76,8 @@ class Grouping:
             ]
 
 
-class _Size(NamedTuple):
-    """What calls must have in common to form a group."""
-
-    rows: int
-    inputs: int
-    outputs: int
-    dtype: torch.dtype
-    device: torch.device
-    with_bias: bool
+_Size = tuple[int, int, int, torch.dtype, torch.device, bool]
+"""What calls must have in common to form a group: rows, inputs, outputs; dtype, device; whether there is a bias to be trained."""
 
 
 def _size(slot: Slot) -> _Size | None:
@@ -94,7 +87,7 @@ def _size(slot: Slot) -> _Size | None:
         return None
     if bias is not None and bias.requires_grad and bias.dtype is not slot.dtype:
         return None
-    return _Size(rows, inputs, outputs, slot.dtype, slot.anchor.device, bias is not None and bias.requires_grad)
+    return rows, inputs, outputs, slot.dtype, slot.anchor.device, bias is not None and bias.requires_grad
 
 
 @lru_cache(maxsize=4096)

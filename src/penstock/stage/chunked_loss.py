@@ -117,8 +117,8 @@ def _in_slices(head: Callable[[Tensor], Tensor]) -> Callable[[], Callable[[Tenso
     return of_slice
 
 
-class _Sums(torch.autograd.Function):
-    """A parameter that several slices use; its backward comes after theirs."""
+class _Shared(torch.autograd.Function):
+    """A parameter as it is, of whose gradients the sum is somewhere else."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, sums: dict[str, Tensor], name: str) -> Tensor:
@@ -126,19 +126,18 @@ class _Sums(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return parameter.view_as(parameter)
 
+
+class _Sums(_Shared):
+    """A parameter that several slices use; its backward comes after theirs."""
+
     @staticmethod
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, None, None]:
         total = ctx.sums.pop(ctx.name, None)
         return None if total is None else total.to(ctx.dtype), None, None
 
 
-class _Addend(torch.autograd.Function):
+class _Addend(_Shared):
     """The same parameter in one slice, whose gradient is added to the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sums: dict[str, Tensor], name: str) -> Tensor:
-        ctx.sums, ctx.name = sums, name
-        return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -40,15 +40,13 @@ class DTensorLayout:
     mesh_shape: tuple[int, ...]
 
     def to_json(self) -> list[object]:
-        names = None if self.mesh_names is None else list(self.mesh_names)
-        return [list(self.shape), list(self.stride), list(self.placements), names, list(self.mesh_shape)]
+        return list(astuple(self))
 
     @classmethod
     def from_json(cls, data: list[Value]) -> DTensorLayout:
         shape, stride, placements, names, mesh = data
-        if any(isinstance(n, bool) or not isinstance(n, int) for n in (*shape, *stride, *mesh)):
-            raise ValueError(f"{data!r:.80} describes no DTensor")
-        if any(not isinstance(word, str) for word in (*placements, *(names or ()))):
+        kinds = {*map(type, (*shape, *stride, *mesh, 0))}, {*map(type, (*placements, *(names or ()), ""))}
+        if kinds != ({int}, {str}):
             raise ValueError(f"{data!r:.80} describes no DTensor")
         return cls(tuple(shape), tuple(stride), tuple(placements), None if names is None else tuple(names), tuple(mesh))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +27,14 @@ from penstock.stage.elsewhere import THRESHOLD, Away, AwayAsync, Coming, Elsewhe
 from penstock.stage.refill import PLAIN, changed_in_place
 
 
+@dataclass(slots=True)
 class _Block:
     """One storage, here or away."""
 
-    __slots__ = ("away", "coming", "flat", "stays")
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat: Tensor | None = flat
-        self.away: Away | None = None
-        self.coming: Coming | None = None  # what to wait for before a use
-        self.stays = False
+    flat: Tensor | None
+    away: Away | None = None
+    coming: Coming | None = None  # what to wait for before a use
+    stays: bool = False
 
 
 class _Recipe:

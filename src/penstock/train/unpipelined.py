@@ -17,7 +17,7 @@ from penstock.front.norm import loss_factor, shrink
 from penstock.front.spread import receive_from, send_to
 from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
-from penstock.run.replanning import weight_order
+from penstock.run.planning import weight_order
 from penstock.run.rng import microbatch_rng
 from penstock.stage.dtensors import whole_tensor
 from penstock.train.train_job import Batch
