@@ -138,9 +138,8 @@ class DressRehearsal:
         if found is not None:
             with suppress(PenstockError):
                 tensors, spec = flatten(outbox.chosen(found[0]))
-                layout = Layout(tuple(map(TensorLayout.of, tensors)), spec)
-        if layout is not None and any(tensor.distributed is not None for tensor in layout.tensors):
-            layout = None  # spread over a mesh, which the others would have to know
+                if all(layout_of(tensor) is None for tensor in tensors):  # else others would have to know a mesh
+                    layout = Layout(tuple(map(TensorLayout.of, tensors)), spec)
         if outbox.inbox is not None:
             self.layouts[outbox.stage] = layout
         elif layout is None:

@@ -68,10 +68,8 @@ class Preamble:
         return self.signature == FAILED
 
     def __str__(self) -> str:
-        mode = ("a training step", "an evaluation")[self.mode % 2] + (
-            " with handlers of its own" if self.mode > 1 else ""
-        )
-        return f"{mode} (number {self.epoch}) of {self.num_microbatches} microbatches"
+        mode, own = ("a training step", "an evaluation")[self.mode % 2], " with handlers of its own" * (self.mode > 1)
+        return f"{mode}{own} (number {self.epoch}) of {self.num_microbatches} microbatches"
 
 
 class Preambles:
@@ -81,12 +79,10 @@ class Preambles:
         self.transport = transport
         first = [placement.stages_of(rank)[0] for rank in range(placement.num_ranks)]
         parents = [None if stage == 0 else placement.rank_of(stage - 1) for stage in first]
-        rank = transport.rank
-        self.parent = parents[rank]
+        self.parent = parents[transport.rank]
         control = transport.control
         self.receive = None if self.parent is None else control.receiver(self.parent)
-        self.children = [child for child, parent in enumerate(parents) if parent == rank]
-        self.send = [control.sender(child) for child in self.children]
+        self.send = {child: control.sender(child) for child, parent in enumerate(parents) if parent == transport.rank}
         self.wait = control.waiter()
 
     def hear(self) -> tuple[Preamble, KeyboardInterrupt | None]:
@@ -105,7 +101,7 @@ class Preambles:
         failed: BaseException | None = None
         if self.send:
             numbers = torch.tensor(astuple(preamble), dtype=torch.int64)
-            for child, send in zip(self.children, self.send, strict=True):
+            for child, send in self.send.items():
                 try:
                     work = send([numbers])
                     if work is not None:

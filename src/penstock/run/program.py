@@ -208,11 +208,6 @@ class Program:
 
     # -- failure
 
-    def let_go(self) -> None:
-        """The step has failed for want of memory: what its microbatches hold is not needed any more."""
-        for run in self.runs.values():
-            run.clear()
-
     def abandon(self) -> None:
         """The step has failed here, perhaps before `begin`: meet the other ranks wherever that would have met them."""
         if self.ahead.due:

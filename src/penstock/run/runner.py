@@ -189,7 +189,8 @@ class Runner:
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
             if is_out_of_memory(error):
                 failure = explained(error, program.actions, position.at, rank=self.transport.rank)
-                program.let_go()
+                for run in program.runs.values():
+                    run.clear()  # what its microbatches hold is not needed any more
             else:
                 replicas = program.setting.adapters.values() if isinstance(error, RuntimeError) else ()
                 failure = next(filter(None, (replica.explain(error) for replica in replicas)), error)

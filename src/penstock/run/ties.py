@@ -108,7 +108,7 @@ class Ties:
         groups = dict.fromkeys(tuple((stage, name) for stage, name in holders) for holders in found)
         self.known = [self._group(holders, by_index, placement) for holders in groups]
         self.groups: list[_TieGroup] = []  # those in which this rank has a part, once all have met
-        self.before: list[list[Tensor | None]] = []
+        self.before: list[tuple[nn.Parameter, Tensor | None]] = []  # in a step: what `.grad` held before it
 
     def _group(self, holders: Holders, stages: Mapping[int, PipelineStage], placement: Placement) -> _TieGroup:
         ranks = [placement.rank_of(stage) for stage, _ in holders]
@@ -171,20 +171,16 @@ class Ties:
 
     def begin(self) -> None:
         """Keep what `.grad` holds apart from what the step adds."""
-        self.before = []
         for group in self.groups:
             group.find()
-            self.before.append([parameter.grad for parameter in group.mine])
-            for parameter in group.mine:
-                parameter.grad = None
+        self.before = [(parameter, parameter.grad) for group in self.groups for parameter in group.mine]
+        for parameter, _ in self.before:
+            parameter.grad = None
 
     def restore(self) -> None:
         """After a failure: `.grad` is what it was."""
-        if not self.before:
-            return
-        for group, before in zip(self.groups, self.before, strict=True):
-            for parameter, grad in zip(group.mine, before, strict=True):
-                parameter.grad = grad
+        for parameter, grad in self.before:
+            parameter.grad = grad
         self.before = []
 
     def finish(self) -> None:

@@ -40,7 +40,6 @@ def operators_of(module: nn.Module) -> list[str]:
             f"{name} {type(part).__name__} {part.extra_repr() if type(part).__module__.startswith('torch.nn.') else ''}"
             for name, part in module.named_modules()
         ]
-    calls = [node for node in graph.nodes if node.op == "call_function"]
     return sorted(
         " ".join(
             [
@@ -48,5 +47,6 @@ def operators_of(module: nn.Module) -> list[str]:
                 *(f"{value:.6g}" for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)),
             ]
         )
-        for node in calls
+        for node in graph.nodes
+        if node.op == "call_function"
     )

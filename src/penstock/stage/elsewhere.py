@@ -83,11 +83,10 @@ class HostMemory:
         return _OnHost(there, flat.device, leaving.record_event(), coming)
 
 
-class _Copied:
+class _Copied(NamedTuple):
     """Beside what was computed, on a device that is the host."""
 
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
+    flat: Tensor
 
     def back(self) -> Tensor:
         return self.flat

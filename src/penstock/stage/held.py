@@ -13,8 +13,7 @@ from penstock.nest import Value
 
 
 class _Active(threading.local):
-    def __init__(self) -> None:
-        self.meters: list[Held] = []
+    meters: tuple[Held, ...] = ()
 
 
 _active = _Active()
@@ -45,11 +44,11 @@ class Held(TorchDispatchMode):
 
     def __enter__(self) -> Held:
         self.most = self.now
-        _active.meters.append(self)
+        _active.meters += (self,)
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __exit__(self, *failure: object) -> None:
-        _active.meters.remove(self)
+        _active.meters = tuple(meter for meter in _active.meters if meter is not self)
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Value, types: object, args: Value = (), kwargs: Value = None) -> object:

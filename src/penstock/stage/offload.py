@@ -109,12 +109,8 @@ class Saved:
         owner = tensor if tensor._base is None else tensor._base
         if isinstance(owner, nn.Parameter):
             return True
-        made_by = owner.grad_fn if self.casts_stay else None
-        return (
-            made_by is not None
-            and made_by.name() == "ToCopyBackward0"
-            and hasattr(made_by.next_functions[0][0], "variable")
-        )
+        node = owner.grad_fn if self.casts_stay else None
+        return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")
 
     @staticmethod
     def unpack(saved: Tensor | _Recipe) -> Tensor:
@@ -123,8 +119,7 @@ class Saved:
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """After the forward: its outputs are held by others until the backward, so their storages stay."""
         for tensor in outputs:
-            block = self.blocks.get(_address(tensor))
-            if block is not None:
+            if (block := self.blocks.get(_address(tensor))) is not None:
                 block.stays = True
 
     def offload(self, elsewhere: Elsewhere) -> None:

@@ -64,13 +64,7 @@ class Repeats:
     """The forwards of one stage that are run twice."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        num_microbatches: int,
-        *,
-        device: torch.device,
-        keyed: bool = False,
-        stops: bool = True,
+        self, module: nn.Module, num_microbatches: int, *, device: torch.device, keyed: bool = False, stops: bool = True
     ) -> None:
         self.module = module
         self.keyed = keyed  # random numbers are set from outside, for each microbatch

@@ -16,10 +16,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as of_all_modules
 
 from penstock.errors import StageError, UnknownNameError
 from penstock.nest import Value
@@ -30,7 +30,6 @@ from penstock.stage.shortcut import HeldGraph, Shortcuts
 CompileOptions = bool | Mapping[str, Value]
 """What `compile=` takes: True, or options of torch.compile, and `memory_budget`."""
 
-_of_all_modules: Any = torch.nn.modules.module
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NAMES = ("backend", "mode", "options", "dynamic", "fullgraph", "memory_budget")
 
@@ -220,7 +219,7 @@ class CompiledParts:
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more than call what it has compiled. (Hooks of what is compiled are compiled, too.)"""
     own = module._backward_hooks or module._backward_pre_hooks or module._forward_hooks or module._forward_pre_hooks
-    return bool(own or _of_all_modules._has_any_global_hook())
+    return bool(own or of_all_modules._has_any_global_hook())
 
 
 def _hooks_inside(module: nn.Module) -> list[tuple[str, int]]:
