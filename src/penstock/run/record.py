@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter, thread_time
+from typing import Any
 
 import torch
 
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
-from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.channel import Wait
 from penstock.run.program import Program
@@ -72,9 +72,9 @@ class Recorder:
         self.transport = transport
         host = transport.device.type == "cpu"
         self.clock: HostClock | DeviceClock = HostClock() if host else DeviceClock(transport)
-        self.starts: list[Value] = []  # marks of the clock
-        self.ends: list[Value] = []
-        self.waited: Value = None
+        self.starts: list[Any] = []  # marks of the clock
+        self.ends: list[Any] = []
+        self.waited: object = None
         self.processor: float | None = None  # seconds in which the rank had a processor in the step, if that is known
         self.plan: Plan | None = None
 

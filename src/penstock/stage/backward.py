@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
-from penstock.nest import Value
 from penstock.stage.batched import Group, accumulate, accumulate_batches, trained
 from penstock.stage.calls import Work
 from penstock.stage.cut_graph import GraphWork, accumulate_graphs, collecting, weight_gradients
@@ -194,7 +193,7 @@ def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
     news = [call for call in calls if id(call.weight) not in checked]
     if not news:
         return False
-    used: dict[int, Value] = {id(call.weight): call.weight for call in news}
+    used: dict[int, Tensor] = {id(call.weight): call.weight for call in news}
     checked.update(used)
     used.update({id(call.bias): call.bias for call in news if call.bias is not None})
     found = {key: used[key] for key in leaves_reached(roots) & used.keys()}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 
 from penstock.errors import NotDeferred, StageError
-from penstock.nest import Value
 from penstock.stage.batched import Group, Grouping, grouped
 from penstock.stage.calls import Call, Nothing, Slot, Work
 from penstock.stage.cut_graph import GraphWork
@@ -34,14 +32,14 @@ class Deferral:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.slots: list[Slot] = [Nothing()]
-        self.skip: dict[int, Parameter] = {} if module is None else _tied_outside_linear(module)
+        self.skip: dict[int, Tensor] = {} if module is None else _tied_outside_linear(module)
         if module is not None and (wide := _in_eight_bits(module)):
             say_not_deferred(f"layers in 8 bits ({wide})")
         parts = None if module is None else CompiledParts(module, split=True)
         self.compiled = parts or None  # what torch.compile has compiled is split in another way
         for part in () if parts is None else parts.parts:
             part.backend.on_uncut = say_not_deferred
-        self.checked: dict[int, Parameter] = {}
+        self.checked: dict[int, Tensor] = {}
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}  # under autocast: see `cast`
         self.last: list[Slot] = []  # of the last microbatch
         self.layout: Grouping | None = None
@@ -72,7 +70,7 @@ class Deferral:
         else:
             slots[at] = slot
 
-    def stop_deferring(self, weights: dict[int, Parameter]) -> None:
+    def stop_deferring(self, weights: dict[int, Tensor]) -> None:
         """From the next microbatch on. Those in flight keep their view, so that recomputation repeats the forward."""
         self.skip = {**self.skip, **weights}
         self.reset()
@@ -107,7 +105,7 @@ def _in_eight_bits(module: nn.Module) -> str:
     return ""
 
 
-def _tied_outside_linear(module: nn.Module) -> dict[int, Parameter]:
+def _tied_outside_linear(module: nn.Module) -> dict[int, Tensor]:
     """Parameters that several modules own, one of which is no `Linear`: a head tied to an embedding.
 
     They would receive one gradient in the input pass and another in the weight pass, and their hooks would fire twice.
@@ -139,7 +137,7 @@ class Pending(Phases):
         self.slots = deferral.slots
         self.skip = deferral.skip
         self.index = 0
-        self.records: list[Value] = []  # slot, rows, version of the rows; slot, rows, ...: flat, to spare the collector
+        self.records: list[Any] = []  # slot, rows, version of the rows; slot, rows, ...: flat, to spare the collector
         self.work: list[Work] = []
         self.batches: list[tuple[Group, Tensor, Tensor]] = []
         self.graphs: list[GraphWork] = []  # of compiled parts

@@ -112,10 +112,12 @@ def mesh_of(module: torch.nn.Module, get_mesh: MeshGetter | None, layout: DTenso
     return next((found.device_mesh for found in map(_as_dtensor, module.parameters()) if found is not None), None)
 
 
-def _spell(placement: Value) -> str:
-    if placement.is_shard():
+def _spell(placement: Placement) -> str:
+    from torch.distributed.tensor import Partial, Shard
+
+    if isinstance(placement, Shard):
         return f"S{placement.dim}"
-    return "R" if placement.is_replicate() else f"P{placement.reduce_op}"
+    return f"P{placement.reduce_op}" if isinstance(placement, Partial) else "R"
 
 
 def _placement(text: str) -> Placement:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.nest import Value
+
+Operator = Callable[..., object]
+Arguments = tuple[object, ...]
 
 
 class _Active(threading.local):
@@ -51,14 +54,14 @@ class Held(TorchDispatchMode):
         _active.meters = tuple(meter for meter in _active.meters if meter is not self)
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Value, types: object, args: Value = (), kwargs: Value = None) -> object:
+    def __torch_dispatch__(self, func: Operator, types: object, args: Arguments = (), kwargs: Value = None) -> object:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 self._count(tensor.untyped_storage(), args)
         return result
 
-    def _count(self, storage: torch.UntypedStorage, args: Sequence[object]) -> None:
+    def _count(self, storage: torch.UntypedStorage, args: Arguments) -> None:
         key = storage._cdata
         given = (value.untyped_storage()._cdata for value in args if isinstance(value, torch.Tensor))
         if key in self._seen or key in given:  # known, or a view or an update of what was there before

@@ -34,7 +34,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,7 @@ _OPAQUE = ("CppFunction", "CopySlices")
 """Nodes that do not show what they hold."""
 
 
-def _is_ours(saved: Value) -> bool:
+def _is_ours(saved: Any) -> bool:
     """Whether a saved tensor has gone through the hooks of a trial, or is none, or a number that Python wrote."""
     if isinstance(saved, tuple):
         return all(map(_is_ours, saved))

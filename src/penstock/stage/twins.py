@@ -16,6 +16,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,6 +27,9 @@ from penstock.nest import Value
 from penstock.stage.compiled import SplitBackend, StageBackend, on_call
 from penstock.stage.listeners import Listeners
 from penstock.stage.shortcut import HeldGraph, Shortcuts
+
+if TYPE_CHECKING:
+    from torch._dynamo.eval_frame import OptimizeContext
 
 CompileOptions = bool | Mapping[str, Value]
 """What `compile=` takes: True, or options of torch.compile, and `memory_budget`."""
@@ -74,9 +78,9 @@ def compile_in_place(module: nn.Module, given: CompileOptions) -> None:
     module.compile(backend=StageBackend(inner, memory_budget=budget), dynamic=for_inner.get("dynamic"), **options)
 
 
-def _inner_backend(context: Value) -> object:
+def _inner_backend(context: OptimizeContext) -> object:
     """The backend that torch.compile made of its options."""
-    backend = context.callback
+    backend: object = context.callback
     while hasattr(backend, "_torchdynamo_orig_backend"):  # what torch._dynamo wraps around it
         backend = backend._torchdynamo_orig_backend
     named = getattr(backend, "compiler_fn", None)  # torch.compile wraps what is no backend of inductor's
@@ -86,13 +90,13 @@ def _inner_backend(context: Value) -> object:
 class CompiledPart:
     """One part: where its compiled call is kept, and what else can stand there."""
 
-    def __init__(self, module: nn.Module, *, place: str, context: Value, split: bool, alone: bool) -> None:
+    def __init__(self, module: nn.Module, *, place: str, context: OptimizeContext, split: bool, alone: bool) -> None:
         self.module = module.get_submodule("_orig_mod") if place == "forward" else module  # an OptimizedModule, or not
         self.attributes = module.__dict__
         self.place = place  # the name of the attribute that is called
         make = SplitBackend if split else StageBackend
         self.backend = make(_inner_backend(context))
-        self.options = {"backend": self.backend, "fullgraph": bool(context.fullgraph), "dynamic": context._dynamic}
+        self.context = context  # the options with which it was compiled
         self.compile(alone=alone)
 
     def compile(self, *, alone: bool) -> None:
@@ -105,7 +109,8 @@ class CompiledPart:
         for wrapper in self.module.modules():  # such as run a module on several devices or replicas
             inside += wrapper.children() if type(wrapper).__module__.startswith("torch.nn.parallel.") else ()
         self.forwards = {part: made for part in inside if (made := _forward_of(part)) is not None}
-        self.twin: Callable[..., Value] = torch.compile(self.eager, **self.options)
+        fullgraph, dynamic = bool(self.context.fullgraph), self.context._dynamic
+        self.twin = torch.compile(self.eager, backend=self.backend, fullgraph=fullgraph, dynamic=dynamic)
         self.shortcuts = Shortcuts(self.eager, self.twin)
 
     def begin(self) -> None:
@@ -259,7 +264,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Value] | None:
     return forward
 
 
-def _compiled_call(part: nn.Module) -> tuple[str, object] | None:
+def _compiled_call(part: nn.Module) -> tuple[str, OptimizeContext] | None:
     """Under which name a compiled module keeps its compiled call, and the options with which it was compiled."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:  # it takes long to import, and nothing is compiled without it
