@@ -106,7 +106,7 @@ def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec
 
 @dataclass(frozen=True)
 class StageRoutes(PipeInfo):
-    """The captured model as one of its stages sees it, and the runtime asks for it (``penstock.stage.routes.Routes``)."""
+    """The captured model as one of its stages sees it, and the runtime asks for it (``penstock.stage.pipeline_stage.Routes``)."""
 
     stage: int = 0
 

@@ -104,7 +104,7 @@ class FailureRecord:
 
 
 class Looked(Protocol):
-    """What knows where this rank is; see `penstock.run.position`."""
+    """What knows where this rank is; see `penstock.run.lookout`."""
 
     def look(self, awaited: int | None) -> Whereabouts: ...
 
