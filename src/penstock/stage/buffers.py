@@ -140,7 +140,7 @@ class Buffers:
 
     def _copied(self, place: tuple[int, str], buffer: Tensor) -> Tensor | None:
         """The copy of one that is not known to change, made anew if it has changed."""
-        if buffer.nbytes > _SMALL:
+        if not _is_small(buffer):
             return None
         found = self.copies.get(place)
         if found is None or found[0] is not buffer or found[1] != buffer._version:
@@ -154,9 +154,7 @@ class Buffers:
             known.update(before.lost())
             return
         before.seen = [one._replace(changes=_changed(one)) for one in before.seen]
-        before.seen = [
-            one if one.changes or one.buffer.nbytes <= _SMALL else one._replace(value=None) for one in before.seen
-        ]
+        before.seen = [one if one.changes or _is_small(one.buffer) else one._replace(value=None) for one in before.seen]
         self.changing[before.modes] = {one.name for one in before.seen if one.changes}
 
 
@@ -201,6 +199,10 @@ class BufferMemory:
 def _place(tensor: Tensor) -> int | None:
     """Where the memory of a plain tensor is; None, or 0: it has none of its own."""
     return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else None
+
+
+def _is_small(buffer: Tensor) -> bool:
+    return buffer.numel() * buffer.element_size() <= _SMALL  # a sparse one has no `nbytes`
 
 
 def _copy(buffer: Tensor) -> Tensor:
