@@ -91,12 +91,14 @@ def test_silent_and_wrong_knocks_cost_nothing(door: Any) -> None:
         knock(door.place, *parts)
         for parts in ([b"guess"], [hello(b"guess", 0, 1)], [hello(door.secret, 7, 1)], [hello(door.secret, 0, 9)])
     ]
-    threading.Timer(0.2, lambda: wrong.append(knock(door.place, hello(door.secret, 0, 1)))).start()
+    friend = threading.Timer(0.2, lambda: wrong.append(knock(door.place, hello(door.secret, 0, 1))))
+    friend.start()
     found: dict[int, socket.socket | None] = {}
     end = time.monotonic() + 60.0
     door.answer(found, end)
     assert list(found) == [0]
     assert end - time.monotonic() > 50.0  # 40 silent ones took 80 seconds before
+    friend.join(60.0)  # it has been heard, but perhaps not yet put into the list
     for sock in [*silent, *wrong, *found.values()]:
         assert sock is not None
         sock.close()
