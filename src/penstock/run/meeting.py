@@ -42,8 +42,10 @@ def transport_of(group: Group, device: torch.device, stage: PipelineStage | None
 def facts_of(plan: Plan, stages: Sequence[PipelineStage], ties: Ties, *, loss: bool) -> dict[str, str]:
     """What must be the same on every rank."""
     stage = stages[0]
+    # All ranks' lists; of a family's plan its name and sizes, from which they follow, and the first list.
+    told = f"{plan.family.name}\n{','.join(map(text, plan.codes[0]))}" if plan.family else dumps(plan)
     return {
-        "plan": digest_of(plan),
+        "plan": hashlib.sha256(told.encode()).hexdigest()[:16],
         "microbatches": str(plan.num_microbatches),
         "model": _model_of(stage),
         "wires": "those of a chain" if stage.routes is None else stage.routes.wires,
@@ -55,12 +57,6 @@ def facts_of(plan: Plan, stages: Sequence[PipelineStage], ties: Ties, *, loss: b
         "penstock": __version__,
         "torch": torch.__version__,
     }
-
-
-def digest_of(plan: Plan) -> str:
-    """A digest of all ranks' lists; of a family's plan, of its name and sizes, from which they follow, and the first list."""
-    told = f"{plan.family.name}\n{','.join(map(text, plan.codes[0]))}" if plan.family else dumps(plan)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _model_of(stage: PipelineStage) -> str:

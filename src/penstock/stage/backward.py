@@ -198,7 +198,9 @@ def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
     used.update({id(call.bias): call.bias for call in news if call.bias is not None})
     found = {key: used[key] for key in leaves_reached(roots) & used.keys()}
     if found:
-        pending.deferral.stop_deferring(found)
+        # From the next microbatch on. Those in flight keep their view, so that recomputation repeats the forward.
+        pending.deferral.skip = {**pending.deferral.skip, **found}
+        pending.deferral.reset()
     return bool(found) and not _recomputes_reentrantly(roots)
 
 

@@ -70,11 +70,6 @@ class Deferral:
         else:
             slots[at] = slot
 
-    def stop_deferring(self, weights: dict[int, Tensor]) -> None:
-        """From the next microbatch on. Those in flight keep their view, so that recomputation repeats the forward."""
-        self.skip = {**self.skip, **weights}
-        self.reset()
-
 
 _SAID: set[str] = set()
 

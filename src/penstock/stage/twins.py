@@ -94,8 +94,7 @@ class CompiledPart:
         self.module = module.get_submodule("_orig_mod") if place == "forward" else module  # an OptimizedModule, or not
         self.attributes = module.__dict__
         self.place = place  # the name of the attribute that is called
-        make = SplitBackend if split else StageBackend
-        self.backend = make(_inner_backend(context))
+        self.backend = (SplitBackend if split else StageBackend)(_inner_backend(context))
         self.context = context  # the options with which it was compiled
         self.compile(alone=alone)
 
