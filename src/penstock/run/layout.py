@@ -186,7 +186,7 @@ def settle(layouts: Sequence[Layout | None], grads: Sequence[GradLayout | None])
     for layout, grad in zip(layouts, grads, strict=True):
         if layout is not None and grad is not None:
             found = list(grad.tensors)
-            for place, value in enumerate(layout.tensors):
+            for place, value in enumerate(layout.tensors[: len(found)]):
                 if place in some and found[place] is None and value.requires_grad and value.distributed is None:
                     found[place] = TensorLayout(value.shape, value.dtype, requires_grad=False)
             grad = GradLayout.of(found)
