@@ -257,8 +257,9 @@ def _with_aliases(compiled: GraphCall, weights: list[int]) -> GraphCall:
         given = list(args)
         for place in weights:
             given[place] = args[place].detach()
+        since = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         outputs = compiled(*given)
-        node = _node_of(outputs)
+        node = _node_of((*outputs, *given), since)  # what a graph does may be to change an input, and nothing else
         if node is not None:
             node.metadata[NOTE] = tuple([args[place] for place in weights])  # type: ignore[index]  # torch has it as a method
         return outputs
@@ -266,14 +267,18 @@ def _with_aliases(compiled: GraphCall, weights: list[int]) -> GraphCall:
     return call
 
 
-def _node_of(outputs: Sequence[object]) -> Node | None:
-    """The node of a compiled graph among autograd's, found from one of its outputs; these may be views of what it made."""
-    for output in outputs:
-        node = output.grad_fn if isinstance(output, Tensor) else None
-        while node is not None:
+def _node_of(tensors: Sequence[object], since: int) -> Node | None:
+    """The node of a compiled graph among autograd's, found from what it made or changed; views of that may be in between.
+
+    An output may be a view of an input, which leads to nodes of graphs that ran before: those have lower numbers than `since`.
+    """
+    stack = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
+    while stack:
+        node = stack.pop(0)
+        if node._sequence_nr() >= since:
             if type(node).__name__.startswith("CompiledFunction"):
                 return node
-            node = node.next_functions[0][0] if node.next_functions else None
+            stack += [before for before, _ in node.next_functions if before is not None]
     return None
 
 
