@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -87,3 +88,90 @@ def test_a_graph_is_found_by_what_it_made_and_not_by_its_first_output(kind: type
     history: a graph that only changes an input has no output, and its parameters got no gradient; an output that was a view of an
     input led to the graph before, which then gave its gradients to the parameters of this one."""
     compare(name, kind)
+
+
+# -- a run without data
+
+
+@functools.cache
+def mask(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.float64).tril()
+
+
+@functools.cache
+def numbers(size: int) -> tuple[Tensor, ...]:
+    return torch.tensor([float(n) for n in range(size)], dtype=torch.float64), torch.arange(size)
+
+
+class Cached(nn.Module):
+    """What is computed once is kept behind a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ mask(x.shape[-1]) + numbers(x.shape[-1])[0]
+
+
+class CachedInAnAttribute(Cached):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.mask = self.linear.weight.new_ones(WIDTH, WIDTH).tril()
+        return self.linear(x) @ self.mask
+
+
+class CachedInADictionary(Cached):
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if WIDTH not in self.masks:
+            self.masks[WIDTH] = x.new_ones(WIDTH, WIDTH).tril()
+        return self.linear(x) @ self.masks[WIDTH]
+
+
+class CachedAsABuffer(Cached):
+    def forward(self, x: Tensor) -> Tensor:
+        if "mask" not in self._buffers:
+            self.register_buffer("mask", x.new_ones(WIDTH, WIDTH).tril(), persistent=False)
+        return self.linear(x) @ self.mask
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function:UserWarning")
+@pytest.mark.parametrize("compiled", [None, (1,)])
+@pytest.mark.parametrize("kind", [Cached, CachedInAnAttribute, CachedInADictionary, CachedAsABuffer])
+def test_a_run_without_data_leaves_no_fake_tensors_behind(
+    kind: type[nn.Module], compiled: tuple[int, ...] | None
+) -> None:
+    """Before ranks compile, every stage runs on fake tensors, compiled or not. What it computed then and kept, a mask, was fake
+    for ever: so was all that was computed with it, the loss and the gradients, and no error told of it."""
+    mask.cache_clear()
+    numbers.cache_clear()
+    compare("1f1b", kind, compiled=compiled)
+
+
+class Counting(Cached):
+    """Counts its calls in a tensor that is no buffer, and changes a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(())
+        self.level = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.level.data.add_(1)
+        return self.linear(x)
+
+
+def test_a_run_without_data_changes_no_tensor() -> None:
+    """An operator of which no argument was fake ran for what it is: counters that are no buffers were one too high."""
+    modules = [Counting().double() for _ in range(2)]
+    modules[1].compile(backend="aot_eager")
+    x, y = batch(6)
+    on_ranks("1f1b", 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    for module in modules:
+        assert module.calls == 3
+        assert torch.equal(module.level, torch.full_like(module.level, 3))

@@ -4,8 +4,8 @@
     for call in calls:
         call.compile()                  # the part is compiled for what it would be called with; its graphs are not run
 
-Hooks are left out of it. Gradients, buffers, random numbers and attributes of modules (a counter) are as they were
-afterwards; the Python code of `forward` runs.
+Hooks are left out of it. Gradients, buffers, random numbers and what modules keep in attributes (a counter, a mask) are as
+they were afterwards; the Python code of `forward` runs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.nest import Value, map_tensors
-from penstock.stage.buffers import Tables
 from penstock.stage.compiled import on_call
 from penstock.stage.forward import remember
+from penstock.stage.no_data import remember_attributes, without_data
 from penstock.stage.twins import HOOKS, CompiledPart, CompiledParts
 
 
@@ -64,9 +64,6 @@ def rehearse(
     module: nn.Module, parts: CompiledParts | None, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[Value, list[PartCall]]:
     """Run the module without data. What needs data (a branch on a value) raises CannotRehearse."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     calls: list[PartCall] = []
 
     def noted(part: CompiledPart) -> Callable[..., Value]:
@@ -84,8 +81,8 @@ def rehearse(
         for inside in module.modules():
             vars(inside).update((kind, OrderedDict()) for kind in HOOKS)
         try:
-            args, kwargs = map_tensors(mode.from_tensor, (args, kwargs))
-            with mode:
+            with without_data(module) as mode:
+                args, kwargs = map_tensors(mode.from_tensor, (args, kwargs))
                 return module(*args, **kwargs), calls
         except _needs_data() as error:
             raise CannotRehearse(str(error)) from error
@@ -109,12 +106,12 @@ def _needs_data() -> tuple[type[Exception], ...]:
 @contextmanager
 def _rewound(module: nn.Module) -> Iterator[None]:
     """Afterwards the random state, the buffers, and what the modules have set on themselves, are as they were."""
-    rewind, own = remember(module, ()), Tables(map(vars, module.modules()))
+    attributes, rest = remember_attributes(module), remember(module, ())
     try:
         yield
     finally:
-        rewind()
-        own.put_back()
+        attributes()
+        rest()
 
 
 def _blank(fake: Tensor) -> Tensor:
