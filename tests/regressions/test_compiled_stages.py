@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.run import Schedule
+from penstock.stage.intercept import intercepted
 from tests.run.pipes import WIDTH, batch, close, grads_of, loop_grads, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -175,3 +176,15 @@ def test_a_run_without_data_changes_no_tensor() -> None:
     for module in modules:
         assert module.calls == 3
         assert torch.equal(module.level, torch.full_like(module.level, 3))
+
+
+# -- functions that are swapped while a stage runs
+
+
+def test_what_is_swapped_in_a_step_has_the_names_of_torch() -> None:
+    """Inductor names kernels after functions of torch when it is first imported. Where that was in a step with W (a backend of
+    the user's own around inductor), it wrote `_addmm`, a name of penstock's, into the code in its cache on disk, and other
+    programs that found it there failed: 'KernelNamespace' object has no attribute '_addmm'."""
+    with intercepted():
+        assert torch.addmm.__name__ == "addmm"
+        assert nn.functional.linear.__name__ == "linear"

@@ -107,6 +107,10 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: object) -> Tenso
     return _defer(pending, mat1, mat2, bias=input, transposed=True)
 
 
+# When inductor is imported it names kernels after the functions that it finds, and these names go into its cache on disk.
+_linear.__name__, _addmm.__name__ = "linear", "addmm"
+
+
 def _addmm_operator(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _Original.addmm(bias, rows, weight)
 
