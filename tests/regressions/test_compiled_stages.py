@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.run import Schedule
+from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
 from penstock.stage.intercept import intercepted
 from tests.run.pipes import WIDTH, batch, close, grads_of, loop_grads, on_ranks
 
@@ -89,6 +90,68 @@ def test_a_graph_is_found_by_what_it_made_and_not_by_its_first_output(kind: type
     history: a graph that only changes an input has no output, and its parameters got no gradient; an output that was a view of an
     input led to the graph before, which then gave its gradients to the parameters of this one."""
     compare(name, kind)
+
+
+class UsedInEveryPiece(nn.Module):
+    """Its weights are in three graphs, the first of which is given nothing that needs a gradient in the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.linear(x))
+        torch._dynamo.graph_break()
+        h = self.norm(self.linear(h))
+        torch._dynamo.graph_break()
+        return self.linear(h)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_weight_of_several_graphs_hears_of_all_of_them_at_once(name: str) -> None:
+    """Where no input needed a gradient, a graph was called with the parameters themselves: these heard of it from autograd, and
+    again of the other graphs. An optimizer in such a hook took two steps, each with a part of the gradient."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [UsedInEveryPiece().double() for _ in range(2)]
+    fired: list[str] = []
+    for index, module in enumerate(modules):
+        module.compile(backend="aot_eager")
+        for key, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, key=f"{index}.{key}": fired.append(key))
+    x, y = batch(6)
+    on_ranks(name, 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    names = [f"{index}.{key}" for index, module in enumerate(modules) for key, _ in module.named_parameters()]
+    assert {key: fired.count(key) for key in names} == dict.fromkeys(names, 3)
+
+
+@torch._dynamo.disable
+def eagerly(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.tanh(layer(x))
+
+
+class UsedOutside(nn.Module):
+    """Its first layer is in a graph, and is called once more by code that torch.compile must not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(eagerly(self.first, torch.relu(self.first(x))))
+
+
+def test_a_weight_of_a_graph_and_of_eager_code_hears_of_both_in_one_weight_pass() -> None:
+    """The weight pass asked whether modules beside the compiled ones share their weights, and not what had run."""
+    module = UsedOutside()
+    compiled = torch.compile(module, backend="aot_eager")
+    fired: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    output, pending = run_deferred(Deferral(compiled), compiled, (x,), {})
+    backward_input([output.sum()], [None], pending, inputs=[x])
+    backward_weight(pending)
+    assert sorted(fired) == sorted(name for name, _ in module.named_parameters())
 
 
 # -- a run without data

@@ -120,7 +120,7 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
     again, pending.again = pending.again, None
     if pending.graphs:
         compiled = pending.deferral.compiled
-        if compiled is not None and compiled.shared and again is None:
+        if compiled is not None and (compiled.shared or work or batches) and again is None:
             accumulate(work, *_of_graphs_and_batches(pending.graphs, batches))
             return
         accumulate_graphs(pending.graphs, None if compiled is None else compiled.listeners)

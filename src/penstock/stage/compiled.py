@@ -16,8 +16,8 @@
 torch.compile traces a module and hands each graph to a backend, which AOTAutograd gives the forward and the backward as
 graphs of operators. `SplitBackend` *cuts* the backward graph before the chosen backend compiles it (`penstock.stage.cut_graph`).
 
-A graph whose inputs need gradients is called with *aliases* of its parameters, which need none: autograd would otherwise
-visit the parameters in the input pass, without a gradient, and fire their hooks there. Which parameters they stand for is
+A graph is called with *aliases* of its parameters: autograd would otherwise visit the parameters in the input pass, without a
+gradient, and fire their hooks there, and once more for every other graph that uses them. Which parameters they stand for is
 noted on autograd's node of the call, where the backward finds it. One compiled graph so serves any number of equal layers.
 """
 
@@ -251,12 +251,14 @@ def _with_aliases(compiled: GraphCall, weights: list[int]) -> GraphCall:
         return compiled
 
     def call(*args: Value) -> Value:
+        if not torch.is_grad_enabled():
+            return compiled(*args)
         others = [value for place, value in enumerate(args) if place not in weights and isinstance(value, Tensor)]
-        if not torch.is_grad_enabled() or not any(other.requires_grad for other in others):
-            return compiled(*args)  # nothing is to be hurried for
         given = list(args)
+        # Where nothing else needs a gradient, autograd makes a node for their sake, and still gives them nothing.
+        alone = not any(other.requires_grad for other in others)
         for place in weights:
-            given[place] = args[place].detach()
+            given[place] = args[place].detach().requires_grad_(alone)
         since = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         outputs = compiled(*given)
         node = _node_of((*outputs, *given), since)  # what a graph does may be to change an input, and nothing else
