@@ -46,7 +46,7 @@ class _RealWithoutInputs(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, mode: FakeTensorMode, held: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.held = mode, held
 
     def __torch_dispatch__(
