@@ -59,6 +59,12 @@ def compiled(make: MakeCase, backend: str = "aot_eager") -> MakeCase:
         "dropout_by_microbatch",
         "dropout_by_microbatch_checkpointed",
         "integer_inputs",
+        "uneven_batch",
+        "shapes_that_differ_between_microbatches",
+        "modules_of_many_kinds",
+        "noncontiguous_outputs",
+        "tuple_outputs",
+        "accumulated_over_three_steps",
     ],
 )
 def test_what_stages_do(name: str) -> None:
