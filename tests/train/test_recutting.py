@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from penstock.balance import Profile
 from penstock.cli.main import main
-from penstock.train.cuts import PROFILE
+from penstock.train.kept_cut import PROFILE
 from penstock.train.train_job import Job, batches_of
 from penstock.train.train_options import TrainOptions
 from penstock.train.unpipelined import Unpipelined

@@ -22,9 +22,9 @@ from penstock.nest import Value
 from penstock.show.numbers import time_text
 from penstock.train import run_report
 from penstock.train.corpus import generate
-from penstock.train.cuts import Recutter, keep_cut, kept_cut
 from penstock.train.events import EventLog, Noted
 from penstock.train.history import History
+from penstock.train.kept_cut import Recutter, keep_cut, kept_cut
 from penstock.train.loggers import JsonLines
 from penstock.train.recovery import Recovery, loss_noted
 from penstock.train.screen import Screen
