@@ -26,8 +26,7 @@ from penstock.run.compiled_costs import compiled_costs
 from penstock.run.schedule import Schedule
 from penstock.search import search
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
-from penstock.stage.buffers import Buffers
-from penstock.stage.random_state import RandomState, accelerators
+from penstock.stage.buffers import Buffers, RandomState, accelerators
 
 _WARM_UP = 2
 _LIMIT = 100_000  # rounds; a number beyond that is a slip
