@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import sub
 from typing import NamedTuple
 
+from penstock.misfits import entry
 from penstock.plan import Plan
 from penstock.plan.actions import OP, AnyAction, partner_of, unpack
 from penstock.plan.ops import BESIDE, COMPUTES, RECEIVES, SENDS
@@ -70,7 +71,8 @@ class Timeline:
 
     def timed(self, rank: int) -> Iterator[tuple[int, float, float]]:
         """The packed actions of a rank, each with its start and its end."""
-        return zip(self.plan.codes[rank], self.starts[rank], self.ends[rank], strict=True)
+        codes = entry(self.plan.codes, rank, "timed(rank")
+        return zip(codes, self.starts[rank], self.ends[rank], strict=True)
 
     def every(self) -> Iterator[tuple[int, int, float, float]]:
         """The packed actions of all ranks: rank, action, start, end."""
