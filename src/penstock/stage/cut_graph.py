@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from penstock.nest import Value
 from penstock.stage.engine import run_engine
 from penstock.stage.equal_products import Packing, batch_equal_products, pack_outputs
 from penstock.stage.listeners import Listeners
 
-Compiled = Callable[[list[Any]], Sequence[Any]]
+Compiled = Callable[[list[Value]], Sequence[Value]]
 """A compiled graph: takes a list of its inputs, which it empties, and returns its outputs."""
-Compile = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
+Compile = Callable[[fx.GraphModule, Sequence[Value]], Compiled]
 """Compiles one part of a backward graph for inputs such as these."""
 
 
@@ -34,13 +35,13 @@ class GraphWork(NamedTuple):
     """The weight part of one backward: computes the gradients of `parameters` from `kept`."""
 
     run: Compiled
-    kept: list[Any]
+    kept: list[Value]
     parameters: Sequence[Tensor]
     packing: Packing | None = None  # how gradients lie in what it returns; None: one after another
 
-    def by_parameter(self, values: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    def by_parameter(self, values: Sequence[Value]) -> tuple[list[Tensor], list[Tensor]]:
         """What `run` returned: parameters that are trained, and a gradient for each of them."""
-        grads = list(values) if self.packing is None else self.packing.unpack(values)
+        grads: list[Value] = list(values) if self.packing is None else self.packing.unpack(values)
         if all(map(_IS_TRAINED, self.parameters)) and not any(map(_IS_NONE, grads)):
             return list(self.parameters), grads
         pairs = [(p, g) for p, g in zip(self.parameters, grads, strict=True) if g is not None and p.requires_grad]
@@ -130,10 +131,10 @@ def split_backward(
     `weights` are the places, among the inputs of the forward, of the parameters that need a gradient.
     """
     (output,) = graph.graph.find_nodes(op="output")
-    grads: list[Any] = list(output.args[0])  # nodes, and None for inputs that need no gradient
+    grads: list[fx.Node | None] = list(output.args[0])  # nodes, and None for inputs that need no gradient
     sources = [_source(description) for description in output.meta.get("desc", ())]
     waiting = [place for place, source in enumerate(sources) if source in weights]
-    ends = [grads[place] for place in waiting if grads[place] is not None]
+    ends = [grad for place in waiting if (grad := grads[place]) is not None]
     if not ends or _has_effects(graph.graph):
         return compiler(graph, inputs)
     first = _closed(
@@ -183,10 +184,10 @@ class BackwardParts:
         self.packing: Packing | None = None  # of what the second returns
         self.shared: list[int] | None = None  # places of gradients in memory of one another or of `kept`, once it ran
 
-    def inputs(self, given: list[object]) -> tuple[list[Any], list[Any]]:
+    def inputs(self, given: list[object]) -> tuple[list[Value], list[Value]]:
         """The first part: the gradients, without those of parameters, and what is kept for the second. Empties `given`."""
         kept = [given[place] for place in self.passes]
-        found: list[Any] = [None] * len(self.sources)
+        found: list[Value] = [None] * len(self.sources)
         if self.first is None:
             given.clear()
             return found, kept
@@ -203,7 +204,7 @@ class BackwardParts:
             found[place] = found[place].clone()
         return found, kept
 
-    def run(self, given: list[object]) -> list[Any]:
+    def run(self, given: list[object]) -> list[Value]:
         """As AOTAutograd calls a backward in one piece."""
         found, kept = self.inputs(given)
         node = _C._current_autograd_node()
@@ -233,7 +234,7 @@ def called_shortly(compiled: Compiled) -> Compiled:
     profiler: Any = torch.autograd.profiler
     called = False
 
-    def run(given: list[object]) -> Sequence[Any]:
+    def run(given: list[object]) -> Sequence[Value]:
         nonlocal called
         if called and not profiler._is_profiler_enabled:
             return graph.current_callable(given)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.tools_common import legalize_graph
 
+from penstock.nest import Value
 from penstock.stage.batched import MOST_BYTES, MOST_PRODUCTS, same_bits
 
 _aten = torch.ops.aten
@@ -49,9 +50,9 @@ class Packing(NamedTuple):
     alone: tuple[int, ...]  # their places among all gradients
     batches: tuple[GradientBatch, ...]
 
-    def unpack(self, values: Sequence[Any]) -> list[Any]:
+    def unpack(self, values: Sequence[Tensor]) -> list[Tensor | None]:
         """All gradients, in their order."""
-        found: list[Any] = [None] * (len(self.alone) + sum(len(batch.places) for batch in self.batches))
+        found: list[Tensor | None] = [None] * (len(self.alone) + sum(len(batch.places) for batch in self.batches))
         for place, value in zip(self.alone, values, strict=False):
             found[place] = value
         for batch, value in zip(self.batches, values[len(self.alone) :], strict=True):
@@ -196,7 +197,7 @@ def _stacked(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
     return _made(graph, _aten.view.default, _made(graph, _aten.cat.default, nodes), [len(nodes), rows, columns])
 
 
-def _made(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+def _made(graph: fx.Graph, target: Callable[..., object], *args: Value) -> fx.Node:
     """A node, with the fake tensor that it gives: backends look at that."""
     node = graph.call_function(target, args)
     values = fx.node.map_arg(args, lambda given: given.meta["val"])

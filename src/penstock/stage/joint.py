@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from penstock.errors import StageError
+from penstock.nest import Value
 from penstock.stage.cut_graph import BackwardParts, Compiled, GraphWork, called_shortly, hand_over, memory_of
 
 _C: Any = torch._C
@@ -38,7 +39,7 @@ class TracedGraph:
     num_inputs: int = 0  # of the forward graph
     metadata: Any = None  # what AOTAutograd found out about the graph
     backward: BackwardParts | None = None
-    tangents: Sequence[Any] = ()  # the last inputs of the backward graph, as they were traced
+    tangents: Sequence[Value] = ()  # the last inputs of the backward graph, as they were traced
 
     def take_forward(self, part: fx.GraphModule, compiler: Callable[[], Compiled]) -> Compiled:
         context = torch._guards.TracingContext.try_get()
@@ -79,7 +80,7 @@ class Joint:
         self.given: list[int] | None = None  # which of the saved values somebody else can change, once one ran
 
     @classmethod
-    def of(cls, noted: TracedGraph, examples: Sequence[Any], weights: frozenset[int]) -> Joint | None:
+    def of(cls, noted: TracedGraph, examples: Sequence[object], weights: frozenset[int]) -> Joint | None:
         """None if the graph does something that only AOTAutograd's own runtime can do."""
         wanted = [
             place
@@ -97,7 +98,7 @@ class Joint:
         leaves = [args[place] for place in self.wanted] or [_ANCHOR]
         return _JointFunction.apply(self, args, *leaves)  # type: ignore[no-untyped-call]
 
-    def versions(self, others: Sequence[Any], saved: Sequence[Any]) -> list[int]:
+    def versions(self, others: Sequence[object], saved: Sequence[Value]) -> list[int]:
         """How often those saved values were changed in place that somebody else can change: inputs, outputs, and views."""
         if self.given is None:
             known = {memory_of(value) for value in others}
@@ -105,14 +106,14 @@ class Joint:
             self.given = [place for place, value in tensors if memory_of(value) in known or value._is_view()]
         return [saved[place]._version for place in self.given]
 
-    def weight_work(self, kept: list[Any], parameters: Sequence[Tensor]) -> GraphWork:
+    def weight_work(self, kept: list[Value], parameters: Sequence[Tensor]) -> GraphWork:
         """What is left to do after the input pass."""
         if self.held_to_weight is None:
             self.held_to_weight = _bytes_beside(kept, parameters)
         run = self.backward.second
         return GraphWork(_WithoutAutocast(run) if self.amp else run, kept, parameters, self.backward.packing)
 
-    def run(self, call: Compiled, given: list[object]) -> Any:
+    def run(self, call: Compiled, given: list[object]) -> Value:
         """Run a part; autocast, whose casts are in the graph, must not cast again."""
         if not self.amp:
             return call(given)
@@ -122,7 +123,7 @@ class Joint:
 
 class _JointFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, joint: Joint, args: tuple[Any, ...], *leaves: Tensor) -> Any:
+    def forward(ctx: Any, joint: Joint, args: tuple[Value, ...], *leaves: Tensor) -> tuple[Value, ...]:
         values = joint.run(joint.forward, list(args))
         size = joint.num_outputs
         ctx.save_for_backward(*[value.detach() if value._is_view() else value for value in values[size:]])
@@ -142,7 +143,7 @@ class _JointFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Value, ...]:
         joint: Joint = ctx.joint
         if torch.is_grad_enabled():
             raise StageError(
@@ -173,7 +174,7 @@ class _WithoutAutocast:
     def __init__(self, call: Compiled) -> None:
         self.call = call
 
-    def __call__(self, given: list[object]) -> Sequence[Any]:
+    def __call__(self, given: list[object]) -> Sequence[Value]:
         with _C._DisableAutocast():
             return self.call(given)
 

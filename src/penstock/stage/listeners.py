@@ -88,7 +88,7 @@ def _set_first(parameters: Sequence[Tensor], values: Sequence[Tensor], packing: 
         run_engine(tuple([parameters[place] for place in packing.alone]), tuple(values[: len(packing.alone)]))
 
 
-def _places(grads: Sequence[Any], values: Sequence[Tensor], packing: Packing) -> list[Tensor] | None:
+def _places(grads: Sequence[Tensor], values: Sequence[Tensor], packing: Packing) -> list[Tensor] | None:
     """Where gradients lie that are to be added to; None if they do not lie as `packing` says."""
     found: list[Tensor] = [grads[place] for place in packing.alone]
     if not all(map(_can_be_added, found, values)):
@@ -146,6 +146,6 @@ def _mark(parameters: tuple[Tensor, ...]) -> None:
         node.metadata[_MARK] = True
 
 
-def _nodes(parameters: tuple[Tensor, ...]) -> Any:
+def _nodes(parameters: tuple[Tensor, ...]) -> Any:  # torch's types have a node's metadata as a method
     with torch.enable_grad():
         return _Probe.apply(*parameters).grad_fn.next_functions  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ saved, and gives leaves as outputs. The backward then is a call of the backward 
 from __future__ import annotations
 
 import dis
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,6 +38,7 @@ _C: Any = torch._C
 _entries: Callable[[CodeType], Sequence[Any]] = getattr(
     _C._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda code: ()
 )
+_Frame = dict[str, Value]  # the variables of a call, of which guards are asked
 _MOST = 8  # guards that are tried before torch.compile's own
 
 
@@ -45,7 +47,7 @@ class HeldGraph:
 
     __slots__ = ("grads", "joint", "leaves", "outputs", "parameters", "saved", "versions", "work")
 
-    def __init__(self, joint: Joint, args: Sequence[Any], outputs: Sequence[Any], saved: list[Any]) -> None:
+    def __init__(self, joint: Joint, args: Sequence[Value], outputs: Sequence[Value], saved: list[Value]) -> None:
         self.joint = joint
         self.saved = saved
         self.leaves = [args[place] for place in joint.wanted]
@@ -134,11 +136,12 @@ class _Graph:
 class Shortcuts:
     """Of one compiled part: in its place during a step. `begin` forgets what torch.compile would no longer run."""
 
-    def __init__(self, eager: Any, twin: Callable[..., Value]) -> None:
+    def __init__(self, eager: Callable[..., Value], twin: Callable[..., Value]) -> None:
+        assert isinstance(eager, FunctionType), "torch.compile keeps its code with that of a function"
         self.eager, self.twin = eager, twin
-        self.module = eager.__closure__[0].cell_contents
+        (self.module,) = inspect.getclosurevars(eager).nonlocals.values()
         self.read: dict[CodeType, _Written | None] = {}
-        self.found: list[tuple[Callable[[Any], bool], _Written]] = []
+        self.found: list[tuple[Callable[[_Frame], bool], _Written]] = []
         self.codes: list[CodeType] = []  # of `found`
         self.stance: object = None  # under which it was found
 
@@ -178,7 +181,7 @@ class Shortcuts:
                 return output, held  # type: ignore[return-value]
         return None
 
-    def _learn(self, frame: dict[str, Any], output: Value) -> None:
+    def _learn(self, frame: _Frame, output: Value) -> None:
         """After a call in the long way: find the code that it has run, if that was compiled (see `torch.compiler.set_stance`)."""
         tensors = tensors_in(output)
         trained = [tensor for tensor in tensors if tensor.requires_grad]
@@ -212,7 +215,7 @@ _INSTRUCTIONS = """
 _KNOWN = frozenset(_INSTRUCTIONS.split())
 
 
-def _written(code: CodeType, eager: Any) -> _Written | None:
+def _written(code: CodeType, eager: FunctionType) -> _Written | None:
     """The code, if it does nothing but call one graph and returns that graph's outputs."""
     steps = list(dis.get_instructions(code))
     names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
@@ -224,7 +227,7 @@ def _written(code: CodeType, eager: Any) -> _Written | None:
         return None
     if names - {graphs[0], _UTILITIES}:
         return None
-    call = eager.__globals__.get(graphs[0])
+    call: Value = eager.__globals__.get(graphs[0])
     while hasattr(call, "_torchdynamo_orig_callable"):  # what torch.compile wraps around it
         call = call._torchdynamo_orig_callable
     joint = getattr(call, "joint", None)

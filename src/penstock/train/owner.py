@@ -8,7 +8,6 @@ A launcher that is killed owns nothing any more, but its ranks live on until the
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import time
@@ -19,6 +18,11 @@ from pathlib import Path
 from typing import TextIO
 
 from penstock.errors import PenstockError
+
+try:
+    import fcntl
+except ImportError:  # a system without these locks
+    fcntl = None  # type: ignore[assignment]
 
 _FILE = ".owner"  # locked by the process that owns the folder; the kernel lets go of it when that process ends
 _RANKS = ".ranks"  # locked by every rank that writes to the folder, for all of them together
@@ -67,12 +71,13 @@ def _locked(folder: Path, name: str, *, alone: bool) -> Iterator[tuple[TextIO, b
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("a+", encoding="utf-8") as file:
         free = True
-        try:
-            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            free = False
-        except OSError:  # a file system without these locks
-            pass
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                free = False
+            except OSError:  # a file system without these locks
+                pass
         _HELD.add(file)
         try:
             yield file, free
@@ -91,4 +96,5 @@ def _let_go() -> None:
 # In a rank, after somebody has come to own the folder: nobody else does before this rank has ended.
 in_use = partial(_locked, name=_RANKS, alone=False)
 _HELD: set[TextIO] = set()
-os.register_at_fork(after_in_child=_let_go)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
