@@ -67,6 +67,8 @@ def compiled(make: MakeCase, backend: str = "aot_eager") -> MakeCase:
         "accumulated_over_three_steps",
     ],
 )
+# torch.compile makes an object of the class whose objects torch deprecates, where it meets a custom function.
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
 def test_what_stages_do(name: str) -> None:
     """Every schedule runs in test_hooks.py; here is one whose backward comes in two parts, with all that stages may do."""
     compare(get_schedule("zbv"), Sizes(2, 2, 3), compiled(CASES[name]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +36,16 @@ class StagePiece:
     recipe: Nest = LEAF  # of the last stage: puts the model's output together
     fixed: tuple[tuple[int, object], ...] = ()  # of the last stage: leaves of the output that are always the same
     guards: tuple[Guard, ...] = ()  # what must be true of the sizes, of the whole model
+    computed: tuple[int, ...] = field(
+        init=False
+    )  # places of the outputs that are computed in this graph; all, if none is
+
+    def __post_init__(self) -> None:
+        values: Any = self.program.graph.output_node().args[0]
+        places = [place for place, value in enumerate(values) if value.op != "placeholder"]
+        object.__setattr__(
+            self, "computed", tuple(places or range(len(values)))
+        )  # torch.compile reads no cached property
 
     def model_output(self, values: Sequence[object]) -> Value:
         """What the model returns, out of the outputs of the last stage."""
@@ -46,12 +55,6 @@ class StagePiece:
         for position, value in self.fixed:
             leaves.insert(position, value)
         return model_values.unflatten(self.recipe, leaves)
-
-    @cached_property
-    def computed(self) -> Sequence[int]:
-        """The places of the outputs that are computed in this graph; all, if none is."""
-        values: Any = self.program.graph.output_node().args[0]
-        return [i for i, value in enumerate(values) if value.op != "placeholder"] or range(len(values))
 
 
 @dataclass(frozen=True)

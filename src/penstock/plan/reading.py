@@ -6,6 +6,7 @@ write_text("plan.csv", "0F0,0B0", PlanError)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -35,8 +36,9 @@ def read_text(
 ) -> str:
     """The text of a file of at most `limit` bytes; `hint` ends the error for a longer one, and may name its {size}."""
     with _named(path, error, "read"), Path(path).open("rb") as file:
-        data = file.read(limit + 1)
-        size = file.seek(0, 2) if len(data) > limit and file.seekable() else len(data)
+        size = os.fstat(file.fileno()).st_size  # of a pipe it is not known
+        data = file.read(limit + 1) if size <= limit else b""
+        size = max(size, len(data))
     if size > limit:
         raise error(f"{path} has {size:,} bytes; such files are read up to {limit:,}{hint.format(size=size)}")
     try:
