@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.comm import FailureRecord
-from penstock.comm.host_group import HostGroup
+from penstock.comm.host_group import blamed
 from penstock.stage.dtensors import whole_tensor
 from tests.gloo_pool import GlooPool
 from tests.parity.test_data_parallel import ddp, fsdp, train_all
@@ -28,17 +26,13 @@ def test_23_replicas_with_a_split_backward_have_the_same_gradients(gloo_pool: Gl
 
 def test_a_replica_that_died_is_named_before_one_that_gave_up_because_of_it() -> None:
     """Of three replicas one was killed. The second saw it, gave up and said so; the third then named the second."""
-    posts = {"gone/2": FailureRecord(2, cause="its pipeline cannot go on: rank 1 has ended").encode()}
-    died, group = FailureRecord(1, cause="its process has ended"), HostGroup.__new__(HostGroup)
-    group._others = {1, 2}
-    group._store = SimpleNamespace(check=posts.__contains__, get=lambda key, timeout: posts[key])  # type: ignore[assignment]
-    group._pulse = SimpleNamespace(ended=lambda: died)  # type: ignore[assignment]
-    assert group._gone() == died
-    posts["gone/1"] = FailureRecord(1, cause="its pipeline cannot go on: it says why").encode()
-    assert group._gone() == FailureRecord(1, cause="its pipeline cannot go on: it says why")
-    group._pulse = SimpleNamespace(ended=lambda: None)  # type: ignore[assignment]
-    del posts["gone/1"]
-    assert group._gone() == FailureRecord(2, cause="its pipeline cannot go on: rank 1 has ended")
+    died = FailureRecord(1, cause="its process has ended")
+    gave_up = FailureRecord(2, cause="its pipeline cannot go on: rank 1 has ended")
+    own_words = FailureRecord(1, cause="its pipeline cannot go on: it says why")
+    assert blamed(died, {2: gave_up}) == died
+    assert blamed(died, {1: own_words, 2: gave_up}) == own_words
+    assert blamed(None, {2: gave_up}) == gave_up
+    assert blamed(None, {}) is None
 
 
 def load_into_shards() -> list[list[float]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import torch
@@ -99,13 +99,13 @@ class HostGroup:
             end_waits(self._gloo, self._rank, len(self._ranks))
 
     def _gone(self) -> FailureRecord | None:
-        """Whose process has ended, or who has given up: perhaps because of the former, so that it comes second."""
-        ended = self._pulse.ended()
+        """Whose process has ended, or who has given up."""
+        ended, posted = self._pulse.ended(), dict[int, FailureRecord]()
         with suppress(TransportError):
             for rank in sorted(self._others) if ended is None else [ended.rank]:
                 if self._store.check(f"gone/{rank}"):
-                    return FailureRecord.decode(self._store.get(f"gone/{rank}", _GRACE))
-        return ended
+                    posted[rank] = FailureRecord.decode(self._store.get(f"gone/{rank}", _GRACE))
+        return blamed(ended, posted)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -134,6 +134,13 @@ class HostGroup:
         if silent is not None and self._lost is None and self._steps:
             self._lost = silent
             end_waits(self._gloo, self._rank, len(self._ranks))
+
+
+def blamed(ended: FailureRecord | None, posted: Mapping[int, FailureRecord]) -> FailureRecord | None:
+    """The process that has ended, in its own words if it left some. Who has given up did so because of it, perhaps."""
+    if ended is not None:
+        return posted.get(ended.rank, ended)
+    return next(iter(posted.values()), None)
 
 
 def _watch(of: weakref.ref[HostGroup]) -> None:
