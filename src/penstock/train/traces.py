@@ -30,8 +30,8 @@ from penstock.simulate import simulate
 
 _ANCHOR: Final = "penstock:anchor"  # ranges whose times are known on both clocks
 _ANCHORS: Final = 8
-_ACTION: Final = "penstock:"
 _PLACES: Final = 1000  # processes and devices of a rank, in the file
+_PLANNED: Final = "planned"  # the one of them that has the plan
 
 
 @contextmanager
@@ -86,11 +86,11 @@ def _seen(profiler: torch.profiler.profile) -> list[Event]:
 
 def merged(pipe: Pipeline, ranks: list[list[Event]]) -> dict[str, object]:
     """The events of all ranks and those that were planned, as one trace that begins at 0."""
-    steps = _steps(pipe, ranks)
     begin = min((event["ts"] for events in ranks for event in events if "ts" in event), default=0.0)
+    for number, (start, end) in enumerate(_steps(pipe, ranks)):
+        for rank, event in _planned(pipe, number, start, end - start):
+            ranks[rank].append(event)
     found = [moved for rank, events in enumerate(ranks) for moved in _of_rank(rank, events, begin)]
-    for number, (start, end) in enumerate(steps):
-        found += _planned(pipe, number, start - begin, end - start)
     return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"schedule": pipe.plan.name, "by": "penstock"}}
 
 
@@ -98,25 +98,18 @@ def _of_rank(rank: int, events: list[Event], begin: float) -> Iterator[Event]:
     """Processes, devices and arrows get numbers that no other rank has; the names say whose they are."""
     places: dict[object, int] = {}
     for event in events:
-        pid = places.setdefault(event.get("pid", 0), len(places))
-        name = f"rank {rank}: {event.get('args', {}).get('name', '')}"
-        yield _moved(event, rank * 2 * _PLACES + pid, f"{rank}", name=name, start=-begin)
-
-
-def _moved(event: Event, pid: int, group: str, *, name: str, start: float, scale: float = 1.0) -> Event:
-    """An event in another place: of a process with this number and name, at another time, with arrows of its own group."""
-    moved = event | {"pid": pid}
-    if "ts" in event:
-        moved["ts"] = round(start + event["ts"] * scale, 3)
-    if "dur" in event:
-        moved["dur"] = round(event["dur"] * scale, 3)
-    if "id" in event:
-        moved["id"] = f"{group}:{event['id']}"
-    if event.get("name") == "process_name":
-        moved["args"] = {"name": name}
-    elif event.get("name") == "process_sort_index":
-        moved["args"] = {"sort_index": pid}
-    return moved
+        place = event.get("pid", 0)
+        pid = rank * _PLACES + places.setdefault(place, len(places))
+        moved = event | {"pid": pid}
+        if "ts" in event:
+            moved["ts"] = round(event["ts"] - begin, 3)
+        if "id" in event and place != _PLANNED:  # what was planned has arrows from rank to rank
+            moved["id"] = f"{rank}:{event['id']}"
+        if event.get("name") == "process_name":
+            moved["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+        elif event.get("name") == "process_sort_index":
+            moved["args"] = {"sort_index": pid}
+        yield moved
 
 
 def _steps(pipe: Pipeline, ranks: list[list[Event]]) -> list[tuple[float, float]]:
@@ -126,10 +119,8 @@ def _steps(pipe: Pipeline, ranks: list[list[Event]]) -> list[tuple[float, float]
         ranges = sorted(
             (event["ts"], event["ts"] + event.get("dur", 0))
             for event in events
-            if event.get("ph") == "X"
-            and str(event.get("name")).startswith(_ACTION)
-            and event["name"] != _ANCHOR
-            and event.get("cat") == "user_annotation"
+            if event.get("ph") == "X" and event.get("cat") == "user_annotation"
+            if event["name"] != _ANCHOR and event["name"].startswith("penstock:")
         )
         for number in range(len(ranges) // max(len(codes), 1)):
             step = ranges[number * len(codes) : (number + 1) * len(codes)]
@@ -137,15 +128,17 @@ def _steps(pipe: Pipeline, ranks: list[list[Event]]) -> list[tuple[float, float]
     return [(min(start for start, _ in spans), max(end for _, end in spans)) for spans in found.values()]
 
 
-def _planned(pipe: Pipeline, step: int, start: float, length: float) -> Iterator[Event]:
-    """The step as it was planned; drawn as long as it took, if nothing was measured before that says how long it takes."""
-    timed = pipe.choice is not None and pipe.choice.is_timed and pipe.timeline is not None
-    timeline = pipe.timeline if timed and pipe.timeline is not None else simulate(pipe.plan)
-    events = to_trace(timeline)["traceEvents"]
+def _planned(pipe: Pipeline, step: int, start: float, length: float) -> Iterator[tuple[int, Event]]:
+    """The step as it was planned, each event with its rank; drawn as long as it took, if nothing was measured before that says
+    how long it takes."""
+    timed = pipe.timeline if pipe.choice is not None and pipe.choice.is_timed else None
+    events = to_trace(timed or simulate(pipe.plan))["traceEvents"]
     whole = max((event["ts"] + event.get("dur", 0) for event in events if "ts" in event), default=0.0)
     scale = 1.0 if timed or not whole else length / whole
     for event in events:
-        if step == 0 or event["ph"] != "M":
-            rank = event["pid"]
-            pid, name = rank * 2 * _PLACES + _PLACES, f"rank {rank}: planned"
-            yield _moved(event, pid, f"planned:{step}", name=name, start=start, scale=scale)
+        if step and event["ph"] == "M":  # names, which the first step has said
+            continue
+        times = {key: begin + event[key] * scale for key, begin in (("ts", start), ("dur", 0.0)) if key in event}
+        name = {"args": {"name": _PLANNED}} if event["name"] == "process_name" else {}
+        arrow = {"id": f"planned:{step}:{event['id']}"} if "id" in event else {}
+        yield event["pid"], {**event, "pid": _PLANNED, **times, **name, **arrow}
