@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import starmap
 from math import ceil, floor, isfinite
@@ -18,6 +18,7 @@ from penstock.show.numbers import percent, sizes, time_text
 from penstock.show.svg import nice_step
 from penstock.simulate import Timeline
 
+Points = Sequence[tuple[int, float]]
 NOT_MEASURED = (
     "Nothing was measured before training: the plan is drawn with estimated costs, scaled to the measured time."
 )
@@ -116,21 +117,21 @@ def memory_curve(planned: Sequence[float], measured: Sequence[float]) -> str:
     lines = {"pr-train": [*enumerate(measured, 1)], "pr-valid": [*enumerate(planned, 1)] if any(planned) else []}
     ticks = {share * most: size_text(round(share * most)) for share in (0.0, 0.5, 1.0)}
     label = f"memory over {len(planned)} actions, at most {size_text(round(max(measured, default=0)))}"
-    return _curves(lines, ticks, {len(planned): f"action {len(planned)}"}, label=label, left=84)
+    return _curves(lines, ticks, {len(planned): f"action {len(planned)}"}, label=label)
 
 
 def _figures(data: dict[str, Value], planned: Timeline, measured: Timeline) -> str:
-    losses = [loss for loss in data["losses"] if loss is not None and isfinite(loss)]
-    figures = [
-        ("steps", str(len(data["losses"]))),
-        ("loss, first to last", f"{losses[0]:.3f} → {losses[-1]:.3f}" if losses else "-"),
-        (
-            "step, planned / measured",
-            f"{time_text(against.step_time(planned), 's')} / {time_text(measured.makespan, 's')}",
-        ),
-        ("bubble, planned / measured", f"{percent(planned.bubble_makespan)} / {percent(measured.bubble_makespan)}"),
-    ]
-    listed = "".join(f'<div class="ps-card"><dt>{word}</dt><dd>{escape(value)}</dd></div>' for word, value in figures)
+    losses = [loss for _, loss in _numbers(enumerate(data["losses"]))]
+    steps = f"{time_text(against.step_time(planned), 's')} / {time_text(measured.makespan, 's')}"
+    figures = {
+        "steps": str(len(data["losses"])),
+        "loss, first to last": f"{losses[0]:.3f} → {losses[-1]:.3f}" if losses else "-",
+        "step, planned / measured": steps,
+        "bubble, planned / measured": f"{percent(planned.bubble_makespan)} / {percent(measured.bubble_makespan)}",
+    }
+    listed = "".join(
+        f'<div class="ps-card"><dt>{word}</dt><dd>{escape(value)}</dd></div>' for word, value in figures.items()
+    )
     return f'<dl class="pr-figures">{listed}</dl>'
 
 
@@ -203,14 +204,13 @@ def _idle_rows(planned: Timeline, measured: Timeline) -> list[list[str]]:
     return rows
 
 
-def loss_curve(losses: Sequence[float], validation: Sequence[Sequence[float]]) -> str:
+def loss_curve(losses: Sequence[float], validation: Points) -> str:
     """A drawing of the losses by step.
 
-    >>> loss_curve([3.0, 2.0], [[2, 2.5]]).count("<circle")
+    >>> loss_curve([3.0, 2.0], [(2, 2.5)]).count("<circle")
     1
     """
-    points = [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None and isfinite(loss)]
-    marks = [(int(step), loss) for step, loss in validation if loss is not None and isfinite(loss)]
+    points, marks = _numbers(enumerate(losses, 1)), _numbers(validation)
     if not points:
         return "<p>no losses</p>"
     values = [loss for _, loss in points + marks]
@@ -222,17 +222,17 @@ def loss_curve(losses: Sequence[float], validation: Sequence[Sequence[float]]) -
     return _curves({"pr-train": points, "pr-valid": marks}, ticks, below, label=label, dots=marks)
 
 
+def _numbers(points: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """The points that can be drawn: a loss may have become no number, or infinite."""
+    return [(step, loss) for step, loss in points if loss is not None and isfinite(loss)]
+
+
 def _curves(
-    lines: Mapping[str, Sequence[tuple[int, float]]],
-    ticks: Mapping[float, str],
-    below: Mapping[int, str],
-    *,
-    label: str,
-    left: float = 54,
-    dots: Sequence[tuple[int, float]] = (),
+    lines: Mapping[str, Points], ticks: Mapping[float, str], below: Mapping[int, str], *, label: str, dots: Points = ()
 ) -> str:
     """A drawing of lines from number 1 on, each with its class; with words at the heights of `ticks`, and at numbers `below`."""
     width, height, right, top, bottom = 640.0, 240.0, 10.0, 12.0, 26.0
+    left = 12.0 + 7 * max(map(len, ticks.values()))
     low, high, last = min(ticks), max(ticks), max(below)
 
     def at(x: float, y: float) -> tuple[float, float]:
