@@ -24,7 +24,7 @@ RANKS = (RankFigures(0.5, busy=0.3, span=0.4, memory=1000), RankFigures(0.4, bus
 
 
 def events(count: int) -> list[StepEvent]:
-    first = StepEvent.of(0, Noted(2.0, 1.5), rate=0.1, tokens=100, ranks=RANKS)
+    first = StepEvent.of(0, Noted(2.0, 1.5, tokens=100, rate=0.1), RANKS)
     return [replace(first, step=step, loss=2.0 - step / 8) for step in range(count)]
 
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
@@ -37,6 +37,8 @@ from penstock.nest import Value
 from penstock.run.memory_watch import allocator_counts
 from penstock.train.loggers import Logger, open_logger
 
+_NAMES = {"norm": "gradient_norm", "rate": "learning_rate"}
+_NO_METRICS = ("step", "time", "ranks")
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
@@ -57,6 +59,7 @@ class Noted:
     loss: float | None = None
     norm: float | None = None
     tokens: int = 0  # or rows
+    rate: float | None = None  # what the optimizer had as the step began
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class StepEvent:
     """One step of a run, ready to be written down.
 
     >>> figures = [RankFigures(2.0, busy=1.5, span=2.0, memory=10), RankFigures(1.9, busy=0.5, span=1.0, memory=30)]
-    >>> event = StepEvent.of(7, Noted(loss=3.5, norm=1.0), rate=0.1, tokens=100, ranks=figures)
+    >>> event = StepEvent.of(7, Noted(loss=3.5, norm=1.0, tokens=100), figures)
     >>> event.seconds, event.memory, event.bubble, event.tokens_per_second
     (2.0, 30, 0.5, 50.0)
     """
@@ -81,36 +84,20 @@ class StepEvent:
     ranks: tuple[RankFigures, ...]
 
     @classmethod
-    def of(cls, step: int, noted: Noted, *, rate: float | None, tokens: int, ranks: Iterable[RankFigures]) -> StepEvent:
-        listed = tuple(ranks)
-        seconds = max(rank.seconds for rank in listed)
-        whole = max(rank.span for rank in listed) * len(listed)
-        return cls(
-            step=step,
-            loss=noted.loss,
-            norm=noted.norm,
-            rate=rate,
-            seconds=seconds,
-            tokens_per_second=tokens / seconds if tokens and seconds > 0 else None,
-            bubble=max(0.0, 1.0 - sum(rank.busy for rank in listed) / whole) if whole > 0 else 0.0,
-            memory=max(rank.memory for rank in listed),
-            time=time.time(),
-            ranks=listed,
-        )
+    def of(cls, step: int, noted: Noted, ranks: Sequence[RankFigures]) -> StepEvent:
+        seconds = max(rank.seconds for rank in ranks)
+        speed = noted.tokens / seconds if noted.tokens and seconds > 0 else None
+        whole = max(rank.span for rank in ranks) * len(ranks)
+        bubble = max(0.0, 1.0 - sum(rank.busy for rank in ranks) / whole) if whole > 0 else 0.0
+        memory = max(rank.memory for rank in ranks)
+        said = (noted.loss, noted.norm, noted.rate)
+        return cls(step, *said, seconds, speed, bubble, memory, time.time(), tuple(ranks))
 
     @property
     def metrics(self) -> dict[str, float]:
         """The figures as loggers take them: names to numbers, without those that are not known."""
-        found = {
-            "loss": self.loss,
-            "gradient_norm": self.norm,
-            "learning_rate": self.rate,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "bubble": self.bubble,
-            "memory": self.memory,
-        }
-        return {name: float(value) for name, value in found.items() if value is not None}
+        found = {_NAMES.get(one.name, one.name): getattr(self, one.name) for one in fields(self)}
+        return {name: float(value) for name, value in found.items() if value is not None and name not in _NO_METRICS}
 
 
 @takes(RunError)
@@ -140,16 +127,16 @@ class EventLog:
 
     def _open(self, loggers: Iterable[str | Logger], folder: Path, first_step: int) -> str:
         """On the first rank; the others hear of it if that fails."""
-        self._loggers = [
-            open_logger(one, folder, first_step=first_step) if isinstance(one, str) else one for one in loggers
-        ]
+        for one in loggers:
+            self._loggers.append(open_logger(one, folder, first_step=first_step) if isinstance(one, str) else one)
         return ""
 
     @contextmanager
     def step(self, step: int, *, optimizer: torch.optim.Optimizer | None = None, tokens: int = 0) -> Iterator[Noted]:
         """Around a training step: `tokens` (or rows) that it takes; the body fills in the loss and the norm."""
         noted = Noted(tokens=tokens)
-        rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None
+        if optimizer is not None and optimizer.param_groups:
+            noted.rate = float(optimizer.param_groups[0]["lr"])
         if self._allocator_counts:
             torch.accelerator.reset_peak_memory_stats()
         began = time.perf_counter()
@@ -158,7 +145,7 @@ class EventLog:
         mine = RankFigures(time.perf_counter() - began, recorder.busy, recorder.span, self._memory())
         ranks = [RankFigures(**post) for post in self.pipe.gather("figures of a step", asdict(mine))]
         if self.pipe.is_first:
-            event = StepEvent.of(step, noted, rate=rate, tokens=noted.tokens, ranks=ranks)
+            event = StepEvent.of(step, noted, ranks)
             for logger in self._loggers:
                 logger.step(event)
 
