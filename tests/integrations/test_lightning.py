@@ -195,7 +195,7 @@ def test_the_own_loss_of_a_model_counts_labels(tmp_path: Path) -> None:
         expected = plain(**{name: value for name, value in batch.items() if name != "names"}).loss
         expected.backward()
         module.names.clear()
-        assert steps.train(batch, 0, divide=2).item() == pytest.approx(expected.item(), abs=1e-6)
+        assert steps.run("training_step", batch, 0, divide=2).item() == pytest.approx(expected.item(), abs=1e-6)
         assert module.told["loss"] == pytest.approx(expected.item(), abs=1e-6)
         assert module.told["rows"] == (2.6 if len(batch["names"]) == 5 else 2)
         rows = batch["names"]
@@ -257,7 +257,7 @@ def test_a_step_that_is_recomputed_counts_once() -> None:
         for start in (0, (len(batch["input_ids"]) + 1) // 2):  # what microbatches see
             rows = slice(start, start + (len(batch["input_ids"]) + 1) // 2)
             plain.training_step({name: value[rows] for name, value in batch.items()}, 0)
-        assert steps.train(batch, 0, divide=1).item() == pytest.approx(expected.item(), abs=1e-6)
+        assert steps.run("training_step", batch, 0, divide=1).item() == pytest.approx(expected.item(), abs=1e-6)
         assert module.told["rows"] == len(batch["input_ids"])
         assert counts(module) == pytest.approx(counts(plain), abs=1e-6)
         assert module.names == pytest.approx(plain.names, abs=1e-6)
@@ -297,7 +297,7 @@ def test_a_loss_that_is_no_mean_over_rows(weighed: bool) -> None:
     made = PipelineStrategy(
         microbatches=2, device="cpu", schedule="gpipe", loss_weight=labels if weighed else None, profile=False
     )
-    found = made._piped(Tagger(), batch, "training_step").train(batch, 0, divide=1).item()
+    found = made._piped(Tagger(), batch, "training_step").run("training_step", batch, 0).item()
     assert (found == pytest.approx(expected, abs=1e-6)) is weighed
 
 
@@ -370,10 +370,10 @@ def test_what_steps_log() -> None:
             module.log("rows", 3.0, reduce_fx=torch.median)
         with pytest.raises(RunError, match="a SumMetric that is no attribute of Module"):
             module.log("sum", torchmetrics.SumMetric())
-    found = {name: (one.value, one.metric, one.options) for name, one in logged.items()}
+    found = {name: (one.value, one.options) for name, one in logged.items()}
     flags = {"prog_bar": False, "on_epoch": True, "reduce_fx": "mean"}
     assert found == {
-        "off": (None, "off", {"prog_bar": True, "metric_attribute": "off"}),
-        "a": (1.0, None, flags),
-        "b": (2.0, None, flags),
+        "off": (None, {"prog_bar": True, "metric_attribute": "off"}),
+        "a": (1.0, flags),
+        "b": (2.0, flags),
     }

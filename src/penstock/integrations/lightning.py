@@ -11,8 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, partialmethod
 from os import PathLike
 from pathlib import Path
 from uuid import uuid4
@@ -191,27 +190,20 @@ class PipelineStrategy(DDPStrategy):
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         with self.precision_plugin.train_step_context():
-            return self._begun.train(batch, batch_idx, *more, divide=every)
+            return self._begun.run("training_step", batch, batch_idx, *more, divide=every)
 
     def backward(self, closure_loss: Tensor, optimizer: object, *args: Value, **kwargs: Value) -> Tensor:
         return closure_loss
 
-    def validation_step(self, *args: Value, **kwargs: Value) -> Value:
-        return self._evaluated("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
-
-    def test_step(self, *args: Value, **kwargs: Value) -> Value:
-        return self._evaluated("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
-
-    def predict_step(self, *args: Value, **kwargs: Value) -> Value:
-        return self._evaluated("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
-
-    def _evaluated(
-        self, method: str, precision: AbstractContextManager[object], *args: Value, **kwargs: Value
-    ) -> Value:
+    def _evaluated(self, method: str, precision: str, *args: Value, **kwargs: Value) -> Value:
         steps = self._begun
-        run = steps.whole if self._whole_outputs or method == "predict_step" else steps.evaluate
-        with precision:
+        run = steps.whole if self._whole_outputs or method == "predict_step" else steps.run
+        with getattr(self.precision_plugin, precision)():
             return run(method, *args, **kwargs)
+
+    validation_step = partialmethod(_evaluated, "validation_step", "val_step_context")
+    test_step = partialmethod(_evaluated, "test_step", "test_step_context")
+    predict_step = partialmethod(_evaluated, "predict_step", "predict_step_context")
 
     # -- checkpoints
 

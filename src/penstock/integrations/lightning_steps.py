@@ -1,12 +1,14 @@
 """The steps of a LightningModule around a pipeline: where they call the model, and what they do with its output.
 
 A step is run twice. On every rank, up to the call of the model: that says what the model is called with, for the whole batch.
-On the rank of the last stage, once for each microbatch, with the model's output in place of the call: that gives the loss.
+On the rank of the last stage, once for each microbatch, with the model's output in place of the call: that gives the loss. Where
+the last stage is recomputed, that part runs again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan
@@ -20,7 +22,6 @@ from penstock.batch import batch_size_of
 from penstock.errors import RunError
 from penstock.front import Pipeline
 from penstock.integrations.hf_batches import count_labels
-from penstock.integrations.lightning_again import left_alone
 from penstock.integrations.lightning_metrics import SharedMetrics
 from penstock.nest import Value, has_tensor, open_node
 from penstock.stage.recompute import recomputing
@@ -57,8 +58,7 @@ class _Logged:
     """What one microbatch logged under a name."""
 
     value: float | None  # None: of a metric that is asked for its value later
-    options: dict[str, Value]
-    metric: str | None = None  # its name in the LightningModule
+    options: dict[str, Value]  # with `metric_attribute`, if it is a metric: its name in the LightningModule
     weight: float | None = None  # in the mean of the batch, in place of its rows
 
 
@@ -70,23 +70,8 @@ class PerRow:
     def __init__(self, values: list[Value] | tuple[Value, ...]) -> None:
         self.values = values
 
-
-def _marked(batch: Value, rows: int | None) -> Value:
-    """The batch with such lists marked; lists with tensors in them are none."""
-
-    def mark(part: Value) -> Value:
-        return PerRow(part) if type(part) in (list, tuple) and len(part) == rows and not has_tensor(part) else None
-
-    return _replaced(batch, mark)
-
-
-def _taken(batch: Value, rows: list[int]) -> Value:
-    """The batch with the entries of these rows in the place of the lists."""
-
-    def entries(part: Value) -> Value:
-        return type(part.values)(part.values[row] for row in rows) if isinstance(part, PerRow) else None
-
-    return _replaced(batch, entries)
+    def of(self, rows: list[int]) -> Value:
+        return type(self.values)(self.values[row] for row in rows)
 
 
 def _replaced(value: Value, make: Callable[[Value], Value]) -> Value:
@@ -146,14 +131,8 @@ class LoggedSteps:
         # What was logged, by name: for each microbatch its rows and the value.
         self._logged: dict[str, list[tuple[int, _Logged]]] = {}
 
-    def train(self, batch: Value, *rest: Value, divide: int) -> Tensor:
-        """A training step; the loss of the batch, on every rank."""
-        return self._run("training_step", batch, rest, divide)
-
-    def evaluate(self, method: str, batch: Value, *rest: Value) -> Tensor:
-        return self._run(method, batch, rest)
-
-    def _run(self, method: str, batch: Value, rest: tuple[Value, ...], divide: int = 1) -> Tensor:
+    def run(self, method: str, batch: Value, *rest: Value, divide: int = 1) -> Tensor:
+        """A step in the pipeline; the loss of the batch, on every rank. Gradients are divided by how many batches make a step."""
         args, kwargs = self.call_of(method, batch, *rest)
         self._rest, self._divide, self._logged = (method, rest), divide, {}
         self.metrics.begin()
@@ -180,7 +159,7 @@ class LoggedSteps:
 
         self.stand.answer = answer
         try:
-            with left_alone(self.metrics.parts), self._collecting(_drop), torch.no_grad():
+            with left_alone(self.metrics.parts), self._collecting(), torch.no_grad():
                 getattr(self.module, method)(batch, *rest)
         except _Called:
             return found[0]
@@ -192,10 +171,13 @@ class LoggedSteps:
         """On the last stage, for one microbatch: the rest of the step. Its losses add up to that of the batch."""
         batch, chosen = target
         if chosen is not None:
-            batch = _taken(batch, chosen.tolist())
+            batch = _replaced(batch, lambda part: part.of(chosen.tolist()) if isinstance(part, PerRow) else None)
         method, rest = self._rest
         rows = self.means.rows(batch) or 1
-        own, count = _own_loss(output), None
+        own, count = (
+            output.get("loss") if isinstance(output, Mapping) else None,
+            None,
+        )  # the own loss of a model of transformers
 
         def answer(*args: Value, **kwargs: Value) -> Value:
             nonlocal count
@@ -203,13 +185,13 @@ class LoggedSteps:
             return output
 
         def keep(name: str, logged: _Logged) -> None:
-            if count is not None and (self.means.weight is not None or _is_loss(logged.value, own)):
+            if count is not None and (self.means.weight is not None or _is_of(logged.value, own)):
                 logged.weight = count
             self._logged.setdefault(name, []).append((rows, logged))
 
         self.stand.answer = answer
         again = recomputing()
-        with left_alone(self._beside if again else ()), self._collecting(_drop if again else keep):
+        with left_alone(self._beside if again else ()), self._collecting(None if again else keep):
             found = getattr(self.module, method)(batch, *rest)
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if isinstance(loss, Tensor):
@@ -233,16 +215,22 @@ class LoggedSteps:
         """What is cut for the last stage: the batch, and the numbers of its rows if there are lists to be cut with them."""
         rows, count = self.means.rows(batch), self.means.count(batch, call)
         self._of_batch = rows, count, self.pipe.plan.num_microbatches
-        marked = _marked(batch, rows)
+
+        def mark(part: Value) -> Value:  # lists with tensors in them are cut by these
+            return PerRow(part) if type(part) in (list, tuple) and len(part) == rows and not has_tensor(part) else None
+
+        marked = _replaced(batch, mark)
         return marked, None if marked is batch or rows is None else torch.arange(rows)
 
     @contextmanager
-    def _collecting(self, keep: Callable[[str, _Logged], None]) -> Iterator[None]:
-        """What is logged inside is kept for later."""
+    def _collecting(self, keep: Callable[[str, _Logged], None] | None = None) -> Iterator[None]:
+        """What is logged inside is kept for later, or dropped: of a run of which another is kept."""
 
         def log(name: str, value: Value, *flags: Value, **options: Value) -> None:
             options |= dict(zip(_FLAGS, flags, strict=False))
-            keep(name, self._value_of(name, value, {k: v for k, v in options.items() if k not in _WHERE}))
+            logged = self._value_of(name, value, {k: v for k, v in options.items() if k not in _WHERE})
+            if keep is not None:
+                keep(name, logged)
 
         def log_dict(values: Mapping[str, Value], *flags: Value, **options: Value) -> None:
             for name, value in values.items():
@@ -264,7 +252,7 @@ class LoggedSteps:
                 )
             now = value._forward_cache  # what the metric was for these rows; None after update()
             known = float(now) if isinstance(now, Tensor) and now.numel() == 1 else None
-            return _Logged(known, {"metric_attribute": metric, **options}, metric)
+            return _Logged(known, {"metric_attribute": metric, **options})
         given = options.pop("reduce_fx", "mean")
         kind = _REDUCED.get((given if isinstance(given, str) else getattr(given, "__name__", "")).lower())
         if kind is None:
@@ -280,43 +268,76 @@ class LoggedSteps:
         changes = self.metrics.changes() if self.pipe.rank == last else {}
         logged, changes = self.pipe.gather("what was logged", [mine, changes])[last]
         self.metrics.share(self.pipe, changes)
-        for name, (value, metric, options) in logged.items():
+        for name, (value, options) in logged.items():
             known: Value = value
-            if metric is not None:
-                known = self.metrics.by_name[metric]
+            if "metric_attribute" in options:
+                known = self.metrics.by_name[options["metric_attribute"]]
                 known._forward_cache = None if value is None else torch.tensor(value, device=self.module.device)
             self.module.log(name, known, **options)
 
 
-def _drop(name: str, logged: _Logged) -> None:
-    """Of a run of which another is kept."""
-
-
-def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, str | None, dict[str, Value]]:
+def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, dict[str, Value]]:
     """The value of a batch, of those of its microbatches; a mean counts by rows, or by the `batch_size` that was logged too."""
-    one = logged[0][1]
     sizes = [int(each.options.get("batch_size") or rows) for rows, each in logged]
     values = [each.value for _, each in logged if each.value is not None]
-    options = {k: v for k, v in one.options.items() if isinstance(v, bool | int | str)} | {"batch_size": sum(sizes)}
+    options = {k: v for k, v in logged[0][1].options.items() if isinstance(v, bool | int | str)} | {
+        "batch_size": sum(sizes)
+    }
     if len(values) < len(logged):
-        return None, one.metric, options
-    reduced = _JOINED.get(str(options.get("reduce_fx")))
-    if reduced is not None:
-        return reduced(values), one.metric, options
+        return None, options
+    if reduced := _JOINED.get(str(options.get("reduce_fx"))):
+        return reduced(values), options
     own = [each.weight for _, each in logged if each.weight is not None and "batch_size" not in each.options]
     parts: Sequence[float] = own if len(own) == len(sizes) and any(own) else sizes
-    value = sum(part * value for part, value in zip(parts, values, strict=True) if part) / sum(parts)
-    return value, one.metric, options
+    return sum(part * value for part, value in zip(parts, values, strict=True) if part) / sum(parts), options
 
 
-def _is_loss(value: float | None, own: Tensor | None) -> bool:
+def _is_of(value: float | None, own: Tensor | None) -> bool:
+    """Whether a value that was logged is that of a loss."""
     if value is None or own is None:
         return False
-    number = float(own.detach())
-    return value == number or (isnan(value) and isnan(number))  # a mean over no label is none
+    return value == own.item() or (isnan(value) and bool(own.isnan()))  # a mean over no label is none
 
 
-def _own_loss(output: Value) -> Tensor | None:
-    """The loss that a model of transformers computes if it is given labels."""
-    found = output.get("loss") if isinstance(output, Mapping) else None
-    return found if isinstance(found, Tensor) else None
+@contextmanager
+def left_alone(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Takes back what a step does besides its result, where it runs once more: what is counted there would count twice.
+
+        with left_alone([module.accuracy]):
+            module.training_step(batch, 0)
+
+    Afterwards modules have the attributes that they had, and these hold what they held: lists, sets, dictionaries, tensors.
+
+    All stay the same objects, since others may refer to them, as metrics of one collection do.
+    """
+    undo = [_undoing(vars(part), depth=2) for part in parts]
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+
+
+def _undoing(value: object, *, depth: int) -> Callable[[], None]:
+    """What makes a value as it is now; a dictionary with its values, down to this depth."""
+    if type(value) is Tensor and not value.is_inference():
+        version, values = value._version, value.detach().clone()
+
+        def copy_back() -> None:
+            if value._version != version:
+                with torch.no_grad():
+                    value.copy_(values)
+
+        return copy_back
+    if not isinstance(value, dict | list | deque | set) or (isinstance(value, dict) and not depth):
+        return lambda: None
+    held = dict(value) if isinstance(value, dict) else list(value)
+    inner = [_undoing(one, depth=depth - 1) for one in held.values()] if isinstance(held, dict) else []
+
+    def put_back() -> None:
+        value.clear()
+        value.extend(held) if isinstance(value, list | deque) else value.update(held)
+        for undo in inner:
+            undo()
+
+    return put_back
