@@ -23,8 +23,8 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.train import run_report
-from penstock.train.history import History
-from penstock.train.recovery import LOSS, Recovery, fitted, last_sign, loss_noted, note_loss, spread_over
+from penstock.train.history import LOSS, History, Recovery, last_sign, loss_noted, note_loss
+from penstock.train.launch import fitted, spread_over
 from penstock.train.train_options import TrainOptions
 from tests.gloo_pool import free_port
 from tests.train.test_train import ROOT, alive, losses, start, steps_done, wait_for

@@ -66,8 +66,9 @@ def test_a_run_is_cut_anew_for_a_slow_rank(tmp_path: Path) -> None:
     exec(JOB, scope)
     model, data, loss_fn, optimizer = scope["build"]()
     job = Job(model, batches_of(data)[0], loss_fn, optimizer)
-    plain = Unpipelined(Update.of(TrainOptions.of_file(tmp_path / "run" / "options.json"), job), model, range(4))
-    assert losses(tmp_path / "run") == pytest.approx([plain.step(step) for step in range(6)], rel=1e-5)
+    update = Update(TrainOptions.of_file(tmp_path / "run" / "options.json"), job)
+    expected = update.first_losses(Unpipelined(update, model, range(4)), 6)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_recut_needs() -> None:

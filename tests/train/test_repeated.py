@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from penstock.errors import PenstockError
-from penstock.train.repeated import Repeated
+from penstock.train.train_job import Repeated
 
 
 def shuffled(count: int = 5) -> Repeated:

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from penstock.errors import PenstockError
-from penstock.train.corpus import read_text
+from penstock.train.gpt import read_text
 from penstock.train.screen import Screen
 
 

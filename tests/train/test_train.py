@@ -193,8 +193,9 @@ def test_equals_the_unpipelined_run_step_by_step_with_dropout(finished: tuple[Pa
     choice = Choice.loads(read(folder)["choice"])
     args, _ = job.batch(0)
     request = Request(job.model, args, None, "1f1b", 4, ModelOptions(), CutOptions(profile=False))
-    plain = Unpipelined(Update.of(options, job), job.model, range(4), whole=cut(request, choice))
-    expected = [plain.step(step) for step in range(options.steps)]
+    update = Update(options, job)
+    plain = Unpipelined(update, job.model, range(4), whole=cut(request, choice))
+    expected = update.first_losses(plain, options.steps)
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
     saved = penstock.load(folder / "checkpoint").model
     for name, value in job.model.state_dict().items():
@@ -284,8 +285,9 @@ def test_a_model_of_ones_own_and_resuming_with_other_ranks_and_schedule(gloo_poo
     model, data, loss_fn, optimizer, validation = scope["build"]()
     job = Job(model, batches_of(data)[0], loss_fn, optimizer, validation=validation)
     options_of_run = TrainOptions.of_file(tmp_path / "run" / "options.json")
-    plain = Unpipelined(Update.of(options_of_run, job), model, range(2))
-    expected = [plain.step(step) for step in range(8)]
+    update = Update(options_of_run, job)
+    plain = Unpipelined(update, model, range(2))
+    expected = update.first_losses(plain, 8)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0]
     folder = str(tmp_path / "run")

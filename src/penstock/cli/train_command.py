@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Collection
 from dataclasses import Field, fields
 from typing import Any, get_args
@@ -71,7 +72,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     """
     from penstock.train.launch import STOPPED, Interrupted, enter_slurm, is_rank, launch
     from penstock.train.loggers import check_logger
-    from penstock.train.where import check_where
+    from penstock.train.meet import check_where
 
     said = [name for name in given if shared.was_given(name)]
     options = TrainOptions(**given).resumed(said)
@@ -98,10 +99,10 @@ def _be_rank(options: TrainOptions, undecided: Collection[str]) -> bool:
 
     If it ends only because another one is gone, that one may end first, and say why.
     """
-    from penstock.errors import PeerFailed, StepTimeout, TransportError
+    from penstock.errors import PeerFailed, PenstockError, StepTimeout, TransportError
+    from penstock.train.history import note_loss
     from penstock.train.launch import GRACE, LOST
     from penstock.train.rank import run_rank
-    from penstock.train.recovery import note_loss
 
     began = time.time()
     try:
@@ -111,3 +112,8 @@ def _be_rank(options: TrainOptions, undecided: Collection[str]) -> bool:
         click.echo(f"Error: {error}", err=True)
         time.sleep(GRACE)
         sys.exit(LOST)
+    except PenstockError:
+        raise
+    except Exception:  # noqa: BLE001  whatever the user's job raises
+        traceback.print_exc()  # from here on: how the command came to be called is of no interest
+        sys.exit(1)

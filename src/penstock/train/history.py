@@ -1,16 +1,52 @@
-"""What a run has come to so far: kept in its checkpoints, and shown by its report."""
+"""What a run has come to so far: kept in its checkpoints, and shown by its report.
+
+Whoever sees that a rank is gone notes since when, in the folder of the run: each rank writes a file there several times a second
+as long as it lives, for `penstock top`. The next life of the run, which begins at the last checkpoint, counts from that last sign
+of life to its first good step, and the report shows the seconds.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from penstock.nest import Value
-from penstock.train.recovery import Recovery
-from penstock.train.unpipelined import Checked
+from penstock.run.lookout import FOLDER
+from penstock.train.train_options import TrainOptions, read_json
 
+LOSS = "lost.json"  # in the folder of the run: when the rank that is gone was there for the last time
 _RECENT = 20  # the steps that the speed is that of
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A loss that the run got over."""
+
+    step: int  # the first good one afterwards
+    seconds: float  # from the last sign of life of the rank that was lost to the end of that step
+    ranks: int  # that went on
+
+    def __str__(self) -> str:
+        return f"a rank was lost; step {self.step} was done {self.seconds:.1f} s later, on {self.ranks} ranks"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How far pipelined and unpipelined are apart, and how long one process takes for a step."""
+
+    steps: int
+    difference: float  # the largest, over all losses and all parameters
+    seconds: float  # of an unpipelined step, with the threads of one rank
+    against: str  # what the pipeline was compared with
+
+    def __str__(self) -> str:
+        apart = f"{self.difference:.3g}" if self.difference else "0.0"
+        return f"pipelined == unpipelined over {self.steps} steps: largest difference {apart}"
 
 
 @dataclass
@@ -35,14 +71,10 @@ class History:
     @classmethod
     def from_json(cls, data: dict[str, Value]) -> Self:
         """What was made of a history by `asdict`, and then read from JSON."""
-        return cls(
-            list(data["losses"]),
-            list(data["seconds"]),
-            [(step, loss) for step, loss in data["validation"]],
-            list(data.get("saving", ())),
-            [Recovery(**row) for row in data.get("recoveries", ())],
-            Checked(**data["checked"]) if data.get("checked") else None,
-        )
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        known["recoveries"] = [Recovery(**row) for row in known.get("recoveries", ())]
+        known["checked"] = Checked(**data["checked"]) if data.get("checked") else None
+        return cls(**known)
 
     def speed(self, rows: int) -> float:
         """How many rows a second the last steps have done."""
@@ -63,3 +95,30 @@ class History:
 def _or_infinite(point: tuple[int, float]) -> float:
     """A loss to compare with others: one that is no number is worse than any, and not the least of all."""
     return math.inf if math.isnan(point[1]) else point[1]
+
+
+def note_loss(options: TrainOptions, since: float) -> None:
+    """Called where a rank is found to be gone; the first word stands. ``since``: when this life of the run began."""
+    with suppress(OSError), (options.folder / LOSS).open("x", encoding="utf-8") as file:
+        file.write(json.dumps({"time": last_sign(options.folder, since)}))
+
+
+def last_sign(folder: Path, since: float) -> float:
+    """When each rank was known to live for the last time: now, or when the first of them fell silent. Files of former lives do
+    not count."""
+    files = [file for where in ("", "replica-*/") for file in folder.glob(f"{where}{FOLDER}/rank-*.json")]
+    seen = [time.time()]
+    for file in files:
+        with suppress(OSError):  # a rank that ends takes its file along
+            seen.append(file.stat().st_mtime)
+    return min(when for when in seen if when >= since)
+
+
+def loss_noted(folder: Path) -> float | None:
+    """When a rank was lost, if the life before this one ended so; None else. It is told once."""
+    file = folder / LOSS
+    if not file.is_file():
+        return None
+    when = read_json(file).get("time")
+    file.unlink(missing_ok=True)
+    return float(when) if isinstance(when, int | float) else None

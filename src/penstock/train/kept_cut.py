@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.balance import Profile
 from penstock.front import Pipeline
-from penstock.run.record import Recorder, Recording
+from penstock.run.record import Recording
 from penstock.simulate import Timeline
 from penstock.train.train_options import OPTIONS, TrainOptions, read_json
 
@@ -47,9 +47,9 @@ def _asked(options: TrainOptions, ranks: int) -> dict[str, object]:
 
 @dataclass
 class Recutter:
-    """Some steps between two checkpoints are measured, to find a rank that is slow for good: it is asked around every step.
+    """Some steps between two checkpoints are measured, to find a rank that is slow for good.
 
-    if recutter.wants(step): recutter.take(pipe, recorder)
+    if recutter.wants(step): recutter.take(pipe, recording)
     """
 
     share: float  # of a step that another cut must save; 0: the cut stays
@@ -66,10 +66,8 @@ class Recutter:
             return False
         return (step + 1) % self.every in {self.every * (k + 1) // _MEASURED % self.every for k in range(_MEASURED)}
 
-    def take(self, pipe: Pipeline, recorder: Recorder) -> None:
+    def take(self, pipe: Pipeline, recording: Recording) -> None:
         """Keep the times of a measured step, of all ranks."""
-        recording = Recording()
-        recording.finish(recorder, pipe.transport)
         if recording.timeline.plan == pipe.schedule.lowered_plan():  # a batch of few rows has a plan of its own
             self.timelines.append(recording.timeline)
 

@@ -17,23 +17,24 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import replace
 from importlib import import_module
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from penstock.errors import PenstockError
+from penstock.train.history import LOSS, note_loss
 from penstock.train.owner import owned
-from penstock.train.recovery import LOSS, note_loss, spread_over
 from penstock.train.train_options import TrainOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 RESTARTS: Final = "PENSTOCK_RESTARTS"  # in the environment of the ranks: how often they were started again
 LOST: Final = 75  # the exit code of a rank that ends because another one is gone
 GRACE: Final = 5.0  # seconds that such a rank leaves to the other to end first, with the reason
 STOPPED: Final = 143  # the exit code of a task that SIGTERM has stopped with a checkpoint: the job can be queued again
-_OF_SRUN: Final = {
-    "SLURM_PROCID": "RANK",
-    "SLURM_LOCALID": "LOCAL_RANK",
-    "SLURM_NTASKS": "WORLD_SIZE",
-}  # and torch's names
+# What srun says, and torch's names for it.
+_OF_SRUN: Final = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK", "SLURM_NTASKS": "WORLD_SIZE"}
 
 
 class Interrupted(Exception):
@@ -83,48 +84,39 @@ def first_host(listed: str) -> str:
 
 def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[str], None]) -> None:
     """Run `python -m penstock train ARGUMENTS` as so many ranks, until they end; `say` hears of every restart."""
-    with owned(options.folder):
-        _launch(options, arguments, say)
-
-
-def _launch(options: TrainOptions, arguments: Sequence[str], say: Callable[[str], None]) -> None:
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     _hush()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ["TORCHELASTIC_LOG_LEVEL"] = "CRITICAL"
     processes = options.ranks * options.dp
-    (options.folder / LOSS).unlink(missing_ok=True)  # of a run that nobody went on with
-    for number in range(options.max_restarts + 1):
-        os.environ[RESTARTS] = str(number)
-        os.environ["OMP_NUM_THREADS"] = str(options.threads or max(1, (os.cpu_count() or 1) // processes))
-        began = time.time()
-        try:
-            _launch_once(processes, arguments)
-        except SignalException as stopped:
-            raise Interrupted(f"stopped by {stopped.sigval.name}") from stopped
-        except ChildFailedError as failed:
+    with owned(options.folder):
+        (options.folder / LOSS).unlink(missing_ok=True)  # of a run that nobody went on with
+        for number in range(options.max_restarts + 1):
+            os.environ[RESTARTS] = str(number)
+            os.environ["OMP_NUM_THREADS"] = str(options.threads or max(1, (os.cpu_count() or 1) // processes))
+            began = time.time()
+            failed = _launch_once(processes, arguments)
+            if failed is None:
+                return
+            left = _left(options, processes, failed) if number < options.max_restarts else 0
             rank, failure = failed.get_first_failure()
-            how = how_it_ended(failure.exitcode)
-            codes = [each.exitcode for each in failed.failures.values()]
-            left = processes
-            if options.min_ranks:
-                left = math.prod(spread_over(options, processes - sum(map(was_killed, codes))))
-            if number < options.max_restarts and is_crash(codes) and left:
-                fewer = f" with {left} of {processes} ranks" if left < processes else ""
-                processes = left
-                note_loss(options, began)  # unless a rank has done so before it ended
-                say(
-                    f"rank {rank} {how}: starting again{fewer} from the last checkpoint "
-                    f"({number + 1} of {options.max_restarts})"
-                )
-                continue
-            after = f" after {number} restart{'' if number == 1 else 's'}" if number else ""
-            kept = options.checkpoint.exists()
-            hint = f" With --resume the run goes on from the last checkpoint in {options.folder}" if kept else ""
-            raise PenstockError(f"rank {rank} {how}{after}; its output is above.{hint}") from failed
-        return
+            how = f"rank {rank} {how_it_ended(failure.exitcode)}"
+            if not left:
+                after = f" after {number} restart{'' if number == 1 else 's'}" if number else ""
+                kept = options.checkpoint.exists()
+                hint = f" With --resume the run goes on from the last checkpoint in {options.folder}" if kept else ""
+                raise PenstockError(f"{how}{after}; its output is above.{hint}") from failed
+            fewer = f" with {left} of {processes} ranks" if left < processes else ""
+            processes = left
+            note_loss(options, began)  # unless a rank has done so before it ended
+            say(f"{how}: starting again{fewer} from the last checkpoint ({number + 1} of {options.max_restarts})")
+
+
+def _left(options: TrainOptions, processes: int, failed: ChildFailedError) -> int:
+    """With how many ranks the run can go on; 0: not at all."""
+    codes = [each.exitcode for each in failed.failures.values()]
+    if not is_crash(codes) or not options.min_ranks:
+        return processes if is_crash(codes) else 0
+    return math.prod(spread_over(options, processes - sum(map(was_killed, codes))))
 
 
 def _hush() -> None:
@@ -135,7 +127,10 @@ def _hush() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _launch_once(ranks: int, arguments: Sequence[str]) -> None:
+def _launch_once(ranks: int, arguments: Sequence[str]) -> ChildFailedError | None:
+    """How it failed, if a rank did not go to its end."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -149,7 +144,13 @@ def _launch_once(ranks: int, arguments: Sequence[str]) -> None:
         monitor_interval=0.2,
         shutdown_timeout=60,
     )
-    elastic_launch(config, sys.executable)("-m", "penstock", "train", *arguments)
+    try:
+        elastic_launch(config, sys.executable)("-m", "penstock", "train", *arguments)
+    except SignalException as stopped:
+        raise Interrupted(f"stopped by {stopped.sigval.name}") from stopped
+    except ChildFailedError as failed:
+        return failed
+    return None
 
 
 def is_crash(exit_codes: Iterable[int]) -> bool:
@@ -179,3 +180,42 @@ def how_it_ended(exit_code: int) -> str:
     if exit_code < 0:
         return f"was killed by {signal.Signals(-exit_code).name}"
     return "lost the other ranks" if exit_code == LOST else f"ended with exit code {exit_code}"
+
+
+def spread_over(options: TrainOptions, ranks: int, *, all_of_them: bool = False) -> tuple[int, int]:
+    """Replicas, and ranks of each, for the ranks that are left: (0, 0) if --min-ranks do not remain for a pipeline.
+
+    Replicas are given up only if the pipelines would be shorter than --min-ranks otherwise, and so many that the rows of a
+    batch come out even. `all_of_them`: no rank may be left over.
+
+    >>> four = TrainOptions(ranks=2, dp=2, min_ranks=1)
+    >>> spread_over(four, 3), spread_over(replace(four, min_ranks=2), 3), spread_over(replace(four, min_ranks=2), 1)
+    ((2, 1), (1, 2), (0, 0))
+    """
+    for replicas in range(options.dp, 0, -1):
+        each = min(options.ranks, ranks // replicas)
+        whole = each * replicas == ranks or not all_of_them
+        if each >= max(options.min_ranks, 1) and options.dp % replicas == 0 and whole:
+            return replicas, each
+    return 0, 0
+
+
+def fitted(options: TrainOptions, ranks: int) -> TrainOptions:
+    """The options for the ranks that there are now: replicas, and stages that do not suit them, are chosen anew.
+
+    >>> fitted(TrainOptions(ranks=3, stages=3, min_ranks=2), 2).stages is None
+    True
+    >>> fitted(TrainOptions(ranks=2, dp=2, min_ranks=2), 2).dp
+    1
+    """
+    if not options.min_ranks:
+        return options
+    grown = replace(options, ranks=max(options.ranks, ranks))  # under torchrun a pipeline has the ranks that there are
+    replicas, each = spread_over(grown, ranks, all_of_them=True)
+    if not replicas:
+        raise PenstockError(
+            f"{ranks} ranks are left{f' for --dp {options.dp} replicas or fewer' if options.dp > 1 else ''}, and --min-ranks "
+            f"{options.min_ranks} were asked for; the run ends"
+        )
+    fits = options.stages is None or options.stages % each == 0
+    return replace(options, dp=replicas, stages=options.stages if fits else None)

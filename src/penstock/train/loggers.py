@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from penstock.errors import PenstockError, UnknownNameError
-from penstock.train.strict_json import dumps
 
 if TYPE_CHECKING:
     from penstock.train.events import StepEvent
@@ -45,22 +46,17 @@ def check_logger(name: str, *, opens: bool = True) -> None:
     """Say that there is no such logger, or that its package is missing where somebody `opens` it; nothing is opened here."""
     if name not in LOGGERS:
         raise UnknownNameError(f"there is no logger {name!r}; there are {', '.join(sorted(LOGGERS))}")
-    if opens and name != "jsonl" and not _is_installed(name):  # each has the name of its package
-        raise _missing(name, name)
+    if opens and name != "jsonl":
+        with suppress(ValueError):  # of a module that somebody has put there
+            package = find_spec(name)  # each has the name of its package
+            if package is None or package.origin is None:  # also of a mere folder of that name, such as wandb makes
+                raise _missing(name, name)
 
 
 def _missing(name: str, package: str | None) -> PenstockError:
     return PenstockError(
         f'the logger {name!r} needs the package {package}, which is not installed: pip install "penstock[log]"'
     )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        found = find_spec(package)
-    except ValueError:  # a module that somebody has put there
-        return True
-    return found is not None and found.origin is not None  # not a mere folder of that name, such as wandb makes
 
 
 def open_logger(name: str, folder: Path, *, first_step: int = 0) -> Logger:
@@ -101,10 +97,35 @@ class JsonLines:
 
     def write(self, **said: object) -> None:
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(dumps(said) + "\n")
+            file.write(strict_json(said) + "\n")
 
     def close(self) -> None:
         """Nothing is held back."""
+
+
+def strict_json(said: Mapping[str, object]) -> str:
+    """One object as JSON that every reader takes: it knows no NaN and no infinity, and a loss may become either. Such numbers
+    are null, and `not_finite` tells what those at the top were.
+
+    >>> strict_json({"step": 3, "loss": float("nan"), "ranks": [{"seconds": 0.5}]})
+    '{"step": 3, "loss": null, "ranks": [{"seconds": 0.5}], "not_finite": {"loss": "nan"}}'
+    """
+    strange = {
+        name: repr(float(value)) for name, value in said.items() if isinstance(value, float) and not isfinite(value)
+    }
+    whole = {**said, "not_finite": strange} if strange else said
+    return json.dumps(_finite(whole), allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    """The same with None in the place of each number that is not finite."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
 
 
 def _is_before(line: str, first_step: int) -> bool:

@@ -21,19 +21,18 @@ from penstock.front.saving import DISK
 from penstock.nest import Value
 from penstock.show.numbers import time_text
 from penstock.train import run_report
-from penstock.train.corpus import generate
 from penstock.train.events import EventLog, Noted
-from penstock.train.history import History
+from penstock.train.gpt import generate
+from penstock.train.history import History, Recovery, loss_noted
 from penstock.train.kept_cut import Recutter, keep_cut, kept_cut
 from penstock.train.loggers import JsonLines
-from penstock.train.recovery import Recovery, loss_noted
+from penstock.train.meet import where_of
 from penstock.train.screen import Screen
 from penstock.train.traces import traced
 from penstock.train.train_job import Job
 from penstock.train.train_options import TrainOptions
 from penstock.train.unpipelined import check
 from penstock.train.update import Update
-from penstock.train.where import where_of
 
 LOG, RANKS = "log.jsonl", "ranks.json"
 SEEDS_APART = 1_000_003  # replicas draw other random numbers, as the rows of one batch do
@@ -50,13 +49,17 @@ class Run:
         self.history = History()
         self.lost: float | None = None  # when a rank was, if this life of the run follows such a loss
         self.replica = int(os.environ.get("RANK", "0")) // self._ranks
-        self.update = Update.of(options, job, replica=self.replica)
+        self.update = Update(options, job, replica=self.replica)
         self.recutter = Recutter(options.recut, options.checkpoint_every)
         # A restart must not go on from what an earlier run left in the folder.
         if screen.enabled and not options.resume:
             before = kept.put_aside(options.checkpoint, DISK)
             if before is not None:
                 screen.say(f"the checkpoint of an earlier run is now {before}")
+        batch = job.batch(0)
+        rows = job.tokens or batch_size_of(batch[0]) or options.batch
+        self.rows = rows * options.accumulate  # of a step, or tokens
+        self.example = self.update.share(batch)
         self._cut(kept_cut(options, self._ranks))
         self.log: EventLog | None = None
         self.lines: JsonLines | None = None  # of the first rank
@@ -65,10 +68,7 @@ class Run:
 
     def _cut(self, kept: dict[str, Value]) -> None:
         """Make the pipeline and its optimizer; the model is cut as it was, where something is kept."""
-        options = self.options
-        batch = self.job.batch(0)
-        self.batch_rows = batch_size_of(batch[0]) or options.batch
-        args, target = self.update.share(batch)
+        options, (args, target) = self.options, self.example
         self.screen.say(self.job.title)
         self.pipe = Pipeline(
             self.job.model,
@@ -83,7 +83,7 @@ class Run:
             seed=options.seed + self.replica * SEEDS_APART,
             mesh=self._mesh(),
             data_parallel=options.data_parallel,
-            loss_scale=self.update.scaler,
+            loss_scale=self.update.scaler if self.update.scaler.is_enabled() else None,
             run_folder=options.folder,
             device=where_of(options),
             collect_every=COLLECT_EVERY,
@@ -116,7 +116,7 @@ class Run:
         start = self._resume() if self.options.resume else 0
         # Steps are predicted by what they cost with all ranks at work.
         if self.options.measure and self.pipe.choice is not None:
-            args, target = self.update.share(self.job.batch(0))
+            args, target = self.example
             with self.update.casting():
                 took = time_text(self.pipe.calibrate(*args, target=target, rounds=5).predicted, "s")
             self.screen.say(f"by steps with all ranks at work: {took} a step is predicted, without the optimizer")
@@ -163,7 +163,7 @@ class Run:
                     self.lines.write(step=step, loss=loss, seconds=self.history.seconds[-1])
                 self._count_from_loss(step)
                 done = step + 1
-                bar(done, f"loss {loss:.4f}  {self.history.speed(self._rows):,.0f} {self.unit}/s")
+                bar(done, f"loss {loss:.4f}  {self.history.speed(self.rows):,.0f} {self.unit}/s")
                 if options.validate_every and self.job.validation and done % options.validate_every == 0:
                     self._validate(done)
                 enough = self._has_had_enough()
@@ -190,15 +190,12 @@ class Run:
     def _step(self, step: int) -> float:
         self.update.set_rate(self.rated, step)  # before the log looks at it
         with ExitStack() as watching:
-            noted, recorder = Noted(), None
-            if self.log is not None:
-                logged = self.log.step(step, optimizer=self.rated.optimizer, tokens=self._rows)
-                noted = watching.enter_context(logged)
-            if self.recutter.wants(step):
-                recorder = watching.enter_context(self.pipe.schedule.watch())
+            recording = watching.enter_context(self.pipe.record()) if self.recutter.wants(step) else None
+            log = self.log and self.log.step(step, optimizer=self.rated.optimizer, tokens=self.rows)
+            noted = watching.enter_context(log) if log is not None else Noted()
             noted.loss, noted.norm = self.update.apply(self.pipe, self.rated, step)
-        if recorder is not None:
-            self.recutter.take(self.pipe, recorder)
+        if recording is not None:
+            self.recutter.take(self.pipe, recording)
         return noted.loss
 
     def _recut(self, step: int, profile: Profile) -> None:
@@ -212,11 +209,6 @@ class Run:
         self.pipe.load(self.options.checkpoint, optimizer=self.rated.optimizer)
         if self.log is not None:
             self.log.pipe = self.pipe
-
-    @property
-    def _rows(self) -> int:
-        """Tokens or rows of a step."""
-        return (self.job.tokens or self.batch_rows) * self.options.accumulate
 
     def _count_from_loss(self, step: int) -> None:
         """After the first good step since a rank was lost: how long that took."""
@@ -262,13 +254,13 @@ class Run:
     # -- after
 
     def _finish(self) -> None:
-        args, target = batch = self.update.share(self.job.batch(0))
+        args, target = self.example
         if self.job.text is not None and self.options.sample:
             length = args[0].shape[1]
             sample = generate(self.pipe, self.job.text, self.options.sample, length=length, seed=self.options.seed)
             self.screen.say(f"sample:\n{sample}")
         with self.update.casting():
-            figures = run_report.collect(self.pipe, self.history, batch)
+            figures = run_report.collect(self.pipe, self.history, self.example)
             if self.options.trace:  # some more steps for the profiler, whose gradients are dropped
                 file = self.options.folder / "trace.json"
                 with traced(self.pipe, file):
@@ -278,7 +270,7 @@ class Run:
                 self.screen.say(f"trace: {file} (open it in https://ui.perfetto.dev)")
         if not self.screen.enabled:
             return
-        of_run = {"title": self.job.title, "rows": self._rows, "unit": self.unit}
+        of_run = {"title": self.job.title, "rows": self.rows, "unit": self.unit}
         path = run_report.write(self.options.folder, of_run | figures)
         losses = self.history.losses
         self.screen.say(f"final loss {losses[-1]:.4f}" if losses else "nothing to do")

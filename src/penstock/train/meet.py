@@ -1,4 +1,4 @@
-"""How the ranks of a run find one another, also after a crash.
+"""On which devices the ranks of a run compute, and how they find one another, also after a crash.
 
 Torch's launcher hands the store of the crashed ranks to those that it starts in their place, with all that they had
 written there: a new rank may read the address of a dead one, and wait for it. So rank 0 thinks of a new name for each
@@ -7,8 +7,11 @@ life of the run, tells it to ranks that say that they are there now, and everyth
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -16,19 +19,35 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from penstock.comm.distributed import close_all
 from penstock.comm.whereabouts import Whereabouts, table
-from penstock.errors import StepTimeout
+from penstock.errors import PenstockError, StepTimeout
+from penstock.train.train_options import TrainOptions
 
 _PATIENCE = 300.0  # seconds for all ranks to start
 _NAP = 0.02
 
 
-def connect(backend: str, device: torch.device) -> None:
-    """Make the default process group out of what torchrun has put into the environment."""
+@contextmanager
+def connected(options: TrainOptions) -> Iterator[None]:
+    """Inside there is a default process group, made out of what torchrun has put into the environment; not for one rank alone."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or options.threads or 1)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    device, bound = where_of(options), None
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+        bound = device  # one communicator for the group, as torch recommends
     store, rank, size = next(rendezvous("env://"))
     fresh = PrefixStore(f"penstock/run/{agree_on_life(store, rank, size)}", store)
-    bound = None if device.type == "cpu" else device  # one communicator for the group, as torch recommends
+    backend = options.backend or dist.get_default_backend_for_device(device.type)
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, device_id=bound)
+    try:
+        yield
+    finally:
+        close_all()
+    dist.destroy_process_group()
 
 
 def agree_on_life(store: Store, rank: int, size: int, *, patience: float = _PATIENCE) -> str:
@@ -72,3 +91,45 @@ def _starting(size: int, started: dict[int, int | None], seconds: float) -> str:
         for rank, peer in started.items()
     ]
     return table(rows, num_ranks=size)
+
+
+def where_of(options: TrainOptions) -> torch.device:
+    """The device of this rank: of an accelerator, that with the number of the rank on its host.
+
+    >>> where_of(TrainOptions(device="cpu"))
+    device(type='cpu')
+    """
+    kind = torch.device(options.device).type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_where(options: TrainOptions) -> None:
+    """Say what is not there before any process is started."""
+    try:
+        device = torch.device(options.device)
+    except RuntimeError as error:
+        raise PenstockError(f"--device {options.device!r}: {str(error).partition(' device type at')[0]}") from error
+    if device.index is not None:
+        raise PenstockError(
+            f"--device {options.device!r}; give the kind alone ({device.type}): each rank takes its own"
+        )
+    if options.backend is not None and not dist.is_backend_available(options.backend):
+        known = sorted(
+            n for n in dist.Backend.backend_list if n not in ("fake", "undefined") and dist.is_backend_available(n)
+        )
+        raise PenstockError(f"--backend {options.backend!r} is not in this torch; it has {', '.join(known)}")
+    if device.type == "cpu":
+        if options.backend in ("nccl", "xccl"):
+            raise PenstockError(
+                f"--backend {options.backend} has no messages for --device cpu; leave it out, or give gloo"
+            )
+        return
+    try:
+        count = int(torch.get_device_module(device).device_count())
+    except (RuntimeError, AttributeError):
+        count = 0
+    if count < options.ranks * options.dp:
+        raise PenstockError(
+            f"--device {device.type}: {options.ranks * options.dp} ranks need a device each, and there are {count} here; give "
+            "--device cpu, or fewer --ranks"
+        )

@@ -44,11 +44,7 @@ def owned(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         _wait_for_ranks(folder)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                file.truncate(0)
+        yield
 
 
 def _wait_for_ranks(folder: Path) -> None:

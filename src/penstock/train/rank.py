@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from threading import Event
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from penstock.comm.distributed import close_all
 from penstock.front.saving import let_savings_end
-from penstock.train.launch import RESTARTS, restarts
+from penstock.train.launch import RESTARTS, fitted, restarts
 from penstock.train.loggers import check_logger
 from penstock.train.loop import Run
-from penstock.train.meet import connect
+from penstock.train.meet import connected, where_of
 from penstock.train.owner import in_use, owned
-from penstock.train.recovery import fitted
 from penstock.train.screen import Screen
 from penstock.train.train_job import make_job, options_unheard
 from penstock.train.train_options import TrainOptions
-from penstock.train.where import where_of
 
 
 def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
@@ -36,12 +30,11 @@ def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
     with (
         owned(options.folder) if decides else nullcontext(),
         ExitStack() as folder,
-        _connected(options),
+        connected(options),
         _stop_requests() as stop,
     ):
         folder.enter_context(in_use(options.folder))
         folder.callback(let_savings_end)  # before the folder is another's
-        sys.excepthook = partial(_show_from_here, sys.excepthook)
         job = make_job(options)
         options = options.with_those_of(job.options, undecided)
         for name in options.loggers:
@@ -59,31 +52,6 @@ def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
         options = replace(options, resume=options.resume or count.item() > 0)
         with screen.hearing():
             return Run(options, job, screen, stop).train()
-
-
-def _show_from_here(show: Callable[..., object], kind: object, error: BaseException, trace: TracebackType) -> None:
-    """Show an exception without the frames above `run_rank`: how a command came to call it is of no interest."""
-    found: TracebackType | None = trace
-    while found is not None and found.tb_frame.f_code is not run_rank.__code__:
-        found = found.tb_next
-    show(kind, error.with_traceback(found or trace), found or trace)
-
-
-@contextmanager
-def _connected(options: TrainOptions) -> Iterator[None]:
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or options.threads or 1)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield
-        return
-    device = where_of(options)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-    connect(options.backend or dist.get_default_backend_for_device(device.type), device)
-    try:
-        yield
-    finally:
-        close_all()
-    dist.destroy_process_group()
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from penstock.plan import Placement, StageGraph, dumps, loads
 from penstock.show import against
 from penstock.show.what_if import WhatIf, explained
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
-from penstock.train import strict_json
 from penstock.train.history import History
+from penstock.train.loggers import strict_json
 from penstock.train.report_page import NOT_MEASURED, render
 from penstock.train.train_job import Batch
 from penstock.train.train_options import read_json
@@ -80,7 +80,7 @@ def write(folder: str | Path, data: dict[str, object]) -> Path:
     """Write the figures and the page; the path of the page comes back."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    (place / REPORT).write_text(strict_json.dumps(data), encoding="utf-8")
+    (place / REPORT).write_text(strict_json(data), encoding="utf-8")
     return rewrite(place)
 
 

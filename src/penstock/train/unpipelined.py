@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from penstock.batch import batch_size_of, sizes_of, split_batch, split_target, weights
 from penstock.capture import Pipe
-from penstock.front import Pipeline
+from penstock.front import Pipeline, Result
 from penstock.front.norm import loss_factor, shrink
 from penstock.front.spread import receive_from, send_to
 from penstock.nest import Value, map_tensors
@@ -20,26 +20,12 @@ from penstock.plan import Plan
 from penstock.run.planning import weight_order
 from penstock.run.rng import microbatch_rng
 from penstock.stage.dtensors import whole_tensor
-from penstock.train.train_job import Batch
+from penstock.train.history import Checked
 from penstock.train.update import Update
 
 
-@dataclass(frozen=True)
-class Checked:
-    """How far pipelined and unpipelined are apart, and how long one process takes for a step."""
-
-    steps: int
-    difference: float  # the largest, over all losses and all parameters
-    seconds: float  # of an unpipelined step, with the threads of one rank
-    against: str  # what the pipeline was compared with
-
-    def __str__(self) -> str:
-        apart = f"{self.difference:.3g}" if self.difference else "0.0"
-        return f"pipelined == unpipelined over {self.steps} steps: largest difference {apart}"
-
-
 class Unpipelined:
-    """The model in one process: a plain loop over the microbatches, one optimizer over all parameters.
+    """The model in one process, which takes steps as a `Pipeline` does: a plain loop over the microbatches.
 
     `order` is that of the microbatches (see `backward_order`): sums of the same numbers in another order differ in the
     last digits. A model that draws random numbers is run stage by stage, so that each stage draws what it draws in the pipeline.
@@ -47,22 +33,11 @@ class Unpipelined:
 
     def __init__(self, update: Update, model: nn.Module, order: Sequence[int], *, whole: Pipe | None = None) -> None:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.update, self.model, self.whole = update, model, whole
-        self.order, self.seed = order, update.options.seed
-        self.rated = update.optimizer(model.parameters())
+        self.update, self.model, self.whole, self.order = update, model, whole, order
+        self.steps = 0
+        self.parameters = model.parameters
 
-    def step(self, number: int) -> float:
-        """The mean loss of the batches of a step, after which the optimizer has done its work."""
-        update = self.update
-        with update.casting():
-            losses = [
-                self.add_up(number * update.options.accumulate + place, batch)
-                for place, batch in enumerate(update.batches(number))
-            ]
-        update.finish(self.rated, number, self.model.parameters(), self.clip)
-        return sum(losses) / len(losses)
-
-    def clip(self, most: float) -> float:
+    def clip_grad_norm_(self, most: float) -> float:
         """As `Pipeline.clip_grad_norm_` does it in one process: the same numbers in the same order."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         squares = (float(torch.linalg.vector_norm(g.detach(), 2.0).to(torch.float64) ** 2.0) for g in grads)
@@ -70,34 +45,37 @@ class Unpipelined:
         shrink(grads, most / (total + 1e-6))
         return total
 
-    def add_up(self, number: int, batch: Batch) -> float:
+    def step(self, *args: Value, target: Value) -> Result:
         """The loss of a whole batch; its gradients are added to those that are there."""
-        args, target = map_tensors(lambda tensor: tensor.to(self.device), batch)
+        args, target = map_tensors(lambda tensor: tensor.to(self.device), (args, target))
         size = min(len(self.order), batch_size_of(args) or len(self.order))  # as a Pipeline with few_rows=True
         pieces, _ = split_batch(args, {}, size)
         targets = split_target(target, size)
         shares = [float(share) for share in weights(sizes_of(targets) or [1] * size)]
         losses, scale = [0.0] * size, float(loss_factor(self.update.scaler, self.device))
         for microbatch in (number for number in self.order if number < size):
-            loss = self.loss(self.output(pieces[microbatch], number, microbatch), targets[microbatch])
+            loss = self.loss(self.output(pieces[microbatch], microbatch), targets[microbatch])
             torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch] * scale))
             losses[microbatch] = loss.item()
-        return sum(share * loss for share, loss in zip(shares, losses, strict=True))
+        self.steps += 1
+        mean = sum(share * loss for share, loss in zip(shares, losses, strict=True))
+        return Result(lambda: (mean, tuple(losses)))
 
     def loss(self, output: Value, target: Value) -> Tensor:
         if self.update.job.loss_fn is None:
             return output.loss if hasattr(output, "loss") else output["loss"]  # type: ignore[no-any-return]
         return self.update.job.loss_fn(output, target)
 
-    def output(self, args: tuple[object, ...], step: int, microbatch: int) -> Value:
+    def output(self, args: tuple[object, ...], microbatch: int) -> Value:
         if self.whole is None:
             return self.model(*args)
         values: dict[str, Value] = {}
+        seed = self.update.options.seed
         given = self.whole.info().inputs.bind(args, {})
         for k in range(self.whole.num_stages):
             stage = self.whole.get_stage_module(k)
             inputs = [given[w.name] if w.source is None else values[w.name] for w in stage.inputs]
-            with microbatch_rng(seed=self.seed, stage=k, microbatch=microbatch, step=step):
+            with microbatch_rng(seed=seed, stage=k, microbatch=microbatch, step=self.steps):
                 if stage.is_last:
                     return stage(*inputs)
                 values |= zip([w.name for w in stage.outputs], stage.run(inputs), strict=True)
@@ -106,13 +84,10 @@ class Unpipelined:
 
 def is_random(model: nn.Module) -> bool:
     """Whether training draws random numbers, as far as one can see."""
-    for module in model.modules():
-        rate: object = getattr(module, "dropout", 0.0)
-        if isinstance(module, nn.RReLU) or (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0):
-            return True
-        if isinstance(rate, float) and rate > 0:
-            return True
-    return False
+    modules = list(model.modules())
+    dropouts = [m.p if isinstance(m, nn.modules.dropout._DropoutNd) else getattr(m, "dropout", 0.0) for m in modules]
+    rates = [rate for rate in dropouts if isinstance(rate, int | float)]
+    return any(rate > 0 for rate in rates) or any(isinstance(module, nn.RReLU) for module in modules)
 
 
 def check(pipe: Pipeline, update: Update) -> Checked:
@@ -124,11 +99,10 @@ def check(pipe: Pipeline, update: Update) -> Checked:
     if pipe.is_first:
         reference = _reference(pipe, update)
         start = time.perf_counter()
-        expected = [reference.step(number) for number in range(steps)]
+        expected = reference.update.first_losses(reference, steps)
         seconds = (time.perf_counter() - start) / steps
     pipe.meet("the unpipelined steps")
-    rated = update.optimizer(pipe.parameters())
-    losses = [update.apply(pipe, rated, number)[0] for number in range(steps)]
+    losses = update.first_losses(pipe, steps)
     difference = 0.0
     state = {name: whole_tensor(value) for name, value in pipe.state_dict().items()}
     if reference is not None:
@@ -162,10 +136,9 @@ def backward_order(plan: Plan) -> list[int]:
 def _reference(pipe: Pipeline, update: Update) -> Unpipelined:
     device = pipe.stages[0].device
     model = copy.deepcopy(update.job.model).cpu()  # the stages of this rank may share its parameters, and be elsewhere
-    if update.scaler is not None:
-        update = replace(update, scaler=torch.amp.GradScaler(device.type))
     whole = pipe.whole(model) if is_random(model) else None
     model.to(device)
     if whole is not None:
         whole.to(device)
-    return Unpipelined(update, model, backward_order(pipe.plan), whole=whole)
+    alone = Update(replace(update.options, dp=1), update.job)
+    return Unpipelined(alone, model, backward_order(pipe.plan), whole=whole)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
 from torch import nn
 
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.errors import PenstockError, SplitError
-from penstock.front import Pipeline
+from penstock.front import Result
+from penstock.nest import Value
 from penstock.train.train_job import Batch, Job
 from penstock.train.train_options import TrainOptions
 
@@ -37,29 +38,27 @@ class Rated:
     rates: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+class Trained(Protocol):
+    """What takes steps: a `Pipeline`, or the unpipelined model that it is compared with."""
+
+    def step(self, *args: Value, target: Value) -> Result: ...
+
+    def parameters(self) -> Iterable[nn.Parameter]: ...
+
+    def clip_grad_norm_(self, max_norm: float, /) -> float: ...
+
+
 class Update:
     """For example ``update.apply(pipe, update.optimizer(pipe.parameters()), step)``, on every rank."""
 
-    job: Job
-    options: TrainOptions
-    rate: Callable[[int], float] | None  # the factor of the learning rate, by step
-    scaler: torch.amp.GradScaler | None = field(default=None, compare=False)  # for fp16
-    replica: int = 0
-
-    @classmethod
-    def of(cls, options: TrainOptions, job: Job, *, replica: int = 0) -> Update:
-        scaler = torch.amp.GradScaler(options.device) if options.precision == "fp16" else None
-        return cls(job, options, rate_of(options, job), scaler, replica)
+    def __init__(self, options: TrainOptions, job: Job, *, replica: int = 0) -> None:
+        self.options, self.job, self.replica = options, job, replica
+        self.rate = rate_of(options, job)  # the factor of the learning rate, by step
+        self.scaler = torch.amp.GradScaler(options.device, enabled=options.precision == "fp16")  # of the loss
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Rated:
         made = self.job.optimizer(parameters)
         return Rated(made, tuple(group["lr"] for group in made.param_groups))
-
-    def batches(self, step: int) -> list[Batch]:
-        """The whole batches of a step."""
-        count = self.options.accumulate
-        return [self.job.batch(step * count + number) for number in range(count)]
 
     def share(self, batch: Batch) -> Batch:
         """The rows of a batch that are this replica's."""
@@ -78,40 +77,35 @@ class Update:
         dtype, kind = PRECISIONS[self.options.precision], torch.device(self.options.device).type
         return nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype)
 
-    def apply(self, pipe: Pipeline, rated: Rated, step: int) -> tuple[float, float]:
-        """One step of the pipeline: the mean loss of its batches, and the norm of the gradients before clipping."""
-        losses = []
-        with self.casting():
-            for args, target in map(self.share, self.batches(step)):
-                result = pipe.step(*args, target=target)
-                losses.append(float("nan") if result.loss is None else result.loss)
-        norm = self.finish(rated, step, pipe.parameters(), pipe.clip_grad_norm_)
-        return sum(losses) / len(losses), norm
-
     def set_rate(self, rated: Rated, step: int) -> None:
         """The learning rate of a step."""
         if self.rate is not None:
             for group, rate in zip(rated.optimizer.param_groups, rated.rates, strict=True):
                 group["lr"] = rate * self.rate(step)
 
-    def finish(
-        self, rated: Rated, step: int, parameters: Iterable[nn.Parameter], clip: Callable[[float], float]
-    ) -> float:
-        """Let the optimizer work with the mean gradients of the batches of a step; their norm before `clip` comes back."""
-        if self.scaler is not None:
-            self.scaler.unscale_(rated.optimizer)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        if self.options.accumulate > 1 and grads:
-            torch._foreach_mul_(grads, 1.0 / self.options.accumulate)
-        norm = clip(self.options.clip or math.inf)
+    def apply(self, model: Trained, rated: Rated, step: int) -> tuple[float, float]:
+        """One step with the mean gradients of its batches: their mean loss, and the norm of the gradients before clipping."""
+        losses, count = [], self.options.accumulate
+        with self.casting():
+            for number in range(step * count, (step + 1) * count):
+                args, target = self.share(self.job.batch(number))
+                loss = model.step(*args, target=target).loss
+                losses.append(math.nan if loss is None else loss)
+        self.scaler.unscale_(rated.optimizer)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        if count > 1 and grads:
+            torch._foreach_mul_(grads, 1.0 / count)
+        norm = model.clip_grad_norm_(self.options.clip or math.inf)
         self.set_rate(rated, step)
-        if self.scaler is None:
-            rated.optimizer.step()
-        else:
-            self.scaler.step(rated.optimizer)
-            self.scaler.update()
+        self.scaler.step(rated.optimizer)
+        self.scaler.update()
         rated.optimizer.zero_grad()
-        return norm
+        return sum(losses) / count, norm
+
+    def first_losses(self, model: Trained, steps: int) -> list[float]:
+        """Those of so many steps from the beginning, with an optimizer of their own."""
+        rated = self.optimizer(model.parameters())
+        return [self.apply(model, rated, step)[0] for step in range(steps)]
 
 
 def rate_of(options: TrainOptions, job: Job) -> Callable[[int], float] | None:
