@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -16,8 +16,18 @@ from penstock.run.inputs import StepInputs
 
 IGNORED = -100  # the label of a place that does not count
 ITEMS = "num_items_in_batch"
-_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # position_ids say the same
-_ANYWHERE = (ITEMS, "return_dict", "use_cache", *_BOUNDS)  # what a model may be called with whatever the example had
+# Of texts in a row, as numbers that would differ from batch to batch; position_ids say the same.
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# What a batch means that leaves these out, by the sizes of its tokens.
+_MEANT: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
+    "attention_mask": lambda sizes: torch.ones(sizes, dtype=torch.long),
+    "position_ids": lambda sizes: torch.arange(sizes[-1]).expand(sizes).contiguous(),
+    "token_type_ids": lambda sizes: torch.zeros(sizes, dtype=torch.long),
+    # The bounds of an answer: a place behind the last token counts for nothing.
+    "start_positions": lambda sizes: torch.full(sizes[:1], sizes[-1], dtype=torch.long),
+    "end_positions": lambda sizes: torch.full(sizes[:1], sizes[-1], dtype=torch.long),
+}
+_ANYWHERE = (ITEMS, "return_dict", "use_cache", *BOUNDS)  # what a model may be called with whatever the example had
 
 
 class TokenSchedule(WeightedSchedule):
@@ -88,11 +98,6 @@ def _even(bounds: list[int], count: int) -> list[int]:
     return [bounds[n] for n in chosen] + bounds[-1:]
 
 
-def needless(name: str, batch: Mapping[str, Value]) -> bool:
-    """Whether the model can do without this argument: the bounds of texts, as numbers that would differ from batch to batch."""
-    return name in _BOUNDS and batch.get("position_ids") is not None
-
-
 def open_sizes(example: Mapping[str, Value]) -> dict[str, Value]:
     """`dynamic_shapes`: the rows, and the length of whatever is as long as the tokens."""
     auto = torch.export.Dim.AUTO
@@ -130,29 +135,16 @@ def completed(batch: Mapping[str, Value], example: Mapping[str, Tensor | None]) 
     if first is None:
         return made
     of_tokens = _of_tokens(made)
-    for name, known in example.items():
-        if name not in made and isinstance(known, Tensor):
-            if name == "labels":
-                made[name] = _no_labels(known, of_tokens or (len(first),), _of_tokens(example)).to(first.device)
-            elif of_tokens is not None and (value := _meant(name, of_tokens)) is not None:
-                made[name] = value.to(first.device)
+    for name in [name for name, known in example.items() if known is not None and name not in made]:
+        if name == "labels":
+            made[name] = _no_labels(example, of_tokens or (len(first),)).to(first.device)
+        elif of_tokens is not None and name in _MEANT:
+            made[name] = _MEANT[name](of_tokens).to(first.device)
     return made
 
 
-def _no_labels(known: Tensor, sizes: tuple[int, ...], of_tokens: tuple[int, ...] | None) -> Tensor:
+def _no_labels(example: Mapping[str, Value], sizes: tuple[int, ...]) -> Tensor:
     """Labels of which none counts: one for each token, or as many for a row as the example has."""
-    each = not known.is_floating_point() and tuple(known.shape) == of_tokens
+    known = example["labels"]
+    each = not known.is_floating_point() and tuple(known.shape) == _of_tokens(example)
     return torch.full(sizes if each else (sizes[0], *known.shape[1:]), IGNORED, dtype=known.dtype)
-
-
-def _meant(name: str, sizes: tuple[int, ...]) -> Tensor | None:
-    match name:
-        case "attention_mask":
-            return torch.ones(sizes, dtype=torch.long)
-        case "position_ids":
-            return torch.arange(sizes[-1]).expand(sizes).contiguous()
-        case "token_type_ids":
-            return torch.zeros(sizes, dtype=torch.long)
-        case "start_positions" | "end_positions":  # of an answer; a place behind the last token counts for nothing
-            return torch.full(sizes[:1], sizes[-1], dtype=torch.long)
-    return None

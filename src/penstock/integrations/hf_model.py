@@ -1,4 +1,4 @@
-"""A transformers model without its memory: made on the meta device, and given values stage by stage.
+"""A transformers model without its memory: made on the meta device, cut as its config says, and given values stage by stage.
 
 model, weights = found("llama/")            # a folder with config.json and safetensors
 fill = ModuleValues(model, seed=0)          # what the files do not have: as the model itself would set it
@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from penstock.balance import LayerCost, Profile, balance
+from penstock.capture import SplitPoint
 from penstock.errors import CaptureError
 from penstock.integrations.adapters import base_of
 from penstock.integrations.needs import needed
@@ -126,3 +128,36 @@ class ModuleValues:
 
 def _is_adapter(owner: str) -> bool:
     return ".lora_A." in f"{owner}." or ".lora_B." in f"{owner}."
+
+
+def cuts_of_plan(model: nn.Module, num_stages: int) -> dict[str, SplitPoint] | None:
+    """Where a transformers model says that it can be cut: `base_model_pp_plan` of its config.
+
+    The plan lists the children of the base model in the order in which they run; the one that is a list has the layers. They
+    are spread over the stages by the size of their matrices, and what stands after them counts with the last.
+
+    `split_spec` for this number of stages; None if the config has no plan, or too few layers.
+
+    cuts_of_plan(llama, 2)  # {"model.layers.2": SplitPoint.BEGINNING}
+    """
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or ()
+    held = ((path, part) for path, part in model.named_modules() if plan and all(hasattr(part, name) for name in plan))
+    prefix, base = next(held, ("", None))
+    name = next((name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)), None)
+    layers = getattr(base, name) if name is not None else ()
+    if len(layers) < num_stages:
+        return None
+    work = [_work(layer) for layer in layers]
+    work[-1] += max(_work(model) - sum(work), 0)  # the last one has the head
+    path = f"{prefix}.{name}".strip(".")
+    costs = [LayerCost(f"{path}.{index}", forward=float(weight)) for index, weight in enumerate(work)]
+    return dict.fromkeys(balance(Profile(tuple(costs)), num_stages).names, SplitPoint.BEGINNING)
+
+
+def _work(module: nn.Module) -> int:
+    """Numbers in matrices that are multiplied; looking up a row of an embedding is no work, unless a head shares it."""
+    used: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        if not isinstance(part, nn.Embedding):
+            used |= {id(p): p for p in part.parameters(recurse=False)}
+    return sum(p.numel() for p in used.values())

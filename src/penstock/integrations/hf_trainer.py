@@ -22,7 +22,7 @@ from penstock.front.companions import same_random_numbers
 from penstock.front.loading import copy_state
 from penstock.front.spread import Where
 from penstock.integrations.adapters import adapter_weights, is_adapted
-from penstock.integrations.hf_batches import count_labels
+from penstock.integrations.hf_batches import ITEMS, count_labels
 from penstock.integrations.needs import needed
 from penstock.integrations.transformers import TransformersPipeline, without_loss
 from penstock.lower import recompute
@@ -89,6 +89,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         self.model = self.model_wrapped = self.callback_handler.model = made.shell
         self.is_distributed_loading_by_transformers = True  # nobody wraps the model in DDP
         self.accelerator.prepare_model = self._left_alone
+        self.accelerator.backward = lambda loss, **options: None  # see compute_loss
         self.accelerator.gather = made.gather_rows  # what a rank has, all of its replica have
         self.accelerator.prepare_data_loader = self._whole_batches
 
@@ -115,7 +116,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         strategy = self.args.train_sampling_strategy
         asked[f'train_sampling_strategy="{strategy}"'] = strategy == "batch_rebalance"
         asked["model_init"] = self.model_init
-        asked["an overridden compute_loss"] = type(self).compute_loss is not _Trainer.compute_loss
+        asked["an overridden compute_loss"] = type(self).compute_loss is not PipelineTrainer.compute_loss
         hint = (
             "Leave them out; compute_loss_func= takes the place of compute_loss, and "
             'pipeline_options={"mesh": ..., "data_parallel": "fsdp"} that of fsdp and deepspeed'
@@ -191,58 +192,37 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
 
     # -- steps
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Value], num_items_in_batch: Value = None) -> Tensor:
-        self.pipe.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        divided = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        scaled = divided or self.compute_loss_func is not None
-        if self.loss_is_scaled_for_ga is not None:
-            scaled = self.loss_is_scaled_for_ga
-        part = self._of_all_replicas(num_items_in_batch) if scaled else 1 / self.current_gradient_accumulation_steps
-        with self.accelerator.autocast():
-            result = self.pipe.step(**self._with_items(inputs, num_items_in_batch), part=part)
-        assert result.loss is not None
-        return torch.tensor(result.loss * part, device=self.args.device)
-
-    def _of_all_replicas(self, items: Value) -> float:
-        """What the mean over the replicas is multiplied by, if each divides its loss by the labels of all of them."""
-        return float(self.pipe.num_replicas if items is not None and self.args.average_tokens_across_devices else 1)
-
-    def _with_items(self, inputs: Mapping[str, Value], items: Value) -> dict[str, Value]:
-        batch = dict(self._prepare_inputs(inputs))
+    def compute_loss(
+        self, model: object, inputs: Mapping[str, Value], return_outputs: bool = False, num_items_in_batch: Value = None
+    ) -> Value:
+        """A step of the pipeline, in training with its backward: a Trainer's own has nothing left to do."""
+        batch, items = dict(inputs), num_items_in_batch
         if self._counts_items:
             counted = count_labels(batch, shifted=self._loss_shifts_labels) if items is None else items
-            return {**batch, "loss_kwargs": {"items": counted}}
-        if not self.pipe.own_loss:
-            return batch
-        return {**batch, **({} if items is None else {"num_items_in_batch": items})}
+            batch["loss_kwargs"] = {"items": counted}
+        elif self.pipe.own_loss and items is not None:
+            batch[ITEMS] = items
+        # What the mean over the replicas is multiplied by, if each divides its loss by the labels of all of them.
+        part = self.pipe.num_replicas if items is not None and self.args.average_tokens_across_devices else 1
+        if return_outputs:
+            result = self.pipe.evaluate(**batch, outputs=self._outputs)
+            assert result.loss is not None
+            outputs = {} if result.outputs is None else without_loss(result.outputs)
+            return torch.tensor(result.loss * part, device=self.args.device), outputs
+        scaled = self.loss_is_scaled_for_ga  # else the Trainer divides what is returned, by the batches of a step
+        if scaled is None:
+            divided = self.model_accepts_loss_kwargs and items is not None
+            scaled = divided or self.compute_loss_func is not None
+        self.pipe.train()
+        result = self.pipe.step(**batch, part=part if scaled else 1 / self.current_gradient_accumulation_steps)
+        assert result.loss is not None
+        return torch.tensor(result.loss * part if scaled else result.loss, device=self.args.device)
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Value],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Value, Value, Value]:
-        inputs = dict(self._prepare_inputs(inputs))
-        names = self.label_names
-        labels = tuple(inputs[name] for name in names) if names and all(n in inputs for n in names) else None
-        with self.accelerator.autocast():
-            if labels is None:
-                loss, outputs = None, self.pipe.predict(**inputs)
-            else:
-                items = self._get_num_items_in_batch([inputs], self.args.device)
-                where: Where = None if prediction_loss_only else "all"
-                result = self.pipe.evaluate(**self._with_items(inputs, items), outputs=where)
-                assert result.loss is not None
-                outputs = result.outputs
-                loss = torch.tensor(result.loss * self._of_all_replicas(items), device=self.args.device)
-        if prediction_loss_only:
-            return loss, None, None
-        ignored = ignore_keys or getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
-        found = tuple(v for k, v in without_loss(outputs).items() if k not in ignored and v is not None)
-        return loss, found[0] if len(found) == 1 else found, labels[0] if labels and len(labels) == 1 else labels
+        self, model: object, inputs: Value, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Value:
+        self._outputs: Where = None if prediction_loss_only else "all"
+        return super().prediction_step(self.pipe.predict, inputs, prediction_loss_only, ignore_keys)
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         self.accelerator.unscale_gradients(self.optimizer)

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from penstock.batch import batch_size_of
 from penstock.errors import RunError
 from penstock.front import Pipeline
+from penstock.front.spread import receive_from, send_to
 from penstock.integrations.hf_batches import count_labels
 from penstock.integrations.lightning_metrics import SharedMetrics
 from penstock.nest import Value, has_tensor, open_node
@@ -263,11 +264,13 @@ class LoggedSteps:
 
     def _tell(self) -> None:
         """Log on every rank what the last stage has logged for the microbatches of a batch, as one value for the batch."""
-        last = self.pipe.plan.placement.ranks[-1]
-        mine = {name: _of_batch(logged) for name, logged in self._logged.items()}
-        changes = self.metrics.changes() if self.pipe.rank == last else {}
-        logged, changes = self.pipe.gather("what was logged", [mine, changes])[last]
-        self.metrics.share(self.pipe, changes)
+        pipe, last = self.pipe, self.pipe.plan.placement.ranks[-1]
+        if pipe.rank == last:
+            logged, changes = {name: _of_batch(one) for name, one in self._logged.items()}, self.metrics.changes()
+            send_to(pipe.transport, [rank for rank in range(pipe.num_ranks) if rank != last], (logged, changes))
+        else:
+            logged, changes = receive_from(pipe.transport, last)
+            self.metrics.take(changes)
         for name, (value, options) in logged.items():
             known: Value = value
             if "metric_attribute" in options:

@@ -28,17 +28,16 @@ from penstock.front import Pipeline, Result
 from penstock.front.publish import Origin
 from penstock.integrations.adapters import base_of, is_adapted, puts_prompt_first, refuse_adapter, save_adapter
 from penstock.integrations.hf_batches import (
+    BOUNDS,
     ITEMS,
     TokenSchedule,
     completed,
     count_labels,
     keeps_texts_apart,
-    needless,
     open_sizes,
     texts_apart,
 )
-from penstock.integrations.hf_cuts import cuts_of_plan
-from penstock.integrations.hf_model import ModuleValues, Source, found, on_meta
+from penstock.integrations.hf_model import ModuleValues, Source, cuts_of_plan, found, on_meta
 from penstock.integrations.hf_names import as_peft_names_them, as_the_model_names_them
 from penstock.integrations.needs import needed
 from penstock.nest import Value, map_tensors
@@ -107,7 +106,8 @@ class TransformersPipeline(Pipeline):
         self._part = 1.0
         self.shell = on_meta(model)
         self._shifts = shifts_labels(model)
-        batch = {name: value for name, value in example.items() if not needless(name, example)}
+        packed = example.get("position_ids") is not None
+        batch = {name: value for name, value in example.items() if not packed or name not in BOUNDS}
         if not self.own_loss:
             batch.pop("labels", None)
         if _takes(model, "use_cache"):
@@ -153,8 +153,8 @@ class TransformersPipeline(Pipeline):
         if self.num_replicas == 1:
             return tree
 
-        def gathered(mine: Tensor) -> Tensor:
-            mine = mine.detach().reshape(1) if mine.dim() == 0 else mine.detach().contiguous()
+        def gathered(tensor: Tensor) -> Tensor:
+            mine = torch.atleast_1d(tensor.detach()).contiguous()
             found = [torch.empty_like(mine) for _ in range(self.num_replicas)]
             dist.all_gather(found, mine, group=self._ends.copies)
             return torch.cat(found)
@@ -224,9 +224,10 @@ class TransformersPipeline(Pipeline):
 
 def without_loss(outputs: Value) -> Value:
     """What a model gives apart from its loss."""
-    if isinstance(outputs, dict) and "loss" in outputs:
-        return type(outputs)({name: value for name, value in outputs.items() if name != "loss"})
-    return outputs
+    if not isinstance(outputs, dict):
+        return outputs
+    kept = {name: value for name, value in outputs.items() if name != "loss" and value is not None}
+    return outputs if len(kept) == len(outputs) else type(outputs)(kept)
 
 
 def made_with(
