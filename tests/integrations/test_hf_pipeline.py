@@ -16,8 +16,7 @@ from torch import Tensor
 from penstock.comm.local import LocalTransport, LocalWorld
 from penstock.errors import CaptureError, SplitError
 from penstock.integrations.hf_batches import completed, open_sizes
-from penstock.integrations.hf_model import cuts_of_plan
-from penstock.integrations.hf_names import as_the_model_names_them
+from penstock.integrations.hf_model import as_the_model_names_them, cuts_of_plan
 from penstock.integrations.transformers import TransformersPipeline, pipeline
 from tests.gloo_pool import GlooPool
 from tests.integrations.hf import SIZES, llama, packed, padded

@@ -26,6 +26,7 @@ from penstock.batch import Replicate
 from penstock.errors import CaptureError, RunError
 from penstock.front import Pipeline, Result
 from penstock.front.publish import Origin
+from penstock.integrations import hf_model
 from penstock.integrations.adapters import base_of, is_adapted, puts_prompt_first, refuse_adapter, save_adapter
 from penstock.integrations.hf_batches import (
     BOUNDS,
@@ -37,8 +38,7 @@ from penstock.integrations.hf_batches import (
     open_sizes,
     texts_apart,
 )
-from penstock.integrations.hf_model import ModuleValues, Source, cuts_of_plan, found, on_meta
-from penstock.integrations.hf_names import as_peft_names_them, as_the_model_names_them
+from penstock.integrations.hf_model import Source, on_meta
 from penstock.integrations.needs import needed
 from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
@@ -75,7 +75,7 @@ def pipeline(
 
     Where the config says how the model can be cut (`base_model_pp_plan`), and the number of stages is known, it is cut there.
     """
-    model, folder = found(source, config)
+    model, folder = hf_model.found(source, config)
     given = {"microbatches": 8, **options}
     if folder is not None:
         given.setdefault("weights", folder)
@@ -258,7 +258,7 @@ def _with_defaults(model: nn.Module, options: Mapping[str, Value]) -> dict[str, 
     given = {"few_rows": True, **options}  # a loader's last batch may be a short one, and every rank has it
     count = given.get("num_stages") or given.get("stages") or _stages_of(given)
     if isinstance(count, int) and given.get("split_spec") is None and given.get("split_policy") is None:
-        cuts = cuts_of_plan(model, count)
+        cuts = hf_model.cuts_of_plan(model, count)
         if cuts is not None:
             given.pop("num_stages", None)
             given.pop("stages", None)
@@ -266,11 +266,11 @@ def _with_defaults(model: nn.Module, options: Mapping[str, Value]) -> dict[str, 
             given.setdefault("profile", False)
     files = given.get("weights") is not None
     if files and not is_adapted(model):
-        given["weights"] = as_the_model_names_them(given["weights"], model)
+        given["weights"] = hf_model.as_the_model_names_them(given["weights"], model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        given.setdefault("init", ModuleValues(model, given.get("seed", 0), only_missing=files))
+        given.setdefault("init", hf_model.ModuleValues(model, given.get("seed", 0), only_missing=files))
         if files and is_adapted(model):
-            given["weights"] = as_peft_names_them(given["weights"], model)
+            given["weights"] = hf_model.as_peft_names_them(given["weights"], model)
     return given
 
 

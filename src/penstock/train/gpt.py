@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import platform
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,8 @@ from torch.nn import functional
 
 from penstock.errors import PenstockError, UnknownNameError
 from penstock.front import Pipeline
+from penstock.train.train_job import Job
+from penstock.train.train_options import TrainOptions
 
 BYTES: Final = 256
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
@@ -75,7 +78,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attend(self.before_attention(x)))
-        return x + self.dropout(self.down(functional.gelu(self.up(self.before_network(x)))))
+        made: Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.before_network(x)))))
+        return made
 
 
 class GPT(nn.Module):
@@ -169,6 +173,34 @@ def _files(root: Path, pattern: str) -> list[Path]:
         raise PenstockError(f"there is no file or folder {root}; give --data a text file, or a folder of them")
     found = (file for file in sorted(root.rglob(pattern)) if not _SKIPPED & set(file.relative_to(root).parts))
     return [file for file in found if file.is_file()]
+
+
+def build(options: TrainOptions) -> Job:
+    """What `penstock train` trains unless it is given a function of the user's."""
+    size = size_of(options.size)
+    text = held_out = read_text(options.data, length=size.length)
+    if options.validation is not None:
+        other = read_text(options.validation, length=size.length)
+        held_out = replace(other, validation=torch.cat([other.train, other.validation]))
+    model = GPT(size, dropout=options.dropout)
+    count = sum(p.numel() for p in model.parameters())
+
+    def rate(step: int) -> float:
+        warm = max(1, min(20, options.steps // 10))
+        left = 1 - step / max(options.steps, 1)
+        return min((step + 1) / warm, 1.0) * (0.1 + 0.9 * left)
+
+    return Job(
+        model,
+        partial(text.batch, rows=options.batch, length=size.length, seed=options.seed),
+        next_byte_loss,
+        partial(torch.optim.AdamW, lr=options.learning_rate, betas=(0.9, 0.95)),
+        validation=held_out.validation_batches(2, rows=options.batch, length=size.length),
+        rate=rate,
+        tokens=options.batch * size.length,
+        title=f"GPT of {count:,} parameters ({options.size}) on {text.source}",
+        text=text,
+    )
 
 
 def generate(pipe: Pipeline, text: Text, count: int, *, length: int, seed: int) -> str:

@@ -69,6 +69,8 @@ class Run:
     def _cut(self, kept: dict[str, Value]) -> None:
         """Make the pipeline and its optimizer; the model is cut as it was, where something is kept."""
         options, (args, target) = self.options, self.example
+        sizes, device = (options.dp, self._ranks), where_of(options)
+        mesh = None if options.dp == 1 else init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "pp"))
         self.screen.say(self.job.title)
         self.pipe = Pipeline(
             self.job.model,
@@ -81,11 +83,11 @@ class Run:
             profile=kept.get("profile", None if options.measure else False),
             rng="per-microbatch",
             seed=options.seed + self.replica * SEEDS_APART,
-            mesh=self._mesh(),
+            mesh=mesh,
             data_parallel=options.data_parallel,
             loss_scale=self.update.scaler if self.update.scaler.is_enabled() else None,
             run_folder=options.folder,
-            device=where_of(options),
+            device=device,
             collect_every=COLLECT_EVERY,
             few_rows=True,
             compile={"backend": options.compile_backend} if options.compile else False,
@@ -102,11 +104,6 @@ class Run:
         if size % dp:
             raise PenstockError(f"{size} processes for --dp {dp}; expected a multiple of {dp}")
         return size // dp
-
-    def _mesh(self) -> object:
-        """The mesh of the replicas and their ranks, if there are several replicas."""
-        kind, sizes = where_of(self.options).type, (self.options.dp, self._ranks)
-        return None if self.options.dp == 1 else init_device_mesh(kind, sizes, mesh_dim_names=("dp", "pp"))
 
     def _begin(self) -> int:
         """The step to begin with."""
@@ -191,8 +188,10 @@ class Run:
         self.update.set_rate(self.rated, step)  # before the log looks at it
         with ExitStack() as watching:
             recording = watching.enter_context(self.pipe.record()) if self.recutter.wants(step) else None
-            log = self.log and self.log.step(step, optimizer=self.rated.optimizer, tokens=self.rows)
-            noted = watching.enter_context(log) if log is not None else Noted()
+            noted = Noted()
+            if self.log is not None:
+                logged = self.log.step(step, optimizer=self.rated.optimizer, tokens=self.rows)
+                noted = watching.enter_context(logged)
             noted.loss, noted.norm = self.update.apply(self.pipe, self.rated, step)
         if recording is not None:
             self.recutter.take(self.pipe, recording)

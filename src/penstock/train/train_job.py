@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,10 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.front.companions import random_state, same_random_numbers, set_random_state
 from penstock.nest import Value
-from penstock.train.gpt import GPT, Text, next_byte_loss, read_text, size_of
 from penstock.train.train_options import TrainOptions
+
+if TYPE_CHECKING:
+    from penstock.train.gpt import Text
 
 Batch = tuple[tuple[Value, ...], Value]  # the model's arguments, and the target
 _NOTHING, _HOST = object(), torch.device("cpu")
@@ -48,7 +51,7 @@ class Job:
     batch: Value  # once `make_job` has it: a function of the step
     loss_fn: Callable[..., Tensor] | None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    validation: Sequence[Batch] = ()
+    validation: Sequence[Value] = ()  # batches
     rate: Callable[[int], float] | None = None  # the factor of the learning rate, by step
     options: Mapping[str, object] = field(default_factory=dict)  # of the command, unless it is called with others
     # What knows how far the data is: it has state_dict() and load_state_dict(), for checkpoints.
@@ -61,38 +64,25 @@ class Job:
 def make_job(options: TrainOptions) -> Job:
     """The user's job, or the small GPT."""
     torch.manual_seed(options.seed)
-    return _users(options) if options.build is not None else _gpt(options)
-
-
-def _gpt(options: TrainOptions) -> Job:
-    size = size_of(options.size)
-    text = read_text(options.data, length=size.length)
-    held_out = text
-    if options.validation is not None:
-        other = read_text(options.validation, length=size.length)
-        held_out = replace(other, validation=torch.cat([other.train, other.validation]))
-    model = GPT(size, dropout=options.dropout)
-    count = sum(p.numel() for p in model.parameters())
-
-    def batch(step: int) -> Batch:
-        tokens, following = text.batch(step, rows=options.batch, length=size.length, seed=options.seed)
-        return (tokens,), following
-
-    def rate(step: int) -> float:
-        warm = max(1, min(20, options.steps // 10))
-        left = 1 - step / max(options.steps, 1)
-        return min((step + 1) / warm, 1.0) * (0.1 + 0.9 * left)
-
-    return Job(
-        model,
-        batch,
-        next_byte_loss,
-        lambda parameters: torch.optim.AdamW(parameters, lr=options.learning_rate, betas=(0.9, 0.95)),
-        validation=[((x,), y) for x, y in held_out.validation_batches(2, rows=options.batch, length=size.length)],
-        rate=rate,
-        tokens=options.batch * size.length,
-        title=f"GPT of {count:,} parameters ({options.size}) on {text.source}",
-        text=text,
+    build = options.build or "penstock.train.gpt:build"
+    builder, asks = _builder(build)
+    made = builder(options=options) if asks else builder()
+    if isinstance(made, tuple) and 4 <= len(made) <= 5:
+        made = Job(*made)
+    if not isinstance(made, Job):
+        raise PenstockError(
+            f"{build} returned {type(made).__name__}; expected (model, data, loss, optimizer), or with validation batches as a "
+            "fifth, or a penstock.train.Job"
+        )
+    batch, position = batches_of(made.batch)
+    count = sum(p.numel() for p in made.model.parameters())
+    return replace(
+        made,
+        batch=batch,
+        optimizer=_maker(made.optimizer),
+        validation=[normal_batch(one) for one in made.validation],
+        position=made.position or position,
+        title=made.title or f"{type(made.model).__name__} of {count:,} parameters ({build})",
     )
 
 
@@ -118,29 +108,6 @@ def _builder(build: str) -> tuple[Callable[..., object], bool]:
     except (ImportError, AttributeError) as error:
         raise PenstockError(f"{build!r} cannot be found: {error}") from error
     return found, "options" in inspect.signature(found).parameters
-
-
-def _users(options: TrainOptions) -> Job:
-    assert options.build is not None, "only for jobs of the user"
-    builder, asks = _builder(options.build)
-    made = builder(options=options) if asks else builder()
-    if isinstance(made, tuple) and 4 <= len(made) <= 5:
-        made = Job(*made)
-    if not isinstance(made, Job):
-        raise PenstockError(
-            f"{options.build} returned {type(made).__name__}; expected (model, data, loss, optimizer), or with "
-            "validation batches as a fifth, or a penstock.train.Job"
-        )
-    batch, position = batches_of(made.batch)
-    count = sum(p.numel() for p in made.model.parameters())
-    return replace(
-        made,
-        batch=batch,
-        optimizer=_maker(made.optimizer),
-        validation=[normal_batch(one) for one in made.validation],
-        position=made.position or position,
-        title=made.title or f"{type(made.model).__name__} of {count:,} parameters ({options.build})",
-    )
 
 
 def _maker(optimizer: object) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
