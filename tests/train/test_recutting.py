@@ -10,11 +10,10 @@ from click.testing import CliRunner
 
 from penstock.balance import Profile
 from penstock.cli.main import main
-from penstock.train.kept_cut import PROFILE
+from penstock.train.history import PROFILE
 from penstock.train.train_job import Job, batches_of
 from penstock.train.train_options import TrainOptions
-from penstock.train.unpipelined import Unpipelined
-from penstock.train.update import Update
+from penstock.train.update import Unpipelined, Update
 from tests.train.test_train import losses, run
 
 JOB = """

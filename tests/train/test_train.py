@@ -31,8 +31,7 @@ from penstock.front.pipeline_options import CutOptions, ModelOptions, Request
 from penstock.train.run_report import read
 from penstock.train.train_job import Job, batches_of, make_job
 from penstock.train.train_options import OPTIONS, TrainOptions
-from penstock.train.unpipelined import Unpipelined
-from penstock.train.update import Update
+from penstock.train.update import Unpipelined, Update
 from tests.gloo_pool import GlooPool, as_torchrun, free_port
 
 ROOT = Path(__file__).resolve().parents[2]

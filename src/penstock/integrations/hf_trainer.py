@@ -10,6 +10,7 @@ gradient is, and what is written and read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,6 +86,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
                 'processes; for replicas give pipeline_options={"mesh": init_device_mesh(..., mesh_dim_names=("dp", "pp"))}'
             )
         self.pipe = made
+        self._outputs: Where = "all"  # on which ranks a prediction wants them
         self._decaying = set(super().get_decay_parameter_names(whole))
         self.model = self.model_wrapped = self.callback_handler.model = made.shell
         self.is_distributed_loading_by_transformers = True  # nobody wraps the model in DDP
@@ -137,13 +139,9 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
 
     def _loss_fn(self) -> Callable[..., Tensor] | None:
         """None: the model's own."""
-        given, smooth = self.compute_loss_func, self.label_smoother
-        if given is not None:
-            return lambda outputs, labels, items=None: given(outputs, labels, num_items_in_batch=items)
-        if smooth is None:
-            return None
-        shift = self._loss_shifts_labels
-        return lambda outputs, labels, items=None: smooth(outputs, labels, shift_labels=shift, num_items_in_batch=items)
+        smooth = self.label_smoother and partial(self.label_smoother, shift_labels=self._loss_shifts_labels)
+        given = self.compute_loss_func or smooth
+        return given and (lambda outputs, labels, items=None: given(outputs, labels, num_items_in_batch=items))
 
     def _whole_batches(
         self, loader: Value, device_placement: Value = None, slice_fn_for_dispatch: Value = None
@@ -221,7 +219,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def prediction_step(
         self, model: object, inputs: Value, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Value:
-        self._outputs: Where = None if prediction_loss_only else "all"
+        self._outputs = None if prediction_loss_only else "all"
         return super().prediction_step(self.pipe.predict, inputs, prediction_loss_only, ignore_keys)
 
     def _clip_grad_norm(self, model: nn.Module) -> float:

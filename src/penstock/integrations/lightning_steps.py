@@ -175,10 +175,8 @@ class LoggedSteps:
             batch = _replaced(batch, lambda part: part.of(chosen.tolist()) if isinstance(part, PerRow) else None)
         method, rest = self._rest
         rows = self.means.rows(batch) or 1
-        own, count = (
-            output.get("loss") if isinstance(output, Mapping) else None,
-            None,
-        )  # the own loss of a model of transformers
+        own = output.get("loss") if isinstance(output, Mapping) else None  # as a model of transformers computes it
+        count: float | None = None
 
         def answer(*args: Value, **kwargs: Value) -> Value:
             nonlocal count

@@ -23,16 +23,14 @@ from penstock.show.numbers import time_text
 from penstock.train import run_report
 from penstock.train.events import EventLog, Noted
 from penstock.train.gpt import generate
-from penstock.train.history import History, Recovery, loss_noted
-from penstock.train.kept_cut import Recutter, keep_cut, kept_cut
+from penstock.train.history import History, Recovery, Recutter, keep_cut, kept_cut, loss_noted
 from penstock.train.loggers import JsonLines
 from penstock.train.meet import where_of
 from penstock.train.screen import Screen
 from penstock.train.traces import traced
 from penstock.train.train_job import Job
 from penstock.train.train_options import TrainOptions
-from penstock.train.unpipelined import check
-from penstock.train.update import Update
+from penstock.train.update import Update, check
 
 LOG, RANKS = "log.jsonl", "ranks.json"
 SEEDS_APART = 1_000_003  # replicas draw other random numbers, as the rows of one batch do

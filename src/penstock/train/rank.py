@@ -45,9 +45,8 @@ def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
         if unheard := options_unheard(options):
             screen.say(unheard)
         count = torch.tensor([restarts()], device=where_of(options))
-        if (
-            dist.is_initialized()
-        ):  # torch counts for each host, and all ranks must see alike whether this follows a crash
+        if dist.is_initialized():
+            # Torch counts for each host, and all ranks must see alike whether this follows a crash.
             dist.all_reduce(count, dist.ReduceOp.MAX)
         options = replace(options, resume=options.resume or count.item() > 0)
         with screen.hearing():

@@ -14,7 +14,7 @@ from penstock.front.choice_text import rank_rows, stage_rows
 from penstock.nest import Value
 from penstock.show import against
 from penstock.show.html import page, timeline_section
-from penstock.show.numbers import percent, sizes, time_text
+from penstock.show.numbers import CAUSES, percent, sizes, time_text
 from penstock.show.svg import nice_step
 from penstock.simulate import Timeline
 
@@ -194,13 +194,11 @@ def _speed_rows(data: dict[str, Value], planned: Timeline | None, measured: Time
 
 
 def _idle_rows(planned: Timeline, measured: Timeline) -> list[list[str]]:
-    rows = [["rank", "", "busy", "filling", "draining", "communication", "imbalance"]]
+    rows = [["rank", "", "busy", *CAUSES]]
     for rank in range(measured.plan.num_ranks):
         for name, timeline in (("planned", planned), ("measured", measured)):
-            whole = timeline.makespan or 1.0
-            idle = timeline.idle[rank]
-            shares = (timeline.busy[rank], idle.filling, idle.draining, idle.communication, idle.imbalance)
-            rows.append([str(rank), name, *(percent(share / whole) for share in shares)])
+            shares = [timeline.busy[rank], *(getattr(timeline.idle[rank], cause) for cause in CAUSES)]
+            rows.append([str(rank), name, *(percent(share / (timeline.makespan or 1.0)) for share in shares)])
     return rows
 
 

@@ -1,23 +1,34 @@
 """How one step of a run changes the model: which batches, in which precision, clipped at what, at which learning rate.
 
-The pipeline and the unpipelined model that it is compared with ask here, so they do the same.
+Before training a few steps of the pipeline are compared with the same steps of the unpipelined model, in one process; both go
+the same way through `Update.apply`.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Final, Protocol
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.batch import batch_size_of, split_batch, split_target
+from penstock.batch import batch_size_of, sizes_of, split_batch, split_target, weights
+from penstock.capture import Pipe
 from penstock.errors import PenstockError, SplitError
-from penstock.front import Result
-from penstock.nest import Value
+from penstock.front import Pipeline, Result
+from penstock.front.norm import loss_factor, shrink
+from penstock.front.spread import receive_from, send_to
+from penstock.nest import Value, map_tensors
+from penstock.plan import Plan
+from penstock.run.planning import weight_order
+from penstock.run.rng import microbatch_rng
+from penstock.stage.dtensors import whole_tensor
+from penstock.train.history import Checked
 from penstock.train.train_job import Batch, Job
 from penstock.train.train_options import TrainOptions
 
@@ -36,16 +47,6 @@ class Rated:
 
     optimizer: torch.optim.Optimizer
     rates: tuple[float, ...]
-
-
-class Trained(Protocol):
-    """What takes steps: a `Pipeline`, or the unpipelined model that it is compared with."""
-
-    def step(self, *args: Value, target: Value) -> Result: ...
-
-    def parameters(self) -> Iterable[nn.Parameter]: ...
-
-    def clip_grad_norm_(self, max_norm: float, /) -> float: ...
 
 
 class Update:
@@ -83,7 +84,7 @@ class Update:
             for group, rate in zip(rated.optimizer.param_groups, rated.rates, strict=True):
                 group["lr"] = rate * self.rate(step)
 
-    def apply(self, model: Trained, rated: Rated, step: int) -> tuple[float, float]:
+    def apply(self, model: Pipeline | Unpipelined, rated: Rated, step: int) -> tuple[float, float]:
         """One step with the mean gradients of its batches: their mean loss, and the norm of the gradients before clipping."""
         losses, count = [], self.options.accumulate
         with self.casting():
@@ -102,7 +103,7 @@ class Update:
         rated.optimizer.zero_grad()
         return sum(losses) / count, norm
 
-    def first_losses(self, model: Trained, steps: int) -> list[float]:
+    def first_losses(self, model: Pipeline | Unpipelined, steps: int) -> list[float]:
         """Those of so many steps from the beginning, with an optimizer of their own."""
         rated = self.optimizer(model.parameters())
         return [self.apply(model, rated, step)[0] for step in range(steps)]
@@ -123,3 +124,123 @@ def rate_of(options: TrainOptions, job: Job) -> Callable[[int], float] | None:
     shape = RATES[options.rate_schedule]
     warm, left = options.warmup, max(options.steps - options.warmup, 1)
     return lambda step: (step + 1) / warm if step < warm else shape((step - warm) / left)
+
+
+class Unpipelined:
+    """The model in one process, which takes steps as a `Pipeline` does: a plain loop over the microbatches.
+
+    `order` is that of the microbatches (see `backward_order`): sums of the same numbers in another order differ in the
+    last digits. A model that draws random numbers is run stage by stage, so that each stage draws what it draws in the pipeline.
+    """
+
+    def __init__(self, update: Update, model: nn.Module, order: Sequence[int], *, whole: Pipe | None = None) -> None:
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.update, self.model, self.whole, self.order = update, model, whole, order
+        self.steps = 0
+        self.parameters = model.parameters
+
+    def clip_grad_norm_(self, most: float) -> float:
+        """As `Pipeline.clip_grad_norm_` does it in one process: the same numbers in the same order."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        squares = (float(torch.linalg.vector_norm(g.detach(), 2.0).to(torch.float64) ** 2.0) for g in grads)
+        total: float = sum(squares) ** 0.5
+        shrink(grads, most / (total + 1e-6))
+        return total
+
+    def step(self, *args: Value, target: Value) -> Result:
+        """The loss of a whole batch; its gradients are added to those that are there."""
+        args, target = map_tensors(lambda tensor: tensor.to(self.device), (args, target))
+        size = min(len(self.order), batch_size_of(args) or len(self.order))  # as a Pipeline with few_rows=True
+        pieces, _ = split_batch(args, {}, size)
+        targets = split_target(target, size)
+        shares = [float(share) for share in weights(sizes_of(targets) or [1] * size)]
+        losses, scale = [0.0] * size, float(loss_factor(self.update.scaler, self.device))
+        for microbatch in (number for number in self.order if number < size):
+            loss = self.loss(self.output(pieces[microbatch], microbatch), targets[microbatch])
+            torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch] * scale))
+            losses[microbatch] = loss.item()
+        self.steps += 1
+        mean = sum(share * loss for share, loss in zip(shares, losses, strict=True))
+        return Result(lambda: (mean, tuple(losses)))
+
+    def loss(self, output: Value, target: Value) -> Tensor:
+        if self.update.job.loss_fn is None:
+            return output.loss if hasattr(output, "loss") else output["loss"]  # type: ignore[no-any-return]
+        return self.update.job.loss_fn(output, target)
+
+    def output(self, args: tuple[object, ...], microbatch: int) -> Value:
+        if self.whole is None:
+            return self.model(*args)
+        values: dict[str, Value] = {}
+        seed = self.update.options.seed
+        given = self.whole.info().inputs.bind(args, {})
+        for k in range(self.whole.num_stages):
+            stage = self.whole.get_stage_module(k)
+            inputs = [given[w.name] if w.source is None else values[w.name] for w in stage.inputs]
+            with microbatch_rng(seed=seed, stage=k, microbatch=microbatch, step=self.steps):
+                if stage.is_last:
+                    return stage(*inputs)
+                values |= zip([w.name for w in stage.outputs], stage.run(inputs), strict=True)
+        raise AssertionError("a model has a last stage")
+
+
+def is_random(model: nn.Module) -> bool:
+    """Whether training draws random numbers, as far as one can see."""
+    modules = list(model.modules())
+    dropouts = [m.p if isinstance(m, nn.modules.dropout._DropoutNd) else getattr(m, "dropout", 0.0) for m in modules]
+    rates = [rate for rate in dropouts if isinstance(rate, int | float)]
+    return any(rate > 0 for rate in rates) or any(isinstance(module, nn.RReLU) for module in modules)
+
+
+def check(pipe: Pipeline, update: Update) -> Checked:
+    """Run both for some steps from the same start; the pipeline and the model are put back afterwards."""
+    steps = update.options.check_steps
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    reference, seconds = None, 0.0
+    expected: list[float] = []
+    if pipe.is_first:
+        reference = _reference(pipe, update)
+        start = time.perf_counter()
+        expected = reference.update.first_losses(reference, steps)
+        seconds = (time.perf_counter() - start) / steps
+    pipe.meet("the unpipelined steps")
+    losses = update.first_losses(pipe, steps)
+    difference = 0.0
+    state = {name: whole_tensor(value) for name, value in pipe.state_dict().items()}
+    if reference is not None:
+        parts = [state, *(receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))]
+        whole = reference.model.state_dict()
+        pairs = [(value, whole[name]) for part in parts for name, value in part.items() if value.numel()]
+        apart = [(value.double() - other.double()).abs().max().item() for value, other in pairs]
+        difference = max([*apart, *(abs(a - b) for a, b in zip(losses, expected, strict=True))])
+    elif update.replica == 0:
+        send_to(pipe.transport, [0], state)
+    for name, value in pipe.state_dict().items():
+        value.copy_(before[name])
+    pipe.schedule.steps = 0
+    shared = pipe.decide("the result of the check", lambda: f"{difference!r} {seconds!r}")
+    difference, seconds = map(float, shared.split())
+    return Checked(steps, difference, seconds, "stage by stage" if is_random(update.job.model) else "the model itself")
+
+
+def backward_order(plan: Plan) -> list[int]:
+    """The order in which the microbatches' gradients add up, if it is the same in all stages; else 0, 1, 2, ...
+
+    >>> from penstock.schedules import get_schedule
+    >>> backward_order(get_schedule("1f1b")(2, 3)), backward_order(get_schedule("loopedbfs")(2, 3))
+    ([0, 1, 2], [2, 1, 0])
+    """
+    orders = weight_order(plan)
+    first = orders[0]
+    return first if all(order == first for order in orders.values()) else list(range(plan.num_microbatches))
+
+
+def _reference(pipe: Pipeline, update: Update) -> Unpipelined:
+    device = pipe.stages[0].device
+    model = copy.deepcopy(update.job.model).cpu()  # the stages of this rank may share its parameters, and be elsewhere
+    whole = pipe.whole(model) if is_random(model) else None
+    model.to(device)
+    if whole is not None:
+        whole.to(device)
+    alone = Update(replace(update.options, dp=1), update.job)
+    return Unpipelined(alone, model, backward_order(pipe.plan), whole=whole)
