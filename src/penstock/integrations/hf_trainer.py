@@ -87,13 +87,13 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
             )
         self.pipe = made
         self._outputs: Where = "all"  # on which ranks a prediction wants them
-        self._decaying = set(super().get_decay_parameter_names(whole))
         self.model = self.model_wrapped = self.callback_handler.model = made.shell
         self.is_distributed_loading_by_transformers = True  # nobody wraps the model in DDP
         self.accelerator.prepare_model = self._left_alone
         self.accelerator.backward = lambda loss, **options: None  # see compute_loss
         self.accelerator.gather = made.gather_rows  # what a rank has, all of its replica have
-        self.accelerator.prepare_data_loader = self._whole_batches
+        share = _Replica(self.accelerator, made)
+        self.accelerator.prepare_data_loader = partial(type(self.accelerator).prepare_data_loader, share)
 
     # -- the model and its data
 
@@ -143,30 +143,6 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         given = self.compute_loss_func or smooth
         return given and (lambda outputs, labels, items=None: given(outputs, labels, num_items_in_batch=items))
 
-    def _whole_batches(
-        self, loader: Value, device_placement: Value = None, slice_fn_for_dispatch: Value = None
-    ) -> Value:
-        """accelerate would give each process batches of its own; here each replica has its own."""
-        from accelerate.data_loader import prepare_data_loader
-
-        own = self.accelerator
-        if getattr(loader, "_is_accelerate_prepared", False):
-            return loader
-        made = prepare_data_loader(
-            loader,
-            own.device,
-            num_processes=self.pipe.num_replicas,
-            process_index=self.pipe.replica,
-            put_on_device=own.device_placement if device_placement is None else device_placement,
-            rng_types=own.rng_types.copy(),
-            dispatch_batches=False,
-            use_seedable_sampler=own.use_seedable_sampler,
-            data_seed=own.dataloader_config.data_seed,
-            non_blocking=own.non_blocking,
-        )
-        own._dataloaders.append(made)
-        return made
-
     def _left_alone(self, model: nn.Module, *args: Value, **options: Value) -> nn.Module:
         """accelerate would move and wrap the model, most of which has no memory here; it only hears of it."""
         self.accelerator._models.append(model)
@@ -178,9 +154,6 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def floating_point_ops(self, inputs: dict[str, Value]) -> float:
         """Those of a rank: a Trainer adds them up over all processes, and each of these knows the size of the whole model."""
         return float(super().floating_point_ops(inputs)) / self.pipe.num_ranks
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        return [name for name, _ in model.named_parameters() if name in self._decaying]
 
     def _move_model_to_device(self, model: nn.Module, device: object) -> None:
         """Only stages are on the device."""
@@ -268,6 +241,18 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def _inner_optimizer(self) -> Value:
         """accelerate wraps it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+
+class _Replica:
+    """An Accelerator for its data loaders: it would give each process batches of its own, and here each replica has its own."""
+
+    dispatch_batches = False  # every process reads the data
+
+    def __init__(self, accelerator: Value, pipe: TransformersPipeline) -> None:
+        self._accelerator, self.num_processes, self.process_index = accelerator, pipe.num_replicas, pipe.replica
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._accelerator, name)
 
 
 def _refuse(beside: str, asked: Mapping[str, Value], hint: str) -> None:

@@ -171,9 +171,6 @@ class PipelineStrategy(DDPStrategy):
         loader = loop._data_source.dataloader()
         return next(iter(loader[0] if isinstance(loader, list | tuple) else loader))
 
-    def configure_ddp(self) -> None:
-        """No process has the parameters of another."""
-
     def process_dataloader(self, dataloader: object) -> object:
         """Every rank has the batches of the user's loader; if it shuffles, all shuffle alike."""
         sampler = getattr(dataloader, "sampler", None)
