@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from penstock.balance import LayerCost, Profile, balance
 from penstock.capture import SplitPoint
-from penstock.checkpoint.weight_files import Source as WeightSource
-from penstock.checkpoint.weight_files import open_weights
+from penstock.checkpoint import weight_files
 from penstock.errors import CaptureError
 from penstock.integrations.adapters import base_of
 from penstock.integrations.needs import needed
@@ -34,30 +33,27 @@ def found(source: Source, config: Value) -> tuple[nn.Module, str | Path | None]:
     transformers = needed("transformers", "hf")
     if isinstance(source, nn.Module):
         return source, None
-    if isinstance(source, type) and (
-        issubclass(source, transformers.PreTrainedModel) or hasattr(source, "from_config")
-    ):
-        if config is None:
-            raise CaptureError(f"pipeline({source.__name__}, ...) without config=; which sizes has the model?")
-        return _on_meta(source, config), None
-    if not isinstance(source, str | Path) or not (Path(source) / "config.json").is_file():
+    kind: Value = source
+    folder = source if isinstance(source, str | Path) and (Path(source) / "config.json").is_file() else None
+    if folder is not None:
+        config = config or transformers.AutoConfig.from_pretrained(folder)
+        name = (config.architectures or [""])[0]
+        kind = getattr(transformers, name, None)
+        if kind is None:
+            raise CaptureError(
+                f"{folder}/config.json names the architecture {name!r}, which transformers does not have"
+            )
+    # AutoModelForCausalLM and its like have the first.
+    make = getattr(kind, "from_config", None) or getattr(kind, "_from_config", None)
+    if make is None:
         raise CaptureError(
             f"pipeline({source!r}, ...): expected a model, a class of transformers with config=, or a folder with "
             "config.json and safetensors"
         )
-    config = config or transformers.AutoConfig.from_pretrained(source)
-    name = (config.architectures or [""])[0]
-    kind = getattr(transformers, name, None)
-    if kind is None:
-        raise CaptureError(f"{source}/config.json names the architecture {name!r}, which transformers does not have")
-    return _on_meta(kind, config), source
-
-
-def _on_meta(kind: Value, config: Value) -> nn.Module:
-    make = getattr(kind, "from_config", None) or kind._from_config  # AutoModelForCausalLM and its like have the first
+    if config is None:
+        raise CaptureError(f"pipeline({kind.__name__}, ...) without config=; which sizes has the model?")
     with torch.device("meta"):
-        model: nn.Module = make(config, dtype=getattr(config, "dtype", None) or torch.float32)
-    return model
+        return make(config, dtype=getattr(config, "dtype", None) or torch.float32), folder
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -166,7 +162,7 @@ def _work(module: nn.Module) -> int:
     return sum(p.numel() for p in used.values())
 
 
-def as_the_model_names_them(source: WeightSource, model: nn.Module) -> WeightSource:
+def as_the_model_names_them(source: weight_files.Source, model: nn.Module) -> weight_files.Source:
     """What `weights=` was given, or the same under the model's names if transformers would convert it while loading.
 
         weights = as_the_model_names_them("mixtral/", model)
@@ -177,16 +173,16 @@ def as_the_model_names_them(source: WeightSource, model: nn.Module) -> WeightSou
     """
     if isinstance(source, Mapping):
         return source
-    given = open_weights(source)
+    given = weight_files.open_weights(source)
     names = set(model.state_dict())
     if names <= set(given) or not hasattr(model, "base_model_prefix"):
         return source
     return NamedWeights(given, _converted(given, model), model)
 
 
-def as_peft_names_them(source: WeightSource, model: nn.Module) -> WeightSource:
+def as_peft_names_them(source: weight_files.Source, model: nn.Module) -> weight_files.Source:
     """Weights of a base model under the names that they have inside a peft model."""
-    given, made_of = open_weights(source), {}
+    given, made_of = weight_files.open_weights(source), {}
     for name in model.state_dict():
         base = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         if base in given:
