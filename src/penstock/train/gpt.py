@@ -11,16 +11,18 @@ import sysconfig
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import PenstockError, UnknownNameError
-from penstock.front import Pipeline
-from penstock.train.train_job import Job
-from penstock.train.train_options import TrainOptions
+
+if TYPE_CHECKING:  # the command looks here for a size before it starts the ranks
+    from penstock.front import Pipeline
+    from penstock.train.train_job import Job
+    from penstock.train.train_options import TrainOptions
 
 BYTES: Final = 256
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
@@ -177,6 +179,8 @@ def _files(root: Path, pattern: str) -> list[Path]:
 
 def build(options: TrainOptions) -> Job:
     """What `penstock train` trains unless it is given a function of the user's."""
+    from penstock.train.train_job import Job
+
     size = size_of(options.size)
     text = held_out = read_text(options.data, length=size.length)
     if options.validation is not None:
