@@ -136,9 +136,8 @@ class PipelineStrategy(DDPStrategy):
         """Puts the pipeline into the place of the model: the steps of the module around it."""
         model, stand, given = getattr(module, self._name), Stand(), dict(self._pipeline_options)
         refuse_adapter(model)
-        means = Means(
-            self._loss_weight, scaled=given.pop("scale_grads", True), spec=given.pop("target_chunk_spec", None)
-        )
+        scaled, spec = given.pop("scale_grads", True), given.pop("target_chunk_spec", None)
+        means = Means(self._loss_weight, scaled=scaled, spec=spec)
         setattr(module, self._name, stand)
         steps = LoggedSteps(module, stand, means)
         args, kwargs = steps.call_of(method, batch, 0)

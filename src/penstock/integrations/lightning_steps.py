@@ -281,9 +281,8 @@ def _of_batch(logged: list[tuple[int, _Logged]]) -> tuple[float | None, dict[str
     """The value of a batch, of those of its microbatches; a mean counts by rows, or by the `batch_size` that was logged too."""
     sizes = [int(each.options.get("batch_size") or rows) for rows, each in logged]
     values = [each.value for _, each in logged if each.value is not None]
-    options = {k: v for k, v in logged[0][1].options.items() if isinstance(v, bool | int | str)} | {
-        "batch_size": sum(sizes)
-    }
+    said = logged[0][1].options.items()
+    options = {k: v for k, v in said if isinstance(v, bool | int | str)} | {"batch_size": sum(sizes)}
     if len(values) < len(logged):
         return None, options
     if reduced := _JOINED.get(str(options.get("reduce_fx"))):

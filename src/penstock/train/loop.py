@@ -174,10 +174,8 @@ class Run:
         if self.log is not None:
             self.log.close()
         if stopped:
-            done = len(self.history.losses)
-            self.screen.say(
-                f"stopped after step {done}; the run goes on with: penstock train --resume -o {options.output}"
-            )
+            again = f"penstock train --resume -o {options.output}"
+            self.screen.say(f"stopped after step {len(self.history.losses)}; the run goes on with: {again}")
             return False
         self._finish()
         return True
@@ -226,9 +224,8 @@ class Run:
         if self.log is not None:
             self.log.validation(step, loss)
         if self.options.keep_best and loss < best:
-            self.pipe.save(
-                self.options.folder / "best", optimizer=self.rated.optimizer, extra={"step": step, "validation": loss}
-            )
+            extra = {"step": step, "validation": loss}
+            self.pipe.save(self.options.folder / "best", optimizer=self.rated.optimizer, extra=extra)
 
     def _has_had_enough(self) -> bool:
         """Whether the validation loss has not become better for as long as --patience allows."""

@@ -114,9 +114,8 @@ def check_where(options: TrainOptions) -> None:
             f"--device {options.device!r}; give the kind alone ({device.type}): each rank takes its own"
         )
     if options.backend is not None and not dist.is_backend_available(options.backend):
-        known = sorted(
-            n for n in dist.Backend.backend_list if n not in ("fake", "undefined") and dist.is_backend_available(n)
-        )
+        names = {*dist.Backend.backend_list} - {"fake", "undefined"}
+        known = sorted(filter(dist.is_backend_available, names))
         raise PenstockError(f"--backend {options.backend!r} is not in this torch; it has {', '.join(known)}")
     if device.type == "cpu":
         if options.backend in ("nccl", "xccl"):
