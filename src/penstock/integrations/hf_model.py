@@ -10,7 +10,8 @@ import copy
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -177,30 +178,18 @@ def as_the_model_names_them(source: weight_files.Source, model: nn.Module) -> we
     names = set(model.state_dict())
     if names <= set(given) or not hasattr(model, "base_model_prefix"):
         return source
-    return NamedWeights(given, _converted(given, model), model)
+    return NamedWeights(_converted(given, model))
 
 
 def as_peft_names_them(source: weight_files.Source, model: nn.Module) -> weight_files.Source:
     """Weights of a base model under the names that they have inside a peft model."""
-    given, made_of = weight_files.open_weights(source), {}
-    for name in model.state_dict():
-        base = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        if base in given:
-            made_of[name] = _MadeOf(name, None, [(base, "")])
-    return NamedWeights(given, made_of, model)
+    given = weight_files.open_weights(source)
+    bases = {name: name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in model.state_dict()}
+    return NamedWeights({name: partial(given.__getitem__, base) for name, base in bases.items() if base in given})
 
 
-@dataclass
-class _MadeOf:
-    """What tensors of the model are made of."""
-
-    first: str  # of their names
-    converter: Value  # a WeightConverter of transformers; None: one tensor, under another name
-    parts: list[tuple[str, str]] = field(default_factory=list)  # names in the file, and the pattern that each fits
-
-
-def _converted(given: Mapping[str, Tensor], model: Value) -> dict[str, _MadeOf]:
-    """By the rules that transformers has for this model."""
+def _converted(given: Mapping[str, Tensor], model: Value) -> dict[str, Callable[[], Tensor]]:
+    """What makes each tensor of the model, by the rules that transformers has for this model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -209,51 +198,51 @@ def _converted(given: Mapping[str, Tensor], model: Value) -> dict[str, _MadeOf]:
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings: list[Value] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    made_of: dict[str, _MadeOf] = {}
+    parts: dict[str, list[tuple[str, str]]] = {}  # names in the file, and the pattern that each fits
+    makers: dict[str, Callable[[], Tensor]] = {}
+
+    def converted(name: str, first: str, rule: Value) -> Tensor:
+        converter = copy.deepcopy(rule)
+        for part, pattern in parts[first]:
+            converter.add_tensor(first, part, pattern, given[part])
+        made = converter.convert(first, model=model, config=model.config)
+        if name not in made:
+            raise CaptureError(
+                f"transformers makes {', '.join(made)} of {parts[first][0][0]}, and not {name}; load the model with "
+                "transformers and give the model"
+            )
+        found: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        return found
+
     for name in sorted(given, key=dot_natural_key):
         found, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if found not in state and name in state:
             found, pattern = name, None
         if pattern is None:
-            made_of[found] = _MadeOf(found, None, [(name, "")])
+            makers[found] = partial(given.__getitem__, name)
             continue
+        parts.setdefault(found, []).append((name, pattern))
         rule = by_pattern[pattern]
-        recipe = made_of.setdefault(found, _MadeOf(found, rule))
-        recipe.parts.append((name, pattern))
-        for target in rule.target_patterns[1:]:
-            made_of[found.replace(rule.target_patterns[0], target)] = recipe
-    return made_of
+        for target in rule.target_patterns:
+            one = found.replace(rule.target_patterns[0], target)
+            makers[one] = partial(converted, one, found, rule)
+    return makers
 
 
 @dataclass(frozen=True)
 class NamedWeights(Mapping[str, Tensor]):
     """Weights under the model's names, each made when it is asked for."""
 
-    given: Mapping[str, Tensor]
-    made_of: Mapping[str, _MadeOf]
-    model: Value
+    makers: Mapping[str, Callable[[], Tensor]]
 
     def __getitem__(self, name: str) -> Tensor:
-        recipe = self.made_of[name]
-        if recipe.converter is None:
-            return self.given[recipe.parts[0][0]]
-        converter = copy.deepcopy(recipe.converter)
-        for part, pattern in recipe.parts:
-            converter.add_tensor(recipe.first, part, pattern, self.given[part])
-        made = converter.convert(recipe.first, model=self.model, config=self.model.config)
-        if name not in made:
-            raise CaptureError(
-                f"transformers makes {', '.join(made)} of {recipe.parts[0][0]}, and not {name}; load the model with "
-                "transformers and give the model"
-            )
-        found: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
-        return found
+        return self.makers[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.made_of)
+        return iter(self.makers)
 
     def __len__(self) -> int:
-        return len(self.made_of)
+        return len(self.makers)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.made_of
+        return name in self.makers
