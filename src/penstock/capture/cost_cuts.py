@@ -28,9 +28,9 @@ from penstock.balance import Cuts, Profile, balance
 from penstock.capture.cut_places import cut_places, estimated, sizes_in_example
 from penstock.capture.flat import Flat, Mark
 from penstock.capture.layer_costs import profile_layers
-from penstock.capture.load_state import has_no_data
 from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import Pipe
+from penstock.capture.skeleton import has_no_data
 from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError, UnevenCut
 from penstock.misfits import takes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod
@@ -20,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.balance import LayerCost, Profile
 from penstock.capture.cutter import module_path
-from penstock.capture.export import FromState
 from penstock.capture.flat import Flat, is_size
 from penstock.capture.place import inseparable
 from penstock.capture.stage_state import StateNames
@@ -60,15 +60,11 @@ def estimated(flat: Flat, places: Sequence[int], names: StateNames) -> Profile:
     active = _activations(flat)
     alive = alive_bytes(flat, active)
     parts = [flat.nodes[start:end] for start, end in pairwise([0, *places, len(flat.nodes)])]
-    users: dict[str, set[int]] = {}
+    users: defaultdict[str, set[int]] = defaultdict(set)
     sizes: dict[str, int] = {}
-    for k, part in enumerate(parts):
-        for arg in (arg for node in part for arg in node.all_input_nodes):
-            origin = flat.traced.origins.get(arg)
-            if isinstance(origin, FromState) and origin.parameter:
-                first = names.first[origin.name]
-                sizes[first] = int(_bytes(arg.meta["val"]))
-                users.setdefault(first, set()).add(k)
+    for parameter, name in flat.traced.parameters.items():
+        sizes[names.first[name]] = int(_bytes(parameter.meta["val"]))
+        users[names.first[name]] |= {bisect_right(places, flat.index[u]) for u in parameter.users if u in flat.index}
     shared = {name: sizes[name] for name, held in users.items() if len(held) > 1}
     named = numbered([[module_path(node) for node in part if node in active] for part in parts])
     layers = (
@@ -95,8 +91,7 @@ def numbered(layers: Sequence[Sequence[str]]) -> list[str]:
 
 def _activations(flat: Flat) -> set[fx.Node]:
     """Nodes that depend on a parameter: the real work."""
-    origins = flat.traced.origins.items()
-    parameters = {node for node, origin in origins if isinstance(origin, FromState) and origin.parameter}
+    parameters = flat.traced.parameters.keys()
     found = set(parameters)
     for node in flat.nodes:
         if not found.isdisjoint(node.all_input_nodes):

@@ -6,7 +6,9 @@ cut.pieces[1].program, cut.pieces[1].inputs, cut.pieces[1].outputs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from penstock.capture.arguments import model_values
 from penstock.capture.export import FromConstant, FromInput, FromState
 from penstock.capture.flat import REGION, SIZE, aten, body_module, is_size
 from penstock.capture.place import EVERYWHERE, Placed
+from penstock.capture.skeleton import has_no_data
 from penstock.capture.stage_graph import OperatorGraph, late, wrap_regions
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Guard, Wire, wire_of
@@ -65,15 +68,6 @@ class Cut:
     placed: Placed
 
 
-@dataclass
-class _Needs:
-    """What one stage must be given."""
-
-    given: set[fx.Node] = field(default_factory=set)  # arguments of the model, and what other stages have
-    sizes: set[fx.Node] = field(default_factory=set)
-    own: list[fx.Node] = field(default_factory=list)
-
-
 class Cutter:
     """Cuts one placed graph; `input_names` are the model's arguments, leaf by leaf."""
 
@@ -85,191 +79,161 @@ class Cutter:
         self.input_names = input_names
         self.flat = placed.flat
         self.origins = placed.flat.traced.origins
-        self.stage = placed.stage
-        self.last = placed.num_stages - 1
         self.order = {n: i for i, n in enumerate([*self.origins, *self.flat.nodes])}
         self.leader = names.leaders(self.origins)
         self.owner = self._parameter_owners() if transmit else {}
         self.carry = carry  # whether later stages get the model's arguments from the first one
-        self.needs = [self._needs(k) for k in range(placed.num_stages)]
+        self.parts = [_Part(self, k) for k in range(placed.num_stages)]
         if carry:
-            self.needs[0].given |= {
-                n for needs in self.needs for n in needs.given if isinstance(self.origins.get(n), FromInput)
+            self.parts[0].given |= {
+                n for part in self.parts for n in part.given if isinstance(self.origins.get(n), FromInput)
             }
-        self._resolve_sizes()
+        for part in self.parts:
+            part.given |= {size for size in part.sizes if not part.knows(size)}
         self.wires = self._wires()
-        self.carried = {
-            n: replace(wire, source=0, stages=wire.stages[1:])
-            for n, wire in self.wires.items()
-            if carry and wire.source is None and len(wire.stages) > 1
-        }
 
     def cut(self) -> Cut:
-        pieces = [self._piece(k) for k in range(self.placed.num_stages)]
+        pieces = [part.piece() for part in self.parts]
         fixed = tuple((i, v) for i, v in enumerate(self.flat.traced.outputs) if not isinstance(v, fx.Node))
         pieces[-1] = replace(pieces[-1], recipe=self.flat.traced.recipe, fixed=fixed)
         return Cut(tuple(pieces), self.placed)
 
     def _parameter_owners(self) -> dict[fx.Node, int]:
         """For parameters that travel: the first stage that uses each of those which several stages use."""
-        users: dict[fx.Node, set[int]] = {}
-        for node in self.flat.nodes:
-            for arg in node.all_input_nodes:
-                origin = self.origins.get(arg)
-                if isinstance(origin, FromState) and origin.parameter:
-                    users.setdefault(self.leader[arg], set()).add(self.stage[node])
+        users: defaultdict[fx.Node, set[int]] = defaultdict(set)
+        for node in self.flat.traced.parameters:
+            users[self.leader[node]] |= {self.placed.stage[user] for user in node.users if user in self.placed.stage}
         return {node: min(stages) for node, stages in users.items() if len(stages) > 1}
 
-    def _needs(self, k: int) -> _Needs:
-        needs = _Needs()
-        seen: set[fx.Node] = set()
-        todo = [n for n in self.flat.nodes if self.stage[n] == k and not is_size(n)]
-        if k == self.last:
-            todo += [v for v in self.flat.traced.outputs if isinstance(v, fx.Node)]
-        while todo:
-            node = todo.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            leader = self.leader.get(node, node)
-            if is_size(node):
-                needs.sizes.add(node)
-            elif self.stage.get(node) in (k, EVERYWHERE):
-                needs.own.append(node)
-                todo += node.all_input_nodes
-            elif not isinstance(self.origins.get(node), FromState | FromConstant) or self.owner.get(leader, k) < k:
-                needs.given.add(leader)
-        needs.own.sort(key=self.order.__getitem__)
-        return needs
-
-    def _resolve_sizes(self) -> None:
-        """Each stage reads sizes off tensors that it has; a size that none of them shows, and it cannot make, becomes a wire."""
-        for k, needs in enumerate(self.needs):
-            for node in needs.sizes:
-                if not self._reachable(node, k) and self._size_home(node) != k:
-                    needs.given.add(node)
-
-    def _size_home(self, node: fx.Node) -> int:
-        return next(k for k in range(len(self.needs)) if self._reachable(node, k, own=True))
-
-    def _reachable(self, node: fx.Node, k: int, *, own: bool = False) -> bool:
-        return (
-            self._size_source(node, k) is not None
-            or (not self._reads_tensor(node) and all(self._reachable(a, k, own=own) for a in node.all_input_nodes))
-            or (own and self._reads_tensor(node) and self._is_here(node.all_input_nodes[0], k))
-        )
-
-    @staticmethod
-    def _reads_tensor(node: fx.Node) -> bool:
-        return bool(node.all_input_nodes) and not is_size(node.all_input_nodes[0])
-
-    def _is_here(self, node: fx.Node, k: int) -> bool:
-        if node in self.needs[k].given or isinstance(self.origins.get(node), FromState | FromConstant):
-            return True
-        return node not in self.origins and self.stage[node] in (k, EVERYWHERE)
-
-    def _size_source(self, node: fx.Node, k: int) -> tuple[fx.Node, int] | None:
-        """A tensor among the stage's inputs that shows the size, and in which dimension."""
-        value = node.meta.get("val")
-        if not isinstance(value, torch.SymInt):
-            return None
-        for given in sorted(self.needs[k].given, key=self.order.__getitem__):
-            for dim, size in enumerate(getattr(given.meta.get("val"), "shape", ())):
-                if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
-                    return given, dim
-        return None
-
     def _wires(self) -> dict[fx.Node, Wire]:
-        used: dict[fx.Node, list[int]] = {}
-        for k, needs in enumerate(self.needs):
-            for node in needs.given:
-                used.setdefault(node, []).append(k)
         wires = {}
-        for node, stages in sorted(used.items(), key=lambda item: self.order[item[0]]):
-            origin = self.origins.get(node)
+        for node in sorted({node for part in self.parts for node in part.given}, key=self.order.__getitem__):
+            origin, name, source = self.origins.get(node), node.name, self.placed.stage.get(node)
             if isinstance(origin, FromInput):
-                wires[node] = wire_of(node, self.input_names[origin.index], source=None, stages=stages)
+                name = self.input_names[origin.index]
             elif isinstance(origin, FromState):
-                wires[node] = wire_of(node, origin.name, source=self.owner[node], stages=stages)
-            else:
-                home = self._size_home(node) if is_size(node) else self.stage[node]
-                wires[node] = wire_of(node, node.name, source=home, stages=stages)
+                name, source = origin.name, self.owner[node]
+            elif is_size(node):
+                source = next(part.k for part in self.parts if part.knows(node))
+            wires[node] = wire_of(node, name, source=source, stages=[p.k for p in self.parts if node in p.given])
         return wires
 
-    def _wire(self, node: fx.Node, k: int) -> Wire:
+    def wire(self, node: fx.Node, k: int) -> Wire:
         """On which a value comes to a stage."""
-        return self.carried[node] if k > 0 and node in self.carried else self.wires[node]
+        wire = self.wires[node]
+        return replace(wire, source=0, stages=wire.stages[1:]) if self.carry and k and wire.source is None else wire
 
-    def _piece(self, k: int) -> StagePiece:
-        needs = self.needs[k]
-        given = sorted(needs.given, key=lambda n: (self._wire(n, k).source is not None, self.order[n]))
-        builder = _Builder(self, k, given)
-        for node in needs.own:
-            builder.add(node)
-        if k == self.last:
-            leaves = [v for v in self.flat.traced.outputs if isinstance(v, fx.Node)]
-            outputs = tuple(wire_of(v, v.name, source=k, stages=()) for v in leaves)
-        else:
-            made = {n: wire for n, wire in self.wires.items() if wire.source == k} | (self.carried if k == 0 else {})
-            leaves, outputs = list(made), tuple(made.values())
-        builder.graph.output(tuple(builder.value(n) for n in leaves))
-        wrap_regions(builder.graph, builder.bodies)
-        program = OperatorGraph(builder.graph, builder.bodies)
-        inputs = tuple(self._wire(n, k) for n in given)
-        return StagePiece(program, inputs, outputs, tuple(builder.states), builder.constants)
+    def sent(self, k: int) -> dict[fx.Node, Wire]:
+        """What a stage hands on to later ones; arguments of the model come last."""
+        later = {n: self.wire(n, k + 1) for n in sorted(self.wires, key=lambda n: self.wires[n].source is None)}
+        return {n: wire for n, wire in later.items() if wire.source == k and wire.stages}
 
 
-class _Builder:
-    """Writes the graph of one stage."""
+class _Part:
+    """One stage of a placed graph: what it must be given, and then its own graph."""
 
-    def __init__(self, cutter: Cutter, k: int, given: Sequence[fx.Node]) -> None:
+    def __init__(self, cutter: Cutter, k: int) -> None:
         self.cutter = cutter
         self.k = k
+        self.given: set[fx.Node] = set()  # arguments of the model, and what other stages have
+        self.sizes: set[fx.Node] = set()
+        self.own: dict[fx.Node, None] = {}  # what it computes, in order
         self.graph = fx.Graph()
         self.bodies: dict[str, OperatorGraph] = {}
         self.states: dict[str, None] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.values: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
-        # what arrives is contiguous, even where it was not: a view of it may then need a copy
-        rows = not all(cutter._wire(n, k).contiguous for n in given if cutter._wire(n, k).source is not None)
-        self.relaxed: dict[object, Any] = {aten.view.default: aten.reshape.default} if rows else {}
+        self.outputs = [
+            v for v in cutter.flat.traced.outputs if isinstance(v, fx.Node) and k == cutter.placed.num_stages - 1
+        ]
+        self._find_needs(cutter.placed.stage)
+
+    def _find_needs(self, stage: Mapping[fx.Node, int]) -> None:
+        seen: set[fx.Node] = set()
+        todo = [*self.outputs, *(n for n in self.cutter.flat.nodes if stage[n] == self.k and not is_size(n))]
+        own: list[fx.Node] = []
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            leader, origin = self.cutter.leader.get(node, node), self.cutter.origins.get(node)
+            if is_size(node):
+                self.sizes.add(node)
+            elif stage.get(node) in (self.k, EVERYWHERE):
+                own.append(node)
+                todo += node.all_input_nodes
+            elif not isinstance(origin, FromState | FromConstant) or self.cutter.owner.get(leader, self.k) < self.k:
+                self.given.add(leader)
+        self.own = dict.fromkeys(sorted(own, key=self.cutter.order.__getitem__))
+
+    def knows(self, size: fx.Node) -> bool:
+        """Whether this stage can tell a size: by a tensor that it has, or out of other sizes. Else the size becomes a wire."""
+        if self._shown(size) is not None:
+            return True
+        sent = self.cutter.carry and self.k > 0  # and contiguous, so that its strides may be others
+        arguments = () if sent else self.given & self.cutter.origins.keys()
+        return all(
+            self.knows(arg) if is_size(arg) else arg in self.own or arg in arguments for arg in size.all_input_nodes
+        )
+
+    def _shown(self, size: fx.Node) -> tuple[fx.Node, int] | None:
+        """A tensor among the stage's inputs that shows the size, and in which dimension."""
+        value = size.meta.get("val")
+        if not isinstance(value, torch.SymInt):
+            return None
+        for given in sorted(self.given, key=self.cutter.order.__getitem__):
+            for dim, other in enumerate(getattr(given.meta.get("val"), "shape", ())):
+                if isinstance(other, torch.SymInt) and other.node.expr == value.node.expr:
+                    return given, dim
+        return None
+
+    def piece(self) -> StagePiece:
+        wires = {n: self.cutter.wire(n, self.k) for n in sorted(self.given, key=self.cutter.order.__getitem__)}
+        wires = dict(sorted(wires.items(), key=lambda item: item[1].source is not None))
         taken: set[str] = set()
-        for node in given:
-            name = identifier(cutter.wires[node].name)
+        for node, wire in wires.items():
+            name = identifier(wire.name)
             while name in taken:  # x["a"] beside an argument x_a
                 name += "_"
             taken.add(name)
             self.values[node] = self.graph.placeholder(name)
+        # what arrives is contiguous, even where it was not: a view of it may then need a copy
+        relaxed = not all(wire.contiguous for wire in wires.values() if wire.source is not None)
+        for node in self.own:
+            self._add(node, {aten.view.default: aten.reshape.default} if relaxed else {})
+        sent = self.cutter.sent(self.k)
+        outputs = (*(wire_of(n, n.name, source=self.k, stages=()) for n in self.outputs), *sent.values())
+        self.graph.output(tuple(map(self._value, (*self.outputs, *sent))))
+        wrap_regions(self.graph, self.bodies)
+        program = OperatorGraph(self.graph, self.bodies)
+        return StagePiece(program, tuple(wires.values()), outputs, tuple(self.states), self.constants)
 
-    def add(self, node: fx.Node) -> None:
+    def _add(self, node: fx.Node, relaxed: Mapping[object, Any]) -> None:
         body = body_module(node, self.cutter.flat.traced.root)
         if body is not None:
             name = f"_region_{len(self.bodies)}"
             self.bodies[name] = OperatorGraph.of(body)
             self.values[node] = self._attribute(name)
             return
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value(n, user=node))
-        made = self.graph.create_node(
-            node.op, self.relaxed.get(node.target, late(node.target)), args, kwargs, node.name
-        )
-        made.meta["path"] = module_path(node)
+        path = module_path(node)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._value(n, path))
+        target = relaxed.get(node.target, late(node.target))
+        made = self.values[node] = self.graph.create_node(node.op, target, args, kwargs, node.name)
+        made.meta["path"] = path
         if REGION in node.meta:
             made.meta[REGION] = node.meta[REGION]
-        self.values[node] = made
 
-    def value(self, node: fx.Node, *, user: fx.Node | None = None) -> fx.Node:
-        """The node of this graph that holds what `node` held in the whole one."""
-        origin = self.cutter.origins.get(node)
-        if isinstance(origin, FromState):
-            canonical = self.cutter.leader[node]
-            if canonical in self.values:
-                return self.values[canonical]
-            name = self.cutter.names.name_for(origin.name, "" if user is None else module_path(user))
-            self.states[name] = None
-            return self._attribute(name)
+    def _value(self, node: fx.Node, path: str = "") -> fx.Node:
+        """The node of this graph that holds what `node` held in the whole one; `path` is the module that uses it."""
+        origin, node = self.cutter.origins.get(node), self.cutter.leader.get(node, node)
         if node in self.values:
             return self.values[node]
+        if isinstance(origin, FromState):  # under a name of the user's own, which may differ from one use to the next
+            name = self.cutter.names.name_for(origin.name, path)
+            self.states[name] = None
+            return self._attribute(name)
         if isinstance(origin, FromConstant):
             name = f"_constant_{identifier(origin.name)}"
             self.constants[name] = constant_value(origin)
@@ -281,12 +245,9 @@ class _Builder:
         return self.values[node]
 
     def _size(self, node: fx.Node) -> fx.Node:
-        source = self.cutter._size_source(node, self.k)
-        if source is not None:
-            made = self.graph.call_function(aten.sym_size.int, (self.value(source[0]), source[1]))
-        else:
-            args = fx.map_arg(node.args, self.value)
-            made = self.graph.create_node("call_function", node.target, args, dict(node.kwargs), node.name)
+        shown = self._shown(node)
+        target, args = (node.target, node.args) if shown is None else (aten.sym_size.int, shown)
+        made = self.graph.create_node("call_function", target, fx.map_arg(args, self._value), dict(node.kwargs))
         made.meta[SIZE] = True
         return made
 
@@ -304,14 +265,12 @@ def module_path(node: fx.Node) -> str:
 
 
 def identifier(name: str) -> str:
-    text = "".join(c if c.isalnum() else "_" for c in name)
+    text = re.sub(r"\W", "_", name)
     return text if text.isidentifier() else f"_{text}"
 
 
 def constant_value(origin: FromConstant) -> torch.Tensor:
-    if not isinstance(origin.value, torch.Tensor):
-        raise CaptureError(f"{origin.name} is a {type(origin.value).__name__}; only tensors can be put into a stage")
-    if isinstance(origin.value, torch._subclasses.FakeTensor) or origin.value.is_meta:
+    if has_no_data(origin.value):
         raise CaptureError(
             f"{origin.name} is a plain tensor attribute on the meta device, so its values are unknown; make it a "
             "buffer (self.register_buffer), so that it can be loaded by name"

@@ -62,7 +62,7 @@ class FromConstant:
     """A placeholder that is a tensor made while tracing, or a plain attribute of a module."""
 
     name: str
-    value: Any
+    value: torch.Tensor
 
 
 Origin = FromInput | FromState | FromConstant
@@ -79,6 +79,12 @@ class Traced:
     recipe: Nest  # puts the output leaves back into what the model returns
     why_static: str  # why the batch dimension could not be kept dynamic, or ""
     guards: tuple[Guard, ...]  # what must be true of the sizes
+
+    @property
+    def parameters(self) -> dict[fx.Node, str]:
+        """The placeholders that are parameters, with their names."""
+        origins = self.origins.items()
+        return {node: origin.name for node, origin in origins if isinstance(origin, FromState) and origin.parameter}
 
 
 class _Root(nn.Module):

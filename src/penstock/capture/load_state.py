@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from penstock.capture.skeleton import has_no_data
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import transient_names
 from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
@@ -110,11 +110,6 @@ def _with_memory(tensor: torch.Tensor, device: torch.device | str) -> torch.Tens
     """One like it that has memory on a device, and no values yet."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-def has_no_data(tensor: torch.Tensor) -> bool:
-    """On the meta device, or made under fake tensors."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 @takes(CaptureError)

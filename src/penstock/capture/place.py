@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from penstock.capture.export import FromInput, FromState
+from penstock.capture.export import FromInput
 from penstock.capture.flat import Flat, Mark, aten, body_module, is_pure, is_size, shares_memory, written
 from penstock.errors import CaptureError
 
@@ -95,8 +95,9 @@ def _free(flat: Flat) -> dict[fx.Node, bool]:
     # A value that somebody writes to is not free, nor is what shares its memory.
     dirty = {member for node in flat.nodes for target in written(node) for member in _family(target)}
     free: dict[fx.Node, bool] = {}
+    parameters = flat.traced.parameters
     for node, origin in flat.traced.origins.items():
-        if node not in dirty and not (isinstance(origin, FromState) and origin.parameter):
+        if node not in dirty and node not in parameters:
             free[node] = isinstance(origin, FromInput)
     for node in flat.nodes:
         if is_size(node) or body_module(node, flat.traced.root) is not None:

@@ -51,6 +51,11 @@ class Skeleton:
             ) from error
 
 
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """On the meta device, or made under fake tensors."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode whose tensors have sizes and no data, fit for torch.export."""
     return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
