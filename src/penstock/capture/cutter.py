@@ -92,8 +92,8 @@ class Cutter:
             part.given |= {size for size in part.sizes if not part.knows(size)}
         self.wires = self._wires()
 
-    def cut(self) -> Cut:
-        pieces = [part.piece() for part in self.parts]
+    def cut(self, guards: tuple[Guard, ...] = ()) -> Cut:
+        pieces = [replace(part.piece(), guards=guards) for part in self.parts]
         fixed = tuple((i, v) for i, v in enumerate(self.flat.traced.outputs) if not isinstance(v, fx.Node))
         pieces[-1] = replace(pieces[-1], recipe=self.flat.traced.recipe, fixed=fixed)
         return Cut(tuple(pieces), self.placed)

@@ -6,10 +6,11 @@ retracer.piece(0, (True, frozenset({("s28", 1)})))     # in training, for a batc
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,56 +22,31 @@ from penstock.capture.marks import SplitPoint
 from penstock.capture.place import EVERYWHERE, Placed, place
 from penstock.capture.skeleton import Skeleton
 from penstock.capture.stage_state import StateNames
-from penstock.capture.wires import Fixed, Key, Wire, same_wires, size_of, where, where_shapes_differ
+from penstock.capture.wires import Fixed, Guard, Key, Wire, same_wires, size_of, where, where_shapes_differ
 from penstock.errors import CaptureError
 from penstock.nest import Value
 from penstock.stage.buffers import modes_of
 
 Choose = Callable[[Flat], Sequence[int] | None]  # positions before which to cut; None: at the marks
-_FOLLOWING = 4  # operators, of which one will be there in every trace
+Kinds = Sequence[tuple[str, str]]  # of each operator of a trace: its module, and what it does there
 
 
-class Landmark(NamedTuple):
-    """What tells an operator from the others in every trace of the model, though a mode or a size may have more or fewer."""
-
-    module: str
-    operator: str
-    number: int  # which of that module's operators of that kind it is
-    after: str  # the module that did something just before this one
-    number_after: int  # the same, counted after that module alone
-    of: int = 0  # how many of that kind the module has
-    opens: bool = False  # whether the operator before it is another module's
+def _numbered(kinds: Kinds) -> list[tuple[object, ...]]:
+    counts: defaultdict[tuple[str, str], count[int]] = defaultdict(count)
+    return [(kind, next(counts[kind])) for kind in kinds]
 
 
-def landmarks(flat: Flat) -> list[Landmark]:
-    """That of each node."""
-    seen: Counter[tuple[str, ...]] = Counter()
-    found = []
-    module = after = ""
-    for node in flat.nodes:
-        path, operator = module_path(node), str(node.target)
-        opens = path != module
-        if opens:
-            module, after = path, module
-        counts = seen[path, operator], after, seen[path, operator, after]
-        found.append(Landmark(path, operator, *counts, opens=opens))
-        seen[path, operator] += 1
-        seen[path, operator, after] += 1
-    return [mark._replace(of=seen[mark.module, mark.operator]) for mark in found]
-
-
-def found_again(marks: Sequence[Sequence[Landmark]], here: Sequence[Landmark]) -> list[int | None]:
-    """Where in another trace each of them is, None for one that is not there. What was before an operator tells it best, or its
-    number where its module has as many as before; one that has no work in that mode or size is not there, but the next one is."""
-    near = {(m.module, m.operator, m.after, m.number_after): at for at, m in enumerate(here)}
-    far = {m[:3]: at for at, m in enumerate(here)}
-    count = {m[:2]: m.of for m in here}
-
-    def place_of(mark: Landmark) -> int | None:
-        at = near.get((mark.module, mark.operator, mark.after, mark.number_after))
-        return far.get(mark[:3]) if at is None and mark.of == count.get(mark[:2]) else at
-
-    return [next((at for at in map(place_of, chain) if at is not None), far.get(chain[0][:3])) for chain in marks]
+def found_again(places: Sequence[int], old: Kinds, new: Kinds) -> Iterator[int]:
+    """Where in another trace each of these operators is, though a mode or a size may have more or fewer of them; for one that has
+    no work there, the next that has. Of a kind that both traces have as often, numbers tell; others are found from these."""
+    before, now = Counter(old), Counter(new)
+    numbers, there = _numbered(old), {key: at for at, key in enumerate(_numbered(new))}
+    for wanted in places:
+        sure = next((at for at in range(wanted, len(old)) if before[old[at]] == now[old[at]]), None)
+        at, found = (len(old), len(new)) if sure is None else (sure, there[numbers[sure]])
+        while at > wanted and found and old[at - 1] == new[found - 1]:
+            at, found = at - 1, found - 1
+        yield found
 
 
 @dataclass
@@ -89,8 +65,8 @@ class Retracer:
     modes: tuple[bool, ...] = ()  # of each part of the model when it was captured
     why_static: str = ""
     shapes: tuple[tuple[int | str, ...], ...] = ()
-    # The operators before which to cut, each with some that follow it; None: at the marks.
-    chosen: tuple[tuple[Landmark, ...], ...] | None = None
+    # The operators before which to cut, and all of them in the first trace; None: at the marks.
+    chosen: tuple[Sequence[int], Kinds] | None = None
     cuts: dict[Key, Cut] = field(default_factory=dict)
 
     def first(self, choose: Choose) -> Cut:
@@ -129,32 +105,36 @@ class Retracer:
             if traced.why_static:
                 fixed_dims = tuple(None for _ in self.example.dims)
                 self.why_static, self.example = traced.why_static, replace(self.example, dims=fixed_dims)
-        placed = place(flat, self._marks(flat, choose))
-        cutter = Cutter(
-            placed, self.names, input_names=self.example.table.names, transmit=self.transmit, carry=self.carry
-        )
         known = dict(fixed)
         open_shapes = [[known.get(str(size), size) for size in shape] for shape in self.shapes]
         guards = (*traced.guards, *where_shapes_differ(open_shapes, shapes))
-        cut = cutter.cut()
-        return replace(cut, pieces=tuple(replace(piece, guards=guards) for piece in cut.pieces))
+        return self.cut_at(flat, self._marks(flat, choose), guards)
+
+    def cut_at(self, flat: Flat, marks: Sequence[Mark], guards: tuple[Guard, ...] = ()) -> Cut:
+        """Cut one trace of the model."""
+        names = self.example.table.names
+        cutter = Cutter(place(flat, marks), self.names, input_names=names, transmit=self.transmit, carry=self.carry)
+        return cutter.cut(guards)
 
     def _marks(self, flat: Flat, choose: Choose | None) -> Sequence[Mark]:
-        here = landmarks(flat)
+        here: Kinds = [(module_path(node), str(node.target)) for node in flat.nodes]
         if choose is not None and (places := choose(flat)) is not None:
-            self.chosen = tuple(tuple(here[place : place + _FOLLOWING]) for place in places)
+            self.chosen = places, here
         if self.chosen is None:
             return flat.marks
+        places, first = self.chosen
         marks = []
-        for (mark, *_), at in zip(self.chosen, found_again(self.chosen, here), strict=True):
-            if at is None:
+        for wanted, at in zip(places, found_again(places, first, here), strict=True):
+            module, operator = first[wanted]
+            if at == len(here):
                 raise CaptureError(
-                    f"in another mode or size the model has no {mark.operator} in {mark.module or 'its own forward'}, before "
-                    "which it was to be cut; name the cuts with split_spec="
+                    f"in another mode or size the model has no {operator} in {module or 'its own forward'}, before which it was "
+                    "to be cut; name the cuts with split_spec="
                 )
-            while mark.opens and at and not here[at].opens:
-                at -= 1  # a batch norm in training counts its batches before what it does in evaluation, too
-            marks.append(Mark(at, f"operator {at} ({mark.operator} in {mark.module})"))
+            if wanted and first[wanted - 1][0] != module:
+                while at and here[at - 1][0] == here[at][0]:
+                    at -= 1  # a batch norm in training counts its batches before what it does in evaluation, too
+            marks.append(Mark(at, f"operator {at} ({operator} in {module})"))
         return marks
 
     def partners(self) -> dict[str, frozenset[str]]:
@@ -226,14 +206,13 @@ def policy_positions(policy: Callable[[fx.GraphModule], Value], root: fx.GraphMo
     result = policy(root)
     if not isinstance(result, fx.GraphModule):
         return [str(name) for name in result]
-    names = []
-    for node in list(result.graph.nodes):
+    names, following = [], ""
+    for node in reversed(list(result.graph.nodes)):
         if "pipe_split" in str(getattr(node.target, "__name__", node.target)):
-            following = node.next
-            while following.name not in before:
-                following = following.next
-            names.append(following.name)
+            names.append(following)
             result.graph.erase_node(node)
+        elif node.name in before:
+            following = node.name
     return names
 
 
