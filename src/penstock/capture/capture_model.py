@@ -21,27 +21,27 @@ from torch import Tensor, fx, nn
 
 from penstock.balance import Profile
 from penstock.capture.arguments import InputTable, batch_dims, given_dims
-from penstock.capture.cost_cuts import CostCuts, device_of, unevenness_of_others
+from penstock.capture.cost_cuts import Where, agreed_profile, best_cuts, cuts_by, unevenness_of_others, why_not_measured
 from penstock.capture.cut_places import cut_places
-from penstock.capture.cutter import Cut, Cutter
+from penstock.capture.cutter import Cut
 from penstock.capture.export import Example
 from penstock.capture.flat import Flat, Mark
 from penstock.capture.layer_costs import profile_layers
 from penstock.capture.marks import SplitPoint, remembered, submodule
 from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import MultiUseParameterConfig, Pipe, PipeInfo, find_loss
-from penstock.capture.place import place
 from penstock.capture.retrace import Retracer
-from penstock.capture.skeleton import Skeleton
+from penstock.capture.skeleton import Skeleton, device_of, has_no_data
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames, assign, find_shared, give
 from penstock.errors import CaptureError
 from penstock.misfits import takes
-from penstock.nest import Value, leaf_names
+from penstock.nest import Value, leaf_names, map_tensors
 from penstock.stage.digest import model_digest
 
 SplitPolicy = Callable[[fx.GraphModule], object]
 ChooseCuts = Callable[[Flat, int], Sequence[int]]
+ENOUGH = 0.3  # seconds for one layer
 
 
 @takes(CaptureError)
@@ -86,50 +86,54 @@ def pipeline(
     if num_stages is None and profile is not None:
         raise CaptureError("profile= says what layers cost, and num_stages= is missing: into how many stages?")
     known = Profile.load(profile) if isinstance(profile, str | Path) else profile
-    names = StateNames.of(module)
-
-    def layers(flat: Flat, marks: Sequence[Mark]) -> Pipe:
-        cutter = Cutter(place(flat, marks), names, input_names=table.names, transmit=source.transmit)
-        return Pipe(*_assembled(source, cutter.cut(), module, loss_spec=loss_spec, again=False))
-
-    chooser = CostCuts(module, mb_args, mb_kwargs or {}, names, layers, known)
+    mb_kwargs, facts = mb_kwargs or {}, dict[str, Value]()  # facts of the cuts
     if known is not None and num_stages is not None and known.metadata.get("places") is None:
-        by_name = chooser.best(known, num_stages).names  # costs of modules by their names: marks stand before these
-        split_spec, num_stages = dict.fromkeys(by_name, SplitPoint.BEGINNING), None
-    table, leaves = InputTable.of(module.forward, mb_args, mb_kwargs or {})
+        facts = best_cuts(known, num_stages)  # costs of modules by their names: marks stand before these
+        split_spec, num_stages = dict.fromkeys(facts["cuts"].names, SplitPoint.BEGINNING), None
+    table, leaves = InputTable.of(module.forward, mb_args, mb_kwargs)
     dims, why = batch_dims(leaves) if dynamic_shapes is None else (given_dims(table, leaves, dynamic_shapes), "")
     source = Retracer(
         skeleton=Skeleton.of(module, leaves),
         example=Example(table, list(map(_without_data, leaves, table.names)), dims),
         fall_back=dynamic_shapes is None,
-        points=_points(module, split_spec or {}, automatic=num_stages is not None),
-        names=names,
+        points={} if num_stages is not None else _points(module, split_spec or {}),
+        names=StateNames.of(module),
         transmit=multi_use_param_spec is MultiUseParameterConfig.TRANSMIT,
         carry=arguments_from_first,
         policy=split_policy,
         why_static=why,
     )
-    if isinstance(output_loss_value_spec, torch.Tensor):
-        raise CaptureError(
-            "output_loss_value_spec is a Tensor; expected the form of the model's output with True where the loss is, for "
-            "example {'loss': True}"
+    loss_spec = getattr(module, "loss_spec", None) if output_loss_value_spec is None else output_loss_value_spec
+
+    def measure(flat: Flat, where: Where) -> Profile:
+        cut = replace(source, carry=False).cut_at(
+            flat.copied(), [Mark(place, f"operator {place}") for place, _ in where]
         )
-    loss_spec = output_loss_value_spec or getattr(module, "loss_spec", None)
+        layers = _assembled(source, cut, module, loss_spec=loss_spec, again=False)
+        args, kwargs = map_tensors(Tensor.clone, (mb_args, dict(mb_kwargs)))
+        setting = LayerSetting(args, kwargs, device_of(module.parameters()), enough=ENOUGH)
+        return profile_layers(layers, where, setting, progress=False)
 
     def choose(flat: Flat) -> Sequence[int] | None:
-        places = None if num_stages is None else (choose_cuts or chooser)(flat, num_stages)
-        if chooser.cuts is None:
+        nonlocal facts
+        chooser = choose_cuts
+        if num_stages is not None and num_stages > 1 and chooser is None:
+            why_not = why_not_measured(module, (mb_args, mb_kwargs))
+            costs = known or agreed_profile(flat, num_stages, source.names, measure=measure, why_not=why_not)
+            chooser, facts = cuts_by(costs, num_stages)
+        places = None if num_stages is None else chooser(flat, num_stages) if chooser is not None else []
+        if not facts:
             chosen = {mark.position for mark in flat.marks} if places is None else set(places)
-            chooser.uneven = unevenness_of_others(flat, chosen, names)
+            facts = {"uneven": unevenness_of_others(flat, chosen, source.names)}
         return places
 
-    stages, info = _assembled(source, source.first(choose), module, loss_spec=loss_spec, again=True)
-    return Pipe(stages, replace(info, cuts=chooser.cuts, cut_by=chooser.basis, uneven=chooser.uneven))
+    cut = source.first(choose)
+    return _assembled(source, cut, module, loss_spec=loss_spec, **facts)
 
 
 def _assembled(
-    source: Retracer, cut: Cut, module: nn.Module, *, loss_spec: object, again: bool
-) -> tuple[list[StageModule], PipeInfo]:
+    source: Retracer, cut: Cut, module: nn.Module, *, loss_spec: object, again: bool = True, **facts: Value
+) -> Pipe:
     """The stages of a cut, with the tensors of the model in them; `again`: they can be traced in other modes and sizes."""
     count, last = len(cut.pieces), cut.pieces[-1]
     stages = [StageModule(k, count, piece=piece, source=source, again=again) for k, piece in enumerate(cut.pieces)]
@@ -143,20 +147,20 @@ def _assembled(
         shared=find_shared(source.names, held),
         output_paths=tuple(leaf_names(last.recipe)),
         loss_index=find_loss(last.recipe, last.outputs, fixed=[position for position, _ in last.fixed], spec=loss_spec),
-        why_static=source.why_static,
         model=model_digest(stages),
+        **facts,
     )
-    return stages, info
+    return Pipe(stages, info)
 
 
-def _points(module: nn.Module, spec: Mapping[str, SplitPoint], *, automatic: bool) -> dict[str, frozenset[SplitPoint]]:
+def _points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> dict[str, frozenset[SplitPoint]]:
     points = remembered(module)
     for name, point in spec.items():
         if not isinstance(point, SplitPoint):
             raise CaptureError(f"split_spec[{name!r}] is {point!r}; write SplitPoint.BEGINNING or SplitPoint.END")
         submodule(module, name)
         points[name] = points.get(name, frozenset()) | {point}
-    return {} if automatic else points
+    return points
 
 
 def _without_data(leaf: object, name: str) -> torch.Tensor:
@@ -196,8 +200,8 @@ def profile(
         layers, where = model, None
     else:
         layers, where = capture_layers(model, example, example_kwargs, num_stages=num_stages, **options)
-    there = torch.device(device) if device is not None else device_of(model)
-    setting = LayerSetting(example, example_kwargs or {}, there, loss_fn, target, repeats)
+    there = device_of(p for p in model.parameters() if not has_no_data(p)) if device is None else device
+    setting = LayerSetting(example, example_kwargs or {}, torch.device(there), loss_fn, target, repeats)
     return profile_layers(layers, where, setting, progress=progress)
 
 

@@ -1,8 +1,7 @@
 """Where to cut when only the number of stages is given: by cost, measured where that is possible.
 
-    chooser = CostCuts(model, args, kwargs, source)
-    chooser(flat, 4)                    # positions in flat.nodes
-    chooser.cuts, chooser.basis         # the table, and what its numbers are
+    profile = agreed_profile(flat, 4, names, measure=measure, why_not="")
+    facts = best_cuts(profile, 4)                        # {"cuts": their table, "cut_by": what its numbers are, ...}
 
 The model is cut everywhere where little crosses, each piece is run alone, and `penstock.balance` looks for the best of
 all cuts. A model without values, or one that cannot be run with the example, is judged by the work counted in the graph.
@@ -14,84 +13,64 @@ import hashlib
 import re
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.balance import Cuts, Profile, balance
+from penstock.balance import Profile, balance
 from penstock.capture.cut_places import cut_places, estimated, sizes_in_example
-from penstock.capture.flat import Flat, Mark
-from penstock.capture.layer_costs import profile_layers
-from penstock.capture.one_layer import LayerSetting
-from penstock.capture.pipe import Pipe
+from penstock.capture.flat import Flat
 from penstock.capture.skeleton import has_no_data
 from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError, UnevenCut
 from penstock.misfits import takes
-from penstock.nest import Value, map_tensors, tensors_in
+from penstock.nest import Value, tensors_in
 
-ENOUGH = 0.3  # seconds for one layer
+Where = Sequence[tuple[int, str]]  # cuts: positions in the graph, and the names of the operators there
 
 
-@dataclass
-class CostCuts:
-    """Chooses the cuts of one capture, and remembers why."""
+def best_cuts(profile: Profile, num_stages: int) -> dict[str, Value]:
+    """What `PipeInfo` says of the best cuts by these costs."""
+    cuts = balance(profile, num_stages)
+    return {"cuts": cuts, "cut_by": basis_of(profile), "uneven": unevenness(profile, cuts.boundaries)}
 
-    model: nn.Module
-    args: tuple[Value, ...]
-    kwargs: Mapping[str, Value]
-    names: StateNames
-    make_layers: Callable[[Flat, Sequence[Mark]], Pipe]
-    given: Profile | None = None
-    cuts: Cuts | None = field(default=None, init=False)
-    basis: str = field(default="", init=False)
-    uneven: str = field(default="", init=False)
 
-    def __call__(self, flat: Flat, num_stages: int) -> list[int]:
-        if num_stages == 1:
-            return []
-        profile = self.given or self._agreed(flat, num_stages)
-        boundaries = self.best(profile, num_stages).boundaries
-        warn_if_uneven(profile, boundaries)
-        places = [tuple(place) for place in profile.metadata["places"]]
-        return cuts_at([places[boundary - 1] for boundary in boundaries])(flat, num_stages)
+def cuts_by(profile: Profile, num_stages: int) -> tuple[Callable[[Flat, int], list[int]], dict[str, Value]]:
+    """What cuts a model where that is best by these costs, and what `PipeInfo` says of it."""
+    facts = best_cuts(profile, num_stages)
+    boundaries = facts["cuts"].boundaries
+    warn_if_uneven(profile, boundaries)
+    return cuts_at([tuple(profile.metadata["places"][boundary - 1]) for boundary in boundaries]), facts
 
-    def best(self, profile: Profile, num_stages: int) -> Cuts:
-        """The best cuts by these costs, which are remembered."""
-        self.cuts, self.basis = balance(profile, num_stages), basis_of(profile)
-        self.uneven = unevenness(profile, self.cuts.boundaries)
-        return self.cuts
 
-    def _agreed(self, flat: Flat, num_stages: int) -> Profile:
-        places = cut_places(flat, num_stages)
-        if len(places) < num_stages - 1:
-            raise CaptureError(
-                f"{num_stages} stages were asked for, and the model has only {len(places)} places where it can be cut; "
-                f"ask for at most {len(places) + 1}"
-            )
-        why_not = _why_not_measured(self.model, (self.args, self.kwargs))
-        question, kind = f"cut/{fingerprint(flat, num_stages)}", "estimated" if why_not else "measured"
-        return Profile.loads(agreed(question, lambda: self._profile(flat, places, why_not).dumps(), kind=kind))
+def agreed_profile(
+    flat: Flat, num_stages: int, names: StateNames, *, measure: Callable[[Flat, Where], Profile], why_not: str
+) -> Profile:
+    """What lies between all good places for a cut costs, the same on all ranks: measured, or estimated if there is a reason."""
+    places = cut_places(flat, num_stages)
+    if len(places) < num_stages - 1:
+        raise CaptureError(
+            f"{num_stages} stages were asked for, and the model has only {len(places)} places where it can be cut; "
+            f"ask for at most {len(places) + 1}"
+        )
 
-    def _profile(self, flat: Flat, places: Sequence[int], why_not: str) -> Profile:
-        where = [(place, flat.nodes[place].name) for place in places]
-        if not why_not:
+    def answer() -> str:
+        where, why = [(place, flat.nodes[place].name) for place in places], why_not
+        if not why:
             try:
-                layers = self.make_layers(flat.copied(), [Mark(place, f"operator {place}") for place in places])
-                args, kwargs = map_tensors(Tensor.clone, (self.args, dict(self.kwargs)))
-                setting = LayerSetting(args, kwargs, device_of(self.model), enough=ENOUGH)
-                return profile_layers(layers, where, setting, progress=False)
+                return measure(flat, where).dumps()
             except (PenstockError, RuntimeError, ValueError, TypeError, LookupError) as error:
-                why_not = f"it cannot be run with the example: {(str(error).splitlines() or [''])[0]}"
-        found = estimated(flat, places, self.names)
-        metadata = {"unit": "operations", "estimated": "the work in its graph", "why": why_not, "places": where}
-        return replace(found, metadata=metadata)
+                why = f"it cannot be run with the example: {(str(error).splitlines() or [''])[0]}"
+        metadata = {"unit": "operations", "estimated": "the work in its graph", "why": why, "places": where}
+        return replace(estimated(flat, places, names), metadata=metadata).dumps()
+
+    kind = "estimated" if why_not else "measured"
+    return Profile.loads(agreed(f"cut/{fingerprint(flat, num_stages)}", answer, kind=kind))
 
 
 _UNEVEN = 1.5  # times the mean: more than that in one stage is said
@@ -152,7 +131,7 @@ def basis_of(profile: Profile) -> str:
     return f"costs measured on {about['device']}, in seconds" if "device" in about else "costs as given"
 
 
-def cuts_at(where: Sequence[tuple[int, str]]) -> Callable[[Flat, int], list[int]]:
+def cuts_at(where: Where) -> Callable[[Flat, int], list[int]]:
     """For `pipeline`: cut before these operators (position and name), found on another rank or another day in the same model.
 
     pipeline(model, (x,), num_stages=4, choose_cuts=cuts_at(places))
@@ -171,12 +150,8 @@ def cuts_at(where: Sequence[tuple[int, str]]) -> Callable[[Flat, int], list[int]
     return choose
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model is; one without data will be on the CPU."""
-    return next((p.device for p in model.parameters() if not has_no_data(p)), torch.device("cpu"))
-
-
-def _why_not_measured(model: nn.Module, example: object) -> str:
+def why_not_measured(model: nn.Module, example: object) -> str:
+    """Why the layers of a model cannot be run with an example, or ""."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(example)]
     if any(map(has_no_data, tensors)):
         return "it has no values"

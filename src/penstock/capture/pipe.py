@@ -48,7 +48,6 @@ class PipeInfo:
     shared: Mapping[str, Shared]
     output_paths: tuple[str, ...]  # of the output leaves, tensors and traced sizes, as a user would write them
     loss_index: int | None  # which tensor of the output is the model's own loss
-    why_static: str = ""  # why the batch size could not be kept open
     model: str = ""  # names, shapes and types of what all stages hold, in a few words, which ranks compare
     cuts: Cuts | None = None  # with num_stages=: the table of the stages and what each costs
     cut_by: str = ""  # what these costs are: measured where, estimated how and why
@@ -87,6 +86,11 @@ def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec
 
     `fixed` are the places of the leaves that have no wire, because they are always the same.
     """
+    if isinstance(spec, torch.Tensor):
+        raise CaptureError(
+            "output_loss_value_spec is a Tensor; expected the form of the model's output with True where the loss is, for "
+            "example {'loss': True}"
+        )
     paths = leaf_names(recipe)
     travelling = [path for place, path in enumerate(paths) if place not in fixed]
     tensors = [(path, wire) for path, wire in zip(travelling, wires, strict=True) if wire.kind == "tensor"]

@@ -9,7 +9,7 @@ The user's module is only read. Tracing it in another mode later does not need i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ class Skeleton:
             raise CaptureError(
                 f"{lazy[0]} has no shape yet: its module is a lazy one; run the model once with the example before the capture"
             )
-        device = _main_device(model, leaves)
+        device = device_of((*model.parameters(), *model.buffers(), *leaves))
         fake = fake_mode()
         memo: dict[int, object] = {id(v): _fake(fake, v, device) for v in (*model.parameters(), *model.buffers())}
         for constant in _plain_tensors(model):
@@ -77,9 +77,9 @@ def _fake(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> to
     return made.requires_grad_(value.requires_grad)
 
 
-def _main_device(model: nn.Module, leaves: list[Value]) -> torch.device:
-    tensors = (*model.parameters(), *model.buffers(), *leaves)
-    return next((torch.device(value.device) for value in tensors if not value.is_meta), torch.device("cpu"))
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where a model is; one without data will be on the CPU."""
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
