@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -32,9 +31,9 @@ from penstock.capture.wires import Wire
 from penstock.errors import CaptureError, NotCompiled
 from penstock.misfits import takes
 from penstock.nest import Value
+from penstock.stage.backward import run_backward_full
 from penstock.stage.compiled import SplitBackend
 from penstock.stage.cut_graph import accumulate_graphs, collecting
-from penstock.stage.engine import run_engine
 
 
 @takes(CaptureError)
@@ -45,44 +44,34 @@ def profile_layers(
 
     profile_layers(*capture_layers(model, (x,), {}, num_stages=8), LayerSetting((x,), {}, torch.device("cpu")))
     """
-    with kept_random_state(setting.device), _bar(progress, layers.num_stages) as advance:
-        measured = _measured(layers, setting, advance)
-    places = None if where is None else [list(place) for place in where]
-    return replace(measured, metadata={**measured.metadata, "places": places})
-
-
-def _measured(layers: Pipe, setting: LayerSetting, advance: Callable[[str], None]) -> Profile:
-    """The costs of the stages; `advance` is told the name of each before it is run."""
     info, stages = layers.info(), [layers.get_stage_module(k) for k in range(layers.num_stages)]
     shared = {
         name: stages[entry.owner].get_parameter(entry.name) for name, entry in info.shared.items() if entry.is_parameter
     }
     taken = {id(value): name for name, value in shared.items()}
-    names = layer_names(stages)
     values = _Values(info, setting)
     known: dict[object, Measured] = {}
     rows: list[LayerCost] = []
     full: list[float] = []
-    for k, stage in enumerate(stages):
-        advance(names[k])
-        layer = Layer(on_device(stage, setting.device), values.of(stage.inputs), setting, info.loss_index)
-        key = signature(stage)
-        if key not in known:
-            known[key] = layer.measure()
-        found = known[key]
-        values.add(stage.outputs, layer.outputs(), k)
-        values.keep(stage, found, k)
-        parameters = {id(p): p for p in stage.parameters()}
-        rows.append(
-            replace(
-                found.cost,
-                name=names[k],
-                parameter_bytes=sum(p.nbytes for i, p in parameters.items() if i not in taken),
-                output_bytes=sum(values.sizes.get(wire.name, 0) for wire in stage.outputs),
-                shared=frozenset(taken[i] for i in parameters if i in taken),
+    with kept_random_state(setting.device), _bar(progress, layers.num_stages) as advance:
+        for k, (name, stage) in enumerate(zip(layer_names(stages), stages, strict=True)):
+            advance(name)
+            layer = Layer(on_device(stage, setting.device), values.of(stage.inputs), setting, info.loss_index)
+            key = signature(stage)
+            found = known[key] = known[key] if key in known else layer.measure()
+            values.add(stage.outputs, layer.outputs(), k)
+            values.keep(stage, found, k)
+            parameters = {id(p): p for p in stage.parameters()}
+            rows.append(
+                replace(
+                    found.cost,
+                    name=name,
+                    parameter_bytes=sum(p.nbytes for i, p in parameters.items() if i not in taken),
+                    output_bytes=sum(values.sizes.get(wire.name, 0) for wire in stage.outputs),
+                    shared=frozenset(taken[i] for i in parameters if i in taken),
+                )
             )
-        )
-        full.append(found.backward)
+            full.append(found.backward)
     rows = [replace(row, activation_to_input=row.activation_to_input + values.later[k]) for k, row in enumerate(rows)]
     return Profile(
         tuple(rows),
@@ -96,6 +85,7 @@ def _measured(layers: Pipe, setting: LayerSetting, advance: Callable[[str], None
             "backward": full,
             "crossing_kept": list(values.crossing(kept=True)),
             "crossing_unsaved": list(values.unsaved()),
+            "places": None if where is None else [list(place) for place in where],
         },
     )
 
@@ -229,35 +219,21 @@ def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[str], None]]:
 BUDGETS = (0.5, 0.0)
 
 
-class _Compiled(NamedTuple):
-    """A stage compiled with some budget: bytes that its graph keeps, and the shortest times of its passes."""
-
-    kept: int
-    forward: float
-    backward: float
-
-
 def measured_budgets(
     layers: Sequence[StageModule], info: PipeInfo, setting: LayerSetting, bounds: Sequence[tuple[int, int]]
 ) -> dict[str, list[list[float]]]:
     """By the first layer of a stage and the one after its last: a row for each budget. Equal stages are measured once."""
-    found: dict[str, list[list[float]]] = {}
+    keys = {f"{start}:{stop}": tuple(map(signature, layers[start:stop])) for start, stop in bounds}
     known: dict[object, list[list[float]]] = {}
     with kept_random_state(setting.device):
         values = _given(info, setting)
-        for k, layer in enumerate(layers):
-            for start, stop in bounds:
-                if start == k:
-                    key = tuple(map(signature, layers[start:stop]))
-                    if key not in known:
-                        known[key] = _rows(
-                            [on_device(one, setting.device) for one in layers[start:stop]], values, setting
-                        )
-                    found[f"{start}:{stop}"] = known[key]
-            if k < max(stop for _, stop in bounds):
-                made = on_device(layer, setting.device).run([values[wire.name] for wire in layer.inputs])
-                values |= {wire.name: as_leaf(value) for wire, value in zip(layer.outputs, made, strict=False)}
-    return found
+        copies = [on_device(layer, setting.device) for layer in layers[: max(stop for _, stop in bounds)]]
+        for layer in copies:
+            made = layer.run([values[wire.name] for wire in layer.inputs])
+            values |= {wire.name: as_leaf(value) for wire, value in zip(layer.outputs, made, strict=False)}
+        for (start, stop), key in zip(bounds, keys.values(), strict=True):
+            known[key] = known[key] if key in known else _rows(copies[start:stop], values, setting)
+    return {name: known[key] for name, key in keys.items()}
 
 
 def _rows(layers: Sequence[StageModule], values: Mapping[str, object], setting: LayerSetting) -> list[list[float]]:
@@ -276,18 +252,21 @@ def _rows(layers: Sequence[StageModule], values: Mapping[str, object], setting: 
     state = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
     whole = _compiled(run, inputs, state, setting, None)
     rows: list[list[float]] = []
-    for budget in BUDGETS if whole is not None and whole.forward > 0 else ():
+    for budget in BUDGETS if whole is not None and whole[1] > 0 else ():
         found = _compiled(run, inputs, state, setting, budget)
-        if whole is not None and found is not None and found.kept < whole.kept:
-            rows.append([budget, whole.kept - found.kept, max(found.backward - whole.backward, 0.0) / whole.forward])
+        if whole is not None and found is not None and found[0] < whole[0]:
+            rows.append([budget, whole[0] - found[0], max(found[2] - whole[2], 0.0) / whole[1]])
     return rows
 
 
 def _compiled(
     run: Callable[[tuple[object, ...]], object], inputs: tuple[object, ...], state: Sequence[Tensor], setting: LayerSetting,
     budget: float | None,
-) -> _Compiled | None:  # fmt: skip
-    """None if torch.compile does not make one graph of it."""
+) -> tuple[int, float, float] | None:  # fmt: skip
+    """A stage compiled with some budget: the bytes that its graph keeps, and the shortest times of forward and backward.
+
+    None if torch.compile does not make one graph of it.
+    """
     backend = SplitBackend("aot_eager", memory_budget=budget)
 
     def call(*given: object) -> object:
@@ -310,7 +289,8 @@ def _compiled(
             tensor.grad = None
     if len(backend.joints) != 1 or backend.told:
         return None
-    return _Compiled(kept, *(min(column) for column in zip(*passes, strict=True)))
+    forward, backward = map(min, zip(*passes, strict=True))
+    return kept, forward, backward
 
 
 def _timed(call: Callable[..., Value], inputs: tuple[Value, ...], setting: LayerSetting) -> tuple[float, float]:
@@ -318,7 +298,6 @@ def _timed(call: Callable[..., Value], inputs: tuple[Value, ...], setting: Layer
     roots, grads = seeds(call(*inputs))
     middle = clock(setting.device)
     with collecting() as work:
-        if roots:
-            run_engine(tuple(roots), tuple(grads))
+        run_backward_full(roots, grads)
     accumulate_graphs(work)
     return middle - start, clock(setting.device) - middle

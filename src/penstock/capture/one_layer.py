@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,9 +14,8 @@ from torch import Tensor
 from penstock.balance import LayerCost
 from penstock.capture.stage_module import StageModule
 from penstock.nest import Value, tensors_in
-from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
+from penstock.stage.backward import Deferral, backward_input, backward_weight, run_backward_full, run_deferred
 from penstock.stage.elsewhere import THRESHOLD
-from penstock.stage.engine import run_engine
 from penstock.stage.held import Held
 
 
@@ -74,13 +73,10 @@ class Layer:
         return results
 
     def measure(self) -> Measured:
-        self._run()
-        rows = []
-        start = clock(self.setting.device)
-        for _ in range(self.setting.repeats):
-            rows.append(self._run())
-            if clock(self.setting.device) - start > self.setting.enough:
-                break
+        self._times()
+        rows, start = [self._times()], clock(self.setting.device)
+        while len(rows) < self.setting.repeats and clock(self.setting.device) - start <= self.setting.enough:
+            rows.append(self._times())
         forward, first, second, full = (statistics.median(column) for column in zip(*rows, strict=True))
         kept = saved_by(lambda: self.call(*self.inputs))
         seen = [
@@ -97,7 +93,7 @@ class Layer:
         small = sum(size for size in own if size < THRESHOLD)
         cast_bytes = sum(sizes[place] for place in casts)
         del kept
-        cost = LayerCost("", forward, first, second, sum(own), *self._passes(), small, cast_bytes)
+        cost = LayerCost("", forward, first, second, sum(own), *self._bytes(), small, cast_bytes)
         return Measured(cost, full, *map(tuple, seen))
 
     def outputs(self) -> tuple[Value, ...]:
@@ -106,63 +102,64 @@ class Layer:
         results, self.last = self.last, ()
         return tuple(map(as_leaf, results))
 
-    def _run(self) -> tuple[float, float, float, float]:
-        """Seconds of the forward, of both passes of a split backward, and of a full one."""
-        start = clock(self.setting.device)
-        results, pending = run_deferred(self.deferral, self.call, tuple(self.inputs), {})
-        middle = clock(self.setting.device)
+    def _passes(self, inputs: Callable[[], tuple[Value, ...]]) -> Iterator[None]:
+        """One microbatch with a split backward, then one with a backward in one piece, as a stage runs them.
+
+        Pauses before and after each of five passes: forward, input pass, weight pass; forward, backward.
+        """
+        given = inputs()
+        yield
+        results, pending = run_deferred(self.deferral, self.call, given, {})
+        yield
         roots, grads = seeds(results)
-        before = clock(self.setting.device)
-        backward_input(roots, grads, pending, inputs=[v for v in self.inputs if isinstance(v, Tensor)])
-        after = clock(self.setting.device)
+        yield
+        backward_input(roots, grads, pending, inputs=[v for v in given if isinstance(v, Tensor)])
+        yield
+        self.last, roots, grads, results, given = (), [], [], (), ()
+        yield
         backward_weight(pending)
-        end = clock(self.setting.device)
+        yield
+        given = inputs()
+        yield
+        results = self.call(*given)
+        yield
+        roots, grads = seeds(results)
+        yield
+        run_backward_full(roots, grads)
+        yield
+
+    def _times(self) -> tuple[float, float, float, float]:
+        """Seconds of the forward, of both passes of a split backward, and of a full one."""
+
+        def inputs() -> tuple[Value, ...]:
+            self._forget()
+            return tuple(self.inputs)
+
+        at = [clock(self.setting.device) for _ in self._passes(inputs)]
         self._forget()
-        roots, grads = seeds(self.call(*self.inputs))
-        again = clock(self.setting.device)
-        if roots:
-            run_engine(tuple(roots), tuple(grads))
-        full = clock(self.setting.device) - again
+        return at[1] - at[0], at[3] - at[2], at[5] - at[4], at[9] - at[8]
+
+    def _bytes(self) -> tuple[int, int, int, int, int]:
+        """What the passes of one microbatch hold: between the two of a split backward, and at the most in a forward, in a full
+        backward and in these two. What a layer is given belongs to the layer that made it."""
+        self.last = ()
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # gradients have their memory before the first microbatch
+        now, most = [], []
+        with Held() as held:
+            for _ in self._passes(
+                lambda: tuple(as_leaf(v.clone()) if isinstance(v, Tensor) else v for v in self.inputs)
+            ):
+                now.append(held.now)
+                most.append(held.most)
+                held.most = held.now
         self._forget()
-        return middle - start, after - before, end - after, full
+        return now[4], most[7] - now[6], most[9] - now[8], most[3] - now[2], most[5] - now[4]
 
     def _forget(self) -> None:
         self.last = ()
         for tensor in (*self.module.parameters(), *(v for v in self.inputs if isinstance(v, Tensor))):
             tensor.grad = None
-
-    def _passes(self) -> tuple[int, int, int, int, int]:
-        """What the passes of one microbatch hold, counted as a stage runs them: between the two of a split backward, and at the
-        most in a forward, in a full backward and in these two. What a layer is given belongs to the layer that made it."""
-        self.last = ()
-        for parameter in self.module.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # gradients have their memory before the first microbatch
-        with Held() as held:
-            given = self._fresh()
-            taken = held.now
-            results = self.call(*given)
-            forward_peak = held.most - taken
-            roots, grads = seeds(results)
-            made = held.most = held.now
-            if roots:
-                run_engine(tuple(roots), tuple(grads))
-            backward_peak = held.most - made
-            self.last, roots, grads, results, given = (), [], [], (), self._fresh()
-            results, pending = run_deferred(self.deferral, self.call, given, {})
-            roots, grads = seeds(results)
-            made = held.most = held.now
-            backward_input(roots, grads, pending, inputs=[v for v in given if isinstance(v, Tensor)])
-            input_peak = held.most - made
-            self.last, roots, grads, results, given = (), [], [], (), ()
-            waiting = held.most = held.now
-            backward_weight(pending)
-            weight_peak = held.most - waiting
-        self._forget()
-        return waiting, forward_peak, backward_peak, input_peak, weight_peak
-
-    def _fresh(self) -> tuple[object, ...]:
-        """The inputs in memory of their own."""
-        return tuple(as_leaf(value.clone()) if isinstance(value, Tensor) else value for value in self.inputs)
 
 
 def saved_by(call: Callable[[], object]) -> dict[int, Tensor]:
