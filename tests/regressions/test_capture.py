@@ -476,3 +476,24 @@ def test_a_module_with_two_names_is_cut_by_both() -> None:
     pipe = pipeline(model, (x,), split_spec={"first": SplitPoint.BEGINNING, "again": SplitPoint.END})
     assert pipe.num_stages == 3
     assert torch.equal(pipe(x), model(x))
+
+
+class NamedLikeAnOperator(nn.Module):
+    """Has an argument of the name that the graph gives to what its first layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor, linear: Tensor) -> Tensor:
+        return self.second(self.first(x)) * linear
+
+
+def test_an_argument_may_be_called_like_an_operator() -> None:
+    """The two were one value to whoever went by names: the layers could not be measured, and the cut was an estimate."""
+    model, x, y = NamedLikeAnOperator(), torch.randn(6, 4), torch.randn(6, 8)
+    pipe = pipeline(model, (x, y), num_stages=2)
+    assert "measured" in pipe.info().cut_by
+    assert torch.equal(pipe(x, y), model(x, y))
+    inputs = pipe.info().stage_inputs[1]
+    assert len({wire.name for wire in inputs}) == len(inputs) == 2

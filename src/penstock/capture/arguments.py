@@ -146,8 +146,22 @@ class InputTable:
         first = self.bind(*calls[0], partial=True)
         names = {id(leaf): name for name, leaf in first.items()}
         alone = len(names) == len(first)  # else one tensor stands in several places, and does not tell which
-        like = [(alone and _like(first, names, calls[0], call)) or self.bind(*call, partial=True) for call in calls[1:]]
-        return [first, *like]
+
+        def like(args: Sequence[Value], kwargs: Mapping[str, Value]) -> dict[str, Value] | None:
+            """The leaves of a call that differs from the first in nothing but tensors; None for any other."""
+            if not alone or len(args) != len(calls[0][0]) or kwargs.keys() != calls[0][1].keys():
+                return None
+            found = dict(first)
+            olds, news = (*calls[0][0], *calls[0][1].values()), (*args, *map(kwargs.__getitem__, calls[0][1]))
+            for old, new in zip(olds, news, strict=True):
+                if type(new) is torch.Tensor and type(old) is torch.Tensor:
+                    if id(old) in names:
+                        found[names[id(old)]] = new
+                elif new is not old:
+                    return None
+            return found
+
+        return [first, *(like(*call) or self.bind(*call, partial=True) for call in calls[1:])]
 
     def _by_name(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Value]:
         """All arguments of a call by name, when positions count what was given at the capture."""
@@ -176,27 +190,6 @@ class InputTable:
                     f"{path} was {old.data!r} when the model was captured, and is {new.data!r} now; capture again"
                 )
         return dict(zip(paths, leaves, strict=True))
-
-
-def _like(
-    known: Mapping[str, Value], names: Mapping[int, str], first: ModelCall, other: ModelCall
-) -> dict[str, Value] | None:
-    """The leaves of a call that differs from the first in nothing but tensors; None for any other.
-
-    `names` says what each leaf of the first call, by its id, is called.
-    """
-    (args, kwargs), (new_args, new_kwargs) = first, other
-    if len(args) != len(new_args) or kwargs.keys() != new_kwargs.keys():
-        return None
-    found = dict(known)
-    olds, news = (*args, *kwargs.values()), (*new_args, *map(new_kwargs.__getitem__, kwargs))
-    for old, new in zip(olds, news, strict=True):
-        if type(new) is torch.Tensor and type(old) is torch.Tensor:
-            if id(old) in names:
-                found[names[id(old)]] = new
-        elif new is not old:
-            return None
-    return found
 
 
 def same(old: object, new: object) -> bool:

@@ -108,15 +108,21 @@ class Cutter:
     def _wires(self) -> dict[fx.Node, Wire]:
         wires = {}
         for node in sorted({node for part in self.parts for node in part.given}, key=self.order.__getitem__):
-            origin, name, source = self.origins.get(node), node.name, self.placed.stage.get(node)
-            if isinstance(origin, FromInput):
-                name = self.input_names[origin.index]
-            elif isinstance(origin, FromState):
-                name, source = origin.name, self.owner[node]
-            elif is_size(node):
+            source = self.placed.stage.get(node, self.owner.get(node))  # None for an argument of the model
+            if is_size(node):
                 source = next(part.k for part in self.parts if part.knows(node))
-            wires[node] = wire_of(node, name, source=source, stages=[p.k for p in self.parts if node in p.given])
+            stages = [part.k for part in self.parts if node in part.given]
+            wires[node] = wire_of(node, self.name_of(node), source=source, stages=stages)
         return wires
+
+    def name_of(self, node: fx.Node) -> str:
+        """What the wire of a value is called: an argument, parameter or buffer as the user calls it."""
+        origin = self.origins.get(node)
+        if isinstance(origin, FromInput):
+            return self.input_names[origin.index]
+        if isinstance(origin, FromState):
+            return origin.name
+        return f"value {node.name}" if node.name in self.input_names else node.name
 
     def wire(self, node: fx.Node, k: int) -> Wire:
         """On which a value comes to a stage."""
@@ -204,7 +210,10 @@ class _Part:
         for node in self.own:
             self._add(node, {aten.view.default: aten.reshape.default} if relaxed else {})
         sent = self.cutter.sent(self.k)
-        outputs = (*(wire_of(n, n.name, source=self.k, stages=()) for n in self.outputs), *sent.values())
+        outputs = (
+            *(wire_of(n, self.cutter.name_of(n), source=self.k, stages=()) for n in self.outputs),
+            *sent.values(),
+        )
         self.graph.output(tuple(map(self._value, (*self.outputs, *sent))))
         wrap_regions(self.graph, self.bodies)
         program = OperatorGraph(self.graph, self.bodies)

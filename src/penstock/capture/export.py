@@ -19,7 +19,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -179,8 +179,7 @@ def trace(
 
     With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
     """
-    why, dims = "", example.dims
-    answers: AbstractContextManager[object] = nullcontext()
+    why, dims, answering = "", example.dims, False
     recipe = LEAF
     model = skeleton.module
 
@@ -193,30 +192,29 @@ def trace(
     if training is not None and any(part.training is not training for part in model.modules()):
         model.train(training)
     while True:
-        fakes = tuple(fake_leaves(list(example.leaves), skeleton.device))
+        fakes = tuple(fake_leaves(example.leaves, skeleton.device))
         open_dims = (dims,) if any(dims) else None
+        answers = Answers() if answering else nullcontext()
         try:
             with watching(model, points) as called, watching_calls(), _undisturbed(skeleton.device), answers:
                 program = torch.export.export(_Root(model, call), fakes, dynamic_shapes=open_dims, strict=False)
+            unknown = any(isinstance(one, FakeTensor) for one in program.constants.values())
+            if answering or not unknown:
+                break
         except CaptureError as error:
             raise CaptureError(f"{error}{_place_of(model, error)}") from error
         except Exception as error:
-            if isinstance(error, GuardOnDataDependentSymNode):
-                if isinstance(answers, nullcontext):
-                    answers = Answers()
-                    continue
-            elif fall_back and any(dims):
+            unknown = isinstance(error, GuardOnDataDependentSymNode)
+            if answering if unknown else not (fall_back and any(dims)):
+                raise _explained(model, error) from error
+            if not unknown:
                 why, dims = _reason(error), tuple(None for _ in dims)
-                continue
-            raise _explained(model, error) from error
-        if isinstance(answers, nullcontext) and any(isinstance(one, FakeTensor) for one in program.constants.values()):
-            answers = Answers()
-            continue
-        _check_called(model, points, called)
-        for inner in program.graph_module.modules():
-            if isinstance(inner, fx.GraphModule):
-                keep_functions(inner.graph)
-        return _traced(program, recipe, why)
+        answering |= unknown
+    _check_called(model, points, called)
+    for inner in program.graph_module.modules():
+        if isinstance(inner, fx.GraphModule):
+            keep_functions(inner.graph)
+    return _traced(program, recipe, why)
 
 
 def _traced(program: torch.export.ExportedProgram, recipe: Nest, why: str) -> Traced:

@@ -87,7 +87,7 @@ def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
             else:
                 marks.append(Mark(len(nodes), what))
             traced.graph.erase_node(node)
-        elif is_check(node):
+        elif node.target in _CHECKS:
             traced.graph.erase_node(node)
         else:
             nodes.append(node)
@@ -101,7 +101,9 @@ def _cleaned(node: fx.Node, root: nn.Module | None) -> bool:
     marked = False
     for body in bodies(node, root):
         for inner in list(body.nodes):
-            if is_check(inner) or (inner.target is mark and inner.args[0] in (CHECKPOINT_BEGIN, CHECKPOINT_END)):
+            if inner.target in _CHECKS or (
+                inner.target is mark and inner.args[0] in (CHECKPOINT_BEGIN, CHECKPOINT_END)
+            ):
                 body.erase_node(inner)
             elif inner.target is mark or (is_region(inner) and _cleaned(inner, body.owning_module)):
                 marked = True
@@ -150,18 +152,13 @@ aten = torch.ops.aten
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SIZE_OPS = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default}
-_CHECKS = {
+_CHECKS = {  # assertions that export adds: they fix devices and dtypes, and compute nothing
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
 _NORMS = {aten.batch_norm.default, aten.instance_norm.default}
-
-
-def is_check(node: fx.Node) -> bool:
-    """An assertion that export adds; it fixes devices and dtypes, and computes nothing."""
-    return node.target in _CHECKS
 
 
 def is_size(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from penstock.capture.load_state import materialise
 from penstock.capture.one_layer import Layer, LayerSetting, Measured, address_of, as_leaf, clock, moved, saved_by, seeds
 from penstock.capture.pipe import Pipe, PipeInfo
 from penstock.capture.skeleton import has_no_data
-from penstock.capture.stage_module import StageModule
+from penstock.capture.stage_module import StageModule, run_stages
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError, NotCompiled
 from penstock.misfits import takes
@@ -227,12 +227,12 @@ def measured_budgets(
     known: dict[object, list[list[float]]] = {}
     with kept_random_state(setting.device):
         values = _given(info, setting)
-        copies = [on_device(layer, setting.device) for layer in layers[: max(stop for _, stop in bounds)]]
-        for layer in copies:
-            made = layer.run([values[wire.name] for wire in layer.inputs])
-            values |= {wire.name: as_leaf(value) for wire, value in zip(layer.outputs, made, strict=False)}
+        for layer in layers[: max(stop for _, stop in bounds)]:
+            run_stages([on_device(layer, setting.device)], values)
+            values |= {wire.name: as_leaf(values[wire.name]) for wire in layer.outputs}
         for (start, stop), key in zip(bounds, keys.values(), strict=True):
-            known[key] = known[key] if key in known else _rows(copies[start:stop], values, setting)
+            if key not in known:
+                known[key] = _rows([on_device(one, setting.device) for one in layers[start:stop]], values, setting)
     return {name: known[key] for name, key in keys.items()}
 
 
@@ -242,12 +242,7 @@ def _rows(layers: Sequence[StageModule], values: Mapping[str, object], setting: 
     inputs = tuple(values[name] for name in names)
 
     def run(given: tuple[object, ...]) -> tuple[object, ...]:
-        now = dict(zip(names, given, strict=True))
-        results: tuple[object, ...] = ()
-        for layer in layers:
-            results = layer.run([now[wire.name] for wire in layer.inputs])
-            now.update(zip([wire.name for wire in layer.outputs], results, strict=False))
-        return results
+        return run_stages(layers, dict(zip(names, given, strict=True)))
 
     state = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
     whole = _compiled(run, inputs, state, setting, None)

@@ -81,7 +81,7 @@ def to_materialise(
             if has_no_data(value):
                 empty.setdefault(value, []).append(name)
     weights: Mapping[str, torch.Tensor] = {} if source is None else open_weights(source)
-    report = LoadReport((), (), ()) if source is None else _checked(modules, weights)
+    report, spelled = (LoadReport((), (), ()), {}) if source is None else _checked(modules, weights)
     left = {tensor: names for tensor, names in empty.items() if not set(names) & set(report.loaded)}
     if strict and source is not None and left and fill is None:
         listed = sorted(name for names in left.values() for name in names)
@@ -97,7 +97,7 @@ def to_materialise(
                 if value in fresh:
                     setattr(owner, leaf, fresh[value])
             stage.to(device)
-        _copy(modules, weights)
+        _copy(modules, weights, spelled)
         if fill is not None:
             with torch.no_grad():
                 for tensor, names in left.items():
@@ -121,21 +121,22 @@ def load(stages: nn.Module | Iterable[nn.Module], source: Source) -> LoadReport:
     Nothing is changed before all of it has been read and checked.
     """
     modules, weights = _stage_modules(stages), open_weights(source)
-    report = _checked(modules, weights)
-    _copy(modules, weights)
+    report, spelled = _checked(modules, weights)
+    _copy(modules, weights, spelled)
     return report
 
 
-def _checked(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor]) -> LoadReport:
-    """What would become of every name. Nothing is changed: each tensor is read, held against the model, and let go."""
-    loaded: dict[str, None] = {}
+def _checked(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor]) -> tuple[LoadReport, dict[str, str]]:
+    """What would become of every name, and under which of its names the weights have what is loaded. Nothing is changed: each
+    tensor is read, held against the model, and let go."""
+    spelled: dict[str, str] = {}
     missing: dict[str, None] = {}
     known: set[str] = set()
     for stage in modules:
         known |= stage.model_names
         transient = transient_names(stage)
         for name, _, _, value in _entries(stage):
-            found = _spelling(stage, name, weights)
+            found = next((n for n in (name, *stage.aliases.get(name, ())) if n in weights), None)
             if found is not None:
                 new = weights[found]
                 check_values(name, new)
@@ -143,26 +144,19 @@ def _checked(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor]
                     raise CaptureError(
                         f"{name} is {tuple(value.shape)} in the model and {tuple(new.shape)} in the source"
                     )
-                loaded[name] = None
+                spelled[name] = found
             elif name not in transient or has_no_data(value):  # checkpoints leave those out
                 missing[name] = None
     unexpected = tuple(sorted(str(name) for name in weights.keys() - known))
-    return LoadReport(tuple(loaded), tuple(missing), unexpected)
+    return LoadReport(tuple(spelled), tuple(missing), unexpected), spelled
 
 
-def _copy(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor]) -> None:
+def _copy(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor], spelled: Mapping[str, str]) -> None:
     """One tensor after the other: a stage may be as large as the memory."""
     with torch.no_grad():
-        for stage in modules:
-            for name, _, _, value in _entries(stage):
-                found = _spelling(stage, name, weights)
-                if found is not None:
-                    put(value, weights[found])
-
-
-def _spelling(stage: StageModule, name: str, weights: Mapping[str, torch.Tensor]) -> str | None:
-    """Under which of its names the weights have a tensor."""
-    return next((n for n in (name, *stage.aliases.get(name, ())) if n in weights), None)
+        for name, _, _, value in (entry for stage in modules for entry in _entries(stage)):
+            if name in spelled:
+                put(value, weights[spelled[name]])
 
 
 def _stage_modules(stages: nn.Module | Iterable[nn.Module]) -> list[StageModule]:

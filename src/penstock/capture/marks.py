@@ -17,9 +17,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,6 @@ from torch.autograd import Function
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
-from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import CaptureError
 from penstock.misfits import takes
@@ -118,25 +118,18 @@ def watching(skeleton: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -
     """While open, every call of a named submodule leaves its marks. Yields the names that were called so far."""
     called: set[str] = set()
 
-    def watch(name: str, sides: frozenset[SplitPoint]) -> tuple[RemovableHandle, RemovableHandle]:
-        def before(*_: object) -> None:
-            called.add(name)
-            if SplitPoint.BEGINNING in sides:
-                mark(f"the beginning of {name}")
+    def passed(name: str, side: SplitPoint, *_: object) -> None:
+        called.add(name)
+        if side in points[name]:
+            mark(f"the {side.name.lower()} of {name}")
 
-        def after(*_: object) -> None:
-            if SplitPoint.END in sides:
-                mark(f"the end of {name}")
-
-        child = skeleton.get_submodule(name)
-        return child.register_forward_pre_hook(before, prepend=True), child.register_forward_hook(after, prepend=True)
-
-    handles = [handle for name, sides in points.items() for handle in watch(name, sides)]
-    try:
+    with ExitStack() as hooks:
+        for name in points:
+            child = skeleton.get_submodule(name)
+            before, after = partial(passed, name, SplitPoint.BEGINNING), partial(passed, name, SplitPoint.END)
+            hooks.enter_context(child.register_forward_pre_hook(before, prepend=True))
+            hooks.enter_context(child.register_forward_hook(after, prepend=True))
         yield called
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 _operator = torch.ops.penstock.function.default

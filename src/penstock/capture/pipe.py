@@ -25,7 +25,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from penstock.balance import Cuts
 from penstock.capture.arguments import InputTable, model_values
-from penstock.capture.stage_module import StageModule
+from penstock.capture.stage_module import StageModule, run_stages
 from penstock.capture.stage_state import Shared
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError
@@ -272,16 +272,10 @@ class Pipe(nn.Module):
 
     def forward(self, *args: Value, **kwargs: Value) -> Value:
         """All stages, one after the other, in this process: returns what the model returns."""
-        values: dict[str, Value] = {}
-        arguments = self._info.inputs.bind(args, kwargs)
+        values = self._info.inputs.bind(args, kwargs)
         *earlier, last = map(self.get_stage_module, range(self.num_stages))
-
-        def given(stage: StageModule) -> list[Value]:
-            return [arguments[w.name] if w.source is None else values[w.name] for w in stage.inputs]
-
-        for stage in earlier:
-            values |= zip([w.name for w in stage.outputs], stage.run(given(stage)), strict=True)
-        return last.model_output(given(last))
+        run_stages(earlier, values)
+        return last.model_output([values[wire.name] for wire in last.inputs])
 
     def state_dict(self, *args: Value, **kwargs: Value) -> dict[str, Value]:  # type: ignore[override]
         """The tensors of all stages, under the names of the user's model."""
@@ -291,15 +285,13 @@ class Pipe(nn.Module):
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
         """Load by the names of the user's model."""
-        missing: list[str] = []
-        known: set[str] = set()
-        for stage in self.stages:
-            own = {name: state_dict[name] for name in stage.state_dict() if name in state_dict}
-            known |= own.keys()
-            missing += stage.load_state_dict(own, strict=False, assign=assign).missing_keys
-        unexpected = [name for name in state_dict if name not in known]
+        own = self.state_dict()
+        missing, unexpected = [n for n in own if n not in state_dict], [n for n in state_dict if n not in own]
         if strict and (missing or unexpected):
             raise CaptureError(f"state dict does not fit: missing {missing}, unexpected {unexpected}")
+        for stage in self.stages:
+            known = {name: state_dict[name] for name in stage.state_dict() if name in state_dict}
+            stage.load_state_dict(known, strict=False, assign=assign)
         return _IncompatibleKeys(missing, unexpected)
 
     def print_readable(self, print_output: bool = True) -> str:

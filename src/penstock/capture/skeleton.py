@@ -61,7 +61,7 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
 
 
-def fake_leaves(leaves: list[Value], device: torch.device) -> list[torch.Tensor]:
+def fake_leaves(leaves: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Data-free stand-ins of the example's tensors."""
     mode = fake_mode()
     return [_fake(mode, leaf, device) for leaf in leaves]

@@ -13,7 +13,7 @@ them, as a plain loop over the microbatches does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,15 @@ from penstock.nest import Value
 
 if TYPE_CHECKING:
     from penstock.capture.retrace import Retracer
+
+
+def run_stages(stages: Iterable[StageModule], values: dict[str, Value]) -> tuple[Value, ...]:
+    """Run stages one after the other on values by the names of their wires, to which theirs are added; what the last one gave."""
+    results: tuple[Value, ...] = ()
+    for stage in stages:
+        results = stage.run([values[wire.name] for wire in stage.inputs])
+        values.update(zip([wire.name for wire in stage.outputs], results, strict=False))
+    return results
 
 
 @takes(CaptureError)
@@ -195,19 +204,14 @@ class StageModule(nn.Module):
 
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Value, ...]:
         names = [wire.name for wire in self.inputs]
-        if len(args) > len(names):
+        if len(args) + len(kwargs) > len(names):
             raise CaptureError(
-                f"stage {self.stage_index} takes {len(names)} inputs ({', '.join(names)}), {len(args)} were given"
+                f"stage {self.stage_index} takes {len(names)} inputs ({', '.join(names)}), {len(args) + len(kwargs)} were given"
             )
-        found = dict(zip(names, args, strict=False))
-        if wrong := [name for name in kwargs if name in found or name not in names]:
-            raise CaptureError(
-                f"stage {self.stage_index} got {wrong[0]!r} twice or has no such input: {', '.join(names)}"
-            )
-        found |= kwargs
-        missing = [str(wire) for wire in self.inputs if wire.name not in found]
-        if missing:
-            raise CaptureError(f"stage {self.stage_index} is missing the input {', '.join(missing)}")
+        found = {**dict(zip(names, args, strict=False)), **kwargs}
+        if missing := [str(wire) for wire in self.inputs if wire.name not in found]:
+            given = ", ".join(found) or "nothing"
+            raise CaptureError(f"stage {self.stage_index} is missing the input {', '.join(missing)}; given: {given}")
         return tuple(found[name] for name in names)
 
     def _ensure(self, key: Key) -> None:
