@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
 from penstock.capture import load, materialise, pipeline
-from penstock.capture.skeleton import has_no_data
+from penstock.capture.export import has_no_data
 from penstock.errors import CaptureError, PenstockError
 from tests.capture import toys
 

@@ -1,14 +1,14 @@
 """A model into stages, in one line: trace, place, cut, stage, pipe, cost.
 
-    trace    arguments (what the model is called with), skeleton (a copy without data), marks (what the trace must
-             notice), export (the model as one graph, or why there is none)
+    trace    arguments (what the model is called with), marks (what the trace must notice), export (a copy without data, and
+             that as one graph, or why there is none)
     place    flat (the graph as a list with marks), place (which stage computes which node)
     cut      wires (what travels), cutter (one graph for each stage), stage_graph (a graph that can be run and saved),
              retrace (the same again in the other mode, or for other sizes)
     stage    stage_module (a stage as a module), stage_state (which parameters it holds), load_state (their values)
     pipe     pipe (the stages, each as one for a schedule, and what everybody may know), by_modules (stages without a trace)
-    cost     cut_places (where a model can be cut), one_layer (run alone), layer_costs (what all of them cost), cost_cuts
-             (the best cuts), capture_model (all of this: the functions `pipeline` and `profile`)
+    cost     cost_cuts (where a model can be cut, and best), one_layer (run alone), layer_costs (what all of them cost),
+             capture_model (all of this: the functions `pipeline` and `profile`)
 
 A file uses those before it, and nobody outside needs more than this door.
 """

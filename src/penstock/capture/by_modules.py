@@ -136,10 +136,6 @@ class Tie:
 
     holders: tuple[tuple[int, str], ...]  # (stage, name in that stage)
 
-    @property
-    def owner(self) -> tuple[int, str]:
-        return self.holders[0]
-
 
 @takes(CaptureError)
 def tie(holders: Iterable[tuple[int, str]]) -> Tie:

@@ -20,18 +20,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.balance import Profile
+from penstock.capture import cost_cuts
 from penstock.capture.arguments import InputTable, batch_dims, given_dims
-from penstock.capture.cost_cuts import Where, agreed_profile, best_cuts, cuts_by, unevenness_of_others, why_not_measured
-from penstock.capture.cut_places import cut_places
 from penstock.capture.cutter import Cut
-from penstock.capture.export import Example
+from penstock.capture.export import Example, device_of, has_no_data, skeleton_of
 from penstock.capture.flat import Flat, Mark
 from penstock.capture.layer_costs import profile_layers
 from penstock.capture.marks import SplitPoint, remembered, submodule
 from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import MultiUseParameterConfig, Pipe, PipeInfo, find_loss
 from penstock.capture.retrace import Retracer
-from penstock.capture.skeleton import Skeleton, device_of, has_no_data
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames, assign, find_shared, give
 from penstock.errors import CaptureError
@@ -88,13 +86,14 @@ def pipeline(
     known = Profile.load(profile) if isinstance(profile, str | Path) else profile
     mb_kwargs, facts = mb_kwargs or {}, dict[str, Value]()  # facts of the cuts
     if known is not None and num_stages is not None and known.metadata.get("places") is None:
-        facts = best_cuts(known, num_stages)  # costs of modules by their names: marks stand before these
+        facts = cost_cuts.best_cuts(known, num_stages)  # costs of modules by their names: marks stand before these
         split_spec, num_stages = dict.fromkeys(facts["cuts"].names, SplitPoint.BEGINNING), None
     table, leaves = InputTable.of(module.forward, mb_args, mb_kwargs)
     dims, why = batch_dims(leaves) if dynamic_shapes is None else (given_dims(table, leaves, dynamic_shapes), "")
+    device = device_of((*module.parameters(), *module.buffers(), *leaves))
     source = Retracer(
-        skeleton=Skeleton.of(module, leaves),
-        example=Example(table, list(map(_without_data, leaves, table.names)), dims),
+        skeleton=skeleton_of(module, device),
+        example=Example(table, list(map(_without_data, leaves, table.names)), dims, device),
         fall_back=dynamic_shapes is None,
         points={} if num_stages is not None else _points(module, split_spec or {}),
         names=StateNames.of(module),
@@ -105,7 +104,7 @@ def pipeline(
     )
     loss_spec = getattr(module, "loss_spec", None) if output_loss_value_spec is None else output_loss_value_spec
 
-    def measure(flat: Flat, where: Where) -> Profile:
+    def measure(flat: Flat, where: cost_cuts.Where) -> Profile:
         cut = replace(source, carry=False).cut_at(
             flat.copied(), [Mark(place, f"operator {place}") for place, _ in where]
         )
@@ -118,13 +117,13 @@ def pipeline(
         nonlocal facts
         chooser = choose_cuts
         if num_stages is not None and num_stages > 1 and chooser is None:
-            why_not = why_not_measured(module, (mb_args, mb_kwargs))
-            costs = known or agreed_profile(flat, num_stages, source.names, measure=measure, why_not=why_not)
-            chooser, facts = cuts_by(costs, num_stages)
+            why_not = cost_cuts.why_not_measured(module, (mb_args, mb_kwargs))
+            costs = known or cost_cuts.agreed_profile(flat, num_stages, source.names, measure=measure, why_not=why_not)
+            chooser, facts = cost_cuts.cuts_by(costs, num_stages)
         places = None if num_stages is None else chooser(flat, num_stages) if chooser is not None else []
         if not facts:
             chosen = {mark.position for mark in flat.marks} if places is None else set(places)
-            facts = {"uneven": unevenness_of_others(flat, chosen, source.names)}
+            facts = {"uneven": cost_cuts.unevenness_of_others(flat, chosen, source.names)}
         return places
 
     cut = source.first(choose)
@@ -220,7 +219,7 @@ def capture_layers(
     found: list[tuple[int, str]] = []
 
     def everywhere(flat: Flat, _: int) -> list[int]:
-        chosen = cut_places(flat, num_stages)
+        chosen = cost_cuts.cut_places(flat, num_stages)
         found[:] = [(place, flat.nodes[place].name) for place in chosen]
         return chosen
 

@@ -16,10 +16,9 @@ import torch
 from torch import fx
 
 from penstock.capture.arguments import model_values
-from penstock.capture.export import FromConstant, FromInput, FromState
+from penstock.capture.export import FromConstant, FromInput, FromState, has_no_data
 from penstock.capture.flat import REGION, SIZE, aten, body_module, is_size
 from penstock.capture.place import EVERYWHERE, Placed
-from penstock.capture.skeleton import has_no_data
 from penstock.capture.stage_graph import OperatorGraph, late, wrap_regions
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Guard, Wire, wire_of

@@ -1,6 +1,7 @@
 """The model as one flat graph, by torch.export.
 
-    traced = trace(skeleton, Example(table, leaves, batch_dims(leaves)[0]), training=True, points={}, fall_back=True)
+    example = Example(table, leaves, batch_dims(leaves)[0], device)
+    traced = trace(skeleton_of(model, device), example, training=True, points={}, fall_back=True)
     traced.graph                     # aten operators, with the marks in their places
 
 The graph keeps in-place updates of buffers, random operators and regions of another grad or autocast mode as the model
@@ -10,6 +11,7 @@ the user's line, and the two ways out.
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import linecache
@@ -18,7 +20,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from itertools import count
@@ -27,19 +29,78 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ConstantArgument, InputKind
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.arguments import Dims, InputTable, model_values
 from penstock.capture.marks import SplitPoint, keep_functions, refuse_backward_hooks, watching, watching_calls
-from penstock.capture.skeleton import Skeleton, fake_leaves
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
 from penstock.nest import LEAF, Nest, Value
 
 _PREFIX = "model."
+
+
+def skeleton_of(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of the user's model that holds no data: same classes, same attributes; parameters and buffers are fake tensors.
+
+    The user's module is only read. Tracing the copy in another mode later does not need it any more, nor its memory.
+    """
+    lazy = [name for name, value in model.named_parameters() if is_lazy(value)]
+    if lazy:
+        raise CaptureError(
+            f"{lazy[0]} has no shape yet: its module is a lazy one; run the model once with the example before the capture"
+        )
+    fake = fake_mode()
+    memo: dict[int, object] = {id(v): _fake(fake, v, device) for v in (*model.parameters(), *model.buffers())}
+    for constant in _plain_tensors(model):
+        memo.setdefault(id(constant), constant)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be deep-copied ({error}), and capture traces a copy so that yours "
+            "stays as it is. Give the attribute that cannot be copied a __deepcopy__, or create it in forward; or "
+            "build the stages by hand: penstock.split_modules(model, [...], num_stages)"
+        ) from error
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """On the meta device, or made under fake tensors."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have sizes and no data, fit for torch.export."""
+    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+
+
+def _fake(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    where = device if value.is_meta else value.device
+    made: torch.Tensor = FakeTensor(
+        mode, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"), where
+    )
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(made, requires_grad=value.requires_grad)
+    return made.requires_grad_(value.requires_grad)
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where a model is; one without data will be on the CPU."""
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that are plain attributes: small constants, kept as they are."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                inside = value.values() if isinstance(value, dict) else value
+                items = inside if isinstance(value, dict | list | tuple) else (value,)
+                yield from (item for item in items if isinstance(item, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -165,23 +226,23 @@ class Example:
     table: InputTable
     leaves: Sequence[torch.Tensor]
     dims: Dims  # of each leaf: the dimensions whose size stays open
+    device: torch.device  # on which fake tensors pretend to be
 
 
 def trace(
-    skeleton: Skeleton,
+    model: nn.Module,
     example: Example,
     *,
     training: bool | None,
     points: Mapping[str, frozenset[SplitPoint]],
     fall_back: bool,
 ) -> Traced:
-    """Trace in the given mode (None: the mode of each submodule as it is).
+    """Trace a skeleton in the given mode (None: the mode of each submodule as it is).
 
     With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
     """
     why, dims, answering = "", example.dims, False
     recipe = LEAF
-    model = skeleton.module
 
     def call(model: nn.Module, leaves: Sequence[Value]) -> tuple[Value, ...]:
         nonlocal recipe
@@ -192,11 +253,12 @@ def trace(
     if training is not None and any(part.training is not training for part in model.modules()):
         model.train(training)
     while True:
-        fakes = tuple(fake_leaves(example.leaves, skeleton.device))
+        mode = fake_mode()
+        fakes = tuple(_fake(mode, leaf, example.device) for leaf in example.leaves)
         open_dims = (dims,) if any(dims) else None
         answers = Answers() if answering else nullcontext()
         try:
-            with watching(model, points) as called, watching_calls(), _undisturbed(skeleton.device), answers:
+            with watching(model, points) as called, watching_calls(), _undisturbed(example.device), answers:
                 program = torch.export.export(_Root(model, call), fakes, dynamic_shapes=open_dims, strict=False)
             unknown = any(isinstance(one, FakeTensor) for one in program.constants.values())
             if answering or not unknown:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, fx
 
 from penstock.balance import LayerCost, Profile
-from penstock.capture.cut_places import numbered
+from penstock.capture.cost_cuts import numbered
+from penstock.capture.export import has_no_data
 from penstock.capture.load_state import materialise
 from penstock.capture.one_layer import Layer, LayerSetting, Measured, address_of, as_leaf, clock, moved, saved_by, seeds
 from penstock.capture.pipe import Pipe, PipeInfo
-from penstock.capture.skeleton import has_no_data
 from penstock.capture.stage_module import StageModule, run_stages
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError, NotCompiled

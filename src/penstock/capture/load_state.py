@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from penstock.capture.skeleton import has_no_data
+from penstock.capture.export import has_no_data
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import transient_names
 from penstock.checkpoint.weight_files import Source, check_values, open_weights, put

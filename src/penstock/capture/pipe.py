@@ -137,16 +137,6 @@ class StageRoutes(PipeInfo):
         outputs = self.stage_outputs[producer]
         return tuple(place for place, wire in enumerate(outputs) if wanted & set(wire.stages))
 
-    def call(
-        self, values: Mapping[int, Mapping[int, Value]], args: tuple[Value, ...], kwargs: dict[str, Value]
-    ) -> tuple[tuple[Value, ...], dict[str, Value]]:
-        """The inputs of the stage, in its order."""
-        (own,) = self.bind([args], [kwargs], 1)
-        return tuple(
-            own[position] if source is None else values[source][place]
-            for position, (source, place) in enumerate(self.sources)
-        ), {}
-
     def bind(
         self, args: Sequence[tuple[object, ...]] | None, kwargs: Sequence[dict[str, object]], num_microbatches: int
     ) -> Sequence[Sequence[Value]]:

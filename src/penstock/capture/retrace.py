@@ -13,14 +13,13 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from penstock.capture.cutter import Cut, Cutter, StagePiece, module_path
 from penstock.capture.export import Example, FromConstant, FromInput, trace
 from penstock.capture.flat import Flat, Mark, flatten, is_size
 from penstock.capture.marks import SplitPoint
 from penstock.capture.place import EVERYWHERE, Placed, place
-from penstock.capture.skeleton import Skeleton
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Fixed, Guard, Key, Wire, same_wires, size_of, where, where_shapes_differ
 from penstock.errors import CaptureError
@@ -53,7 +52,7 @@ def found_again(places: Sequence[int], old: Kinds, new: Kinds) -> Iterator[int]:
 class Retracer:
     """All that is needed to trace the model again; holds none of its data."""
 
-    skeleton: Skeleton
+    skeleton: nn.Module
     example: Example  # its leaves are on the meta device
     fall_back: bool
     points: Mapping[str, frozenset[SplitPoint]]
@@ -71,7 +70,7 @@ class Retracer:
 
     def first(self, choose: Choose) -> Cut:
         """Trace the model in the mode that it is in, and cut it as chosen."""
-        self.modes = modes_of(self.skeleton.module)
+        self.modes = modes_of(self.skeleton)
         self.key = (self.modes[0] if len(set(self.modes)) == 1 else None, frozenset())
         cut = self.cuts[self.key] = self._cut(self.key, choose)
         return cut
@@ -87,7 +86,7 @@ class Retracer:
     def _cut(self, key: Key, choose: Choose | None = None) -> Cut:
         mode, fixed = key
         if mode is None:  # mixed, as captured; an evaluation may have been traced since
-            for part, training in zip(self.skeleton.module.modules(), self.modes, strict=True):
+            for part, training in zip(self.skeleton.modules(), self.modes, strict=True):
                 part.training = training
         traced = trace(
             self.skeleton,
@@ -158,7 +157,7 @@ class Retracer:
             sizes = [known.get(name, now) for name, now in zip(shape, leaf.shape, strict=True)]
             leaves.append(torch.empty(sizes, dtype=leaf.dtype, device="meta"))
             dims.append({d: v for d, v in (spec or {}).items() if shape[d] not in known} or None)
-        return Example(self.example.table, leaves, tuple(dims))
+        return replace(self.example, leaves=leaves, dims=tuple(dims))
 
     def _checked(self, cut: Cut, key: Key) -> Cut:
         """The other graph must send the same things, for the stages may not know of each other's mode and sizes."""

@@ -70,7 +70,7 @@ class StageModule(nn.Module):
         self._functions: dict[Key, Callable[..., Value]] = {}
         self._keys: dict[tuple[object, ...], Key] = {}  # which graph is for which sizes
         self._why_not: dict[Key, str] = {}
-        self._device = source.skeleton.device
+        self._device = source.example.device
         self.register_buffer("_anchor", torch.empty(0, device=self._device), persistent=False)
         self._learn(self.mode, piece)
         if self.mode[0] is not None:
@@ -89,10 +89,6 @@ class StageModule(nn.Module):
             owner._buffers[leaf] = value
             if not persistent:
                 owner._non_persistent_buffers_set.add(leaf)
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:

@@ -118,10 +118,9 @@ class _PipelineStage(CapturedStage, PipelineStage):
     def _call_of(
         self, received: Sequence[Value], args: tuple[Value, ...], kwargs: dict[str, Value]
     ) -> tuple[tuple[Value, ...], dict[str, Value]]:
-        values: dict[int, dict[int, Value]] = {}
-        for (source, place), value in zip(self._received, received, strict=True):
-            values.setdefault(source, {})[place] = value
-        return self.routes.call(values, args, kwargs)
+        (own,) = self.routes.bind([args], [kwargs], 1)
+        values: dict[tuple[int | None, int], Value] = dict(zip(self._received, received, strict=True))
+        return tuple(values.get(source, given) for source, given in zip(self.routes.sources, own, strict=True)), {}
 
     def _from_before(self, outputs: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(outputs[place] for source, place in self._received if source == self.stage_index - 1)
