@@ -207,17 +207,16 @@ def batch_dims(leaves: Sequence[torch.Tensor]) -> tuple[Dims, str]:
 
 def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[str, object]) -> Dims:
     """What the user said, leaf by leaf: by argument, or by the name of a leaf."""
-    found: list[object] = [None] * len(leaves)
+    found: dict[str, object] = dict.fromkeys(table.names)
+    example = dict(zip(table.names, leaves, strict=True))
     known = {argument.name: (argument.recipe, argument.names) for argument in table.arguments}
     known |= {name: (LEAF, (name,)) for name in table.names}
     for name, value in spec.items():
         if name not in known:
             raise CaptureError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(table.names)}")
         recipe, names = known[name]
-        for own, part in zip(names, _parts(recipe, value), strict=True):
-            place = table.names.index(own)
-            found[place] = _normal(part, leaves[place], own)
-    return tuple(found)
+        found |= {own: _normal(part, example[own], own) for own, part in zip(names, _parts(recipe, value), strict=True)}
+    return tuple(found.values())
 
 
 def _parts(nest: Nest, spec: Value) -> Iterator[object]:

@@ -23,10 +23,9 @@ from penstock.balance import Profile
 from penstock.capture import cost_cuts
 from penstock.capture.arguments import InputTable, batch_dims, given_dims
 from penstock.capture.cutter import Cut
-from penstock.capture.export import Example, device_of, has_no_data, skeleton_of
-from penstock.capture.flat import Flat, Mark
+from penstock.capture.export import Example, Traced, device_of, has_no_data, skeleton_of
 from penstock.capture.layer_costs import profile_layers
-from penstock.capture.marks import SplitPoint, remembered, submodule
+from penstock.capture.marks import Mark, SplitPoint, remembered, submodule
 from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import MultiUseParameterConfig, Pipe, PipeInfo, find_loss
 from penstock.capture.retrace import Retracer
@@ -38,7 +37,7 @@ from penstock.nest import Value, leaf_names, map_tensors
 from penstock.stage.digest import model_digest
 
 SplitPolicy = Callable[[fx.GraphModule], object]
-ChooseCuts = Callable[[Flat, int], Sequence[int]]
+ChooseCuts = Callable[[Traced, int], Sequence[int]]
 ENOUGH = 0.3  # seconds for one layer
 
 
@@ -104,7 +103,7 @@ def pipeline(
     )
     loss_spec = getattr(module, "loss_spec", None) if output_loss_value_spec is None else output_loss_value_spec
 
-    def measure(flat: Flat, where: cost_cuts.Where) -> Profile:
+    def measure(flat: Traced, where: cost_cuts.Where) -> Profile:
         cut = replace(source, carry=False).cut_at(
             flat.copied(), [Mark(place, f"operator {place}") for place, _ in where]
         )
@@ -113,7 +112,7 @@ def pipeline(
         setting = LayerSetting(args, kwargs, device_of(module.parameters()), enough=ENOUGH)
         return profile_layers(layers, where, setting, progress=False)
 
-    def choose(flat: Flat) -> Sequence[int] | None:
+    def choose(flat: Traced) -> Sequence[int] | None:
         nonlocal facts
         chooser = choose_cuts
         if num_stages is not None and num_stages > 1 and chooser is None:
@@ -218,7 +217,7 @@ def capture_layers(
     """
     found: list[tuple[int, str]] = []
 
-    def everywhere(flat: Flat, _: int) -> list[int]:
+    def everywhere(flat: Traced, _: int) -> list[int]:
         chosen = cost_cuts.cut_places(flat, num_stages)
         found[:] = [(place, flat.nodes[place].name) for place in chosen]
         return chosen

@@ -30,8 +30,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.cutter import module_path
-from penstock.capture.export import has_no_data
-from penstock.capture.flat import Flat, is_size
+from penstock.capture.export import Traced, has_no_data
+from penstock.capture.flat import is_size
 from penstock.capture.place import inseparable
 from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError, UnevenCut
@@ -47,7 +47,7 @@ def best_cuts(profile: Profile, num_stages: int) -> dict[str, Value]:
     return {"cuts": cuts, "cut_by": basis_of(profile), "uneven": unevenness(profile, cuts.boundaries)}
 
 
-def cuts_by(profile: Profile, num_stages: int) -> tuple[Callable[[Flat, int], list[int]], dict[str, Value]]:
+def cuts_by(profile: Profile, num_stages: int) -> tuple[Callable[[Traced, int], list[int]], dict[str, Value]]:
     """What cuts a model where that is best by these costs, and what `PipeInfo` says of it."""
     facts = best_cuts(profile, num_stages)
     boundaries = facts["cuts"].boundaries
@@ -56,7 +56,7 @@ def cuts_by(profile: Profile, num_stages: int) -> tuple[Callable[[Flat, int], li
 
 
 def agreed_profile(
-    flat: Flat, num_stages: int, names: StateNames, *, measure: Callable[[Flat, Where], Profile], why_not: str
+    flat: Traced, num_stages: int, names: StateNames, *, measure: Callable[[Traced, Where], Profile], why_not: str
 ) -> Profile:
     """What lies between all good places for a cut costs, the same on all ranks: measured, or estimated if there is a reason."""
     places = cut_places(flat, num_stages)
@@ -120,7 +120,7 @@ def warn_if_uneven(profile: Profile, boundaries: Sequence[int]) -> str:
     return text
 
 
-def unevenness_of_others(flat: Flat, chosen: Set[int], names: StateNames) -> str:
+def unevenness_of_others(flat: Traced, chosen: Set[int], names: StateNames) -> str:
     """The same for cuts at positions that somebody else chose, by the work in the graph."""
     if not chosen:
         return ""
@@ -138,13 +138,13 @@ def basis_of(profile: Profile) -> str:
     return f"costs measured on {about['device']}, in seconds" if "device" in about else "costs as given"
 
 
-def cuts_at(where: Where) -> Callable[[Flat, int], list[int]]:
+def cuts_at(where: Where) -> Callable[[Traced, int], list[int]]:
     """For `pipeline`: cut before these operators (position and name), found on another rank or another day in the same model.
 
     pipeline(model, (x,), num_stages=4, choose_cuts=cuts_at(places))
     """
 
-    def choose(flat: Flat, _: int) -> list[int]:
+    def choose(flat: Traced, _: int) -> list[int]:
         for place, name in where:
             here = flat.nodes[place].name if place < len(flat.nodes) else "nothing"
             if here != name:
@@ -169,10 +169,10 @@ def why_not_measured(model: nn.Module, example: object) -> str:
     return ""
 
 
-def fingerprint(flat: Flat, num_stages: int) -> str:
+def fingerprint(flat: Traced, num_stages: int) -> str:
     """A text that is equal for captures of one model with examples of one size, whatever process makes them."""
     digest = hashlib.sha256(f"{num_stages}".encode())
-    for node in (*flat.traced.origins, *flat.nodes):
+    for node in (*flat.origins, *flat.nodes):
         value = node.meta.get("val")
         kind = (sizes_in_example(value), value.dtype, value.device.type) if isinstance(value, Tensor) else None
         line = f"{node.name} {node.target} {node.args} {node.kwargs} {kind}"
@@ -196,12 +196,7 @@ def agreed(question: str, answer: Callable[[], str], *, kind: str = "") -> str:
                 _known[key] = answer()
             return _known[key]
 
-    if (
-        not dist.is_available()
-        or not dist.is_initialized()
-        or dist.get_world_size() == 1
-        or "fake" in dist.get_backend()
-    ):
+    if not dist.is_available() or not dist.is_initialized() or "fake" in dist.get_backend():
         return own()
     store: Any = dist.distributed_c10d._get_default_store()
     # The n-th time that a rank asks it gets the answer to the n-th question of all others.
@@ -229,7 +224,7 @@ def forget() -> None:
         _known.clear()
 
 
-def cut_places(flat: Flat, num_stages: int) -> list[int]:
+def cut_places(flat: Traced, num_stages: int) -> list[int]:
     """Positions where little crosses, enough of them for stages that are about as even as cuts anywhere would make them.
 
     Little is less than just before and just after, between two pieces of real work, of which taking a part out of a tuple is
@@ -258,14 +253,14 @@ def cut_places(flat: Flat, num_stages: int) -> list[int]:
     return spots
 
 
-def estimated(flat: Flat, places: Sequence[int], names: StateNames) -> Profile:
+def estimated(flat: Traced, places: Sequence[int], names: StateNames) -> Profile:
     """What lies between the places, with the work of each counted in the graph."""
     active = _activations(flat)
     alive = alive_bytes(flat, active)
     parts = [flat.nodes[start:end] for start, end in pairwise([0, *places, len(flat.nodes)])]
     users: defaultdict[str, set[int]] = defaultdict(set)
     sizes: dict[str, int] = {}
-    for parameter, name in flat.traced.parameters.items():
+    for parameter, name in flat.parameters.items():
         sizes[names.first[name]] = int(_bytes(parameter.meta["val"]))
         users[names.first[name]] |= {bisect_right(places, flat.index[u]) for u in parameter.users if u in flat.index}
     shared = {name: sizes[name] for name, held in users.items() if len(held) > 1}
@@ -292,9 +287,9 @@ def numbered(layers: Sequence[Sequence[str]]) -> list[str]:
     return found
 
 
-def _activations(flat: Flat) -> set[fx.Node]:
+def _activations(flat: Traced) -> set[fx.Node]:
     """Nodes that depend on a parameter: the real work."""
-    parameters = flat.traced.parameters.keys()
+    parameters = flat.parameters.keys()
     found = set(parameters)
     for node in flat.nodes:
         if not found.isdisjoint(node.all_input_nodes):
@@ -302,7 +297,7 @@ def _activations(flat: Flat) -> set[fx.Node]:
     return {node for node in found - parameters if not is_size(node)}
 
 
-def alive_bytes(flat: Flat, active: set[fx.Node]) -> list[float]:
+def alive_bytes(flat: Traced, active: set[fx.Node]) -> list[float]:
     """For each position, the bytes of the values made before it and used at or after it."""
     change = [0.0] * (len(flat.nodes) + 2)
     for i, node in enumerate(flat.nodes):

@@ -77,7 +77,7 @@ class Cutter:
         self.names = names
         self.input_names = input_names
         self.flat = placed.flat
-        self.origins = placed.flat.traced.origins
+        self.origins = placed.flat.origins
         self.order = {n: i for i, n in enumerate([*self.origins, *self.flat.nodes])}
         self.leader = names.leaders(self.origins)
         self.owner = self._parameter_owners() if transmit else {}
@@ -93,14 +93,14 @@ class Cutter:
 
     def cut(self, guards: tuple[Guard, ...] = ()) -> Cut:
         pieces = [replace(part.piece(), guards=guards) for part in self.parts]
-        fixed = tuple((i, v) for i, v in enumerate(self.flat.traced.outputs) if not isinstance(v, fx.Node))
-        pieces[-1] = replace(pieces[-1], recipe=self.flat.traced.recipe, fixed=fixed)
+        fixed = tuple((i, v) for i, v in enumerate(self.flat.outputs) if not isinstance(v, fx.Node))
+        pieces[-1] = replace(pieces[-1], recipe=self.flat.recipe, fixed=fixed)
         return Cut(tuple(pieces), self.placed)
 
     def _parameter_owners(self) -> dict[fx.Node, int]:
         """For parameters that travel: the first stage that uses each of those which several stages use."""
         users: defaultdict[fx.Node, set[int]] = defaultdict(set)
-        for node in self.flat.traced.parameters:
+        for node in self.flat.parameters:
             users[self.leader[node]] |= {self.placed.stage[user] for user in node.users if user in self.placed.stage}
         return {node: min(stages) for node, stages in users.items() if len(stages) > 1}
 
@@ -149,9 +149,7 @@ class _Part:
         self.constants: dict[str, torch.Tensor] = {}
         self.values: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
-        self.outputs = [
-            v for v in cutter.flat.traced.outputs if isinstance(v, fx.Node) and k == cutter.placed.num_stages - 1
-        ]
+        self.outputs = [v for v in cutter.flat.outputs if isinstance(v, fx.Node) and k == cutter.placed.num_stages - 1]
         self._find_needs(cutter.placed.stage)
 
     def _find_needs(self, stage: Mapping[fx.Node, int]) -> None:
@@ -219,7 +217,7 @@ class _Part:
         return StagePiece(program, tuple(wires.values()), outputs, tuple(self.states), self.constants)
 
     def _add(self, node: fx.Node, relaxed: Mapping[object, Any]) -> None:
-        body = body_module(node, self.cutter.flat.traced.root)
+        body = body_module(node, self.cutter.flat.root)
         if body is not None:
             name = f"_region_{len(self.bodies)}"
             self.bodies[name] = OperatorGraph.of(body)

@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.arguments import Dims, InputTable, model_values
-from penstock.capture.marks import SplitPoint, keep_functions, refuse_backward_hooks, watching, watching_calls
+from penstock.capture.marks import Mark, SplitPoint, keep_functions, refuse_backward_hooks, watching, watching_calls
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
 from penstock.nest import LEAF, Nest, Value
@@ -131,7 +131,7 @@ Origin = FromInput | FromState | FromConstant
 
 @dataclass(frozen=True)
 class Traced:
-    """What torch.export saw."""
+    """What torch.export saw; once it is made flat, as a list of nodes with marks."""
 
     graph: fx.Graph
     root: fx.GraphModule  # holds the bodies of regions
@@ -140,12 +140,27 @@ class Traced:
     recipe: Nest  # puts the output leaves back into what the model returns
     why_static: str  # why the batch dimension could not be kept dynamic, or ""
     guards: tuple[Guard, ...]  # what must be true of the sizes
+    nodes: list[fx.Node] = field(default_factory=list)  # operators in order
+    marks: tuple[Mark, ...] = ()
+    index: dict[fx.Node, int] = field(init=False)  # of each node in that list
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index", {node: i for i, node in enumerate(self.nodes)})
 
     @property
     def parameters(self) -> dict[fx.Node, str]:
         """The placeholders that are parameters, with their names."""
         origins = self.origins.items()
         return {node: origin.name for node, origin in origins if isinstance(origin, FromState) and origin.parameter}
+
+    def copied(self) -> Traced:
+        """The same in a graph of its own: placing and cutting it leaves this one as it is."""
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(self.graph, values)
+        origins = {values[node]: origin for node, origin in self.origins.items()}
+        outputs = [values[v] if isinstance(v, fx.Node) else v for v in self.outputs]
+        return replace(self, graph=graph, origins=origins, outputs=outputs, nodes=[values[n] for n in self.nodes])
 
 
 class _Root(nn.Module):

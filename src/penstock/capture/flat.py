@@ -1,8 +1,8 @@
 """From what export returns to a list of nodes with cut positions.
 
-    flat = flatten(traced)
-    flat.nodes          # operators in order, without marks and checks
-    flat.marks          # before which node each mark stood, and what the mark was
+    flat = flatten(traced)  # the same, and
+    flat.nodes              # operators in order, without marks and checks
+    flat.marks              # before which node each mark stood, and what the mark was
 
 A region (autocast, no_grad) stays one node unless a mark stands inside it; then its body is put into the list, each
 node remembering the region, and the cutter wraps what ends up in one stage again. Checkpoints, which export does not
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.capture.export import Traced
-from penstock.capture.marks import CHECKPOINT_BEGIN, CHECKPOINT_END, mark
+from penstock.capture.marks import CHECKPOINT_BEGIN, CHECKPOINT_END, Mark, mark
 from penstock.errors import CaptureError
 
 REGION = "penstock_region"  # meta key: a tuple of (number, operator, leading arguments), outermost first
@@ -30,41 +30,7 @@ REGION = "penstock_region"  # meta key: a tuple of (number, operator, leading ar
 SIZE = "penstock_size"  # meta key: the node is a size, and may be read anywhere after its tensor
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A cut before ``nodes[position]``."""
-
-    position: int
-    what: str
-
-
-@dataclass(frozen=True)
-class Flat:
-    """The model as a list of nodes."""
-
-    traced: Traced
-    nodes: list[fx.Node]
-    marks: tuple[Mark, ...]
-    index: dict[fx.Node, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "index", {node: i for i, node in enumerate(self.nodes)})
-
-    def copied(self) -> Flat:
-        """The same in a graph of its own: placing and cutting it leaves this one as it is."""
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(self.traced.graph, values)
-        traced = replace(
-            self.traced,
-            graph=graph,
-            origins={values[node]: origin for node, origin in self.traced.origins.items()},
-            outputs=[values[v] if isinstance(v, fx.Node) else v for v in self.traced.outputs],
-        )
-        return Flat(traced, [values[node] for node in self.nodes], self.marks)
-
-
-def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
+def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Traced:
     """Opens regions with marks inside, takes marks and checks out of the graph. `wanted`: more nodes to cut before."""
     numbers = count()
     for node in list(traced.graph.nodes):
@@ -93,7 +59,7 @@ def flatten(traced: Traced, wanted: Sequence[str] = ()) -> Flat:
             nodes.append(node)
             if inside:
                 node.meta[REGION] = (*inside, *node.meta.get(REGION, ()))
-    return Flat(traced, nodes, tuple(marks))
+    return replace(traced, nodes=nodes, marks=tuple(marks))
 
 
 def _cleaned(node: fx.Node, root: nn.Module | None) -> bool:

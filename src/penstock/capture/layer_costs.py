@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from penstock.balance import LayerCost, Profile
+from penstock.balance import Profile
 from penstock.capture.cost_cuts import numbered
 from penstock.capture.export import has_no_data
 from penstock.capture.load_state import materialise
@@ -51,28 +51,30 @@ def profile_layers(
     taken = {id(value): name for name, value in shared.items()}
     values = _Values(info, setting)
     known: dict[object, Measured] = {}
-    rows: list[LayerCost] = []
-    full: list[float] = []
+    found: list[Measured] = []
+    names = layer_names(stages)
     with kept_random_state(setting.device), _bar(progress, layers.num_stages) as advance:
-        for k, (name, stage) in enumerate(zip(layer_names(stages), stages, strict=True)):
-            advance(name)
+        for k, stage in enumerate(stages):
+            advance(names[k])
             layer = Layer(on_device(stage, setting.device), values.of(stage.inputs), setting, info.loss_index)
             key = signature(stage)
-            found = known[key] = known[key] if key in known else layer.measure()
+            known[key] = known[key] if key in known else layer.measure()
+            found.append(known[key])
             values.add(stage.outputs, layer.outputs(), k)
-            values.keep(stage, found, k)
-            parameters = {id(p): p for p in stage.parameters()}
-            rows.append(
-                replace(
-                    found.cost,
-                    name=name,
-                    parameter_bytes=sum(p.nbytes for i, p in parameters.items() if i not in taken),
-                    output_bytes=sum(values.sizes.get(wire.name, 0) for wire in stage.outputs),
-                    shared=frozenset(taken[i] for i in parameters if i in taken),
-                )
+            values.keep(stage, found[k], k)
+    rows = []
+    for k, (stage, one) in enumerate(zip(stages, found, strict=True)):
+        parameters = {id(p): p for p in stage.parameters()}
+        rows.append(
+            replace(
+                one.cost,
+                name=names[k],
+                activation_to_input=one.cost.activation_to_input + values.later[k],
+                parameter_bytes=sum(p.nbytes for i, p in parameters.items() if i not in taken),
+                output_bytes=sum(values.sizes.get(wire.name, 0) for wire in stage.outputs),
+                shared=frozenset(taken[i] for i in parameters if i in taken),
             )
-            full.append(found.backward)
-    rows = [replace(row, activation_to_input=row.activation_to_input + values.later[k]) for k, row in enumerate(rows)]
+        )
     return Profile(
         tuple(rows),
         shared_parameters={name: value.nbytes for name, value in shared.items()},
@@ -82,7 +84,7 @@ def profile_layers(
             "device": str(setting.device),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "backward": full,
+            "backward": [one.backward for one in found],
             "crossing_kept": list(values.crossing(kept=True)),
             "crossing_unsaved": list(values.unsaved()),
             "places": None if where is None else [list(place) for place in where],

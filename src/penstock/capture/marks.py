@@ -45,6 +45,14 @@ mark = torch.ops.penstock.mark.default
 has_side_effect(mark)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A cut before the node at that position in a trace."""
+
+    position: int
+    what: str
+
+
 class SplitPoint(Enum):
     """On which side of a module's call the cut lies.
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from penstock.capture.export import FromInput
-from penstock.capture.flat import Flat, Mark, aten, body_module, is_pure, is_size, shares_memory, written
+from penstock.capture.export import FromInput, Traced
+from penstock.capture.flat import aten, body_module, is_pure, is_size, shares_memory, written
+from penstock.capture.marks import Mark
 from penstock.errors import CaptureError
 
 EVERYWHERE = -1
@@ -30,12 +31,12 @@ EVERYWHERE = -1
 class Placed:
     """The stage of every node that has one; ``EVERYWHERE`` for values that each stage computes for itself."""
 
-    flat: Flat
+    flat: Traced
     num_stages: int
     stage: dict[fx.Node, int]
 
 
-def place(flat: Flat, cuts: Sequence[Mark]) -> Placed:
+def place(flat: Traced, cuts: Sequence[Mark]) -> Placed:
     """Decide the stage of every node, for the given cuts."""
     transformed = _transformed(flat)
     if inside := [cut for cut in cuts if cut.position in transformed]:
@@ -61,14 +62,14 @@ def place(flat: Flat, cuts: Sequence[Mark]) -> Placed:
     return placed
 
 
-def inseparable(flat: Flat) -> set[int]:
+def inseparable(flat: Traced) -> set[int]:
     """The positions at which `place` would refuse a cut: between what one stage must do."""
     found = _transformed(flat)
     for i, node in enumerate(flat.nodes):
         for target in written(node):
             family = _family(target)
             used = {m: [flat.index.get(u, len(flat.nodes)) for u in m.users] for m in family}  # last, what is returned
-            if any(m in flat.traced.origins for m in family):  # one stage writes a buffer, before all others use it
+            if any(m in flat.origins for m in family):  # one stage writes a buffer, before all others use it
                 found |= set(range(min(min(users) for users in used.values() if users) + 1, i + 1))
             else:  # what is written to may come from another stage, but under one name
                 made = {m: flat.index[m] for m in family}
@@ -77,7 +78,7 @@ def inseparable(flat: Flat) -> set[int]:
     return found
 
 
-def _transformed(flat: Flat) -> set[int]:
+def _transformed(flat: Traced) -> set[int]:
     """The positions inside a function that torch.vmap or another transform runs: its values exist there alone."""
     found: set[int] = set()
     begun: list[int] = []
@@ -90,26 +91,26 @@ def _transformed(flat: Flat) -> set[int]:
     return found
 
 
-def _free(flat: Flat) -> dict[fx.Node, bool]:
+def _free(flat: Traced) -> dict[fx.Node, bool]:
     """The values that depend on nothing but arguments, buffers and constants -> whether they depend on an argument."""
     # A value that somebody writes to is not free, nor is what shares its memory.
     dirty = {member for node in flat.nodes for target in written(node) for member in _family(target)}
     free: dict[fx.Node, bool] = {}
-    parameters = flat.traced.parameters
-    for node, origin in flat.traced.origins.items():
+    parameters = flat.parameters
+    for node, origin in flat.origins.items():
         if node not in dirty and node not in parameters:
             free[node] = isinstance(origin, FromInput)
     for node in flat.nodes:
-        if is_size(node) or body_module(node, flat.traced.root) is not None:
+        if is_size(node) or body_module(node, flat.root) is not None:
             free[node] = False
-        elif node not in dirty and all(a in free for a in node.all_input_nodes) and is_pure(node, flat.traced.root):
+        elif node not in dirty and all(a in free for a in node.all_input_nodes) and is_pure(node, flat.root):
             free[node] = any(free[a] for a in node.all_input_nodes)
     return free
 
 
-def _move_free(flat: Flat, stage: dict[fx.Node, int], free: Mapping[fx.Node, bool], num_stages: int) -> None:
+def _move_free(flat: Traced, stage: dict[fx.Node, int], free: Mapping[fx.Node, bool], num_stages: int) -> None:
     """Compute what is free where it is first used."""
-    outputs = {value for value in flat.traced.outputs if isinstance(value, fx.Node)}
+    outputs = {value for value in flat.outputs if isinstance(value, fx.Node)}
     for node in reversed(flat.nodes):
         if node not in free or is_size(node):
             continue
@@ -133,13 +134,13 @@ def _family(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _keep_tuples_whole(flat: Flat, stage: dict[fx.Node, int]) -> None:
+def _keep_tuples_whole(flat: Traced, stage: dict[fx.Node, int]) -> None:
     """The parts of a tuple are taken out where the tuple is made: only tensors travel."""
     for node in flat.nodes:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             stage[node] = stage[node.args[0]]
         for arg in node.all_input_nodes:
-            if body_module(arg, flat.traced.root) is not None:
+            if body_module(arg, flat.root) is not None:
                 stage[arg] = stage[node]
 
 
@@ -148,7 +149,7 @@ def _settle_writes(placed: Placed) -> None:
     for node in list(placed.flat.nodes):
         for target in written(node):
             family = _family(target)
-            states = [m for m in family if m in placed.flat.traced.origins]
+            states = [m for m in family if m in placed.flat.origins]
             if states:
                 _settle_state(placed, states, family)
             else:
@@ -156,7 +157,7 @@ def _settle_writes(placed: Placed) -> None:
 
 
 def _settle_value(placed: Placed, node: fx.Node, family: set[fx.Node]) -> None:
-    stage, index, outputs = placed.stage, placed.flat.index, placed.flat.traced.outputs
+    stage, index, outputs = placed.stage, placed.flat.index, placed.flat.outputs
     here = stage[node]
     crossing = [
         m for m in family if m in stage and stage[m] < here and any(stage.get(u, here) >= here for u in m.users)
@@ -179,7 +180,7 @@ def _settle_state(placed: Placed, states: list[fx.Node], family: set[fx.Node]) -
     flat, stage = placed.flat, placed.stage
     writers = {stage[n] for n in flat.nodes if any(t in family for t in written(n))}
     readers = {stage[u] for m in family for u in m.users if u in stage}
-    names = ", ".join(getattr(flat.traced.origins[state], "name", f"argument {state.name}") for state in states)
+    names = ", ".join(getattr(flat.origins[state], "name", f"argument {state.name}") for state in states)
     if len(writers) > 1 or min(readers) < min(writers):
         raise CaptureError(
             f"buffer {names} is written by stages {sorted(writers)} and used by stages {sorted(readers)}: with "
@@ -213,12 +214,12 @@ def _line(node: fx.Node) -> str:
     return f" ({trace[-2].strip()}: {trace[-1].strip()})" if len(trace) >= 2 else ""
 
 
-def _busy(flat: Flat, stage: Mapping[fx.Node, int]) -> set[int]:
+def _busy(flat: Traced, stage: Mapping[fx.Node, int]) -> set[int]:
     """The stages that compute something."""
     return {stage[n] for n in flat.nodes if n.op != "get_attr" and not is_size(n)}
 
 
-def _check_full(flat: Flat, stage: dict[fx.Node, int], cuts: Sequence[Mark]) -> None:
+def _check_full(flat: Traced, stage: dict[fx.Node, int], cuts: Sequence[Mark]) -> None:
     if empty := set(range(len(cuts) + 1)) - _busy(flat, stage):
         k = min(empty)
         side = "before" if k == 0 else "after" if k == len(cuts) else "between"

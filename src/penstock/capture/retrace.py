@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 
 from penstock.capture.cutter import Cut, Cutter, StagePiece, module_path
-from penstock.capture.export import Example, FromConstant, FromInput, trace
-from penstock.capture.flat import Flat, Mark, flatten, is_size
-from penstock.capture.marks import SplitPoint
+from penstock.capture.export import Example, FromConstant, FromInput, Traced, trace
+from penstock.capture.flat import flatten, is_size
+from penstock.capture.marks import Mark, SplitPoint
 from penstock.capture.place import EVERYWHERE, Placed, place
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Fixed, Guard, Key, Wire, same_wires, size_of, where, where_shapes_differ
@@ -26,7 +26,7 @@ from penstock.errors import CaptureError
 from penstock.nest import Value
 from penstock.stage.buffers import modes_of
 
-Choose = Callable[[Flat], Sequence[int] | None]  # positions before which to cut; None: at the marks
+Choose = Callable[[Traced], Sequence[int] | None]  # positions before which to cut; None: at the marks
 Kinds = Sequence[tuple[str, str]]  # of each operator of a trace: its module, and what it does there
 
 
@@ -95,27 +95,26 @@ class Retracer:
             points=self.points,
             fall_back=self.fall_back and choose is not None,  # later traces must leave open what the first one did
         )
-        wanted = policy_positions(self.policy, traced.root) if self.policy is not None else ()
-        flat = flatten(traced, wanted)
+        flat = flatten(traced, () if self.policy is None else policy_positions(self.policy, traced.root))
         inputs = [node for node, origin in traced.origins.items() if isinstance(origin, FromInput)]
         shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
         if choose is not None:
             self.shapes = shapes
             if traced.why_static:
-                fixed_dims = tuple(None for _ in self.example.dims)
-                self.why_static, self.example = traced.why_static, replace(self.example, dims=fixed_dims)
+                self.why_static = traced.why_static
+                self.example = replace(self.example, dims=(None,) * len(self.example.dims))
         known = dict(fixed)
         open_shapes = [[known.get(str(size), size) for size in shape] for shape in self.shapes]
         guards = (*traced.guards, *where_shapes_differ(open_shapes, shapes))
         return self.cut_at(flat, self._marks(flat, choose), guards)
 
-    def cut_at(self, flat: Flat, marks: Sequence[Mark], guards: tuple[Guard, ...] = ()) -> Cut:
+    def cut_at(self, flat: Traced, marks: Sequence[Mark], guards: tuple[Guard, ...] = ()) -> Cut:
         """Cut one trace of the model."""
         names = self.example.table.names
         cutter = Cutter(place(flat, marks), self.names, input_names=names, transmit=self.transmit, carry=self.carry)
         return cutter.cut(guards)
 
-    def _marks(self, flat: Flat, choose: Choose | None) -> Sequence[Mark]:
+    def _marks(self, flat: Traced, choose: Choose | None) -> Sequence[Mark]:
         here: Kinds = [(module_path(node), str(node.target)) for node in flat.nodes]
         if choose is not None and (places := choose(flat)) is not None:
             self.chosen = places, here
@@ -225,7 +224,7 @@ def work(placed: Placed, shapes: Sequence[Sequence[int]], stage: int | None = No
     Values that a stage gets from others are numbered as they are first used. What is not looked into (the body of a region)
     is like nothing else.
     """
-    traced = placed.flat.traced
+    traced = placed.flat
     sizes: dict[object, int] = {}
     for node, origin in traced.origins.items():
         if isinstance(origin, FromInput):
