@@ -30,7 +30,7 @@ from penstock.capture.stage_module import StageModule, run_stages
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError, NotCompiled
 from penstock.misfits import takes
-from penstock.nest import Value
+from penstock.nest import Value, tensors_in
 from penstock.stage.backward import run_backward_full
 from penstock.stage.compiled import SplitBackend
 from penstock.stage.cut_graph import accumulate_graphs, collecting
@@ -56,7 +56,8 @@ def profile_layers(
     with kept_random_state(setting.device), _bar(progress, layers.num_stages) as advance:
         for k, stage in enumerate(stages):
             advance(names[k])
-            layer = Layer(on_device(stage, setting.device), values.of(stage.inputs), setting, info.loss_index)
+            inputs = [values.now[wire.name] for wire in stage.inputs]
+            layer = Layer(on_device(stage, setting.device), inputs, setting, info.loss_index)
             key = signature(stage)
             known[key] = known[key] if key in known else layer.measure()
             found.append(known[key])
@@ -75,18 +76,19 @@ def profile_layers(
                 shared=frozenset(taken[i] for i in parameters if i in taken),
             )
         )
+    over = values.over_cuts()
     return Profile(
         tuple(rows),
         shared_parameters={name: value.nbytes for name, value in shared.items()},
-        crossing_bytes=values.crossing(),
+        crossing_bytes=tuple(row[0] for row in over),
         metadata={
             "unit": "s",
             "device": str(setting.device),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "backward": [one.backward for one in found],
-            "crossing_kept": list(values.crossing(kept=True)),
-            "crossing_unsaved": list(values.unsaved()),
+            "crossing_kept": [row[1] for row in over],
+            "crossing_unsaved": [row[2] for row in over],
             "places": None if where is None else [list(place) for place in where],
         },
     )
@@ -106,9 +108,6 @@ class _Values:
         # Of each value that a later layer reads: the last one that does.
         self.last = {wire.name: max(wire.stages) for outputs in info.stage_outputs for wire in outputs if wire.stages}
         self.num_layers = info.num_stages
-
-    def of(self, wires: Sequence[Wire]) -> list[Value]:
-        return [self.now[wire.name] for wire in wires]
 
     def add(self, wires: Sequence[Wire], made: Sequence[Value], layer: int) -> None:
         known = {address_of(value): name for name, value in self.now.items() if isinstance(value, Tensor)}
@@ -133,28 +132,23 @@ class _Values:
                 self.kept[root] = layer
                 self.later[self.source[root]] += self.sizes[root]
 
-    def crossing(self, *, kept: bool = False) -> tuple[int, ...]:
-        """Bytes over each cut between two layers; or of those what is held as activations anyway."""
-        names = [name for name in self.last if not kept or self.root[name] in self.kept]
-        return tuple(
-            sum(self.sizes[name] for name in names if self.source[name] < cut <= self.last[name])
-            for cut in range(1, self.num_layers)
-        )
-
-    def unsaved(self) -> tuple[int, ...]:
-        """Bytes over each cut that the layer before it makes and that no layer up to there keeps."""
-        sizes = [0] * self.num_layers
-        for name in self.last:
-            layer, root = self.source[name], self.root[name]
-            if self.source.get(root) == layer and self.kept.get(root, layer + 1) > layer:
-                sizes[layer] += self.sizes[name]
-        return tuple(sizes[:-1])
+    def over_cuts(self) -> list[list[int]]:
+        """For each cut between two layers: the bytes that cross it; those of them that are held as activations anyway; and those
+        that the layer before it makes and no layer up to there keeps."""
+        rows = []
+        for cut in range(1, self.num_layers):
+            names = [name for name in self.last if self.source[name] < cut <= self.last[name]]
+            kept = [name for name in names if self.root[name] in self.kept]
+            new = [name for name in names if cut - 1 == self.source[name] == self.source.get(self.root[name])]
+            unsaved = [name for name in new if self.kept.get(self.root[name], cut) >= cut]
+            rows.append([sum(self.sizes[name] for name in some) for some in (names, kept, unsaved)])
+        return rows
 
 
 def _given(info: PipeInfo, setting: LayerSetting) -> dict[str, Value]:
     """The arguments of the model, by name."""
-    given = info.inputs.bind(setting.args, setting.kwargs)
-    return {name: moved(value, setting.device) for name, value in given.items()}
+    found: dict[str, Value] = moved(info.inputs.bind(setting.args, setting.kwargs), setting.device)
+    return found
 
 
 def signature(stage: StageModule) -> object:
@@ -241,56 +235,50 @@ def measured_budgets(
 def _rows(layers: Sequence[StageModule], values: Mapping[str, object], setting: LayerSetting) -> list[list[float]]:
     made = {wire.name for layer in layers for wire in layer.outputs}
     names = [*dict.fromkeys(w.name for layer in layers for w in layer.inputs if w.name not in made)]
-    inputs = tuple(values[name] for name in names)
+    inputs = [values[name] for name in names]
+    tensors = [*tensors_in(inputs), *(t for layer in layers for t in (*layer.parameters(), *layer.buffers()))]
+    known = set(map(address_of, tensors))
 
-    def run(given: tuple[object, ...]) -> tuple[object, ...]:
-        return run_stages(layers, dict(zip(names, given, strict=True)))
+    def compiled(budget: float | None) -> tuple[int, float, float] | None:
+        """With some budget: the bytes that the graph keeps, and the shortest times of forward and backward.
 
-    state = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
-    whole = _compiled(run, inputs, state, setting, None)
+        None if torch.compile does not make one graph of it.
+        """
+        backend = SplitBackend("aot_eager", memory_budget=budget)
+
+        def call(*given: object) -> object:
+            return run_stages(layers, dict(zip(names, given, strict=True)))
+
+        call.__code__ = call.__code__.replace(
+            co_name="call_stage"
+        )  # torch.compile keeps only so many versions of one code
+        stage = torch.compile(call, backend=backend)
+        try:
+            with warnings.catch_warnings(action="ignore", category=NotCompiled):
+                saved = saved_by(lambda: stage(*inputs))
+                kept = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in known)
+                saved.clear()
+                passes = [_timed(stage, inputs, setting) for _ in range(setting.repeats)]
+        except Exception:  # noqa: BLE001  what cannot be compiled so is not given a budget
+            return None
+        finally:
+            for tensor in tensors:
+                tensor.grad = None
+        if len(backend.joints) != 1 or backend.told:
+            return None
+        forward, backward = map(min, zip(*passes, strict=True))
+        return kept, forward, backward
+
+    whole = compiled(None)
     rows: list[list[float]] = []
     for budget in BUDGETS if whole is not None and whole[1] > 0 else ():
-        found = _compiled(run, inputs, state, setting, budget)
+        found = compiled(budget)
         if whole is not None and found is not None and found[0] < whole[0]:
             rows.append([budget, whole[0] - found[0], max(found[2] - whole[2], 0.0) / whole[1]])
     return rows
 
 
-def _compiled(
-    run: Callable[[tuple[object, ...]], object], inputs: tuple[object, ...], state: Sequence[Tensor], setting: LayerSetting,
-    budget: float | None,
-) -> tuple[int, float, float] | None:  # fmt: skip
-    """A stage compiled with some budget: the bytes that its graph keeps, and the shortest times of forward and backward.
-
-    None if torch.compile does not make one graph of it.
-    """
-    backend = SplitBackend("aot_eager", memory_budget=budget)
-
-    def call(*given: object) -> object:
-        return run(given)
-
-    call.__code__ = call.__code__.replace(co_name="call_stage")  # torch.compile keeps only so many versions of one code
-    compiled = torch.compile(call, backend=backend)
-    known = [tensor for tensor in (*state, *inputs) if isinstance(tensor, Tensor)]
-    given = set(map(address_of, known))
-    try:
-        with warnings.catch_warnings(action="ignore", category=NotCompiled):
-            saved = saved_by(lambda: compiled(*inputs)).items()
-            kept = sum(tensor.untyped_storage().nbytes() for place, tensor in saved if place not in given)
-            del saved
-            passes = [_timed(compiled, inputs, setting) for _ in range(setting.repeats)]
-    except Exception:  # noqa: BLE001  what cannot be compiled so is not given a budget
-        return None
-    finally:
-        for tensor in known:
-            tensor.grad = None
-    if len(backend.joints) != 1 or backend.told:
-        return None
-    forward, backward = map(min, zip(*passes, strict=True))
-    return kept, forward, backward
-
-
-def _timed(call: Callable[..., Value], inputs: tuple[Value, ...], setting: LayerSetting) -> tuple[float, float]:
+def _timed(call: Callable[..., Value], inputs: Sequence[Value], setting: LayerSetting) -> tuple[float, float]:
     start = clock(setting.device)
     roots, grads = seeds(call(*inputs))
     middle = clock(setting.device)

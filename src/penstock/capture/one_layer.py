@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.balance import LayerCost
 from penstock.capture.stage_module import StageModule
-from penstock.nest import Value, tensors_in
+from penstock.nest import Value, map_tensors, tensors_in
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_backward_full, run_deferred
 from penstock.stage.elsewhere import THRESHOLD
 from penstock.stage.held import Held
@@ -196,5 +196,5 @@ def seeds(results: Sequence[object]) -> tuple[list[Tensor], list[Tensor]]:
     return roots, [torch.ones_like(value) for value in roots]
 
 
-def moved(value: object, device: torch.device) -> Value:
-    return value.to(device) if isinstance(value, Tensor) else value
+def moved(value: Value, device: torch.device) -> Value:
+    return map_tensors(lambda tensor: tensor.to(device), value)

@@ -66,9 +66,6 @@ class OperatorGraph:
         """For use as the body of a region."""
         return fx.GraphModule({name: body.module() for name, body in self.bodies.items()}, self.graph)
 
-    def source(self) -> str:
-        return str(self.graph.python_code("self").src).strip()
-
     def function(self, written: Callable[[str], str]) -> Callable[..., object]:
         """The graph as a Python function ``forward(self, *inputs)``; `written` is how it reaches an attribute."""
         reached: list[str] = []

@@ -191,8 +191,8 @@ class StageModule(nn.Module):
         lines += [f"  in   {wire}" for wire in self.inputs]
         lines += [f"  out  {wire}" for wire in self.outputs]
         sizes = [p.numel() for p in self.parameters()]
-        lines += [f"  {sum(sizes):,} parameters in {len(sizes)} tensors", "", self._pieces[self.mode].program.source()]
-        return "\n".join(lines)
+        code = self.graph.python_code("self").src.strip()
+        return "\n".join([*lines, f"  {sum(sizes):,} parameters in {len(sizes)} tensors", "", code])
 
     def extra_repr(self) -> str:
         wires = ", ".join(str(w) for w in self.inputs)

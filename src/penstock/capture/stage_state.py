@@ -93,16 +93,10 @@ def owner_of(root: nn.Module, name: str, *, make: bool = False) -> tuple[nn.Modu
 def assign(names: StateNames, used: Sequence[Sequence[str]]) -> list[list[str]]:
     """The names that each stage holds, in the order of the model."""
     held = [set(stage) for stage in used]
-    home: dict[str, int] = {}
-    for k, stage in enumerate(used):
-        for name in stage:
-            home.setdefault(name, k)
-    used_tensors = {names.first[name]: k for name, k in reversed(home.items())}
-    for name in names.first:
-        if name in home:
-            continue
-        known = used_tensors.get(names.first[name])
-        held[_nearest(name, home) if known is None else known].add(name)
+    home = {name: k for k, stage in reversed([*enumerate(used)]) for name in stage}  # the first stage that uses it
+    tensors = {names.first[name]: k for name, k in sorted(home.items(), key=lambda item: -item[1])}
+    for name in names.first.keys() - home.keys():
+        held[tensors[names.first[name]] if names.first[name] in tensors else _nearest(name, home)].add(name)
     return [[name for name in names.first if name in stage] for stage in held]
 
 
