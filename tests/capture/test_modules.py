@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from penstock.capture import find_ties, split_modules, tie
-from penstock.capture.by_modules import even_cuts
 from penstock.errors import CaptureError
 
 
@@ -72,13 +71,23 @@ def test_ties_are_found_by_identity() -> None:
     assert find_ties([one, nn.Linear(2, 2), other]) == (tie([(0, "weight"), (2, "weight")]),)
 
 
+class Weighing(nn.Module):
+    """Has so many parameters, and does nothing."""
+
+    def __init__(self, weight: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(weight))
+
+
 @pytest.mark.parametrize("weights", [[3, 1, 1, 5, 1, 1, 4], [1] * 6, [9, 1, 1], [0, 0, 7, 0]])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_even_cuts_are_the_best_there_are(weights: list[int], count: int) -> None:
+def test_cuts_are_the_most_even_there_are(weights: list[int], count: int) -> None:
     def heaviest(cuts: tuple[int, ...]) -> int:
-        bounds = [0, *cuts, len(weights)]
-        return max(sum(weights[a:b]) for a, b in pairwise(bounds))
+        return max(sum(weights[a:b]) for a, b in pairwise([0, *cuts, len(weights)]))
 
-    cuts = even_cuts(weights, count)
-    assert len(cuts) == count - 1
-    assert heaviest(tuple(cuts)) == min(map(heaviest, combinations(range(1, len(weights)), count - 1)))
+    model = nn.Sequential(*map(Weighing, weights))
+    stages = split_modules(model, [str(place) for place in range(len(weights))], count)
+    assert [name for stage in stages for name in stage.order] == [str(place) for place in range(len(weights))]
+    found = [sum(p.numel() for p in stage.parameters()) for stage in stages]
+    assert len(found) == count
+    assert max(found) == min(map(heaviest, combinations(range(1, len(weights)), count - 1)))

@@ -61,20 +61,10 @@ model_values = _ModelValues()
 
 
 @dataclass(frozen=True)
-class Argument:
-    """One argument that the capture was given."""
-
-    name: str
-    root: str  # before the names of its leaves: its name, or nothing for **kwargs
-    recipe: Nest
-    names: tuple[str, ...]  # of its leaves
-
-
-@dataclass(frozen=True)
 class InputTable:
     """The model's arguments at capture: what was given, and which leaf stands where."""
 
-    arguments: tuple[Argument, ...]
+    recipes: Mapping[str, Nest]  # of each argument
     names: tuple[str, ...]  # of the leaves, in order
     signature: inspect.Signature  # of the model's forward, without types and defaults
     given: tuple[str, ...]  # the arguments with tensors in them, as they were given: by position, then by name
@@ -94,25 +84,22 @@ class InputTable:
                 "Give mb_args and mb_kwargs as the model would be called with one microbatch"
             ) from None
         leaves: list[Value] = []
-        arguments = []
-        for name, value in bound.arguments.items():
-            root = "" if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else name
-            own, recipe = model_values.flatten(value, name)
-            arguments.append(Argument(name, root, recipe, tuple(leaf_names(recipe, root))))
+        recipes: dict[str, Nest] = {}
+        for name, value in _by_argument(bound).items():
+            own, recipes[name] = model_values.flatten(value, name)
             leaves += own
         plain = inspect.Signature([inspect.Parameter(p.name, p.kind) for p in signature.parameters.values()])
-        names = tuple(name for argument in arguments for name in argument.names)
-        tensors = {argument.root for argument in arguments if argument.names} | set(names)
+        names = tuple(leaf for name, recipe in recipes.items() for leaf in leaf_names(recipe, name))
         by_position = [name for name in bound.arguments if name not in kwargs][: len(args)]
-        given = tuple(name for name in (*by_position, *kwargs) if name in tensors)
-        return InputTable(tuple(arguments), names, plain, given), leaves
+        given = tuple(name for name in (*by_position, *kwargs) if name in recipes and recipes[name].num_leaves)
+        return InputTable(recipes, names, plain, given), leaves
 
     def call(self, function: Callable[..., object], leaves: Sequence[Value]) -> Value:
         """Call `function` as the model was called at capture, with other leaves."""
         bound, left = self.signature.bind_partial(), iter(leaves)
-        for argument in self.arguments:  # each takes its own, in order
-            bound.arguments[argument.name] = model_values.unflatten(argument.recipe, left)
-        return function(*bound.args, **bound.kwargs)
+        values = {name: model_values.unflatten(recipe, left) for name, recipe in self.recipes.items()}
+        bound.arguments |= {name: values.pop(name) for name in self.signature.parameters if name in values}
+        return function(*bound.args, **bound.kwargs, **values)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object], *, partial: bool = False) -> dict[str, Value]:
         """The leaves of a call, by name.
@@ -123,21 +110,20 @@ class InputTable:
         if self.as_given and not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
             args, kwargs = (), self._by_name(args, kwargs)
         try:
-            values = dict(self.signature.bind_partial(*args, **kwargs).arguments)
+            values = _by_argument(self.signature.bind_partial(*args, **kwargs))
         except TypeError as error:
             raise CaptureError(f"{error}; the model takes {self.signature}") from None
         found: dict[str, object] = {}
-        for argument in self.arguments:
-            if argument.name in values:
-                found |= self._leaves(argument, values.pop(argument.name))
-            elif argument.names and not partial:
-                raise CaptureError(f"argument {argument.name!r} is missing; the model was captured with it")
-        for name, value in values.items():
-            if value is not None and not partial:
-                raise CaptureError(
-                    f"argument {name!r} was not given when the model was captured, so no stage reads it; "
-                    f"capture with it, or leave it out. Captured: {', '.join(a.name for a in self.arguments)}"
-                )
+        for name, recipe in self.recipes.items():
+            if name in values:
+                found |= _leaves(name, recipe, values.pop(name))
+            elif recipe.num_leaves and not partial:
+                raise CaptureError(f"argument {name!r} is missing; the model was captured with it")
+        if unknown := [name for name, value in values.items() if value is not None and not partial]:
+            raise CaptureError(
+                f"argument {unknown[0]!r} was not given when the model was captured, so no stage reads it; "
+                f"capture with it, or leave it out. Captured: {', '.join(self.recipes)}"
+            )
         return found
 
     def bind_each(self, calls: Sequence[ModelCall]) -> list[dict[str, object]]:
@@ -174,22 +160,30 @@ class InputTable:
             raise CaptureError(f"multiple values for argument {twice[0]!r}: it is given by position and by name")
         return {**dict(zip(self.given, args, strict=False)), **kwargs}
 
-    @staticmethod
-    def _leaves(argument: Argument, value: object) -> dict[str, Value]:
-        leaves, recipe = model_values.flatten(value, argument.name)
-        paths = leaf_names(recipe, argument.root)
-        if paths != list(argument.names):
+
+def _by_argument(bound: inspect.BoundArguments) -> dict[str, Value]:
+    """The arguments of a call, those that go into its **kwargs beside the others."""
+    values = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and values.keys().isdisjoint(values.get(name, ())):
+            values |= values.pop(name, {})
+    return values
+
+
+def _leaves(name: str, captured: Nest, value: object) -> dict[str, Value]:
+    leaves, recipe = model_values.flatten(value, name)
+    paths = leaf_names(recipe, name)
+    if paths != leaf_names(captured, name):
+        raise CaptureError(
+            f"argument {name!r} was captured with the tensors {leaf_names(captured, name)}, and is called with {paths}; a "
+            "captured model takes the same structure that it was captured with"
+        )
+    for (path, old), (_, new) in zip(named(captured, name), named(recipe, name), strict=True):
+        if old.kind is Kind.CONSTANT and not same(old.data, new.data):
             raise CaptureError(
-                f"argument {argument.name!r} was captured with the tensors {list(argument.names)}, and is called with "
-                f"{paths}; a captured model takes the same structure that it was captured with"
+                f"{path} was {old.data!r} when the model was captured, and is {new.data!r} now; capture again"
             )
-        parts = zip(named(argument.recipe, argument.root), named(recipe, argument.root), strict=True)
-        for (path, old), (_, new) in parts:
-            if old.kind is Kind.CONSTANT and not same(old.data, new.data):
-                raise CaptureError(
-                    f"{path} was {old.data!r} when the model was captured, and is {new.data!r} now; capture again"
-                )
-        return dict(zip(paths, leaves, strict=True))
+    return dict(zip(paths, leaves, strict=True))
 
 
 def same(old: object, new: object) -> bool:
@@ -209,13 +203,12 @@ def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[
     """What the user said, leaf by leaf: by argument, or by the name of a leaf."""
     found: dict[str, object] = dict.fromkeys(table.names)
     example = dict(zip(table.names, leaves, strict=True))
-    known = {argument.name: (argument.recipe, argument.names) for argument in table.arguments}
-    known |= {name: (LEAF, (name,)) for name in table.names}
+    known = {**dict.fromkeys(table.names, LEAF), **table.recipes}
     for name, value in spec.items():
         if name not in known:
             raise CaptureError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(table.names)}")
-        recipe, names = known[name]
-        found |= {own: _normal(part, example[own], own) for own, part in zip(names, _parts(recipe, value), strict=True)}
+        parts = zip(leaf_names(known[name], name), _parts(known[name], value), strict=True)
+        found |= {leaf: _normal(part, example[leaf], leaf) for leaf, part in parts}
     return tuple(found.values())
 
 

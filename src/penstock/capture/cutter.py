@@ -242,7 +242,12 @@ class _Part:
             return self._attribute(name)
         if isinstance(origin, FromConstant):
             name = f"_constant_{identifier(origin.name)}"
-            self.constants[name] = constant_value(origin)
+            if has_no_data(origin.value):
+                raise CaptureError(
+                    f"{origin.name} is a plain tensor attribute on the meta device, so its values are unknown; make it a "
+                    "buffer (self.register_buffer), so that it can be loaded by name"
+                )
+            self.constants[name] = origin.value
             self.values[node] = self._attribute(name)
         elif is_size(node):
             self.values[node] = self._size(node)
@@ -273,12 +278,3 @@ def module_path(node: fx.Node) -> str:
 def identifier(name: str) -> str:
     text = re.sub(r"\W", "_", name)
     return text if text.isidentifier() else f"_{text}"
-
-
-def constant_value(origin: FromConstant) -> torch.Tensor:
-    if has_no_data(origin.value):
-        raise CaptureError(
-            f"{origin.name} is a plain tensor attribute on the meta device, so its values are unknown; make it a "
-            "buffer (self.register_buffer), so that it can be loaded by name"
-        )
-    return origin.value

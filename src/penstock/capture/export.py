@@ -339,13 +339,15 @@ def _reason(error: BaseException) -> str:
 
 
 def _explained(model: nn.Module, error: Exception) -> CaptureError:
-    where = _place_of(model, error)
+    where, text = _place_of(model, error), str(error).lower()
+    change = next((what for signs, what in _CHANGES.items() if re.search(signs, text)), _ANY_CHANGE)
+    names = [f'"{name}"' for name in _names(model, "")]
     return CaptureError(
         f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {_reason(error)}{where}\n"
         "Two ways out:\n"
-        f"  1. change {'that line' if where else 'the model'}: {_change(error)}, and capture again;\n"
+        f"  1. change {'that line' if where else 'the model'}: {change}, and capture again;\n"
         "  2. build the stages from the model's modules, without a trace: "
-        f"penstock.split_modules(model, [{_parts(model)}], num_stages)"
+        f"penstock.split_modules(model, [{', '.join(names if len(names) <= 8 else [*names[:3], '...', names[-1]])}], num_stages)"
     )
 
 
@@ -374,18 +376,6 @@ _CHANGES = {  # what a reason says: what to do
     "mutat|in-place|inplace": "make a new tensor instead of writing to this one, or register it as a buffer",
 }
 _ANY_CHANGE = "it must not depend on the values of tensors (torch.where for a branch, torch.cond, a fixed size)"
-
-
-def _change(error: BaseException) -> str:
-    text = str(error).lower()
-    return next((what for signs, what in _CHANGES.items() if re.search(signs, text)), _ANY_CHANGE)
-
-
-def _parts(model: nn.Module) -> str:
-    """The names of the submodules from which stages could be made, as they would be written."""
-    names = _names(model, "")
-    shown = [f'"{name}"' for name in names]
-    return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "...", shown[-1]])
 
 
 def _names(module: nn.Module, prefix: str) -> list[str]:

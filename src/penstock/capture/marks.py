@@ -220,10 +220,8 @@ def watching_calls() -> Iterator[None]:
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> object:
         if cls is checkpoints.CheckpointFunction:  # what torch calls reentrant: the same here as the other kind
-            mark(CHECKPOINT_BEGIN)
-            result = args[0](*args[2:])
-            mark(CHECKPOINT_END)
-            return result
+            with contextmanager(marked)():
+                return args[0](*args[2:])
         if _running or _of_torch(cls):
             return original.__func__(cls, *args, **kwargs)
         return _left(cls, inspect.signature(cls.forward).bind(*args, **kwargs).args if kwargs else args)

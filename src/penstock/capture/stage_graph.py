@@ -36,11 +36,10 @@ def addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: fl
 _LATE: dict[object, object] = {aten.linear.default: linear, aten.addmm.default: addmm}
 
 
-@dataclass(frozen=True)
-class Ref:
-    """A use of another node, in a saved graph."""
+class Ref(str):
+    """The name of another node that is used, in a saved graph."""
 
-    name: str
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _loaded(nodes: Sequence[Any], bodies: dict[str, OperatorGraph]) -> OperatorG
     for op, name, target, given, path in nodes:
         if op == "call_function" and isinstance(target, str):
             target = operator.attrgetter(target)(torch.ops)
-        args, kwargs = fx.node.map_aggregate(given, lambda v: values[v.name] if isinstance(v, Ref) else v)
+        args, kwargs = fx.node.map_aggregate(given, lambda v: values[v] if isinstance(v, Ref) else v)
         values[name] = graph.create_node(op, target, args, kwargs, name)
         values[name].meta["path"] = path
     return OperatorGraph(graph, bodies)
