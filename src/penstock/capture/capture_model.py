@@ -144,7 +144,7 @@ def _assembled(
         stage_outputs=tuple(p.outputs for p in cut.pieces),
         shared=find_shared(source.names, held),
         output_paths=tuple(leaf_names(last.recipe)),
-        loss_index=find_loss(last.recipe, last.outputs, fixed=[position for position, _ in last.fixed], spec=loss_spec),
+        loss_index=find_loss(last, loss_spec),
         model=model_digest(stages),
         **facts,
     )

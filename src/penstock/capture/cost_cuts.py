@@ -236,12 +236,9 @@ def cut_places(flat: Traced, num_stages: int) -> list[int]:
     alive = alive_bytes(flat, active)
     real = [i for i, node in enumerate(flat.nodes) if node in active and node.target is not operator.getitem]
     whole = inseparable(flat)
-    spots = [b for a, b in pairwise(real) if b not in whole]
-    low = [
-        p
-        for k, p in enumerate(spots)
-        if alive[p] <= alive[spots[max(k - 1, 0)]] and alive[p] <= alive[spots[min(k + 1, len(spots) - 1)]]
-    ]
+    spots = [p for p in real[1:] if p not in whole]
+    neighbours = zip(spots, [*spots[:1], *spots], [*spots[1:], *spots[-1:]], strict=False)
+    low = [p for p, before, after in neighbours if alive[p] <= min(alive[before], alive[after])]
     floor = min((alive[p] for p in low), default=0.0)
     narrowest = [p for p in low if alive[p] <= _AS_NARROW * floor]
     done = [0.0, *accumulate(estimate(node) if node in active else 0.0 for node in flat.nodes)]  # before each position

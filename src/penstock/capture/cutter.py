@@ -1,6 +1,6 @@
 """The placed graph into one graph for each stage, and the wires between them.
 
-cut = Cutter(placed, names, input_names=table.names, transmit=False).cut()
+cut = Cutter(placed, names, transmit=False).cut()
 cut.pieces[1].program, cut.pieces[1].inputs, cut.pieces[1].outputs
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from penstock.capture.arguments import model_values
-from penstock.capture.export import FromConstant, FromInput, FromState, has_no_data
+from penstock.capture.export import FromConstant, FromState, has_no_data
 from penstock.capture.flat import REGION, SIZE, aten, body_module, is_size
 from penstock.capture.place import EVERYWHERE, Placed
 from penstock.capture.stage_graph import OperatorGraph, late, wrap_regions
@@ -68,25 +68,21 @@ class Cut:
 
 
 class Cutter:
-    """Cuts one placed graph; `input_names` are the model's arguments, leaf by leaf."""
+    """Cuts one placed graph."""
 
-    def __init__(
-        self, placed: Placed, names: StateNames, *, input_names: Sequence[str], transmit: bool, carry: bool = False
-    ) -> None:
+    def __init__(self, placed: Placed, names: StateNames, *, transmit: bool, carry: bool = False) -> None:
         self.placed = placed
         self.names = names
-        self.input_names = input_names
         self.flat = placed.flat
         self.origins = placed.flat.origins
+        self.taken = {origin.name for origin in self.origins.values()}
         self.order = {n: i for i, n in enumerate([*self.origins, *self.flat.nodes])}
         self.leader = names.leaders(self.origins)
         self.owner = self._parameter_owners() if transmit else {}
         self.carry = carry  # whether later stages get the model's arguments from the first one
         self.parts = [_Part(self, k) for k in range(placed.num_stages)]
         if carry:
-            self.parts[0].given |= {
-                n for part in self.parts for n in part.given if isinstance(self.origins.get(n), FromInput)
-            }
+            self.parts[0].given |= {n for n in self.flat.inputs if any(n in part.given for part in self.parts)}
         for part in self.parts:
             part.given |= {size for size in part.sizes if not part.knows(size)}
         self.wires = self._wires()
@@ -116,12 +112,9 @@ class Cutter:
 
     def name_of(self, node: fx.Node) -> str:
         """What the wire of a value is called: an argument, parameter or buffer as the user calls it."""
-        origin = self.origins.get(node)
-        if isinstance(origin, FromInput):
-            return self.input_names[origin.index]
-        if isinstance(origin, FromState):
-            return origin.name
-        return f"value {node.name}" if node.name in self.input_names else node.name
+        if node in self.origins:
+            return self.origins[node].name
+        return f"value {node.name}" if node.name in self.taken else node.name
 
     def wire(self, node: fx.Node, k: int) -> Wire:
         """On which a value comes to a stage."""

@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +104,9 @@ def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class FromInput:
-    """A placeholder that is a leaf of the model's arguments."""
+    """A placeholder that is a leaf of the model's arguments, by its name."""
 
-    index: int
+    name: str
 
 
 @dataclass(frozen=True)
@@ -146,6 +145,11 @@ class Traced:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "index", {node: i for i, node in enumerate(self.nodes)})
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The placeholders of the model's arguments, leaf by leaf."""
+        return [node for node, origin in self.origins.items() if isinstance(origin, FromInput)]
 
     @property
     def parameters(self) -> dict[fx.Node, str]:
@@ -291,19 +295,18 @@ def trace(
     for inner in program.graph_module.modules():
         if isinstance(inner, fx.GraphModule):
             keep_functions(inner.graph)
-    return _traced(program, recipe, why)
+    return _traced(program, iter(example.table.names), recipe, why)
 
 
-def _traced(program: torch.export.ExportedProgram, recipe: Nest, why: str) -> Traced:
+def _traced(program: torch.export.ExportedProgram, inputs: Iterator[str], recipe: Nest, why: str) -> Traced:
     graph = program.graph
     origins: dict[fx.Node, Origin] = {}
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    indices = count()
     for spec in program.graph_signature.input_specs:
         node = nodes[spec.arg.name]
         match spec.kind:
             case InputKind.USER_INPUT:
-                origins[node] = FromInput(next(indices))
+                origins[node] = FromInput(next(inputs))
             case InputKind.PARAMETER | InputKind.BUFFER:
                 name = str(spec.target).removeprefix(_PREFIX)
                 origins[node] = FromState(name, spec.kind is InputKind.PARAMETER)

@@ -76,10 +76,9 @@ def to_materialise(
     """The same with all that can be wrong found out, and nothing changed: the function that comes back does that."""
     modules = _stage_modules(stages)
     empty: dict[torch.Tensor, list[str]] = {}  # tensors without values, and their names
-    for stage in modules:
-        for name, _, _, value in _entries(stage):
-            if has_no_data(value):
-                empty.setdefault(value, []).append(name)
+    for name, _, _, value in _entries(modules):
+        if has_no_data(value):
+            empty.setdefault(value, []).append(name)
     weights: Mapping[str, torch.Tensor] = {} if source is None else open_weights(source)
     report, spelled = (LoadReport((), (), ()), {}) if source is None else _checked(modules, weights)
     left = {tensor: names for tensor, names in empty.items() if not set(names) & set(report.loaded)}
@@ -92,10 +91,10 @@ def to_materialise(
 
     def change() -> None:
         fresh = {tensor: _with_memory(tensor, device) for tensor in empty}
+        for _, owner, leaf, value in [*_entries(modules)]:
+            if value in fresh:
+                setattr(owner, leaf, fresh[value])
         for stage in modules:
-            for _, owner, leaf, value in _entries(stage):
-                if value in fresh:
-                    setattr(owner, leaf, fresh[value])
             stage.to(device)
         _copy(modules, weights, spelled)
         if fill is not None:
@@ -131,30 +130,26 @@ def _checked(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor]
     tensor is read, held against the model, and let go."""
     spelled: dict[str, str] = {}
     missing: dict[str, None] = {}
-    known: set[str] = set()
-    for stage in modules:
-        known |= stage.model_names
-        transient = transient_names(stage)
-        for name, _, _, value in _entries(stage):
-            found = next((n for n in (name, *stage.aliases.get(name, ())) if n in weights), None)
-            if found is not None:
-                new = weights[found]
-                check_values(name, new)
-                if value.shape != new.shape:
-                    raise CaptureError(
-                        f"{name} is {tuple(value.shape)} in the model and {tuple(new.shape)} in the source"
-                    )
-                spelled[name] = found
-            elif name not in transient or has_no_data(value):  # checkpoints leave those out
-                missing[name] = None
-    unexpected = tuple(sorted(str(name) for name in weights.keys() - known))
+    transient = {name for stage in modules for name in transient_names(stage)}
+    aliases = {name: others for stage in modules for name, others in stage.aliases.items()}
+    for name, _, _, value in _entries(modules):
+        found = next((n for n in (name, *aliases.get(name, ())) if n in weights), None)
+        if found is not None:
+            new = weights[found]
+            check_values(name, new)
+            if value.shape != new.shape:
+                raise CaptureError(f"{name} is {tuple(value.shape)} in the model and {tuple(new.shape)} in the source")
+            spelled[name] = found
+        elif name not in transient or has_no_data(value):  # checkpoints leave those out
+            missing[name] = None
+    unexpected = tuple(sorted(map(str, weights.keys() - frozenset().union(*(stage.model_names for stage in modules)))))
     return LoadReport(tuple(spelled), tuple(missing), unexpected), spelled
 
 
 def _copy(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor], spelled: Mapping[str, str]) -> None:
     """One tensor after the other: a stage may be as large as the memory."""
     with torch.no_grad():
-        for name, _, _, value in (entry for stage in modules for entry in _entries(stage)):
+        for name, _, _, value in _entries(modules):
             if name in spelled:
                 put(value, weights[spelled[name]])
 
@@ -169,10 +164,11 @@ def _stage_modules(stages: nn.Module | Iterable[nn.Module]) -> list[StageModule]
     return found
 
 
-def _entries(stage: StageModule) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """What a stage holds of the model: name in the model, submodule, name there, tensor."""
-    for prefix, owner in stage.named_modules():
-        for leaf, value in (*owner._parameters.items(), *owner._buffers.items()):
-            name = f"{prefix}.{leaf}".removeprefix(".")
-            if value is not None and name in stage.model_names:
-                yield name, owner, leaf, value
+def _entries(stages: Iterable[StageModule]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """What stages hold of the model: name in the model, submodule, name there, tensor."""
+    for stage in stages:
+        for prefix, owner in stage.named_modules():
+            for leaf, value in (*owner._parameters.items(), *owner._buffers.items()):
+                name = f"{prefix}.{leaf}".removeprefix(".")
+                if value is not None and name in stage.model_names:
+                    yield name, owner, leaf, value

@@ -25,12 +25,13 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from penstock.balance import Cuts
 from penstock.capture.arguments import InputTable, model_values
+from penstock.capture.cutter import StagePiece
 from penstock.capture.stage_module import StageModule, run_stages
 from penstock.capture.stage_state import Shared
 from penstock.capture.wires import Wire
 from penstock.errors import CaptureError
 from penstock.misfits import takes
-from penstock.nest import Nest, Nesting, Value, leaf_names, named
+from penstock.nest import Nesting, Value, leaf_names, named
 from penstock.stage.pipeline_stage import Group, PipelineStage
 
 
@@ -81,19 +82,16 @@ STEPS_OWN = ("target", "outputs", "losses", "return_outputs", "loss_kwargs")
 """Names that `step` takes for itself. A model may have arguments of the same names."""
 
 
-def find_loss(recipe: Nest, wires: Sequence[Wire], *, fixed: Sequence[int], spec: object) -> int | None:
-    """Which tensor of the output is the loss: the one that `spec` marks with True, else a single number called "loss".
-
-    `fixed` are the places of the leaves that have no wire, because they are always the same.
-    """
+def find_loss(last: StagePiece, spec: object) -> int | None:
+    """Which tensor of the output is the loss: the one that `spec` marks with True, else a single number called "loss"."""
     if isinstance(spec, torch.Tensor):
         raise CaptureError(
             "output_loss_value_spec is a Tensor; expected the form of the model's output with True where the loss is, for "
             "example {'loss': True}"
         )
-    paths = leaf_names(recipe)
+    paths, fixed = leaf_names(last.recipe), dict(last.fixed)
     travelling = [path for place, path in enumerate(paths) if place not in fixed]
-    tensors = [(path, wire) for path, wire in zip(travelling, wires, strict=True) if wire.kind == "tensor"]
+    tensors = [(path, wire) for path, wire in zip(travelling, last.outputs, strict=True) if wire.kind == "tensor"]
     if spec is not None:
         marked = [path for path, part in named(Nesting().flatten(spec)[1]) if part.data is True]
         whole = marked == [""] and len(paths) == 1
@@ -295,10 +293,8 @@ class Pipe(nn.Module):
 
     def __str__(self) -> str:
         lines = [f"Pipe of {self.num_stages} stages"]
-        for k in range(self.num_stages):
-            stage = self.get_stage_module(k)
-            count = sum(p.numel() for p in stage.parameters())
-            wires = ", ".join(map(str, stage.inputs))
+        for k, stage in enumerate(map(self.get_stage_module, range(self.num_stages))):
+            count, wires = sum(p.numel() for p in stage.parameters()), ", ".join(map(str, stage.inputs))
             lines.append(f"  stage {k}: {count:,} parameters, takes {wires}")
         if self._info.cuts is not None:
             lines += [f"cut by {self._info.cut_by}:", str(self._info.cuts)]

@@ -180,7 +180,7 @@ def _settle_state(placed: Placed, states: list[fx.Node], family: set[fx.Node]) -
     flat, stage = placed.flat, placed.stage
     writers = {stage[n] for n in flat.nodes if any(t in family for t in written(n))}
     readers = {stage[u] for m in family for u in m.users if u in stage}
-    names = ", ".join(getattr(flat.origins[state], "name", f"argument {state.name}") for state in states)
+    names = ", ".join(flat.origins[state].name for state in states)
     if len(writers) > 1 or min(readers) < min(writers):
         raise CaptureError(
             f"buffer {names} is written by stages {sorted(writers)} and used by stages {sorted(readers)}: with "

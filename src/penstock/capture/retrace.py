@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from penstock.capture.cutter import Cut, Cutter, StagePiece, module_path
-from penstock.capture.export import Example, FromConstant, FromInput, Traced, trace
+from penstock.capture.export import Example, FromConstant, Traced, trace
 from penstock.capture.flat import flatten, is_size
 from penstock.capture.marks import Mark, SplitPoint
 from penstock.capture.place import EVERYWHERE, Placed, place
@@ -96,8 +96,7 @@ class Retracer:
             fall_back=self.fall_back and choose is not None,  # later traces must leave open what the first one did
         )
         flat = flatten(traced, () if self.policy is None else policy_positions(self.policy, traced.root))
-        inputs = [node for node, origin in traced.origins.items() if isinstance(origin, FromInput)]
-        shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in inputs)
+        shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in traced.inputs)
         if choose is not None:
             self.shapes = shapes
             if traced.why_static:
@@ -110,9 +109,7 @@ class Retracer:
 
     def cut_at(self, flat: Traced, marks: Sequence[Mark], guards: tuple[Guard, ...] = ()) -> Cut:
         """Cut one trace of the model."""
-        names = self.example.table.names
-        cutter = Cutter(place(flat, marks), self.names, input_names=names, transmit=self.transmit, carry=self.carry)
-        return cutter.cut(guards)
+        return Cutter(place(flat, marks), self.names, transmit=self.transmit, carry=self.carry).cut(guards)
 
     def _marks(self, flat: Traced, choose: Choose | None) -> Sequence[Mark]:
         here: Kinds = [(module_path(node), str(node.target)) for node in flat.nodes]
@@ -137,14 +134,13 @@ class Retracer:
 
     def partners(self) -> dict[str, frozenset[str]]:
         """For each size that may change, the sizes of other arguments that are its equal in the example, as the batch's are."""
-        places: dict[tuple[int, int], set[str]] = {}
+        places: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
         for leaf, shape in zip(self.example.leaves, self.shapes, strict=True):
-            for dim, (size, name) in enumerate(zip(leaf.shape, shape, strict=True)):
+            for dimension, name in zip(enumerate(leaf.shape), shape, strict=True):
                 if isinstance(name, str):
-                    places.setdefault((dim, size), set()).add(name)
+                    places[dimension].add(name)
         equal = places.values()
-        names = {name for own in equal for name in own}
-        return {name: frozenset(n for own in equal if name in own for n in own if n != name) for name in names}
+        return {n: frozenset().union(*(own for own in equal if n in own)) - {n} for own in equal for n in own}
 
     def _example(self, fixed: Fixed) -> Example:
         """What the model is traced with, for sizes that are fixed."""
@@ -226,11 +222,10 @@ def work(placed: Placed, shapes: Sequence[Sequence[int]], stage: int | None = No
     """
     traced = placed.flat
     sizes: dict[object, int] = {}
-    for node, origin in traced.origins.items():
-        if isinstance(origin, FromInput):
-            for size, now in zip(node.meta["val"].shape, shapes[origin.index], strict=True):
-                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    sizes[size.node.expr] = now
+    for node, shape in zip(traced.inputs, shapes, strict=True):
+        for size, now in zip(node.meta["val"].shape, shape, strict=True):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                sizes[size.node.expr] = now
     numbers = {node: f"value {i}" for i, node in enumerate(traced.origins)}
 
     def form(value: object) -> Any:
