@@ -497,3 +497,28 @@ def test_an_argument_may_be_called_like_an_operator() -> None:
     assert torch.equal(pipe(x, y), model(x, y))
     inputs = pipe.info().stage_inputs[1]
     assert len({wire.name for wire in inputs}) == len(inputs) == 2
+
+
+class OtherConstants(nn.Module):
+    """Multiplies by tensors that it makes on the way, by one more of them in evaluation and for a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        pipe_split()
+        if not self.training or x.shape[0] == 1:
+            x = x * torch.tensor([5.0])
+        return self.second(x) * torch.tensor([3.0])
+
+
+def test_constants_of_another_mode_or_size_are_its_own() -> None:
+    """The first constant of each trace has the same name, and the stage went on with that of the mode it was captured in."""
+    model, x = OtherConstants(), torch.randn(6, 4)
+    pipe = pipeline(model, (x,))
+    for mode in (True, False, True):
+        for made in (pipe.train(mode), copy.deepcopy(pipe)):
+            for rows in (6, 1):
+                torch.testing.assert_close(made(x[:rows]), model.train(mode)(x[:rows]))

@@ -233,28 +233,28 @@ class StageModule(nn.Module):
                 f"in {'training' if key[0] else 'evaluation'} stage {self.stage_index} uses {', '.join(missing)}, "
                 "which it does not hold; capture the model once in each mode instead"
             )
-        for name, value in piece.constants.items():
-            if name not in self._buffers:
-                self.register_buffer(name, value.detach().to(self._device), persistent=False)
+        for name, value in piece.constants.items():  # one of another graph may have the same name, and other values
+            self.register_buffer(_of_graph(key, name), value.detach().to(self._anchor.device), persistent=False)
         program = piece.program.moved(self._device, self._anchor.device)
         self._pieces[key] = replace(piece, program=program, constants={})
 
     def tensor_named(self, name: str) -> torch.Tensor | None:
         """The parameter or buffer of that name; None if it has none."""
         owner, leaf = owner_of(self, name)
-        return owner._parameters.get(leaf, owner._buffers.get(leaf))
+        constant = self._buffers.get(_of_graph(self.mode, name))
+        return owner._parameters.get(leaf, owner._buffers.get(leaf, constant))
 
     def _function(self, key: Key) -> Callable[..., Value]:
         """The graph as a function, made when it is first called. Tensors are taken out of the dicts of their modules, where
         wrappers that shard or replace them put others; that costs no call."""
         program = self._pieces[key].program
-        mode = f"{key[0]}_{'_'.join(f'{name}_{size}' for name, size in sorted(key[1]))}"
         for name, body in program.bodies.items():
-            object.__setattr__(self, f"_{mode}{name}", body.module())
+            object.__setattr__(self, _of_graph(key, name), body.module())
 
         def written(name: str) -> str:
-            if name in program.bodies:
-                return f"self._{mode}{name}"
+            own = _of_graph(key, name)
+            if name in program.bodies or own in self._buffers:
+                return f"self.{own}" if name in program.bodies else f"self._buffers[{own!r}]"
             *path, leaf = name.split(".")
             kind = "_parameters" if leaf in owner_of(self, name)[0]._parameters else "_buffers"
             return f"self{''.join(f'._modules[{part!r}]' for part in path)}.{kind}[{leaf!r}]"
@@ -297,3 +297,8 @@ class StageModule(nn.Module):
         made = ("_functions", "_compiled_call_impl")
         kept = {k: v for k, v in self.__dict__.items() if k not in made and not isinstance(v, torch.fx.GraphModule)}
         return kept | {"_functions": {}}
+
+
+def _of_graph(key: Key, name: str) -> str:
+    """The attribute of a stage for what one of its graphs has under a name: a constant, or the body of a region."""
+    return f"_{key[0]}_{'_'.join(f'{size}_{now}' for size, now in sorted(key[1]))}{name}"
