@@ -104,9 +104,8 @@ def pipeline(
     loss_spec = getattr(module, "loss_spec", None) if output_loss_value_spec is None else output_loss_value_spec
 
     def measure(flat: Traced, where: cost_cuts.Where) -> Profile:
-        cut = replace(source, carry=False).cut_at(
-            flat.copied(), [Mark(place, f"operator {place}") for place, _ in where]
-        )
+        marks = [Mark(place, f"operator {place}") for place, _ in where]
+        cut = replace(source, carry=False).cut_at(flat.copied(), marks)
         layers = _assembled(source, cut, module, loss_spec=loss_spec, again=False)
         args, kwargs = map_tensors(Tensor.clone, (mb_args, dict(mb_kwargs)))
         setting = LayerSetting(args, kwargs, device_of(module.parameters()), enough=ENOUGH)

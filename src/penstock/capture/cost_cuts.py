@@ -112,9 +112,8 @@ def warn_if_uneven(profile: Profile, boundaries: Sequence[int]) -> str:
     warn_if_uneven(profile, [3, 6, 9])  # what it says, or ""
     """
     text = unevenness(profile, boundaries)
-    heavy = "estimated" in profile.metadata or sum(layer.total for layer in profile.layers) > _NOTICEABLE * (
-        len(boundaries) + 1
-    )
+    total = sum(layer.total for layer in profile.layers)
+    heavy = "estimated" in profile.metadata or total > _NOTICEABLE * (len(boundaries) + 1)
     if text and heavy and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         warnings.warn(text, UnevenCut, stacklevel=2)
     return text

@@ -38,16 +38,14 @@ class StagePiece:
     recipe: Nest = LEAF  # of the last stage: puts the model's output together
     fixed: tuple[tuple[int, object], ...] = ()  # of the last stage: leaves of the output that are always the same
     guards: tuple[Guard, ...] = ()  # what must be true of the sizes, of the whole model
-    computed: tuple[int, ...] = field(
-        init=False
-    )  # places of the outputs that are computed in this graph; all, if none is
+    # Places of the outputs that are computed in this graph; all, if none is.
+    computed: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         values: Any = self.program.graph.output_node().args[0]
         places = [place for place, value in enumerate(values) if value.op != "placeholder"]
-        object.__setattr__(
-            self, "computed", tuple(places or range(len(values)))
-        )  # torch.compile reads no cached property
+        # torch.compile reads no cached property.
+        object.__setattr__(self, "computed", tuple(places or range(len(values))))
 
     def model_output(self, values: Sequence[object]) -> Value:
         """What the model returns, out of the outputs of the last stage."""
@@ -170,9 +168,7 @@ class _Part:
             return True
         sent = self.cutter.carry and self.k > 0  # and contiguous, so that its strides may be others
         arguments = () if sent else self.given & self.cutter.origins.keys()
-        return all(
-            self.knows(arg) if is_size(arg) else arg in self.own or arg in arguments for arg in size.all_input_nodes
-        )
+        return all(self.knows(a) if is_size(a) else a in self.own or a in arguments for a in size.all_input_nodes)
 
     def _shown(self, size: fx.Node) -> tuple[fx.Node, int] | None:
         """A tensor among the stage's inputs that shows the size, and in which dimension."""
@@ -200,13 +196,11 @@ class _Part:
         for node in self.own:
             self._add(node, {aten.view.default: aten.reshape.default} if relaxed else {})
         sent = self.cutter.sent(self.k)
-        outputs = (
-            *(wire_of(n, self.cutter.name_of(n), source=self.k, stages=()) for n in self.outputs),
-            *sent.values(),
-        )
+        returned = (wire_of(n, self.cutter.name_of(n), source=self.k, stages=()) for n in self.outputs)
         self.graph.output(tuple(map(self._value, (*self.outputs, *sent))))
         wrap_regions(self.graph, self.bodies)
         program = OperatorGraph(self.graph, self.bodies)
+        outputs = (*returned, *sent.values())
         return StagePiece(program, tuple(wires.values()), outputs, tuple(self.states), self.constants)
 
     def _add(self, node: fx.Node, relaxed: Mapping[object, Any]) -> None:

@@ -79,9 +79,8 @@ def fake_mode() -> FakeTensorMode:
 
 def _fake(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> torch.Tensor:
     where = device if value.is_meta else value.device
-    made: torch.Tensor = FakeTensor(
-        mode, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"), where
-    )
+    empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    made: torch.Tensor = FakeTensor(mode, empty, where)
     if isinstance(value, nn.Parameter):
         return nn.Parameter(made, requires_grad=value.requires_grad)
     return made.requires_grad_(value.requires_grad)

@@ -80,9 +80,11 @@ def _open(node: fx.Node, root: fx.GraphModule, numbers: count[int], outer: tuple
     """Put the body of a region in place of the region."""
     args = list(node.args)
     where = next((i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr"), None)
-    if where is None or any(isinstance(a, fx.Node) for a in args[:where]) or len(bodies(node, root)) != 1:
+    whole = any(user.target is not operator.getitem for user in node.users)
+    if where is None or whole or any(isinstance(a, fx.Node) for a in args[:where]) or len(bodies(node, root)) != 1:
         raise CaptureError(
-            f"a split mark stands inside {node.target}, a region that cannot be cut; move the mark outside"
+            f"a split mark stands inside {node.target}, a region that cannot be cut{', since its result is used whole' * whole}; "
+            "move the mark outside"
         )
     body = bodies(node, root)[0]
     tag = (*outer, (next(numbers), node.target, tuple(args[:where])))
@@ -102,10 +104,6 @@ def _open(node: fx.Node, root: fx.GraphModule, numbers: count[int], outer: tuple
                     made.target = f"{inner.target}_of_{made.name}"
                     setattr(root, made.target, getattr(body.owning_module, str(inner.target)))
     for user in list(node.users):
-        if user.target is not operator.getitem:
-            raise CaptureError(
-                f"a split mark stands inside {node.target}, whose result is used whole; move the mark outside"
-            )
         user.replace_all_uses_with(values[results[user.args[1]]])
         graph.erase_node(user)
     graph.erase_node(node)

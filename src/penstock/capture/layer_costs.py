@@ -45,9 +45,8 @@ def profile_layers(
     profile_layers(*capture_layers(model, (x,), {}, num_stages=8), LayerSetting((x,), {}, torch.device("cpu")))
     """
     info, stages = layers.info(), [layers.get_stage_module(k) for k in range(layers.num_stages)]
-    shared = {
-        name: stages[entry.owner].get_parameter(entry.name) for name, entry in info.shared.items() if entry.is_parameter
-    }
+    owned = {name: one for name, one in info.shared.items() if one.is_parameter}
+    shared = {name: stages[one.owner].get_parameter(one.name) for name, one in owned.items()}
     taken = {id(value): name for name, value in shared.items()}
     values = _Values(info, setting)
     known: dict[object, Measured] = {}
@@ -159,10 +158,8 @@ def signature(stage: StageModule) -> object:
         numbers[node] = len(numbers)
         arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
         state = stage.tensor_named(str(node.target)) if node.op == "get_attr" else None
-        if state is not None:
-            rows.append(("state", tuple(state.shape), state.dtype, state.requires_grad))
-        else:
-            rows.append((node.op, "" if node.op == "placeholder" else str(node.target), str(arguments)))
+        does = node.op, "" if node.op == "placeholder" else str(node.target), str(arguments)
+        rows.append(does if state is None else ("state", tuple(state.shape), state.dtype, state.requires_grad))
     wires = tuple((wire.shape, wire.dtype, wire.source is None) for wire in stage.inputs)
     return stage.is_last, wires, tuple(rows)
 
@@ -173,9 +170,8 @@ def layer_names(stages: Sequence[StageModule]) -> list[str]:
 
     layer_names(capture_layers(model, (x,))[0])  # ["embed", "layers.0", ...]
     """
-    return numbered(
-        [[n.meta.get("path", "") for n in stage.graph.nodes if n.op == "call_function"] for stage in stages]
-    )
+    nodes = [[node for node in stage.graph.nodes if node.op == "call_function"] for stage in stages]
+    return numbered([[node.meta.get("path", "") for node in one] for one in nodes])
 
 
 def on_device(stage: StageModule, device: torch.device) -> StageModule:
@@ -189,11 +185,8 @@ def on_device(stage: StageModule, device: torch.device) -> StageModule:
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
     """Gradients on; random numbers that are drawn here are not missing afterwards."""
-    devices = [] if device.type == "cpu" else [device]
-    with (
-        torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
-        torch.enable_grad(),
-    ):
+    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad():
         yield
 
 

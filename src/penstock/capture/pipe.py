@@ -61,12 +61,8 @@ class PipeInfo:
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
         """(producer, user) for every pair of stages between which something travels."""
-        return frozenset(
-            (wire.source, stage)
-            for stage, wires in enumerate(self.stage_inputs)
-            for wire in wires
-            if wire.source is not None
-        )
+        inputs = enumerate(self.stage_inputs)
+        return frozenset((w.source, k) for k, wires in inputs for w in wires if w.source is not None)
 
     def loss_of(self, output: object) -> Value:
         """The model's own loss, out of what the model returned."""
@@ -120,9 +116,7 @@ class StageRoutes(PipeInfo):
     def wires(self) -> str:
         """All that travels, in one line: the same on ranks that cut the same model at the same places."""
         inputs = enumerate(self.stage_inputs)
-        return ", ".join(
-            f"{wire.source}>{k} {wire.name}" for k, wires in inputs for wire in wires if wire.source is not None
-        )
+        return ", ".join(f"{w.source}>{k} {w.name}" for k, wires in inputs for w in wires if w.source is not None)
 
     @property
     def ties(self) -> list[tuple[tuple[int, str], ...]]:

@@ -159,9 +159,8 @@ def _settle_writes(placed: Placed) -> None:
 def _settle_value(placed: Placed, node: fx.Node, family: set[fx.Node]) -> None:
     stage, index, outputs = placed.stage, placed.flat.index, placed.flat.outputs
     here = stage[node]
-    crossing = [
-        m for m in family if m in stage and stage[m] < here and any(stage.get(u, here) >= here for u in m.users)
-    ]
+    earlier = [m for m in family if stage.get(m, here) < here]
+    crossing = [m for m in earlier if any(stage.get(u, here) >= here for u in m.users)]
     if not crossing:
         return
     if len(crossing) > 1:

@@ -237,9 +237,8 @@ def work(placed: Placed, shapes: Sequence[Sequence[int]], stage: int | None = No
         known = symbol.node.expr.subs(sizes) if isinstance(symbol, torch.SymInt) else None
         return (int, int(known)) if known is not None and known.is_Integer else value
 
-    rows: list[object] = [
-        (o.name, o.value.tolist()) if isinstance(o, FromConstant) else o for o in traced.origins.values()
-    ]
+    origins = traced.origins.values()
+    rows: list[object] = [(o.name, o.value.tolist()) if isinstance(o, FromConstant) else o for o in origins]
     for node in placed.flat.nodes:
         if not is_size(node) and (stage is None or placed.stage[node] in (stage, EVERYWHERE)):
             what = node.target if node.op == "call_function" else node

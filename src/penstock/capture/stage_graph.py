@@ -57,9 +57,8 @@ class OperatorGraph:
             node.meta, node.type, node.target = {}, None, late(node.target)
 
         names = [str(node.target) for node in module.graph.nodes if node.op == "get_attr"]
-        return OperatorGraph(
-            _copy(module.graph, clean), {name: OperatorGraph.of(getattr(module, name)) for name in names}
-        )
+        bodies = {name: OperatorGraph.of(getattr(module, name)) for name in names}
+        return OperatorGraph(_copy(module.graph, clean), bodies)
 
     def module(self) -> fx.GraphModule:
         """For use as the body of a region."""
@@ -92,9 +91,8 @@ class OperatorGraph:
             node.args = fx.node.map_aggregate(node.args, replaced)
             node.kwargs = fx.node.map_aggregate(node.kwargs, replaced)
 
-        return OperatorGraph(
-            _copy(self.graph, move), {name: body.moved(old, new) for name, body in self.bodies.items()}
-        )
+        bodies = {name: body.moved(old, new) for name, body in self.bodies.items()}
+        return OperatorGraph(_copy(self.graph, move), bodies)
 
     def __reduce__(self) -> tuple[object, ...]:
         refer: Any = lambda node: Ref(node.name)  # noqa: E731  # a Ref is no argument of a graph yet

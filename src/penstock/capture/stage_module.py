@@ -125,9 +125,8 @@ class StageModule(nn.Module):
     def _key_of(self, values: Sequence[object]) -> Key:
         """Which graph is for these inputs: that of the present mode, or one of its own for sizes that need it."""
         if torch.compiler.is_compiling():
-            usual = torch.compiler.is_exporting() or sizes_fit(
-                self.inputs, values, self.partners, self._pieces[self.mode].guards
-            )
+            guards = self._pieces[self.mode].guards
+            usual = torch.compiler.is_exporting() or sizes_fit(self.inputs, values, self.partners, guards)
             return self.mode if usual else self._unusual_key(values)
         return self._known_key(values)
 

@@ -131,15 +131,11 @@ class Guard:
 def guards_of(program: torch.export.ExportedProgram) -> tuple[Guard, ...]:
     """What torch.export noted."""
     values = (node.meta.get("val") for node in program.graph.nodes)
-    modes = (value.fake_mode for value in values if isinstance(value, torch._subclasses.FakeTensor))
-    mode = next(modes, None)
-    if mode is None or mode.shape_env is None:
-        return ()
+    shapes = (v.fake_mode.shape_env for v in values if isinstance(v, torch._subclasses.FakeTensor))
+    noted = next(shapes, None)
     printer = PythonPrinter()
-    return tuple(
-        Guard(printer.doprint(guard.expr), tuple(sorted(map(str, guard.expr.free_symbols))))
-        for guard in mode.shape_env.guards
-    )
+    found = () if noted is None else (guard.expr for guard in noted.guards)
+    return tuple(Guard(printer.doprint(one), tuple(sorted(map(str, one.free_symbols)))) for one in found)
 
 
 def sizes_fit(
