@@ -193,12 +193,11 @@ def profile(
     """
     if repeats < 1:
         raise CaptureError(f"repeats={repeats}; expected at least 1")
-    if isinstance(model, Pipe):
-        layers, where = model, None
-    else:
-        layers, where = capture_layers(model, example, example_kwargs, num_stages=num_stages, **options)
     there = device_of(p for p in model.parameters() if not has_no_data(p)) if device is None else device
     setting = LayerSetting(example, example_kwargs or {}, torch.device(there), loss_fn, target, repeats)
+    if isinstance(model, Pipe):
+        return profile_layers(model, None, setting, progress=progress)
+    layers, where = capture_layers(model, example, example_kwargs, num_stages=num_stages, **options)
     return profile_layers(layers, where, setting, progress=progress)
 
 

@@ -20,7 +20,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.arguments import Dims, InputTable, model_values
-from penstock.capture.marks import Mark, SplitPoint, keep_functions, refuse_backward_hooks, watching, watching_calls
+from penstock.capture.marks import Mark, Points, keep_functions, refuse_backward_hooks, watching, watching_calls
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
 from penstock.nest import LEAF, Nest, Value
@@ -216,8 +216,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     step is as it would be before it.
     """
     logger = logging.getLogger("torch")
-    level = logger.level
-    collecting = gc.isenabled()
+    level, collecting = logger.level, gc.isenabled()
     logger.setLevel(logging.CRITICAL)
     gc.disable()  # a trace makes many small objects and drops few; collecting in between only takes time
     printed, graph = io.StringIO(), ""
@@ -247,14 +246,7 @@ class Example:
     device: torch.device  # on which fake tensors pretend to be
 
 
-def trace(
-    model: nn.Module,
-    example: Example,
-    *,
-    training: bool | None,
-    points: Mapping[str, frozenset[SplitPoint]],
-    fall_back: bool,
-) -> Traced:
+def trace(model: nn.Module, example: Example, *, training: bool | None, points: Points, fall_back: bool) -> Traced:
     """Trace a skeleton in the given mode (None: the mode of each submodule as it is).
 
     With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
@@ -320,10 +312,8 @@ def _traced(program: torch.export.ExportedProgram, inputs: Iterator[str], recipe
     return Traced(graph, program.graph_module, origins, outputs, recipe, why, guards_of(program))
 
 
-def _check_called(model: nn.Module, points: Mapping[str, frozenset[SplitPoint]], called: set[str]) -> None:
-    for name in points:
-        if name in called:
-            continue
+def _check_called(model: nn.Module, points: Points, called: set[str]) -> None:
+    for name in (name for name in points if name not in called):
         child = model.get_submodule(name)
         inside = [f"{name}.{n}" for n, _ in child.named_children()]
         hint = f"; the modules inside it are called {', '.join(inside[:4])}" if inside else ""

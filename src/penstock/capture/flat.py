@@ -162,12 +162,8 @@ def is_pure(node: fx.Node, root: torch.nn.Module) -> bool:
         return len(node.target._schema.returns) > 0 and torch.Tag.nondeterministic_seeded not in node.target.tags
     if is_region(node):
         inner = bodies(node, root)
-        return bool(inner) and all(
-            is_pure(n, graph.owning_module or root)
-            for graph in inner
-            for n in graph.nodes
-            if n.op not in ("placeholder", "output")
-        )
+        nodes = [(n, graph.owning_module or root) for graph in inner for n in graph.nodes]
+        return bool(inner) and all(n.op in ("placeholder", "output") or is_pure(n, owner) for n, owner in nodes)
     return node.target is operator.getitem or is_size(node)
 
 

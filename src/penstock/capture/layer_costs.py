@@ -27,7 +27,6 @@ from penstock.capture.load_state import materialise
 from penstock.capture.one_layer import Layer, LayerSetting, Measured, address_of, as_leaf, clock, moved, saved_by, seeds
 from penstock.capture.pipe import Pipe, PipeInfo
 from penstock.capture.stage_module import StageModule, run_stages
-from penstock.capture.wires import Wire
 from penstock.errors import CaptureError, NotCompiled
 from penstock.misfits import takes
 from penstock.nest import Value, tensors_in
@@ -48,11 +47,11 @@ def profile_layers(
     owned = {name: one for name, one in info.shared.items() if one.is_parameter}
     shared = {name: stages[one.owner].get_parameter(one.name) for name, one in owned.items()}
     taken = {id(value): name for name, value in shared.items()}
-    values = _Values(info, setting)
     known: dict[object, Measured] = {}
     found: list[Measured] = []
     names = layer_names(stages)
     with kept_random_state(setting.device), _bar(progress, layers.num_stages) as advance:
+        values = _Values(info, setting)
         for k, stage in enumerate(stages):
             advance(names[k])
             inputs = [values.now[wire.name] for wire in stage.inputs]
@@ -60,8 +59,7 @@ def profile_layers(
             key = signature(stage)
             known[key] = known[key] if key in known else layer.measure()
             found.append(known[key])
-            values.add(stage.outputs, layer.outputs(), k)
-            values.keep(stage, found[k], k)
+            values.add(stage, layer.outputs(), found[k])
     rows = []
     for k, (stage, one) in enumerate(zip(stages, found, strict=True)):
         parameters = {id(p): p for p in stage.parameters()}
@@ -108,9 +106,11 @@ class _Values:
         self.last = {wire.name: max(wire.stages) for outputs in info.stage_outputs for wire in outputs if wire.stages}
         self.num_layers = info.num_stages
 
-    def add(self, wires: Sequence[Wire], made: Sequence[Value], layer: int) -> None:
+    def add(self, stage: StageModule, made: Sequence[Value], found: Measured) -> None:
+        """Note what a layer made, and what its graph keeps of its inputs and outputs."""
+        layer = stage.stage_index
         known = {address_of(value): name for name, value in self.now.items() if isinstance(value, Tensor)}
-        for wire, value in zip(wires, made, strict=False):
+        for wire, value in zip(stage.outputs, made, strict=False):
             base = known.get(address_of(value)) if isinstance(value, Tensor) else None
             self.root[wire.name] = wire.name if base is None else self.root.get(base, base)
             self.now[wire.name] = value
@@ -119,9 +119,6 @@ class _Values:
         for name, last in self.last.items():
             if last <= layer:
                 self.now.pop(name, None)
-
-    def keep(self, stage: StageModule, found: Measured, layer: int) -> None:
-        """Note what the graph of a layer keeps of its inputs and outputs."""
         for wire, kept in zip(stage.outputs, found.outputs, strict=False):
             if kept:
                 self.kept.setdefault(self.root[wire.name], layer)

@@ -25,6 +25,7 @@ from penstock.errors import CaptureError
 from penstock.misfits import takes
 
 Fill = Callable[[str, torch.Tensor], object]
+Stages = nn.Module | Iterable[nn.Module]
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,7 @@ def materialise(
 
 
 def to_materialise(
-    stages: nn.Module | Iterable[nn.Module],
-    source: Source | None,
-    *,
-    device: torch.device | str,
-    fill: Fill | None,
-    strict: bool = True,
+    stages: Stages, source: Source | None, *, device: torch.device | str, fill: Fill | None, strict: bool = True
 ) -> tuple[LoadReport, Callable[[], None]]:
     """The same with all that can be wrong found out, and nothing changed: the function that comes back does that."""
     modules = _stage_modules(stages)
@@ -154,7 +150,7 @@ def _copy(modules: Sequence[StageModule], weights: Mapping[str, torch.Tensor], s
                 put(value, weights[spelled[name]])
 
 
-def _stage_modules(stages: nn.Module | Iterable[nn.Module]) -> list[StageModule]:
+def _stage_modules(stages: Stages) -> list[StageModule]:
     given = [stages] if isinstance(stages, nn.Module) else stages
     found = [m for stage in given for m in stage.modules() if isinstance(m, StageModule)]
     if not found:

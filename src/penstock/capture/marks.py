@@ -72,6 +72,7 @@ class PipeSplitWrapper:
     SplitPoint = SplitPoint
 
 
+Points = Mapping[str, frozenset[SplitPoint]]  # on which sides of which submodules to cut
 _annotated: WeakKeyDictionary[nn.Module, frozenset[SplitPoint]] = WeakKeyDictionary()
 
 
@@ -122,7 +123,7 @@ CHECKPOINT_END = "checkpoint ends"
 
 
 @contextmanager
-def watching(skeleton: nn.Module, points: Mapping[str, frozenset[SplitPoint]]) -> Iterator[set[str]]:
+def watching(skeleton: nn.Module, points: Points) -> Iterator[set[str]]:
     """While open, every call of a named submodule leaves its marks. Yields the names that were called so far."""
     called: set[str] = set()
 

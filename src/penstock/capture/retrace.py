@@ -7,7 +7,7 @@ retracer.piece(0, (True, frozenset({("s28", 1)})))     # in training, for a batc
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -18,7 +18,7 @@ from torch import fx, nn
 from penstock.capture.cutter import Cut, Cutter, StagePiece, module_path
 from penstock.capture.export import Example, FromConstant, Traced, trace
 from penstock.capture.flat import flatten, is_size
-from penstock.capture.marks import Mark, SplitPoint
+from penstock.capture.marks import Mark, Points
 from penstock.capture.place import EVERYWHERE, Placed, place
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Fixed, Guard, Key, Wire, same_wires, size_of, where, where_shapes_differ
@@ -55,7 +55,7 @@ class Retracer:
     skeleton: nn.Module
     example: Example  # its leaves are on the meta device
     fall_back: bool
-    points: Mapping[str, frozenset[SplitPoint]]
+    points: Points
     names: StateNames
     transmit: bool = False
     carry: bool = False
@@ -88,13 +88,8 @@ class Retracer:
         if mode is None:  # mixed, as captured; an evaluation may have been traced since
             for part, training in zip(self.skeleton.modules(), self.modes, strict=True):
                 part.training = training
-        traced = trace(
-            self.skeleton,
-            self._example(fixed),
-            training=mode,
-            points=self.points,
-            fall_back=self.fall_back and choose is not None,  # later traces must leave open what the first one did
-        )
+        fall_back = self.fall_back and choose is not None  # later traces must leave open what the first one did
+        traced = trace(self.skeleton, self._example(fixed), training=mode, points=self.points, fall_back=fall_back)
         flat = flatten(traced, () if self.policy is None else policy_positions(self.policy, traced.root))
         shapes = tuple(tuple(size_of(s) for s in node.meta["val"].shape) for node in traced.inputs)
         if choose is not None:

@@ -83,12 +83,9 @@ class StageModule(nn.Module):
                 f"the model has a parameter or buffer called {name!r}, a name that stages use; rename it"
             )
         owner, leaf = owner_of(self, name, make=True)
-        if isinstance(value, nn.Parameter):
-            owner._parameters[leaf] = value
-        else:
-            owner._buffers[leaf] = value
-            if not persistent:
-                owner._non_persistent_buffers_set.add(leaf)
+        (owner._parameters if isinstance(value, nn.Parameter) else owner._buffers)[leaf] = value
+        if not persistent:
+            owner._non_persistent_buffers_set.add(leaf)
 
     @property
     def is_last(self) -> bool:
