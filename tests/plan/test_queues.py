@@ -11,7 +11,7 @@ from penstock.compat._vocabulary import named, packed
 from penstock.errors import DeadlockError
 from penstock.lower import lower
 from penstock.plan import Plan, check
-from penstock.plan.queues import QueueLayout, QueueRun
+from penstock.plan.queues import QueueLayout, check_queues
 from penstock.schedules import get_schedule
 from tests.plans import RECIPES, plans
 
@@ -98,7 +98,7 @@ def test_a_queue_for_each_direction_says_what_the_check_says(plan: Plan, blockin
     """Two ways to the same answer: the check without a model of queues, and the model with a queue for each direction."""
     lowered = lower(plan)
     check(lowered, sends="blocking" if blocking else "asynchronous")
-    QueueRun(lowered, "direction", blocking=blocking).run()
+    check_queues(lowered, "direction", blocking=blocking)
 
 
 def test_the_model_stops_where_the_check_does() -> None:
@@ -109,7 +109,7 @@ def test_the_model_stops_where_the_check_does() -> None:
             1: ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1", "1F1", "1B1", "1SEND_B1"],
         }
     )
-    QueueRun(plan, "direction").run()
-    for run in (lambda: check(plan, sends="blocking"), lambda: QueueRun(plan, "direction", blocking=True).run()):
+    check_queues(plan, "direction")
+    for run in (lambda: check(plan, sends="blocking"), lambda: check_queues(plan, "direction", blocking=True)):
         with pytest.raises(DeadlockError):
             run()

@@ -14,14 +14,19 @@ thereby wait for one another; see `penstock.plan.queues`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Literal
 
-from penstock.errors import PlanError
+from penstock.errors import DeadlockError, PlanError
 from penstock.misfits import takes
-from penstock.plan.execution import Execution
-from penstock.plan.ledger import Ledger
+from penstock.plan.actions import OP, key_of, partner_of, stage_of, text
+from penstock.plan.ledger import Columns, read
+from penstock.plan.ops import RECEIVES, SENDS, Op
 from penstock.plan.plan import Plan
-from penstock.plan.queues import QueueLayout, QueueRun
+from penstock.plan.queues import QueueLayout, check_queues, stopped
+
+_Wait = tuple[int, int, int]  # position, source, needed: a rank stands there until the source got beyond `needed`
 
 
 @takes(PlanError)
@@ -40,8 +45,69 @@ def check(
     ...
     penstock.errors.OrderError: rank 1, position 1: 1B0 stands before 1F0, which it needs
     """
-    ledger = Ledger(plan)
-    ledger.read()
-    Execution(plan, ledger.columns, blocking=sends == "blocking").run()
+    _execute(plan, read(plan), blocking=sends == "blocking")
     if queues != "direction" or batches:
-        QueueRun(plan, queues, blocking=sends == "blocking", batches=batches).run()
+        check_queues(plan, queues, blocking=sends == "blocking", batches=batches)
+
+
+def _execute(plan: Plan, columns: Columns, *, blocking: bool) -> None:
+    """All ranks go from wait to wait. Those that wait for ever are deadlocked."""
+    waits = [
+        sorted(chain(*_waits(plan, columns, rank, blocking=blocking)), reverse=True) for rank in range(plan.num_ranks)
+    ]  # those that are left, the next one last
+    progress = [0] * plan.num_ranks  # how many actions each rank has behind it
+    parked: list[list[int]] = [[] for _ in waits]  # the ranks that wait for this one
+    ready = [*range(plan.num_ranks)]
+    while ready:
+        rank = ready.pop()
+        left, reached = waits[rank], len(plan.codes[rank])
+        while left:
+            at, source, needed = left[-1]
+            if progress[source] <= needed:
+                parked[source].append(rank)
+                reached = at
+                break
+            left.pop()
+        if reached > progress[rank]:
+            progress[rank] = reached
+            ready += parked[rank]
+            parked[rank] = []
+    if any(waits):
+        raise DeadlockError(_cycle(plan, {rank: left[-1] for rank, left in enumerate(waits) if left}))
+
+
+def _waits(plan: Plan, columns: Columns, rank: int, *, blocking: bool) -> Iterator[Iterator[_Wait]]:
+    """What this rank waits for from other ranks: in a lowered plan, the sends of the messages that it needs."""
+    rank_of = plan.placement.rank_of
+    for key in (key_of(op, stage) for stage in plan.placement.stages_of(rank) for op in (Op.F, Op.I)):
+        for need in plan.rules.needs(key) if key in columns else ():
+            source = partner_of(need) if need & OP in RECEIVES else need
+            there = rank_of(stage_of(source))
+            if there != rank:
+                yield zip(columns[key], repeat(there), columns[source])
+    for key in columns if blocking else ():
+        if key & OP in SENDS and rank_of(stage_of(key)) == rank:
+            other = partner_of(key)
+            posted = (at + 1 for at in columns[key])  # the send itself is there for others to see
+            yield zip(posted, repeat(rank_of(stage_of(other))), columns[other])
+
+
+def _cycle(plan: Plan, stuck: dict[int, _Wait]) -> str:
+    """The cycle of waits, rank by rank."""
+    path: list[int] = []
+    rank = min(stuck)
+    while rank not in path:
+        path.append(rank)
+        rank = stuck[rank][1]
+    cycle = path[path.index(rank) :]
+    lines = [
+        f"the plan deadlocks: {len(cycle)} ranks wait for one another",
+        f"{'rank':>6}  {'stopped at':<24}waits for",
+    ]
+    for rank in cycle:
+        at, source, needed = stuck[rank]
+        awaited = plan.codes[source][needed]
+        if awaited & OP in RECEIVES:  # it stays in a send, which counts as passed
+            at -= 1
+        lines.append(f"{stopped(plan, rank, at)}{text(awaited)} on rank {source}")
+    return "\n".join(lines)

@@ -16,9 +16,9 @@ send up. With `batches`, messages that stand side by side in a list are one entr
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections import defaultdict
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
 from penstock.errors import DeadlockError
@@ -30,100 +30,97 @@ QueueLayout = Literal["direction", "pair", "one"]
 _Queue = tuple[int, ...]  # (rank,), or rank and peer, or rank, sender and receiver
 
 
-class QueueRun:
-    """All ranks work through their lists, with queues of this layout between them. Raises when they stop for ever."""
+def check_queues(plan: Plan, layout: QueueLayout, *, blocking: bool = False, batches: bool = False) -> None:
+    """Raise if ranks that work through their lists, with queues of this layout between them, stop for ever."""
+    queues = _Queues(plan, layout, blocking=blocking, batches=batches)
+    order = TopologicalSorter(queues.waits)
+    try:
+        order.prepare()
+    except CycleError:
+        while ready := order.get_ready():
+            queues.done.update(ready)
+            order.done(*ready)
+        raise DeadlockError(queues.counterexample()) from None
 
-    def __init__(self, plan: Plan, layout: QueueLayout, *, blocking: bool = False, batches: bool = False) -> None:
+
+def stopped(plan: Plan, rank: int, at: int) -> str:
+    """The beginning of a line about a rank that stands at a position of its list."""
+    place = f"{text(plan.codes[rank][at])} (position {at + 1})"
+    return f"{rank:>6}  {place:<24}"
+
+
+def _event(message: int) -> int:
+    """One number for both halves of a message: its receive."""
+    return partner_of(message) if message & OP in SENDS else message
+
+
+class _Queues:
+    """What waits for what: `waits[event]` must all have happened before. An event is a message that runs, or a rank that
+    gets past an action which waits for messages; these have the number of the action.
+    """
+
+    def __init__(self, plan: Plan, layout: QueueLayout, *, blocking: bool, batches: bool) -> None:
         self.plan, self.layout, self.blocking, self.batches = plan, layout, blocking, batches
-        self.at = [0] * plan.num_ranks  # the position of each rank
-        self.queues: defaultdict[_Queue, deque[set[int]]] = defaultdict(deque)  # of packed messages of one rank
-        self.done: list[set[int]] = [set() for _ in range(plan.num_ranks)]  # the messages that have run
         self.receives = cache(plan.rules.receives)
+        self.waits: defaultdict[int, list[int]] = defaultdict(list)
+        self.entries: defaultdict[_Queue, list[list[int]]] = defaultdict(list)  # packed messages of one rank
+        self.done: set[int] = set()
+        for rank, codes in enumerate(plan.codes):
+            passed: list[int] = []  # the last action of this rank that waits for messages
+            batch: set[_Queue] = set()  # the queues that have the messages right before
+            for code in codes:
+                if code & OP in MESSAGES:
+                    queue = self.queue(rank, code)
+                    entries = self.entries[queue]
+                    if self.batches and queue in batch:
+                        entries[-1].append(code)
+                    else:
+                        entries.append([code])
+                    batch.add(queue)
+                    self.waits[_event(code)] += [*passed, *map(_event, entries[-2] if entries[1:] else ())]
+                else:
+                    batch.clear()
+                if awaited := self.awaited(code):
+                    self.waits[code] += [*passed, *map(_event, awaited)]
+                    passed = [code]
 
-    def run(self) -> None:
-        ready = deque(range(self.plan.num_ranks))
-        while ready:
-            rank = ready.popleft()
-            for message in self.advance(rank):
-                ready += self.match(rank, message)
-        if any(at < len(codes) for at, codes in zip(self.at, self.plan.codes, strict=True)):
-            raise DeadlockError(self.counterexample())
-
-    def advance(self, rank: int) -> Iterator[int]:
-        """Work through the list until something is missing; the messages that were put on queues."""
-        codes, batch = self.plan.codes[rank], False
-        while self.at[rank] < len(codes):
-            code = codes[self.at[rank]]
-            if self.missing(rank) is not None:
-                return
-            self.at[rank] += 1
-            if code & OP in MESSAGES:
-                queue = self.queues[self.queue(rank, code)]
-                if not (batch and self.batches and queue):
-                    queue.append(set())
-                queue[-1].add(code)
-                yield code
-            batch = code & OP in MESSAGES
-
-    def missing(self, rank: int) -> int | None:
-        """The message without which a rank cannot go on."""
-        codes, at, done = self.plan.codes[rank], self.at[rank], self.done[rank]
-        if self.blocking and at and (last := codes[at - 1]) & OP in SENDS and last not in done:
-            return last
-        for part in parts(codes[at]):
-            microbatch = part & ~KEY
-            for receive in self.receives(part & KEY):
-                if receive | microbatch not in done:
-                    return receive | microbatch
-        return None
+    def awaited(self, code: int) -> list[int]:
+        """The messages without which a rank does not get past an action."""
+        if code & OP in MESSAGES:
+            return [code] if self.blocking and code & OP in SENDS else []
+        return [need | part & ~KEY for part in parts(code) for need in self.receives(part & KEY)]
 
     def queue(self, rank: int, code: int) -> _Queue:
         peer = self.plan.placement.rank_of(peer_of(code))
         way = (rank, peer) if code & OP in SENDS else (peer, rank)
         return {"one": (rank,), "pair": (rank, peer), "direction": (rank, *way)}[self.layout]
 
-    def match(self, rank: int, message: int) -> set[int]:
-        """Run what has come to the front; the ranks that may go on because of it."""
-        woken: set[int] = set()
-        fronts = [(rank, message)]
-        while fronts:
-            here, code = fronts.pop()
-            other = partner_of(code)
-            there = self.plan.placement.rank_of(stage_of(other))
-            ends = ((here, code), (there, other))
-            queues = [self.queues[self.queue(*end)] for end in ends]
-            if not all(queue and end in queue[0] for queue, (_, end) in zip(queues, ends, strict=True)):
-                continue
-            for queue, (which, end) in zip(queues, ends, strict=True):
-                queue[0].remove(end)
-                self.done[which].add(end)
-                woken.add(which)
-                if not queue[0]:
-                    queue.popleft()
-                    fronts += [(which, following) for following in (queue[0] if queue else ())]
-        return woken
-
     def counterexample(self) -> str:
         """What every rank that is stopped waits for, and what holds that message up."""
+        batches = " in batches" if self.batches else ""
+        rule = "a message runs when it is the first of its queue on both ends"
         lines = [
-            f"the plan deadlocks when messages queue by {self.layout!r}"
-            + (" in batches" if self.batches else "")
-            + "; a message runs when it is the first of its queue on both ends",
+            f"the plan deadlocks when messages queue by {self.layout!r}{batches}; {rule}",
             f"{'rank':>6}  {'stopped at':<24}{'waits for':<14}held up by",
         ]
+        stops: dict[int, tuple[int, int]] = {}  # by rank: where it stands, and the message that it waits for
         for rank, codes in enumerate(self.plan.codes):
-            if self.at[rank] < len(codes):
-                stopped = f"{text(codes[self.at[rank]])} (position {self.at[rank] + 1})"
-                awaited = self.missing(rank)
-                assert awaited is not None, "a rank is stopped by a message alone"
-                lines.append(f"{rank:>6}  {stopped:<24}{text(awaited):<14}{self.held_up(rank, awaited)}")
+            left = ((at, m) for at, code in enumerate(codes) for m in self.awaited(code) if _event(m) not in self.done)
+            if stop := next(left, None):
+                stops[rank] = stop
+        for rank, (at, message) in stops.items():
+            other = partner_of(message)
+            there = self.plan.placement.rank_of(stage_of(other))
+            reached = self.plan.codes[there][: stops[there][0] + 1] if there in stops else self.plan.codes[there]
+            why = f"{text(other)} is not reached on rank {there}"
+            for which, code in ((there, other), (rank, message)) if other in reached else ((rank, message),):
+                front = self.front(which, code)
+                if code not in front:
+                    why = f"{' '.join(map(text, sorted(front)))} before it on rank {which}"
+            lines.append(f"{stopped(self.plan, rank, at)}{text(message):<14}{why}")
         return "\n".join(lines)
 
-    def held_up(self, rank: int, awaited: int) -> str:
-        other = partner_of(awaited)
-        there = self.plan.placement.rank_of(stage_of(other))
-        for which, code in ((rank, awaited), (there, other)):
-            queue = self.queues[self.queue(which, code)]
-            if any(code in entry for entry in queue) and code not in queue[0]:
-                return f"{' '.join(map(text, sorted(queue[0])))} before it on rank {which}"
-        return f"{text(other)} is not reached on rank {there}"
+    def front(self, rank: int, code: int) -> list[int]:
+        """The messages that run next on the queue of this one."""
+        left = ([m for m in entry if _event(m) not in self.done] for entry in self.entries[self.queue(rank, code)])
+        return next(filter(None, left))
