@@ -61,23 +61,26 @@ class _Queues:
 
     def __init__(self, plan: Plan, layout: QueueLayout, *, blocking: bool, batches: bool) -> None:
         self.plan, self.layout, self.blocking, self.batches = plan, layout, blocking, batches
-        self.receives = cache(plan.rules.receives)
+        self.receives, self.queue = cache(plan.rules.receives), cache(self._queue)  # by key
         self.waits: defaultdict[int, list[int]] = defaultdict(list)
         self.entries: defaultdict[_Queue, list[list[int]]] = defaultdict(list)  # packed messages of one rank
         self.done: set[int] = set()
-        for rank, codes in enumerate(plan.codes):
+        for codes in plan.codes:
             passed: list[int] = []  # the last action of this rank that waits for messages
             batch: set[_Queue] = set()  # the queues that have the messages right before
             for code in codes:
                 if code & OP in MESSAGES:
-                    queue = self.queue(rank, code)
+                    queue = self.queue(code & KEY)
                     entries = self.entries[queue]
                     if self.batches and queue in batch:
                         entries[-1].append(code)
                     else:
                         entries.append([code])
                     batch.add(queue)
-                    self.waits[_event(code)] += [*passed, *map(_event, entries[-2] if entries[1:] else ())]
+                    waits = self.waits[_event(code)]
+                    waits += passed
+                    if len(entries) > 1:
+                        waits += map(_event, entries[-2])
                 else:
                     batch.clear()
                 if awaited := self.awaited(code):
@@ -90,9 +93,9 @@ class _Queues:
             return [code] if self.blocking and code & OP in SENDS else []
         return [need | part & ~KEY for part in parts(code) for need in self.receives(part & KEY)]
 
-    def queue(self, rank: int, code: int) -> _Queue:
-        peer = self.plan.placement.rank_of(peer_of(code))
-        way = (rank, peer) if code & OP in SENDS else (peer, rank)
+    def _queue(self, key: int) -> _Queue:
+        rank, peer = (self.plan.placement.rank_of(stage) for stage in (stage_of(key), peer_of(key)))
+        way = (rank, peer) if key & OP in SENDS else (peer, rank)
         return {"one": (rank,), "pair": (rank, peer), "direction": (rank, *way)}[self.layout]
 
     def counterexample(self) -> str:
@@ -114,13 +117,13 @@ class _Queues:
             reached = self.plan.codes[there][: stops[there][0] + 1] if there in stops else self.plan.codes[there]
             why = f"{text(other)} is not reached on rank {there}"
             for which, code in ((there, other), (rank, message)) if other in reached else ((rank, message),):
-                front = self.front(which, code)
+                front = self.front(code)
                 if code not in front:
                     why = f"{' '.join(map(text, sorted(front)))} before it on rank {which}"
             lines.append(f"{stopped(self.plan, rank, at)}{text(message):<14}{why}")
         return "\n".join(lines)
 
-    def front(self, rank: int, code: int) -> list[int]:
+    def front(self, code: int) -> list[int]:
         """The messages that run next on the queue of this one."""
-        left = ([m for m in entry if _event(m) not in self.done] for entry in self.entries[self.queue(rank, code)])
+        left = ([m for m in entry if _event(m) not in self.done] for entry in self.entries[self.queue(code & KEY)])
         return next(filter(None, left))

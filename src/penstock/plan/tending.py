@@ -33,13 +33,15 @@ class _Tending:
 
     def wrong(self, op: int, stage: int) -> tuple[type[PlanError], str] | None:
         """What is wrong with an action of the list, said without its place."""
-        if op in COMPUTES:
+        if op not in CARES:
+            if op not in COMPUTES:
+                return None
             self.backwards[stage] -= op in WEIGHT_GRADIENTS
             if stage in self.sharded and stage not in self.gathered:
                 return OrderError, f"uses stage {stage} while it is sharded"
             if op in TRAINING and stage in self.reduced:
                 return OrderError, f"comes after {stage}REDUCE_GRAD; its gradient would not be reduced"
-        elif op in CARES and stage not in self.backwards:
+        elif stage not in self.backwards:
             return IncompleteError, f"is on the wrong rank; here are the stages {(*self.backwards,)}"
         elif op == Op.UNSHARD:
             if stage in self.gathered:
@@ -55,6 +57,6 @@ class _Tending:
             if left := self.backwards[stage]:
                 return OrderError, f"stands before the last backward of its stage; {left} follow"
             self.reduced.add(stage)
-        elif op in CARES:
+        else:
             return IncompleteError, "is of a kind of which no rule says where it may stand; see penstock.plan.tending"
         return None
