@@ -75,10 +75,10 @@ class Plan:
         What is not given is read off the actions: a stage sits where it computes, the graph is a chain, the number of
         microbatches is the highest plus one.
         """
-        from penstock.plan.text import read_off  # the reading side knows how to complain with rank and position
+        from penstock.plan.text import Reader  # the reading side knows how to complain with rank and position
 
         rows = [actions[rank] for rank in range(len(actions))]
-        return read_off(rows, placement=placement, graph=graph, num_microbatches=num_microbatches, name=name)
+        return Reader("", placement, graph, num_microbatches, name).plan(rows)
 
     @property
     def num_ranks(self) -> int:

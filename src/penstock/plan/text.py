@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from io import StringIO
 from os import PathLike
 
@@ -15,12 +16,9 @@ from penstock.errors import ParseError, PlanError
 from penstock.misfits import takes
 from penstock.plan.actions import (
     KEY,
-    MICROBATCH,
     MICROBATCH_SHIFT,
     OP,
     PEER_SHIFT,
-    STAGE,
-    STAGE_SHIFT,
     AnyAction,
     is_packed,
     microbatch_of,
@@ -90,136 +88,114 @@ def loads(string: str, *, source: str = "the text", **known: object) -> Plan:
         rows.pop()
     if not rows:
         raise ParseError(f"{source} holds no action; expected one row a rank, such as 0F0,0F1,0B0,0B1")
-    return read_off([[cell.strip() or None for cell in row] for row in rows], source=source, **known)  # type: ignore[arg-type]
+    return Reader(source, **known).plan([[cell.strip() for cell in row] for row in rows])  # type: ignore[arg-type]
 
 
-def read_off(
-    rows: Sequence[Iterable[_Cell]],
-    *,
-    placement: Placement | None = None,
-    graph: StageGraph | None = None,
-    num_microbatches: int | None = None,
-    name: str = "",
-    source: str = "",
-) -> Plan:
-    """A plan from rows of cells; see `Plan.of`. Errors name the source, the row and the column, counted from 1."""
-    reader = _Reader(source, placement, graph, num_microbatches)
-    codes = [tuple(reader.row(number, row)) for number, row in enumerate(rows, 1)]
-    placed = reader.placement_of(codes)
-    return Plan(
-        placed,
-        graph if graph is not None else reader.graph_of(codes, placed.num_stages),
-        num_microbatches if num_microbatches is not None else max(map(microbatch_of, reader.seen), default=0) + 1,
-        tuple(codes),
-        name,
-    )
+@dataclass
+class Reader:
+    """Makes a plan of rows of cells, and reads off them what is not known; see `Plan.of`.
 
+    Reader("plan.csv", num_microbatches=1).plan([["0F0", "0B0"]])
 
-class _Reader:
-    """Reads cells into packed actions and remembers enough to complain with the place."""
+    Errors name the source, the row and the column, counted from 1.
+    """
 
-    def __init__(
-        self, source: str, placement: Placement | None, graph: StageGraph | None, num_microbatches: int | None
-    ) -> None:
-        self.source = source
-        self.placement = placement
-        self.num_stages = placement.num_stages if placement else graph.num_stages if graph else None
-        self.num_microbatches = num_microbatches
-        self.keys: dict[str, int] = {}  # the text before the microbatch -> the key
-        self.seen: dict[int, tuple[int, int]] = {}  # action -> its row and column
-        self.home: dict[int, tuple[int, int]] = {}  # stage -> the row and column that first put it on a rank
+    source: str = ""
+    placement: Placement | None = None
+    graph: StageGraph | None = None
+    num_microbatches: int | None = None
+    name: str = ""
+    keys: dict[str, int] = field(init=False, default_factory=dict)  # the text before the microbatch -> the key
+    seen: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)  # action -> its first row and column
+
+    def plan(self, rows: Sequence[Iterable[_Cell]]) -> Plan:
+        whole = self.source or "the plan"
+        if self.placement is not None and len(rows) != (count := self.placement.num_ranks):
+            wrong = f"{self.where(count + 1, 1)}: a row too many" if rows[count:] else f"{whole} has {len(rows)} rows"
+            raise ParseError(f"{wrong}; expected {count}, one for each rank")
+        codes = tuple(tuple(self.row(number, cells)) for number, cells in enumerate(rows, 1))
+        if self.placement is None and () in codes:
+            empty = self.where(codes.index(()) + 1, 1)
+            raise ParseError(f"{empty}: the row is empty; expected every rank to hold a stage")
+        homes: dict[int, tuple[int, int]] = {}  # stage -> the row and column that first put it on a rank
+        for code, place in self.seen.items():
+            if code & OP in COMPUTES:
+                homes.setdefault(stage_of(code), place)
+        try:
+            placement = self.placement or self.placement_of(homes)
+        except PlanError as error:
+            raise ParseError(f"{whole}: {error}") from None
+        self.check(placement, homes)
+        ends = {tuple(sorted((stage_of(code), peer_of(code)))) for code in self.seen if code & OP in _ACTIVATIONS}
+        return Plan(
+            placement,
+            self.graph or StageGraph.chain(placement.num_stages, ends),  # a chain, plus the skips of messages
+            self.num_microbatches or max(map(microbatch_of, self.seen), default=0) + 1,
+            codes,
+            self.name,
+        )
 
     def where(self, row: int, column: int) -> str:
         return f"{self.source + ', ' if self.source else ''}row {row}, column {column}"
 
     def row(self, row: int, cells: Iterable[_Cell]) -> Iterator[int]:
-        if self.placement is not None and row > self.placement.num_ranks:
-            raise ParseError(
-                f"{self.where(row, 1)}: a row too many; expected {self.placement.num_ranks}, one for each rank"
-            )
         for column, cell in enumerate(cells, 1):
             if cell is None or cell == "":
                 continue
             try:
-                code = self.packed(cell) if isinstance(cell, int) else self.code(str(cell))
+                code = self.code(cell)
                 for part in parts(code):
-                    self.note(part, row, column)
+                    first = self.seen.setdefault(part, (row, column))
+                    if first != (row, column) and part & OP in COUNTED:
+                        twice = f"stands twice, first in {self.where(*first)}; expected each action once"
+                        raise ParseError(f"{text(part)} {twice}")
             except ParseError as error:
                 raise ParseError(f"{self.where(row, column)}: {error}") from None
             yield code
 
-    @staticmethod
-    def packed(code: int) -> int:
-        if not is_packed(code):
-            raise ParseError(f"{code} is no packed action; see penstock.plan.actions")
-        return code
-
-    def code(self, cell: str) -> int:
+    def code(self, cell: AnyAction | str | int) -> int:
         """Parse a cell. One that differs from an earlier cell in its microbatch alone needs no second look."""
-        head = cell.rstrip("0123456789")
-        digits = cell[len(head) :]
+        if isinstance(cell, int):
+            if not is_packed(cell):
+                raise ParseError(f"{cell} is no packed action; see penstock.plan.actions")
+            return cell
+        written = str(cell)
+        head = written.rstrip("0123456789")
+        digits = written[len(head) :]
         key = self.keys.get(head)
         if key is not None and 0 < len(digits) < 8:
             return key | int(digits) << MICROBATCH_SHIFT
-        code = pack(parse(cell))
-        if code & OP in COUNTED and text(code) == cell and not code >> PEER_SHIFT:
+        code = pack(parse(written))
+        if code & OP in COUNTED and text(code) == written and not code >> PEER_SHIFT:
             self.keys[head] = code & KEY
         return code
 
-    def note(self, code: int, row: int, column: int) -> None:
-        op, stage, microbatch = code & OP, code >> STAGE_SHIFT & STAGE, code >> MICROBATCH_SHIFT & MICROBATCH
-        if self.num_stages is not None and max(stage, peer_of(code)) >= self.num_stages:
-            raise ParseError(f"{text(code)} is out of range; expected stages 0 to {self.num_stages - 1}")
-        if self.num_microbatches is not None and microbatch >= self.num_microbatches:
-            raise ParseError(f"{text(code)} is out of range; expected microbatches 0 to {self.num_microbatches - 1}")
-        if op in COUNTED:
-            first = self.seen.setdefault(code, (row, column))
-            if first != (row, column):
-                raise ParseError(f"{text(code)} stands twice, first in {self.where(*first)}; expected each action once")
-        home = row - 1 if self.placement is None else self.placement.rank_of(stage)
-        if home != row - 1:
-            raise ParseError(f"{text(code)} is on rank {row - 1}; expected it on rank {home}")
-        if op in COMPUTES:
-            first = self.home.setdefault(stage, (row, column))
-            if first[0] != row:
-                raise ParseError(
-                    f"{text(code)} puts stage {stage} on rank {row - 1}, but {self.where(*first)} puts it on rank "
-                    f"{first[0] - 1}; expected each stage on one rank"
-                )
-
-    def placement_of(self, codes: Sequence[Sequence[int]]) -> Placement:
-        whole = self.source or "the plan"
-        if self.placement is not None:
-            if len(codes) != self.placement.num_ranks:
-                expected = f"expected {self.placement.num_ranks}, one for each rank"
-                raise ParseError(f"{whole} has {len(codes)} rows; {expected}")
-            return self.placement
-        for row, cells in enumerate(codes, 1):
-            if not cells:
-                raise ParseError(f"{self.where(row, 1)}: the row is empty; expected every rank to hold a stage")
-        num_stages = self.num_stages if self.num_stages is not None else max(self.home, default=0) + 1
-        missing = next((stage for stage in range(num_stages) if stage not in self.home), None)
+    def placement_of(self, homes: dict[int, tuple[int, int]]) -> Placement:
+        """A stage sits where it computes."""
+        num_stages = self.graph.num_stages if self.graph else max(homes, default=0) + 1
+        missing = next((stage for stage in range(num_stages) if stage not in homes), None)
         if missing is not None:
-            raise ParseError(f"{whole}: no rank computes stage {missing}; expected every stage from 0 to the highest")
-        self.messages_within(num_stages)
-        try:
-            return Placement.of([self.home[stage][0] - 1 for stage in range(num_stages)])
-        except PlanError as error:
-            raise ParseError(f"{whole}: {error}") from None
+            raise PlanError(f"no rank computes stage {missing}; expected every stage from 0 to the highest")
+        return Placement.of([homes[stage][0] - 1 for stage in range(num_stages)])
 
-    def messages_within(self, num_stages: int) -> None:
-        """A message must be between stages that compute, which is known only when everything is read."""
-        for code, place in self.seen.items():
+    def check(self, placement: Placement, homes: dict[int, tuple[int, int]]) -> None:
+        """Hold every action against the sizes and the placement, which are known only when everything is read."""
+        num_stages, limit = placement.num_stages, self.num_microbatches
+        for code, (row, column) in self.seen.items():
             low, high = sorted((stage_of(code), peer_of(code)))
+            wrong = None
             if low < 0 or high >= num_stages:
-                raise ParseError(
-                    f"{self.where(*place)}: {text(code)} is a message between the stages {low} and {high}; "
-                    f"expected stages 0 to {num_stages - 1}"
-                )
-
-    @staticmethod
-    def graph_of(codes: Sequence[Sequence[int]], num_stages: int) -> StageGraph:
-        """A chain, plus the skips that messages speak of."""
-        ends = {(stage_of(code), peer_of(code)) for row in codes for code in row if code & OP in _ACTIVATIONS}
-        skips = [(min(both), max(both)) for both in ends if min(both) >= 0 and max(both) < num_stages]
-        return StageGraph.chain(num_stages, skips)
+                what = f"a message between the stages {low} and {high}" if low < high else "out of range"
+                wrong = f"is {what}; expected stages 0 to {num_stages - 1}"
+            elif limit is not None and microbatch_of(code) >= limit:
+                wrong = f"is out of range; expected microbatches 0 to {limit - 1}"
+            elif (home := placement.rank_of(stage_of(code))) != row - 1:
+                if self.placement:
+                    wrong = f"is on rank {row - 1}; expected it on rank {home}"
+                elif code & OP in COMPUTES:
+                    wrong = (
+                        f"puts stage {low} on rank {row - 1}, but {self.where(*homes[low])} puts it on rank {home}; "
+                        "expected each stage on one rank"
+                    )
+            if wrong:
+                raise ParseError(f"{self.where(row, column)}: {text(code)} {wrong}")
