@@ -7,6 +7,7 @@ import pytest
 from penstock.errors import PlanError
 from penstock.plan import Placement, Plan, StageGraph, dumps
 from penstock.plan.actions import backward, forward
+from penstock.schedules import Recipe, Sizes
 from penstock.simulate import simulate
 
 
@@ -26,3 +27,13 @@ def test_simulating_an_action_that_is_out_of_range_says_so(code: int) -> None:
         PlanError, match=r"stage.* that it does not have; .*check\(plan\) says which|expected a stage from 0"
     ):
         simulate(plan_with(code))
+
+
+def test_an_index_error_of_a_schedule_comes_out() -> None:
+    """Python takes an IndexError for the end of a sequence: the lists of a plan ended at the rank whose schedule raised one."""
+
+    def rank_actions(sizes: Sizes, rank: int) -> list[int]:
+        return [[forward(0, 0), backward(0, 0)]][rank]
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        Recipe("short", "the first rank alone", rank_actions)(2, 1)

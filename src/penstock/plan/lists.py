@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import overload
 
@@ -17,6 +17,9 @@ class Lists(Sequence[tuple[int, ...]]):
 
     def __init__(self, num_ranks: int, make: Callable[[int], Iterable[int]]) -> None:
         self._num_ranks, self._made = num_ranks, cache(lambda rank: tuple(make(rank)))
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return map(self._made, range(self._num_ranks))  # an IndexError of `make` is no end of the lists
 
     def __len__(self) -> int:
         return self._num_ranks
