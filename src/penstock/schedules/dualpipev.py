@@ -38,15 +38,15 @@ def rank_actions(sizes: Sizes, rank: int) -> list[int]:
     actions += alternate(outward, homeward[:steady])
     if hops == 0:  # the last rank has nothing to hide yet: its first pair stays two actions
         actions[start : start + 1] = [forward(there, filled), backward(back, hops)]
-    actions += alternate([*run(backward(back, hops + steady), hops)], homeward[steady:])
+    actions += alternate(run(backward(back, hops + steady), hops), homeward[steady:])
     actions += _drain((there, back), rank, hops, count=count)
     return actions if wanted == count else below(wanted, actions)
 
 
-def _pairs(count: int, first: int, second: int) -> list[int]:
+def _pairs(count: int, first: int, second: int) -> range:
     """Overlapped pairs over neighbouring microbatches."""
     pair = overlap(first, second)
-    return [*range(pair, pair + count * PAIR_STEP, PAIR_STEP)]
+    return range(pair, pair + count * PAIR_STEP, PAIR_STEP)
 
 
 def _drain(stages: tuple[int, int], rank: int, hops: int, *, count: int) -> list[int]:
@@ -59,5 +59,5 @@ def _drain(stages: tuple[int, int], rank: int, hops: int, *, count: int) -> list
     weights = weave(rank + 1, backward_weight(back, next1), backward_weight(there, next0))[rank + 1 :]
     weights += run(backward_weight(there, next0 + rank + 1), hops)
     actions = whole[: rank + 1] + inputs[rank + 1 :]
-    actions += alternate(weights[:hops], [*run(backward_input(there, next0 + rank + 1), hops)])
+    actions += alternate(weights[:hops], run(backward_input(there, next0 + rank + 1), hops))
     return actions + weights[hops:]

@@ -24,8 +24,8 @@ from __future__ import annotations
 from functools import partial
 
 from penstock.plan.actions import below
+from penstock.schedules.interleaved import in_turn
 from penstock.schedules.registry import Recipe, Sizes
-from penstock.schedules.split import split_in_turn
 
 
 def recipe(group: int, *, zero_bubble: bool = False) -> Recipe:
@@ -46,10 +46,5 @@ def rank_actions(sizes: Sizes, rank: int, *, group: int | None = None, zero_bubb
     """
     group = -(-sizes.num_ranks // 2) if group is None else group
     taken = [(begin, group) for begin in range(0, sizes.num_microbatches, group)]
-    actions = split_in_turn(sizes, rank, taken, owed=rank if zero_bubble else 0)
+    actions = in_turn(sizes, rank, taken, owed=rank if zero_bubble else 0)
     return actions if sizes.num_microbatches % group == 0 else below(sizes.num_microbatches, actions)
-
-
-def zero_bubble_actions(sizes: Sizes, rank: int) -> list[int]:
-    """The smallest groups, weight work where the rank would wait."""
-    return rank_actions(sizes, rank, zero_bubble=True)

@@ -1,4 +1,4 @@
-"""The order in which interleaved schedules take their stages and microbatches.
+"""What schedules over a loop of stages share: the order of stages and microbatches, and work in turn.
 
 A *round* is about as many microbatches as there are ranks. A rank takes a round through all of its stages before it
 starts on the next one::
@@ -12,9 +12,9 @@ ranks (unless there are fewer microbatches than that in all), so a round that co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice, pairwise
 
-from penstock.plan.actions import backward, forward
+from penstock.plan.actions import backward, backward_input, backward_weight, forward
 from penstock.schedules.registry import Sizes
 from penstock.schedules.weave import alternate, run
 
@@ -36,18 +36,25 @@ def track(kind: Callable[[int, int], int], sizes: Sizes, rank: int, taken: Round
     return [*chain.from_iterable(run(kind(stage, begin), length) for begin, length in taken for stage in order)]
 
 
-def warmup(sizes: Sizes, rank: int, taken: Rounds, *, per_hop: int) -> int:
-    """How many forwards a rank wants to do before its first backward, the one that is paired with it not counted.
+def in_turn(
+    sizes: Sizes, rank: int, taken: Rounds | None = None, *, per_hop: int = 1, owed: int | None = None
+) -> list[int]:
+    """Forwards ahead, then a forward and a backward in turn, then the backwards that are left.
 
-    One round through all stages but the last, and `per_hop` for each hop to the last rank and back.
+    Ahead are the forwards of one round through all stages but the last, and `per_hop` for each hop to the last rank and back.
+    Given `owed`, backwards are split, and the first `owed` input backwards are not followed by a W::
+
+        ahead = 2, owed = 1:   F0 F1 | F2 I0 | F3 I1 W0 | I2 W1 | I3 W2 | W3
     """
-    return (sizes.stages_per_rank - 1) * taken[0][1] + per_hop * (sizes.num_ranks - 1 - rank)
-
-
-def in_turn(sizes: Sizes, rank: int, *, per_hop: int) -> list[int]:
-    """Forwards ahead, then a forward and a backward in turn, then the backwards that are left."""
-    taken = rounds(sizes)
-    ahead = warmup(sizes, rank, taken, per_hop=per_hop)
-    first, second = (track(kind, sizes, rank, taken) for kind in (forward, backward))
-    steady = max(0, len(first) - ahead)
-    return [*first[:ahead], *alternate(first[ahead:], second[:steady]), *second[steady:]]
+    taken = rounds(sizes) if taken is None else taken
+    kinds = (forward, backward) if owed is None else (forward, backward_input, backward_weight)
+    forwards, backwards, *split = (track(kind, sizes, rank, taken) for kind in kinds)
+    weights, total = chain.from_iterable(split), len(forwards)
+    ahead = min((sizes.stages_per_rank - 1) * taken[0][1] + per_hop * (sizes.num_ranks - 1 - rank), total)
+    steady, owed = total - ahead, total if owed is None else min(owed, total)
+    actions = forwards[:ahead]
+    for low, high in pairwise(sorted({0, steady, owed, total})):
+        more = [forwards[ahead + low : ahead + high]] if low < steady else []
+        late = [[*islice(weights, high - low)]] if low >= owed else []
+        actions += alternate(*more, backwards[low:high], *late)
+    return [*actions, *weights]

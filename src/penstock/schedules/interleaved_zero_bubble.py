@@ -11,10 +11,9 @@ weight backwards for later, so the ranks end together. Rounds: see `penstock.sch
 
 from __future__ import annotations
 
-from penstock.schedules.interleaved import rounds
+from penstock.schedules.interleaved import in_turn
 from penstock.schedules.registry import Sizes
-from penstock.schedules.split import split_in_turn
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
-    return split_in_turn(sizes, rank, rounds(sizes), owed=rank)
+    return in_turn(sizes, rank, owed=rank)

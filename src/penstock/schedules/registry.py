@@ -71,9 +71,10 @@ class Recipe:
         usual = self.stages_per_rank or self.default_stages_per_rank
         wanted = usual if stages_per_rank is None else stages_per_rank
         if self.stages_per_rank is not None and wanted != self.stages_per_rank:
+            others = ", ".join(r.name for r in _RECIPES.values() if r.stages_per_rank in (None, wanted))
             raise PlanError(
                 f"{self.name} with {wanted} stages a rank; it is made for {self.stages_per_rank}. "
-                f"Leave stages_per_rank out, or pick another schedule: {', '.join(names_for(wanted))}"
+                f"Leave stages_per_rank out, or pick another schedule: {others}"
             )
         return Sizes(num_ranks, num_microbatches, wanted)
 
@@ -134,11 +135,6 @@ def all_schedules() -> tuple[Recipe, ...]:
     [recipe.name for recipe in all_schedules()]
     """
     return tuple(_RECIPES.values())
-
-
-def names_for(stages_per_rank: int) -> Iterable[str]:
-    """The schedules that allow this number of stages a rank."""
-    return [r.name for r in _RECIPES.values() if r.stages_per_rank in (None, stages_per_rank)]
 
 
 def get_schedule(name: str) -> Recipe:

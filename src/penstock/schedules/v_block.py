@@ -14,7 +14,7 @@ The slots are only an order: a rank starts an action as soon as it can.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from penstock.plan.actions import backward_input, backward_weight, forward
 from penstock.schedules.registry import Sizes
@@ -23,30 +23,21 @@ from penstock.schedules.weave import repeat
 INTERVAL = 6  # F, I and W of two stages
 
 
-@dataclass(frozen=True)
-class BuildingBlock:
-    """Distances in slots along the path of a microbatch: down the V and up again, forward and backward."""
+def rank_actions(hops: Sequence[int], turns: Sequence[int], sizes: Sizes, rank: int) -> list[int]:
+    """The actions of one rank in the order of their slots.
 
-    forward_there: int  # from rank to rank, on the way from the first rank to the last
-    turn: int  # on the last rank, from its first to its second stage
-    forward_back: int  # from rank to rank, on the way back to the first
-    loss: int  # on the first rank, from the last forward to the first backward
-    backward_there: int  # from rank to rank, through the second stages, to the last rank
-    turn_back: int  # on the last rank
-    backward_back: int  # from rank to rank, through the first stages, to the first rank
-
-
-def rank_actions(block: BuildingBlock, sizes: Sizes, rank: int) -> list[int]:
-    """The actions of one rank in the order of their slots."""
+    A microbatch goes along the ranks four times: there and back with its forwards, there and back with its input backwards.
+    `hops` are the slots from rank to rank on each of these ways; `turns` those between one way and the next: on the last
+    rank, on the first rank (the loss), and on the last rank again.
+    """
+    last, begin, slots = sizes.num_ranks - 1, 0, []
+    for way, (hop, turn) in enumerate(zip(hops, (*turns, 0), strict=True)):
+        slots.append(begin + hop * (last - rank if way % 2 else rank))
+        begin += hop * last + turn
+    f0, f1, i1, i0 = slots
+    w0, w1 = _weight_slots(slots, i0, i1)
     there, back = rank, sizes.num_stages - 1 - rank
-    last, hops = sizes.num_ranks - 1, sizes.num_ranks - 1 - rank
-    turned = block.forward_there * last + block.turn
-    home = turned + block.forward_back * last + block.loss
-    turned_back = home + block.backward_there * last + block.turn_back
-    f0, f1 = block.forward_there * rank, turned + block.forward_back * hops
-    i1, i0 = home + block.backward_there * rank, turned_back + block.backward_back * hops
-    w0, w1 = _weight_slots((f0, f1, i1, i0), i0, i1)
-    slots = [
+    block = [
         (f0, forward(there, 0)),
         (f1, forward(back, 0)),
         (i1, backward_input(back, 0)),
@@ -54,10 +45,10 @@ def rank_actions(block: BuildingBlock, sizes: Sizes, rank: int) -> list[int]:
         (w0, backward_weight(there, 0)),
         (w1, backward_weight(back, 0)),
     ]
-    return repeat(slots, INTERVAL, sizes.num_microbatches)
+    return repeat(block, INTERVAL, sizes.num_microbatches)
 
 
-def _weight_slots(taken: tuple[int, ...], i0: int, i1: int) -> tuple[int, int]:
+def _weight_slots(taken: Sequence[int], i0: int, i1: int) -> tuple[int, int]:
     """The slots of the two weight backwards: as soon after their input backwards as the two free slots allow."""
     one, other = set(range(INTERVAL)) - {slot % INTERVAL for slot in taken}
     choices = [(_next(i0, a), _next(i1, b)) for a, b in ((one, other), (other, one))]

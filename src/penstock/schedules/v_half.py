@@ -19,7 +19,4 @@ from penstock.schedules.registry import Sizes
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
     # An odd number of slots of three lies between the two actions that share a phase modulo three.
     turn, turn_back = (2, 1) if sizes.num_ranks % 2 else (4, 5)
-    block = v_block.BuildingBlock(
-        forward_there=2, turn=turn, forward_back=1, loss=1, backward_there=2, turn_back=turn_back, backward_back=1
-    )
-    return v_block.rank_actions(block, sizes, rank)
+    return v_block.rank_actions((2, 1, 2, 1), (turn, 1, turn_back), sizes, rank)

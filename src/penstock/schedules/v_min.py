@@ -19,7 +19,4 @@ from penstock.schedules.registry import Sizes
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
     # Forwards and backwards of a stage are 2p, or 2p + 4, slots apart: whichever is no multiple of six.
     turn = 3 if sizes.num_ranks % 3 == 0 else 1
-    block = v_block.BuildingBlock(
-        forward_there=1, turn=turn, forward_back=1, loss=1, backward_there=1, turn_back=turn, backward_back=1
-    )
-    return v_block.rank_actions(block, sizes, rank)
+    return v_block.rank_actions((1, 1, 1, 1), (turn, 1, turn), sizes, rank)

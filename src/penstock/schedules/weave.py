@@ -10,7 +10,7 @@ assignments: no step of Python for each action.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -26,15 +26,12 @@ def run(first: int, count: int) -> range:
 
 def weave(count: int, *firsts: int) -> list[int]:
     """`count` rounds, each of which takes one action from every run."""
-    woven = [0] * (count * len(firsts))
-    for position, first in enumerate(firsts):
-        woven[position :: len(firsts)] = run(first, count)
-    return woven
+    return alternate(*(run(first, count) for first in firsts))
 
 
-def alternate(*tracks: list[int]) -> list[int]:
+def alternate(*tracks: Sequence[int]) -> list[int]:
     """Rounds that take one action from every track; the tracks are of one length."""
-    woven = [0] * (len(tracks[0]) * len(tracks))
+    woven = [0] * sum(map(len, tracks))
     for position, track in enumerate(tracks):
         woven[position :: len(tracks)] = track
     return woven

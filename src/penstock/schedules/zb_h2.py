@@ -12,10 +12,9 @@ fill the drain. The peak is `2 * num_ranks - 1` microbatches. With fewer microba
 
 from __future__ import annotations
 
-from penstock.schedules.interleaved import rounds
+from penstock.schedules.interleaved import in_turn
 from penstock.schedules.registry import Sizes
-from penstock.schedules.split import split_in_turn
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:
-    return split_in_turn(sizes, rank, rounds(sizes), per_hop=2, owed=2 * rank)
+    return in_turn(sizes, rank, per_hop=2, owed=2 * rank)
