@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from penstock.errors import PlanError
 from penstock.lower.merge import free_stages, merge, merge_backward
-from penstock.lower.message_pass import Early, InTurn, MessageLowering, ReceivePolicy, add_messages
+from penstock.lower.message_pass import Early, InTurn, MessageLowering, ReceivePolicy
 from penstock.lower.one_order import add_messages_in_one_order
-from penstock.lower.reduce import add_reduce_grad, reduce_grad
-from penstock.lower.shards import add_unshard_reshard, unshard_reshard
+from penstock.lower.reduce import reduce_grad
+from penstock.lower.shards import unshard_reshard
 from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.queues import QueueLayout
@@ -35,13 +35,12 @@ def lower(
     says which messages share a queue of the transport (`penstock.plan.queues`); `receives` is a choice only where each
     direction has its own, and `InTurn` says the same.
     """
-    plan = merge_backward(plan, everywhere=False)
-    if shards:
-        plan = add_unshard_reshard(plan, max_unsharded)
-    if reduce:
-        plan = add_reduce_grad(plan)
-    in_turn = isinstance(receives, InTurn) or queues != "direction"
-    return add_messages_in_one_order(plan) if in_turn else add_messages(plan, receives)
+    care = Care(shards, max_unsharded, reduce)
+    if isinstance(receives, InTurn) or queues != "direction":
+        merged = merge_backward(plan, everywhere=False)
+        return add_messages_in_one_order(merged.with_codes(care.taken(c, plan.num_microbatches) for c in merged.codes))
+    lowered = lower_shares(plan, receives=receives, care=care)
+    return lowered.with_codes(lowered.codes)
 
 
 @dataclass(frozen=True)
@@ -81,5 +80,5 @@ def lower_shares(
     def codes_of(rank: int) -> Sequence[int]:
         return care.taken(merge(plan.codes[rank], free_stages(rules, rank)), plan.num_microbatches)
 
-    lowering = MessageLowering(rules, codes_of, receives, num_microbatches=plan.num_microbatches)
+    lowering = MessageLowering(plan, codes_of, receives)
     return plan.with_lists(lowering.rank, f"lowered with {receives} and {care}", lowered=True)

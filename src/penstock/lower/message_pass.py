@@ -95,26 +95,23 @@ def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:  # noqa: 
     rank 0: 0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1
     rank 1: 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
+    lowering = MessageLowering(plan, plan.codes.__getitem__, policy)
+    return plan.with_codes(map(lowering.rank, range(plan.num_ranks)))
+
+
+def rules_with_messages(plan: Plan) -> Rules:
+    """The rules of a plan that is to get its messages."""
     if plan.is_lowered:
         raise PlanError("the plan holds its messages already; expected compute actions only")
-    rules = Rules(plan.graph, plan.placement, lowered=True)
-    lowering = MessageLowering(rules, plan.codes.__getitem__, policy, num_microbatches=plan.num_microbatches)
-    return plan.with_codes(lowering.rank(rank) for rank in range(plan.num_ranks))
+    return Rules(plan.graph, plan.placement, lowered=True)
 
 
 class MessageLowering:
     """Lowers rank after rank; `codes_of` gives the compute actions of a rank, and is asked for neighbours only."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        codes_of: Callable[[int], Sequence[int]],
-        policy: ReceivePolicy,
-        *,
-        num_microbatches: int,
-    ) -> None:
-        self.codes_of, self.policy = codes_of, policy
-        self.traffic = cache(lambda rank: _Traffic(rules, rank, codes_of(rank), num_microbatches))
+    def __init__(self, plan: Plan, codes_of: Callable[[int], Sequence[int]], policy: ReceivePolicy) -> None:
+        self.codes_of, self.policy, rules = codes_of, policy, rules_with_messages(plan)
+        self.traffic = cache(lambda rank: _Traffic(rules, rank, codes_of(rank), plan.num_microbatches))
 
     def rank(self, rank: int) -> list[int]:
         """The lowered list of one rank.
@@ -194,13 +191,11 @@ class _Traffic:
         standing = dict(zip(*flatten(codes, frozenset(map(KEY.__and__, codes))), strict=True))
         slots = {}
         for stage in self.rules.placement.stages_of(self.rank):
-            forward, half, whole = (
-                places(standing, key_of(op, stage), self.num_microbatches) for op in (Op.F, Op.I, Op.B)
-            )
-            slots[key_of(Op.F, stage)] = forward
-            backward = either(half, whole)
+            keys = [key_of(op, stage) for op in (Op.F, Op.I, Op.B)]
+            forward, half, whole = (places(standing, key, self.num_microbatches) for key in keys)
+            slots[keys[0]], backward = forward, either(half, whole)
             if max(backward) > ABSENT:
-                slots[key_of(Op.I, stage)] = backward
+                slots[keys[1]] = backward
         for key, found in slots.items():
             if ABSENT in found:
                 missing = text(column(key, self.num_microbatches)[found.index(ABSENT)])

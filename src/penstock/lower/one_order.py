@@ -14,6 +14,7 @@ on both its ranks. This holds for queues of every layout, and with blocking send
 from __future__ import annotations
 
 from penstock.errors import PlanError
+from penstock.lower.message_pass import rules_with_messages
 from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.actions import KEY, OP, partner_of, parts, stage_of, with_op
@@ -32,22 +33,20 @@ def add_messages_in_one_order(plan: Plan) -> Plan:
     rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
-    if plan.is_lowered:
-        raise PlanError("the plan holds its messages already; expected compute actions only")
+    rules = rules_with_messages(plan)
     one, none = (1.0,) * plan.num_stages, (0.0,) * plan.num_stages
     clock = simulate(plan, Costs(one, one, one, none, none, copy=none, overlap=_UNITS))
     lists = []
-    for rank, messages in enumerate(_messages(clock)):
+    for rank, messages in enumerate(_messages(clock, rules)):
         # Of what has one time, messages come first: an action may need them.
         actions = ((start, 1, number, code) for number, (code, start, _) in enumerate(clock.timed(rank)))
         lists.append([code for *_, code in sorted([*messages, *actions])])
     return plan.with_codes(lists)
 
 
-def _messages(clock: Timeline) -> list[list[tuple[float, int, int, int]]]:
+def _messages(clock: Timeline, rules: Rules) -> list[list[tuple[float, int, int, int]]]:
     """By rank: its messages with their time, and a number that decides between those of one time on both ends."""
-    plan = clock.plan
-    rules, rank_of = Rules(plan.graph, plan.placement, lowered=True), plan.placement.rank_of
+    rank_of = clock.plan.placement.rank_of
     ends = {  # by packed action, a B counting as an I
         with_op(part, Op.I) if part & OP in INPUT_GRADIENTS else part: end
         for _, code, _, end in clock.every()
@@ -59,7 +58,7 @@ def _messages(clock: Timeline) -> list[list[tuple[float, int, int, int]]]:
         for send in rules.sends(code & KEY)
     }
     sends = sorted((when, rank_of(stage_of(send)), send) for send, when in done.items())
-    found: list[list[tuple[float, int, int, int]]] = [[] for _ in plan.codes]
+    found: list[list[tuple[float, int, int, int]]] = [[] for _ in clock.plan.codes]
     for number, (when, rank, send) in enumerate(sends):
         receive = partner_of(send)
         found[rank].append((when, 0, number, send))
