@@ -9,29 +9,23 @@ from typing import NamedTuple
 from penstock.errors import DeadlockError, PlanError
 from penstock.misfits import takes
 from penstock.plan import Plan
-from penstock.plan.actions import (
-    KEY,
-    MICROBATCH,
-    MICROBATCH_FIELD,
-    MICROBATCH_SHIFT,
-    OP,
-    key_of,
-    partner_of,
-    split_overlap,
-    stage_of,
-    text,
-)
-from penstock.plan.ops import CHOICES, COMPUTES, COPIES, MESSAGES, OVERLAP, ROWS, SENDS, Op
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, split_overlap, stage_of, text
+from penstock.plan.actions import MICROBATCH_SHIFT as SHIFT
+from penstock.plan.ops import CHOICES, COMPUTES, COPIES, MESSAGES, OVERLAP, SENDS, Op
 from penstock.simulate.costs import Costs
 from penstock.simulate.timeline import Timeline
 
 _NEVER = -1.0
-_MESSAGE, _SPECIAL = (-1,), (-2,)
-_HALVES = tuple(tuple(half - op for half in row.halves) for op, row in enumerate(ROWS))  # from a whole to its halves
-_HOW = tuple(  # by the number of an op: how it is timed, and for a computation its halves
-    _MESSAGE if op in MESSAGES else _HALVES[op] if op in COMPUTES - {OVERLAP} else _SPECIAL for op in range(OVERLAP + 1)
+_PLAIN, _MESSAGE, _SPECIAL = range(3)  # how an action is timed
+_HOW = tuple(
+    _MESSAGE if op in MESSAGES else _PLAIN if op in COMPUTES - {OVERLAP} else _SPECIAL for op in range(OVERLAP + 1)
 )
-_Need = tuple[list[float], int, list[float]]  # when it is done, its key, how long it takes to here; by microbatch
+_Need = tuple[
+    list[float], int, list[float]
+]  # when it is done, its key, how long it is under way to here; by microbatch
+# What is known of the actions with one key: their needs; by microbatch, how long they take and when they are done; and, of a
+# full backward, the way from its key to those of its halves.
+_Facts = tuple[list[_Need], list[float], list[float], tuple[int, ...]]
 
 
 @takes(PlanError)
@@ -60,13 +54,13 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
 
 
 class _Link(NamedTuple):
-    """A message as seen from one of its halves."""
+    """A message as seen from one of its halves; each list has one number a microbatch, unless it says otherwise."""
 
     needs: list[list[float]]  # a send: when what it carries was computed
-    here: list[float]  # when this half was posted, by microbatch
+    here: list[float]  # when this half was posted
     there: list[float]  # when the other half was
     channel: list[float]  # one number: from when on the ordered pair of ranks is free
-    transfer: list[float]  # the time on the wire, by microbatch
+    transfer: list[float]  # the time on the wire
     latency: float
     done: list[float]  # when it arrived
     recv: int  # the key of the receiving half
@@ -84,26 +78,23 @@ class _Run:
         m = plan.num_microbatches
         self.done: defaultdict[int, list[float]] = defaultdict(lambda: [_NEVER] * m)
         self.posted: defaultdict[int, list[float]] = defaultdict(lambda: [_NEVER] * m)  # sends and receives, by key
-        self.scale = costs.microbatches
-        self.sizes = [*self.scale] if self.scale else [1.0] * m
+        self.sizes = costs.microbatches or (1.0,) * m
         self.at_once = [0.0] * m
-        self.duration = _durations(plan, costs)
         self.cursor = [0] * plan.num_ranks
         self.clock = [0.0] * plan.num_ranks
+        self.copier = [0.0] * plan.num_ranks  # from when on the copy engine of each rank is free
         self.waiting: dict[int, list[int]] = {}  # packed action -> the ranks that wait for it
         self.starts: list[list[float]] = [[] for _ in range(plan.num_ranks)]
         self.ends: list[list[float]] = [[] for _ in range(plan.num_ranks)]
         self.ready = list(range(plan.num_ranks - 1, -1, -1))
-        self.needs: dict[int, list[_Need]] = {}
+        self.facts: dict[int, _Facts] = {}
         self.links: dict[int, _Link] = {}
-        self.copier = [0.0] * plan.num_ranks  # from when on the copy engine of each rank is free
         self.channels: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0])  # free from then on
         for key in plan.rules.chosen:
             self.done[key] = [0.0] * m  # nobody waits for what is not there
-        if plan.rules.chosen:
-            for code in chain.from_iterable(plan.codes):
-                if code & OP in CHOICES:
-                    self.done[code & KEY][code >> MICROBATCH_SHIFT] = _NEVER
+        for code in chain.from_iterable(plan.codes) if plan.rules.chosen else ():
+            if code & OP in CHOICES:
+                self.done[code & KEY][code >> SHIFT] = _NEVER
 
     def timeline(self) -> Timeline:
         while self.ready:
@@ -112,28 +103,26 @@ class _Run:
         if stuck:
             waits = "; ".join(f"rank {r} at {text(self.plan.codes[r][self.cursor[r]])}" for r in stuck[:8])
             raise DeadlockError(f"the plan cannot run to its end: {waits}. penstock.plan.check(plan) shows the cycle")
-        return Timeline(self.plan, tuple(self.starts), self.settle_receives(), costs=self.costs)
-
-    def settle_receives(self) -> tuple[list[float], ...]:
-        """The ends of all actions, those of the messages being their arrival."""
-        if self.plan.is_lowered:
+        if self.plan.is_lowered:  # a message ends when it arrives
             arrived = {key: link.done for key, link in self.links.items()}
             for ends, codes in zip(self.ends, self.plan.codes, strict=True):
                 for at, code in enumerate(codes):
                     if (key := code & KEY) in arrived:
-                        ends[at] = arrived[key][code >> MICROBATCH_SHIFT & MICROBATCH]
-        return tuple(self.ends)
+                        ends[at] = arrived[key][(code & MICROBATCH_FIELD) >> SHIFT]
+        return Timeline(self.plan, tuple(self.starts), tuple(self.ends), costs=self.costs)
 
-    def needs_of(self, key: int) -> list[_Need]:
-        found = self.needs.get(key)
-        if found is None:
-            found = self.needs[key] = [
-                (self.done[need], need, self.way(stage_of(need), stage_of(key))) for need in self.plan.rules.needs(key)
-            ]
+    def facts_of(self, key: int) -> _Facts:
+        op, stage, rank = Op(key & OP), stage_of(key), self.plan.placement.rank_of(stage_of(key))
+        takes, overhead = self.costs.time(op, stage), 0.0
+        if op.is_compute:
+            takes, overhead = takes * (self.costs.ranks[rank] if self.costs.ranks else 1.0), self.costs.overhead
+        needs = [(self.done[need], need, self.way(stage_of(need), stage)) for need in self.plan.rules.needs(key)]
+        took = [takes * size + overhead for size in (self.sizes if op.has_microbatch else (1.0,))]
+        found = self.facts[key] = needs, took, self.done[key], tuple(half - op for half in op.row.halves)
         return found
 
     def way(self, stage: int, other: int) -> list[float]:
-        """By microbatch: how long a value takes from stage to stage where no message is in the plan."""
+        """How long a value takes from stage to stage where no message is in the plan."""
         here, there = self.plan.placement.rank_of(stage), self.plan.placement.rank_of(other)
         if here == there:
             return self.at_once
@@ -144,45 +133,43 @@ class _Run:
     def advance(self, rank: int) -> None:
         """Work through the list of a rank as far as it goes."""
         codes, now = self.plan.codes[rank], self.clock[rank]
-        starts, ends, needs, done, waiting = self.starts[rank], self.ends[rank], self.needs, self.done, self.waiting
-        duration, ready, posting = self.duration, self.ready, self.costs.posting
-        scale, overhead = self.scale, self.costs.overhead
-        ways, message, special, links = _HOW, _MESSAGE, _SPECIAL, self.links
+        starts, ends, facts, links = self.starts[rank], self.ends[rank], self.facts, self.links
+        waiting, ready, posting, ways = self.waiting, self.ready, self.costs.posting, _HOW
         for at in range(self.cursor[rank], len(codes)):
             code = codes[at]
-            how = ways[code & OP]
-            if how is message:
-                if not self.message(code, links.get(code & KEY) or self.link(code & KEY), now + posting):
-                    break
-                starts.append(now)
-                now += posting
-                ends.append(now)
-                continue
-            if how is special:
+            key = code & KEY
+            if how := ways[code & OP]:
+                if how == _MESSAGE:
+                    if not self.message(code, links.get(key) or self.link(key), now + posting):
+                        break
+                    starts.append(now)
+                    now += posting
+                    ends.append(now)
+                    continue
                 after = self.special(rank, code, now)
                 if after < 0.0:
                     break
                 now = after
                 continue
-            key = code & KEY
-            microbatch = code >> MICROBATCH_SHIFT
+            needs, took, done, halves = facts.get(key) or self.facts_of(key)
+            microbatch = code >> SHIFT
             begin = now
-            for need in needs.get(key) or self.needs_of(key):
-                time = need[0][microbatch]
+            for times, need, way in needs:
+                time = times[microbatch]
                 if time < 0.0:
-                    self.park(rank, need[1] | code & MICROBATCH_FIELD)
+                    waiting.setdefault(need | code & MICROBATCH_FIELD, []).append(rank)
                     break
-                time += need[2][microbatch]
+                time += way[microbatch]
                 if time > begin:
                     begin = time
             else:
                 starts.append(begin)
-                now = begin + (duration[key] if scale is None else duration[key] * scale[microbatch] + overhead)
+                now = begin + took[microbatch]
                 ends.append(now)
-                done[key][microbatch] = now
+                done[microbatch] = now
                 if code in waiting:
                     ready += waiting.pop(code)
-                for half in how:  # a full backward is both
+                for half in halves:
                     self.complete(code + half, now)
                 continue
             break
@@ -191,53 +178,49 @@ class _Run:
         self.cursor[rank], self.clock[rank] = at, now
 
     def complete(self, code: int, time: float) -> None:
-        self.done[code & KEY][code >> MICROBATCH_SHIFT & MICROBATCH] = time
+        self.done[code & KEY][(code & MICROBATCH_FIELD) >> SHIFT] = time
         self.ready += self.waiting.pop(code, ())
-
-    def park(self, rank: int, code: int) -> None:
-        self.waiting.setdefault(code, []).append(rank)
 
     def special(self, rank: int, code: int, now: float) -> float:
         """A pair, a copy or care of parameters: when the rank goes on after it, or `_NEVER` if it cannot start."""
-        starts, ends = self.starts[rank], self.ends[rank]
-        if code & OP in COPIES:  # what it needs stands before it, here or on the engine
-            starts.append(max(now, self.copier[rank]))
-            self.copier[rank] = starts[-1] + self.duration[code & KEY] * self.sizes[code >> MICROBATCH_SHIFT]
-            ends.append(self.copier[rank])
-            self.complete(code, ends[-1])
-            return now
-        if code & OP != OVERLAP:
-            starts.append(now)
-            ends.append(now + self.duration[code])
-            return ends[-1]
-        begin = now
-        both = split_overlap(code)
-        for part in both:
-            for times, need, way in self.needs_of(part & KEY):
-                time = times[part >> MICROBATCH_SHIFT]
-                if time < 0.0:
-                    self.park(rank, need | part & MICROBATCH_FIELD)
-                    return _NEVER
-                begin = max(begin, time + way[part >> MICROBATCH_SHIFT])
-        starts.append(begin)
-        first, second = map(self.took, both)
-        fused = self.costs.overlap
-        ends.append(begin + (first + second if fused is None else fused + self.costs.overhead))
-        for part, end in zip(both, (begin + first if fused is None else ends[-1], ends[-1]), strict=True):
-            self.complete(part, end)
-            for half in _HALVES[part & OP]:
-                self.complete(part + half, end)
-        return ends[-1]
+        if code & OP == OVERLAP:
+            return self.pair(rank, split_overlap(code), now)
+        _, took, _, _ = self.facts.get(code & KEY) or self.facts_of(code & KEY)
+        is_copy = code & OP in COPIES  # what it needs stands before it, here or on the engine
+        begin = max(now, self.copier[rank]) if is_copy else now
+        end = begin + took[code >> SHIFT if is_copy else 0]
+        self.starts[rank].append(begin)
+        self.ends[rank].append(end)
+        if not is_copy:
+            return end
+        self.copier[rank] = end
+        self.complete(code, end)
+        return now
 
-    def took(self, code: int) -> float:
-        """How long a compute action occupies its rank."""
-        if self.scale is None:
-            return self.duration[code & KEY]
-        return self.duration[code & KEY] * self.scale[code >> MICROBATCH_SHIFT] + self.costs.overhead
+    def pair(self, rank: int, both: tuple[int, int], now: float) -> float:
+        begin, known = now, []
+        for part in both:
+            needs, took, _, halves = self.facts.get(part & KEY) or self.facts_of(part & KEY)
+            known.append((part, halves, took[part >> SHIFT]))
+            for times, need, way in needs:
+                time = times[part >> SHIFT]
+                if time < 0.0:
+                    self.waiting.setdefault(need | part & MICROBATCH_FIELD, []).append(rank)
+                    return _NEVER
+                begin = max(begin, time + way[part >> SHIFT])
+        end, fused = begin, self.costs.overlap
+        for part, halves, length in known:
+            end = end + length if fused is None else begin + fused + self.costs.overhead
+            self.complete(part, end)
+            for half in halves:
+                self.complete(part + half, end)
+        self.starts[rank].append(begin)
+        self.ends[rank].append(end)
+        return end
 
     def message(self, code: int, link: _Link, now: float) -> bool:
         """Post one half of a message; the second half to be posted sends it on its way."""
-        microbatch = code >> MICROBATCH_SHIFT & MICROBATCH
+        microbatch = (code & MICROBATCH_FIELD) >> SHIFT
         needs, here, there, channel, transfer, latency, done, recv = link
         for times in needs:
             if times[microbatch] < 0.0:
@@ -259,7 +242,7 @@ class _Run:
         way = self.costs.link(*map(self.plan.placement.rank_of, stages))
         transfer = self.costs.transfer(way, min(stages))
         found = self.links[key] = _Link(
-            needs=[need[0] for need in self.needs_of(key)] if is_send else [],
+            needs=[self.done[need] for need in self.plan.rules.needs(key)] if is_send else [],
             here=self.posted[key],
             there=self.posted[other],
             channel=self.channels[way.sender, way.receiver],
@@ -269,15 +252,3 @@ class _Run:
             recv=recv,
         )
         return found
-
-
-def _durations(plan: Plan, costs: Costs) -> dict[int, float]:
-    """By key: how long an action occupies its rank; without the overhead where microbatches differ in size."""
-    overhead = 0.0 if costs.microbatches is not None else costs.overhead
-    slow = costs.ranks or (1.0,) * plan.num_ranks
-    return {
-        key_of(op, stage): costs.time(op, stage) * slow[rank] + overhead if op.is_compute else costs.time(op, stage)
-        for op in Op
-        if not op.is_message
-        for stage, rank in enumerate(plan.placement.ranks)
-    }
