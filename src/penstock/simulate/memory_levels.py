@@ -10,7 +10,7 @@ its buffer from when it is posted; a gradient that is to be sent, and the input 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from penstock.plan import Plan
@@ -41,7 +41,15 @@ class Change(NamedTuple):
 
 def changes(plan: Plan, rank: int, costs: Costs) -> list[Change]:
     """All changes on one rank, in the order of its list."""
-    return list(_Ledger(plan, rank, costs).changes())
+    ledger = _Ledger(plan, rank, costs)
+    for place, code in enumerate(plan.codes[rank]):
+        for part in parts(code):
+            if part & OP in COUNTED:
+                ledger.act(place, part)
+    ledger.edge = len(plan.codes[rank]) - 1, True
+    for key in [*ledger.held]:
+        ledger.drop(key)
+    return ledger.changes
 
 
 def levels(plan: Plan, rank: int, costs: Costs) -> list[dict[str, float]]:
@@ -68,9 +76,11 @@ class _Ledger:
 
     def __init__(self, plan: Plan, rank: int, costs: Costs) -> None:
         self.plan, self.rank, self.costs = plan, rank, costs
-        self.codes = plan.codes[rank]
+        self.bytes = costs.output_bytes or ()  # of messages, by the stage that sends their activation
+        self.changes: list[Change] = []
+        self.edge = 0, False  # place, and whether at the end: where changes are made now
         self.held: dict[_Key, tuple[str, float]] = {}
-        chosen = {(stage_of(code), microbatch_of(code)): code & OP for code in self.codes if code & OP in CHOICES}
+        chosen = {(stage_of(code), microbatch_of(code)): code & OP for code in plan.codes[rank] if code & OP in CHOICES}
         self.spared = {key: costs.sizes(ROWS[op].spares) for key, op in chosen.items()}
         self.repeated = {key for key, op in chosen.items() if op == Op.R}
         self.sizes = [(costs.sizes(row.takes), costs.sizes(row.leaves)) for row in ROWS]
@@ -80,74 +90,58 @@ class _Ledger:
         # Forwards whose backward is split cast for themselves, beside autocast. By stage and kind: before the first of them.
         self.uncast = {(stage, split): size for stage, size in enumerate(costs.casts or ()) for split in (False, True)}
         asked = any(costs.casts or ()) or self.repeated
-        each: Iterable[int] = (part for code in self.codes for part in parts(code)) if asked else ()
+        each: Iterable[int] = (part for code in plan.codes[rank] for part in parts(code)) if asked else ()
         self.split = {(stage_of(part), microbatch_of(part)) for part in each if part & OP == Op.I}
         self.sent = Counter[tuple[int, int]]()  # by stage and microbatch: to how many ranks
 
-    def changes(self) -> Iterator[Change]:
-        for place, code in enumerate(self.codes):
-            for part in parts(code):
-                if part & OP in COUNTED:
-                    yield from (Change(place, False, *each) for each in self.starting(part) if each[1])
-                    yield from (Change(place, True, *each) for each in self.ending(part) if each[1])
-        for key in [*self.held]:
-            yield from (Change(len(self.codes) - 1, True, *each) for each in self.drop(key) if each[1])
-
-    def starting(self, code: int) -> Iterator[tuple[str, float]]:
+    def act(self, place: int, code: int) -> None:
+        """What an action changes at its start, and at its end."""
         op, stage, microbatch = code & OP, stage_of(code), microbatch_of(code)
-        takes = self.sizes[op][0]
+        takes, leaves = self.sizes[op]
+        unsaved = self.unsaved(stage, microbatch) if op in (Op.R, Op.B) else 0.0
+        moment = self.moments.get(op)
+        # Beside what is held: where that is less by an output, as much more.
+        needed = (moment[stage] + unsaved) * self.costs.scale(microbatch) if moment else 0.0
+        self.edge = place, False
         if op == Op.F:
-            yield CASTS, self.uncast.pop((stage, (stage, microbatch) in self.split), 0.0)
+            self.change(CASTS, self.uncast.pop((stage, (stage, microbatch) in self.split), 0.0))
             for producer in self.plan.graph.producers(stage):
-                yield from self.drop(("received", producer, stage, microbatch))
-        if takes is not None:
-            size = takes[stage] - (self.unsaved(stage, microbatch) if op == Op.R else 0.0)
-            yield from self.set(("stage", stage, microbatch), ACTIVATIONS, size)
-        if op in COMPUTES:
-            yield MOMENTS, self.moment(code)
-        if op in RECEIVES and self.costs.output_bytes:
-            yield from self.set(("received", peer_of(code), stage, microbatch), BUFFERS, self.crossing(code))
-
-    def ending(self, code: int) -> Iterator[tuple[str, float]]:
-        op, stage, microbatch = code & OP, stage_of(code), microbatch_of(code)
-        leaves = self.sizes[op][1]
-        if op in COMPUTES:
-            yield MOMENTS, -self.moment(code)
-        if op == Op.F:
+                self.drop(("received", producer, stage, microbatch))
             spared = self.spared.get((stage, microbatch))
             leaves = spared if self.plan.has_backward else self.costs.sizes(NOTHING)
+        if takes is not None:
+            self.set(("stage", stage, microbatch), ACTIVATIONS, takes[stage] - (unsaved if op == Op.R else 0.0))
+        self.change(MOMENTS, needed)
+        if op in RECEIVES and self.bytes:
+            peer = peer_of(code)
+            self.set(("received", peer, stage, microbatch), BUFFERS, self.bytes[min(stage, peer)])
+        self.edge = place, True
+        self.change(MOMENTS, -needed)
         if leaves is not None:
             kind = INPUTS if op in (Op.F, Op.O) else ACTIVATIONS
-            yield from self.set(("stage", stage, microbatch), kind, leaves[stage])
-        if self.costs.output_bytes is not None:
+            self.set(("stage", stage, microbatch), kind, leaves[stage])
+        if self.bytes:
             if op == Op.F and (stage, microbatch) in self.repeated:
-                yield from self.given(stage, microbatch)
+                self.given(stage, microbatch)
             elif op in INPUT_GRADIENTS:
-                yield from self.passed_back(stage, microbatch)
+                self.passed_back(stage, microbatch)
             elif op in SENDS:
-                yield from self.sending(code)
+                self.sending(code)
 
-    def set(self, key: _Key, kind: str, size: float) -> Iterator[tuple[str, float]]:
+    def change(self, kind: str, size: float) -> None:
+        if size:
+            self.changes.append(Change(*self.edge, kind, size))
+
+    def set(self, key: _Key, kind: str, size: float) -> None:
         """What is held under a key from now on, for a microbatch of size 1."""
-        size *= self.costs.scale(key[-1])
-        before = self.held.get(key, (kind, 0.0))
-        if before[0] != kind:
-            yield from self.drop(key)
-            before = kind, 0.0
-        self.held[key] = kind, size
-        yield kind, size - before[1]
+        self.drop(key)
+        self.held[key] = kind, size * self.costs.scale(key[-1])
+        self.change(*self.held[key])
 
-    def drop(self, key: _Key) -> Iterator[tuple[str, float]]:
+    def drop(self, key: _Key) -> None:
         if key in self.held:
             kind, size = self.held.pop(key)
-            yield kind, -size
-
-    def moment(self, code: int) -> float:
-        """Beside what is held: where that is less by an output, as much more."""
-        stage, microbatch = stage_of(code), microbatch_of(code)
-        sizes = self.moments[code & OP]
-        more = self.unsaved(stage, microbatch) if sizes and code & OP in (Op.R, Op.B) else 0.0
-        return (sizes[stage] + more) * self.costs.scale(microbatch) if sizes else 0.0
+            self.change(kind, -size)
 
     def unsaved(self, stage: int, microbatch: int) -> float:
         """What an R leaves out, which ends with the last tensor that a full backward needs."""
@@ -156,40 +150,34 @@ class _Ledger:
             self.costs.unsaved[stage] if self.costs.unsaved and key in self.repeated and key not in self.split else 0.0
         )
 
-    def crossing(self, code: int) -> float:
-        """The bytes of a message."""
-        return (self.costs.output_bytes or ())[min(stage_of(code), peer_of(code))]
-
-    def given(self, stage: int, microbatch: int) -> Iterator[tuple[str, float]]:
+    def given(self, stage: int, microbatch: int) -> None:
         """The output of a forward that will be run again: it stays as long as another stage here, or a send, needs it."""
-        size = (self.costs.output_bytes or ())[stage]
         consumers = self.plan.graph.consumers(stage)
         if any(self.plan.placement.rank_of(one) == self.rank for one in consumers):
-            yield from self.set(("input", stage, 0, microbatch), INPUTS, size)
+            self.set(("input", stage, 0, microbatch), INPUTS, self.bytes[stage])
         elif consumers and self.plan.is_lowered:
-            yield from self.set(("output", stage, 0, microbatch), BUFFERS, size)
+            self.set(("output", stage, 0, microbatch), BUFFERS, self.bytes[stage])
 
-    def passed_back(self, stage: int, microbatch: int) -> Iterator[tuple[str, float]]:
+    def passed_back(self, stage: int, microbatch: int) -> None:
         """After a backward its gradient is used up, and that of its input is there."""
-        sizes = self.costs.output_bytes or ()
         for consumer in self.plan.graph.consumers(stage):
-            yield from self.drop(("received", consumer, stage, microbatch))
-        yield from self.drop(("gradient", stage, 0, microbatch))  # from a stage after it on this rank
+            self.drop(("received", consumer, stage, microbatch))
+        self.drop(("gradient", stage, 0, microbatch))  # from a stage after it on this rank
         for producer in self.plan.graph.producers(stage):
             if self.plan.placement.rank_of(producer) == self.rank:
-                yield from self.drop(("input", producer, 0, microbatch))
-                yield from self.set(("gradient", producer, 0, microbatch), BUFFERS, sizes[producer])
+                self.drop(("input", producer, 0, microbatch))
+                self.set(("gradient", producer, 0, microbatch), BUFFERS, self.bytes[producer])
             elif self.plan.is_lowered:
-                both = 2 * sizes[min(producer, stage)]  # the input too, until its gradient is sent
-                yield from self.set(("back", stage, producer, microbatch), BUFFERS, both)
+                both = 2 * self.bytes[min(producer, stage)]  # the input too, until its gradient is sent
+                self.set(("back", stage, producer, microbatch), BUFFERS, both)
 
-    def sending(self, code: int) -> Iterator[tuple[str, float]]:
+    def sending(self, code: int) -> None:
         """What is sent stays until it is there."""
         stage, peer, microbatch = stage_of(code), peer_of(code), microbatch_of(code)
         if code & OP == Op.SEND_B:
-            yield from self.drop(("back", stage, peer, microbatch))
+            self.drop(("back", stage, peer, microbatch))
             return
         others = {self.plan.placement.rank_of(one) for one in self.plan.graph.consumers(stage)} - {self.rank}
         self.sent[stage, microbatch] += 1
         if self.sent[stage, microbatch] >= len(others):  # no other rank is sent the same output later
-            yield from self.drop(("output", stage, 0, microbatch))
+            self.drop(("output", stage, 0, microbatch))

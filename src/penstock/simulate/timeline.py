@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from operator import sub
 from typing import NamedTuple
 
 from penstock.misfits import entry
 from penstock.plan import Plan
-from penstock.plan.actions import OP, AnyAction, partner_of, unpack
-from penstock.plan.ops import BESIDE, COMPUTES, RECEIVES, SENDS
+from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, AnyAction, partner_of, parts, unpack, with_op
+from penstock.plan.ops import BESIDE, COMPUTES, RECEIVES, ROWS, SENDS
 from penstock.simulate.costs import Costs
-from penstock.simulate.idle import Idle, idle_of
 from penstock.simulate.memory_levels import changes
 
 Curve = Sequence[tuple[float, float]]  # (time, what is held from then on)
@@ -44,6 +44,23 @@ class Message(NamedTuple):
     posted: float  # by the sender
     arrived: float
     opened: float  # when the receive was posted
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The idle time of one rank, by cause.
+
+    simulate(plan).idle[0].filling
+    """
+
+    filling: float = 0.0  # before its first action
+    draining: float = 0.0  # after its last action, until the last rank is done
+    communication: float = 0.0  # the value was computed, and was under way
+    imbalance: float = 0.0  # the value was not computed yet
+
+    @property
+    def total(self) -> float:
+        return self.filling + self.draining + self.communication + self.imbalance
 
 
 @dataclass(frozen=True)
@@ -122,8 +139,40 @@ class Timeline:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """The idle time of each rank, by cause."""
-        return idle_of(self)
+        """The idle time of each rank, by cause. A gap before an action is split where the last value that it needs was sent, or
+        computed.
+
+        Before that the value was not there yet (imbalance), after it the value was under way (communication; in a measured
+        timeline that includes what the rank itself spends between two actions).
+        """
+        given = self._given()
+        return tuple(self._idle(rank, given) for rank in range(self.plan.num_ranks))
+
+    def _idle(self, rank: int, given: Mapping[int, float]) -> Idle:
+        spans = [*self.occupying(rank)]
+        if not spans:
+            return Idle(draining=self.makespan)
+        communication = imbalance = 0.0
+        now, needs = spans[0][2], self.plan.rules.needs
+        for code, start, end in spans[1:]:
+            if start > now:
+                needed = (need | part & MICROBATCH_FIELD for part in parts(code) for need in needs(part & KEY))
+                computed = min(max([now, *(given.get(need, -inf) for need in needed)]), start)
+                imbalance += computed - now
+                communication += start - computed
+            now = end
+        return Idle(spans[0][1] - self.start, self.start + self.makespan - now, communication, imbalance)
+
+    def _given(self) -> dict[int, float]:
+        """When each value left the rank that made it: as its message was sent, or, where there are none, as it was computed."""
+        if self.plan.is_lowered:
+            return {partner_of(code): start for _, code, start, _ in self.every() if code & OP in SENDS}
+        return {
+            with_op(part, op): end
+            for _, code, _, end in self.every()
+            for part in parts(code)
+            for op in (part & OP, *ROWS[part & OP].halves)
+        }
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -169,7 +218,9 @@ class Timeline:
         for change in changes(self.plan, rank, costs):
             edge = change.place, change.at_end
             edges[edge] = edges.get(edge, 0.0) + change.size
-        timed = sorted((ends[place] if at_end else starts[place], size) for (place, at_end), size in edges.items())
+        timed = sorted(
+            (ends[place] if at_end else starts[place], size) for (place, at_end), size in edges.items() if size
+        )
         held, curve = 0.0, [(self.start, 0.0)]
         for time, size in timed:  # at one time, releases come before what is taken
             held += size
