@@ -12,7 +12,6 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 from penstock.balance.problem import Problem
 
@@ -116,19 +115,6 @@ def slowest(problem: Problem, window: list[list[int]]) -> int | None:
     return high
 
 
-class Step(NamedTuple):
-    """The choice of one stage: for each row (a cut behind it) the best column (a cut before it)."""
-
-    # Columns that can lead to each row lie in this range, as far as memory and time without wires say.
-    spans: list[tuple[int, int]]
-    # The cost of the stage is tops[row] - marks[column].
-    tops: list[int]
-    marks: list[int]
-    # The tie-break of the stages before each column.
-    values: list[int]
-    bound: int
-
-
 def settle(problem: Problem, bound: int, window: list[list[int]]) -> tuple[int, ...]:
     """Of all cuts within the bound: the least bytes between ranks, then the smallest sum of squared costs."""
     layers = sweep(problem, bound, window)
@@ -144,21 +130,25 @@ def settle(problem: Problem, bound: int, window: list[list[int]]) -> tuple[int, 
         ]
         ends, starts = problem.ends(stage), problem.starts(stage)
         tops, marks = [weight * ends[r] for r in rows], [weight * starts[c] for c in columns]
-        best = _pick(Step(spans, tops, marks, list(values.values()), bound))
+        best = _pick(spans, tops, marks, values=list(values.values()), bound=bound)
         tie = problem.tie_cut(stage + 1)
         chosen.append({stop: columns[column] for stop, (_, column) in zip(rows, best, strict=True)})
         values = {stop: value + tie[stop] for stop, (value, _) in zip(rows, best, strict=True)}
     return path(chosen, problem.num_layers)
 
 
-def _pick(step: Step) -> list[tuple[int, int]]:
-    """Best (value, column) of each row, from the middle row outwards.
+def _pick(
+    spans: list[tuple[int, int]], tops: list[int], marks: list[int], *, values: list[int], bound: int
+) -> list[tuple[int, int]]:
+    """For each row, a cut behind a stage: the best value and column, a cut before it. From the middle row outwards.
+
+    The columns that can lead to a row lie in its span, as far as memory and time without wires say. The stage between the two
+    costs tops[row] - marks[column], at most `bound`; `values` are the tie-breaks of the stages before each column.
 
     Where tops and marks rise, the best column never moves left as the row moves right: squares of differences are convex, and
     a part of an allowed stage is allowed, so choices that cross never pay. Each half then has the columns on its side. Else a
     longer stage may cost less, because less crosses its ends, and every column is looked at.
     """
-    tops, marks, values = step.tops, step.marks, step.values
     rising = sorted(tops) == tops and sorted(marks) == marks
     best = [(0, 0)] * len(tops)
     stack = [(0, len(tops), 0, len(marks))]
@@ -167,8 +157,8 @@ def _pick(step: Step) -> list[tuple[int, int]]:
         if top >= bottom:
             continue
         row = (top + bottom) // 2
-        here, least = tops[row], tops[row] - step.bound
-        columns = range(max(left, step.spans[row][0]), min(right, step.spans[row][1]))
+        here, least = tops[row], tops[row] - bound
+        columns = range(max(left, spans[row][0]), min(right, spans[row][1]))
         best[row] = min((values[c] + (here - marks[c]) ** 2, c) for c in columns if marks[c] >= least)
         column = best[row][1]
         stack.append((top, row, left, column + 1 if rising else right))

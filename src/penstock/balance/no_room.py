@@ -15,15 +15,14 @@ def no_room(problem: Problem) -> BalanceError:
     assert problem.limits is not None, "without a limit there is always room"
     profile, limits = problem.profile, problem.limits
     for index, layer in enumerate(profile.layers):
-        over, stage = min(
-            (problem.stage_memory(s, index, index + 1) - limits[problem.ranks[s]], s) for s in range(problem.num_stages)
+        alone = [problem.stage_memory(stage, index, index + 1) for stage in range(problem.num_stages)]
+        over, stage, rank = min(
+            (need - limits[r], s, r) for s, (need, r) in enumerate(zip(alone, problem.ranks, strict=True))
         )
         if over > 0:
-            need = problem.stage_memory(stage, index, index + 1)
-            limit = limits[problem.ranks[stage]]
             return BalanceError(
-                f"layer {layer.name!r} alone needs {need} bytes ({size_text(need)}) even on stage {stage}, "
-                f"and rank {problem.ranks[stage]} may hold {limit} ({size_text(limit)}); "
+                f"layer {layer.name!r} alone needs {alone[stage]} bytes ({size_text(alone[stage])}) even on stage {stage}, "
+                f"and rank {rank} may hold {limits[rank]} ({size_text(limits[rank])}); "
                 "raise memory_limit, split the layer, or hold fewer microbatches"
             )
     excess, sure = _least_excess(problem)
