@@ -147,17 +147,11 @@ class Profile:
             raise BalanceError(f'this is no profile: expected a JSON object with "format": "{_FORMAT}"')
         if data.get("version") != _VERSION:
             raise BalanceError(f"the profile has version {data.get('version')!r}, this penstock reads {_VERSION}")
-        unknown = data.keys() - {"format", "version", *(f.name for f in fields(cls))}
-        if unknown or not isinstance(data.get("layers"), list):
+        own = {name: value for name, value in data.items() if name not in ("format", "version")}
+        if own.keys() - {f.name for f in fields(cls)} or not isinstance(own.get("layers"), list):
             raise BalanceError(f"the profile needs a list 'layers' and no unknown entries, got {sorted(data)}")
-        crossing = data.get("crossing_bytes")
         try:
-            return cls(
-                layers=tuple(_layer_from_json(row) for row in data["layers"]),
-                shared_parameters=data.get("shared_parameters", {}),
-                crossing_bytes=None if crossing is None else tuple(crossing),
-                metadata=data.get("metadata", {}),
-            )
+            return cls(**{**own, "layers": tuple(map(_layer_from_json, own["layers"]))})
         except BalanceError:
             raise
         except (TypeError, ValueError, AttributeError) as error:

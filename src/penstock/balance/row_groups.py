@@ -116,30 +116,24 @@ def _packed(lengths: Sequence[int], count: int, room: float) -> list[list[int]] 
     All ways are tried if the rows are few; of many rows as many ways as there is time for.
     """
     rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    groups: list[list[int]] = [[] for _ in range(count)]
-    sums = [0] * count
-    spare = count * room - sum(lengths)
+    sums, spare, left = [0] * count, count * room - sum(lengths), _TRIES
+    where: list[int] = []  # by row: the group that it is in; one less than there are `tries`
     tries = [] if spare < 0 else [_places(sums, lengths[rows[0]], room)]  # by row: the groups that it may still go to
-    left = _TRIES
-    while 0 < len(tries) <= len(rows) and left:
-        at = len(tries) - 1
-        if tries[at]:
+    while tries and len(where) < len(rows) and left:
+        if tries[-1]:
             left -= 1
-            place = tries[at].pop()
-            groups[place].append(rows[at])
-            sums[place] += lengths[rows[at]]
-            if at + 1 == len(rows):
-                break
-            shortest = lengths[rows[-1]]
-            lost = sum(room - total for total in sums if total + shortest > room)  # room that no row will fill
-            tries.append(_places(sums, lengths[rows[at + 1]], room) if lost <= spare else [])
-            continue
-        tries.pop()
-        if tries:  # the row before goes elsewhere
-            place = next(k for k, group in enumerate(groups) if group and group[-1] == rows[at - 1])
-            sums[place] -= lengths[groups[place].pop()]
-    if sum(map(len, groups)) < len(rows):
+            where.append(tries[-1].pop())
+            sums[where[-1]] += lengths[rows[len(where) - 1]]
+            lost = sum(room - total for total in sums if total + lengths[rows[-1]] > room)  # what no row will fill
+            follower = lengths[rows[min(len(where), len(rows) - 1)]]
+            tries.append(_places(sums, follower, room) if lost <= spare else [])
+        else:  # the row before goes elsewhere
+            tries.pop()
+            if where:
+                sums[where.pop()] -= lengths[rows[len(where)]]
+    if len(where) < len(rows):
         return None
+    groups = [[row for row, place in zip(rows, where, strict=True) if place == group] for group in range(count)]
     for group in groups:
         if not group:  # a group of more than one has a row to give
             group.append(max(groups, key=len).pop())
