@@ -11,11 +11,11 @@ from math import floor, log10
 from typing import Any
 
 from penstock.plan import Op, Plan
-from penstock.plan.actions import KEY, MICROBATCH, MICROBATCH_SHIFT, OP, PEER_SHIFT, parts, stage_of, with_op
+from penstock.plan.actions import KEY, OP, PEER_SHIFT, microbatch_of, parts, stage_of, with_op
 from penstock.plan.ops import ROWS
 from penstock.show.colours import paint, rank_colour, shades
 from penstock.show.numbers import holds
-from penstock.show.picture_rows import Bar, bars, extent, has_copies
+from penstock.show.picture_rows import Bar, Picture
 from penstock.simulate import Timeline
 
 _NONE = -1
@@ -31,21 +31,20 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, object]:
     """
     plan = timeline.plan
     keys = _Keys(plan)
-    covered = extent(timeline)
-    digits = _digits(covered.length)
+    picture = Picture.of(timeline)
+    digits = _digits(picture.length)
 
     def at(time: float) -> float:
-        return round(time - covered.start, digits)
+        return round(time - picture.start, digits)
 
-    kinds = (False, True) if has_copies(plan) else (False,)
-    rows = [_row(bars(timeline, rank, copies=copies), keys, at) for copies in kinds for rank in range(plan.num_ranks)]
+    rows = [_row(bars, keys, at) for bars in (*picture.ranks, *picture.copies)]
     messages = _messages(timeline, keys, at)
     return {
         "name": name,
         "schedule": plan.name,
         "unit": timeline.unit,
         "measured": timeline.measured,
-        "length": round(covered.length, digits),
+        "length": round(picture.length, digits),
         "microbatches": plan.num_microbatches,
         "stages": [list(plan.placement.stages_of(rank)) for rank in range(plan.num_ranks)],
         "curves": [rank_colour(rank, plan.num_ranks) for rank in range(plan.num_ranks)],
@@ -109,13 +108,13 @@ def _row(bars: Iterable[Bar], keys: _Keys, at: Callable[[float], float]) -> dict
     row = sorted((at(start), at(end), place, code) for place, (code, start, end) in enumerate(bars))
     firsts = [parts(code)[0] for _, _, _, code in row]
     pairs = {
-        place: [keys.number(split[1]), split[1] >> MICROBATCH_SHIFT & MICROBATCH]
+        place: [keys.number(split[1]), microbatch_of(split[1])]
         for place, (_, _, _, code) in enumerate(row)
         if len(split := parts(code)) == 2
     }
     return {
         "k": [keys.number(code) for code in firsts],
-        "m": [code >> MICROBATCH_SHIFT & MICROBATCH for code in firsts],
+        "m": [microbatch_of(code) for code in firsts],
         "s": [start for start, _, _, _ in row],
         "e": [end for _, end, _, _ in row],
         "pair": pairs,
@@ -138,8 +137,6 @@ def _curve(levels: Iterable[tuple[float, float]]) -> list[float]:
 
 
 def _messages(timeline: Timeline, keys: _Keys, at: Callable[[float], float]) -> dict[str, list[object]]:
-    if not timeline.plan.is_lowered:
-        return {column: [] for column in "ftabmse"}
     found = sorted(timeline.messages(), key=lambda message: message.posted)
     codes = [(message.send.code, message.recv.code) for message in found]
     return {
@@ -147,7 +144,7 @@ def _messages(timeline: Timeline, keys: _Keys, at: Callable[[float], float]) -> 
         "t": [message.receiver for message in found],
         "a": [keys.number(send) for send, _ in codes],
         "b": [keys.number(recv) for _, recv in codes],
-        "m": [send >> MICROBATCH_SHIFT & MICROBATCH for send, _ in codes],
+        "m": [microbatch_of(send) for send, _ in codes],
         "s": [at(message.posted) for message in found],
         "e": [at(message.arrived) for message in found],
     }

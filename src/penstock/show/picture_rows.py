@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.plan import Op, Plan
 from penstock.plan.actions import OP
-from penstock.plan.ops import COPIES, MESSAGES
+from penstock.plan.ops import BESIDE, COPIES
 from penstock.simulate import Timeline
 
 
@@ -19,39 +17,27 @@ class Bar(NamedTuple):
     end: float
 
 
-def bars(timeline: Timeline, rank: int, *, copies: bool = False) -> Iterator[Bar]:
-    """The actions of one rank that occupy it, or its copy engine, in their order."""
-    for code, start, end in timeline.timed(rank):
-        if code & OP not in MESSAGES and (code & OP in COPIES) == copies:
-            yield Bar(code, start, end)
-
-
-def has_copies(plan: Plan) -> bool:
-    """Whether a picture needs rows for the copy engines."""
-    return any(plan.has(Op(number)) for number in COPIES)
-
-
-class Extent(NamedTuple):
-    """The time that a picture covers. It may begin before the first compute action, and end after the last."""
-
-    start: float
-    end: float
-
-    @property
-    def length(self) -> float:
-        return self.end - self.start
-
-
-def extent(timeline: Timeline) -> Extent:
-    """From the first start to the last end of all actions, messages aside.
+class Picture(NamedTuple):
+    """The rows of a timeline, each in its order, and the time that they cover: more than the computing, if it loads before.
 
     >>> from penstock.schedules import get_schedule
     >>> from penstock.simulate import simulate
-    >>> extent(simulate(get_schedule("1f1b")(4, 8)))
-    Extent(start=0.0, end=33.0)
+    >>> picture = Picture.of(simulate(get_schedule("1f1b")(4, 8)))
+    >>> picture.start, picture.length, len(picture.ranks[0]), picture.copies
+    (0.0, 33.0, 16, [])
     """
-    start, end = timeline.start, timeline.start + timeline.makespan
-    for rank in range(timeline.plan.num_ranks):
-        for bar in (*bars(timeline, rank), *bars(timeline, rank, copies=True)):
-            start, end = min(start, bar.start), max(end, bar.end)
-    return Extent(start, end)
+
+    start: float
+    length: float
+    ranks: list[list[Bar]]
+    copies: list[list[Bar]]  # by rank: of its copy engine; none at all where a plan copies nothing
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Picture:
+        timed = [[Bar(*one) for one in timeline.timed(rank)] for rank in range(timeline.plan.num_ranks)]
+        ranks = [[bar for bar in row if bar.code & OP not in BESIDE] for row in timed]
+        copies = [[bar for bar in row if bar.code & OP in COPIES] for row in timed]
+        bars = [bar for row in (*ranks, *copies) for bar in row]
+        start = min([timeline.start, *(bar.start for bar in bars)])
+        end = max([timeline.start + timeline.makespan, *(bar.end for bar in bars)])
+        return cls(start, end - start, ranks, copies if any(copies) else [])

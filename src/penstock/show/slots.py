@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from penstock.plan.actions import OP
 from penstock.plan.ops import COMPUTES
-from penstock.show.picture_rows import Bar, bars, extent, has_copies
+from penstock.show.picture_rows import Bar, Picture
 from penstock.simulate import Timeline
 
 _FINEST: Final = 12  # columns that the shortest action may take; beyond that the slots are rounded
@@ -49,45 +49,35 @@ def cut(timeline: Timeline) -> Grid:
     Measured times have no such unit; there the columns are about a quarter of a usual action, every action covers at
     least one, and `Grid.exact` is False. Messages are no slots. An action that takes no time has no column when exact.
     """
-    begin = extent(timeline).start
-    ranks, kinds = timeline.plan.num_ranks, (False, True) if has_copies(timeline.plan) else (False,)
+    picture = Picture.of(timeline)
     spans = [
         [
-            Bar(code, start - begin, end - begin)
-            for code, start, end in bars(timeline, rank, copies=copies)
+            Bar(code, start - picture.start, end - picture.start)
+            for code, start, end in row
             if end > start or code & OP in COMPUTES  # the care of parameters has no column when it takes no time
         ]
-        for copies in kinds
-        for rank in range(ranks)
+        for row in (*picture.ranks, *picture.copies)
     ]
     unit = common = _common_unit(spans)
     if unit is None:
         durations = sorted(end - start for row in spans for _, start, end in row if end > start)
         unit = max(durations[0], durations[len(durations) // 2] / 4) if durations else 1.0
-    slots = [tuple((_rounded if common is None else _exact)(row, unit)) for row in spans]
+    slots = [tuple(_slots(row, unit, least=0 if common else 1)) for row in spans]
+    ranks = len(picture.ranks)
     return Grid(unit, common is not None, tuple(slots[:ranks]), tuple(slots[ranks:]))
 
 
-_Spans = list[Bar]
-
-
-def _exact(spans: _Spans, unit: float) -> Iterator[Cell]:
-    for code, start, end in spans:
-        column = round(start / unit)
-        width = round(end / unit) - column
-        if width:
-            yield Cell(column, width, code)
-
-
-def _rounded(spans: _Spans, unit: float) -> Iterator[Cell]:
+def _slots(spans: list[Bar], unit: float, *, least: int) -> Iterator[Cell]:
+    """One action after another; what has no column is left out."""
     free = 0
     for code, start, end in spans:
         column = max(free, round(start / unit))
-        free = max(column + 1, round(end / unit))
-        yield Cell(column, free - column, code)
+        free = max(column + least, round(end / unit))
+        if free > column:
+            yield Cell(column, free - column, code)
 
 
-def _common_unit(spans: Iterable[_Spans]) -> float | None:
+def _common_unit(spans: list[list[Bar]]) -> float | None:
     """The greatest common divisor of all starts and ends; None if it is much finer than the shortest action."""
     times = {time for row in spans for _, start, end in row for time in (start, end)}
     shortest = min((end - start for row in spans for _, start, end in row if end > start), default=0.0)

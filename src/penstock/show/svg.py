@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 from math import floor, log10
 from typing import Final
@@ -16,7 +14,7 @@ from penstock.plan.actions import OP, parts, unpack
 from penstock.plan.ops import MESSAGES
 from penstock.show.colours import Paint, paint, shades
 from penstock.show.numbers import peak, percent, sizes, time_text
-from penstock.show.picture_rows import Bar, Extent, bars, extent, has_copies
+from penstock.show.picture_rows import Bar, Picture
 from penstock.simulate import Timeline, simulate
 
 _STYLE: Final = """
@@ -44,41 +42,31 @@ def to_svg(shown: Timeline | Plan, *, width: int = 900, row: int = 26, title: st
     return "\n".join(_Drawing(timeline, width, row, title).parts()) + "\n"
 
 
-@dataclass(frozen=True)
 class _Drawing:
     """Sizes, and what follows from them. Every text that is not a number passes through `escape`."""
 
-    timeline: Timeline
-    width: int
-    row: int
-    title: str | None
-
-    @property
-    def height(self) -> int:
-        return round(self.legend_entries[-1][1]) + 14
-
-    @property
-    def bottom(self) -> int:
-        return self.y(self.timeline.plan.num_ranks)
+    def __init__(self, timeline: Timeline, width: int, row: int, title: str | None) -> None:
+        self.timeline, self.width, self.row, self.title = timeline, width, row, title
+        self.picture, self.shades = Picture.of(timeline), shades(timeline.plan)
+        self.bottom = self.y(timeline.plan.num_ranks)
+        self.legend_entries = list(self.entries())
+        self.height = round(self.legend_entries[-1][1]) + 14
+        # Whether every box has room for its whole action; if not, all of them show their microbatch alone.
+        self.whole_words = all(
+            _room(str(part), min(11.5, row / len(actions) - 1)) + 6 <= self.x(bar.end) - self.x(bar.start)
+            for bars in self.picture.ranks
+            for bar in bars
+            if bar.end > bar.start
+            for actions in [_actions(bar)]
+            for part in actions
+        )
 
     def x(self, time: float) -> float:
         room = self.width - _GUTTER - _MARGIN
-        return _GUTTER + (time - self.extent.start) / (self.extent.length or 1.0) * room
-
-    @cached_property
-    def extent(self) -> Extent:
-        return extent(self.timeline)
-
-    @cached_property
-    def shades(self) -> tuple[tuple[int, int], ...]:
-        return shades(self.timeline.plan)
-
-    @cached_property
-    def copies(self) -> bool:
-        return has_copies(self.timeline.plan)
+        return _GUTTER + (time - self.picture.start) / (self.picture.length or 1.0) * room
 
     def y(self, rank: int) -> int:
-        return _TOP + rank * (self.row + 4 + (_COPIES + 2) * self.copies)
+        return _TOP + rank * (self.row + 4 + (_COPIES + 2) * bool(self.picture.copies))
 
     def parts(self) -> Iterator[str]:
         plan, timeline = self.timeline.plan, self.timeline
@@ -106,26 +94,28 @@ class _Drawing:
         yield "</svg>"
 
     def rows(self) -> Iterator[str]:
-        left, right = self.x(self.extent.start), self.x(self.extent.end)
-        for rank in range(self.timeline.plan.num_ranks):
+        for rank, bars in enumerate(self.picture.ranks):
             y = self.y(rank)
             yield f'<g class="row"><text class="rank" x="{_GUTTER - 8}" y="{y + self.row / 2 + 4:g}">rank {rank}</text>'
-            tracks = (y, self.row, ""), (y + self.row + 2, _COPIES, "'s copy engine")
-            for top, height, whose in tracks[: 1 + self.copies]:
-                yield (
-                    f'<rect x="{left:.2f}" y="{top}" width="{right - left:.2f}" height="{height}" rx="3" '
-                    f'fill="url(#idle)"><title>rank {rank}{whose} is idle here</title></rect>'
-                )
-                for bar in bars(self.timeline, rank, copies=bool(whose)):
-                    yield self.span(rank, bar, top, height)
+            yield from self.track(f"rank {rank}", rank, bars, y, self.row)
+            for copies in self.picture.copies[rank : rank + 1]:
+                yield from self.track(f"rank {rank}'s copy engine", rank, copies, y + self.row + 2, _COPIES)
             yield "</g>"
+
+    def track(self, whose: str, rank: int, bars: list[Bar], y: int, height: int) -> Iterator[str]:
+        yield (
+            f'<rect x="{_GUTTER:.2f}" y="{y}" width="{self.width - _GUTTER - _MARGIN:.2f}" height="{height}" rx="3" '
+            f'fill="url(#idle)"><title>{whose} is idle here</title></rect>'
+        )
+        for bar in bars:
+            yield self.span(rank, bar, y, height)
 
     def span(self, rank: int, bar: Bar, y: float, tall: float) -> str:
         x, until = self.x(bar.start), self.x(bar.end)
         width = max(until - x - (1 if until - x > 4 else 0), 0.4)
         actions = _actions(bar)
         height = tall / len(actions)
-        begin, end = (time_text(time - self.extent.start, self.timeline.unit) for time in (bar.start, bar.end))
+        begin, end = (time_text(time - self.picture.start, self.timeline.unit) for time in (bar.start, bar.end))
         words = escape("; overlapped with ".join(map(_described, actions)) + f"\nrank {rank}, {begin} to {end}")
         drawn = [f'<g class="span" data-rank="{rank}"><title>{words}</title>']
         for number, action in enumerate(actions):
@@ -138,17 +128,6 @@ class _Drawing:
             )
             drawn.append(self.label(action, colour, box=(x, top, width, height)))
         return "".join(drawn) + "</g>"
-
-    @cached_property
-    def whole_words(self) -> bool:
-        """Whether every box has room for its whole action; if not, all of them show their microbatch alone."""
-        drawn = [bar for rank in range(self.timeline.plan.num_ranks) for bar in bars(self.timeline, rank)]
-        return all(
-            _room(str(part), min(11.5, self.row / len(_actions(bar)) - 1)) + 6 <= self.x(bar.end) - self.x(bar.start)
-            for bar in drawn
-            for part in _actions(bar)
-            if bar.end > bar.start
-        )
 
     def label(self, action: Action, colour: Paint, *, box: tuple[float, float, float, float]) -> str:
         x, y, width, height = box
@@ -163,9 +142,9 @@ class _Drawing:
         )
 
     def axis(self) -> Iterator[str]:
-        step = nice_step(self.extent.length, (self.width - _GUTTER - _MARGIN) / 64)
-        for number in range(int(self.extent.length / step + 1e-9) + 1):
-            x = self.x(self.extent.start + number * step)
+        step = nice_step(self.picture.length, (self.width - _GUTTER - _MARGIN) / 64)
+        for number in range(int(self.picture.length / step + 1e-9) + 1):
+            x = self.x(self.picture.start + number * step)
             yield f'<path class="grid" d="M{x:.2f} {self.bottom - 2}v6"/>'
             words = escape(time_text(number * step, self.timeline.unit))
             yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 16}">{words}</text>'
@@ -176,22 +155,20 @@ class _Drawing:
                 yield f'<rect x="{x:g}" y="{y - 9:g}" width="11" height="11" rx="2.5" fill="{fill}"/>'
             yield f'<text class="word" x="{x + (16 if fill else 0):g}" y="{y:g}">{words}</text>'
 
-    @cached_property
-    def legend_entries(self) -> list[tuple[float, float, str, str]]:
-        """Place, fill and words of each entry; a new line when the next does not fit."""
-        wanted = [(paint(op).fill, f"{op.name} {op.row.word}") for op in ops_of(self.timeline.plan)]
+    def entries(self) -> Iterator[tuple[float, float, str, str]]:
+        """Place, fill and words of each entry of the legend; a new line when the next does not fit."""
+        plan = self.timeline.plan
+        wanted = [(paint(op).fill, f"{op.name} {op.row.word}") for op in ops_of(plan)]
         wanted.append(("url(#idle)", "idle"))
-        if self.timeline.plan.num_stages > self.timeline.plan.num_ranks:
+        if plan.num_stages > plan.num_ranks:
             wanted.append(("", "paler: later stages of the rank"))
-        entries: list[tuple[float, float, str, str]] = []
         x, y = float(_GUTTER), float(self.bottom + _AXIS + 10)
         for fill, words in wanted:
             length = 34 + len(words) * 6.6
             if x + length - 18 > self.width - _MARGIN and x > _GUTTER:
                 x, y = float(_GUTTER), y + 18
-            entries.append((x, y, fill, words))
+            yield x, y, fill, words
             x += length
-        return entries
 
 
 def ops_of(plan: Plan) -> list[Op]:

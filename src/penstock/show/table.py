@@ -79,17 +79,15 @@ def show_table(shown: Timeline | Plan, console: Console | None = None, *, action
     """
     from rich.console import Console
 
-    console = console if console is not None else Console()
-    plan = shown if isinstance(shown, Plan) else shown.plan
-    if console.is_terminal and console.color_system is not None:
-        made = _rich(_listed(plan, console.width)) if actions else coloured_table(shown, width=console.width)
-        console.print(made, soft_wrap=True, end="")
+    console = console or Console()
+    colour = console.is_terminal and console.color_system is not None
+    if actions:
+        lines = _listed(shown if isinstance(shown, Plan) else shown.plan, console.width)
     else:
-        fine = console.encoding.startswith("utf")
-        plain = (
-            listing(plan, width=console.width) if actions else to_table(shown, width=console.width, ascii_only=not fine)
-        )
-        console.print(plain, soft_wrap=True, end="", markup=False, highlight=False, emoji=False)
+        marks = _FINE if colour or console.encoding.startswith("utf") else _ASCII
+        lines = _Layout(_timed(shown), coloured=colour, marks=marks).lines(console.width)
+    made = _rich(lines) if colour else _plain(lines)
+    console.print(made, soft_wrap=True, end="", markup=False, highlight=False, emoji=False)
 
 
 def _timed(shown: Timeline | Plan) -> Timeline:
@@ -128,15 +126,17 @@ class _Layout:
 
     def lines(self, width: int) -> Iterator[list[Piece]]:
         room = max(1, (width - self.gutter - 1) // self.cell)
+        rows = []
+        for rank, cells in enumerate(self.grid.rows):
+            rows.append((f"rank {rank} ", self.folded(cells, room)))
+            rows += [("copies ", self.folded(copies, room)) for copies in self.grid.copies[rank : rank + 1]]
         for first in range(0, self.grid.num_columns, room):
             if first:
                 yield []
-            last = min(first + room, self.grid.num_columns)
-            yield [Piece(" " * (self.gutter + 1)), Piece(self.ruler(first, last), _DIM)]
-            for rank, row in enumerate(self.grid.rows):
-                copies = [("copies ", self.grid.copies[rank])] if self.grid.copies else []
-                for head, cells in ((f"rank {rank} ", row), *copies):
-                    yield [Piece(head.rjust(self.gutter)), Piece(self.edge, _DIM), *self.row(cells, first, last)]
+            ruler = self.ruler(first, min(first + room, self.grid.num_columns))
+            yield [Piece(" " * (self.gutter + 1)), Piece(ruler, _DIM)]
+            for head, blocks in rows:
+                yield [Piece(head.rjust(self.gutter)), Piece(self.edge, _DIM), *blocks[first // room]]
         yield list(self.legend())
 
     def ruler(self, first: int, last: int) -> str:
@@ -146,44 +146,48 @@ class _Layout:
         line = "".join(mark.ljust(self.cell * every) for mark in marks[::every])
         return line[: (last - first) * self.cell].rstrip()
 
-    def row(self, row: Iterable[Cell], first: int, last: int) -> Iterator[Piece]:
-        at = first
-        for slot in row:
-            begin, end = max(slot.column, first), min(slot.column + slot.width, last)
-            if begin >= end:
-                continue
-            yield self.idle(begin - at)
-            yield from self.action(slot, begin - slot.column, end - slot.column)
-            at = end
-        yield self.idle(last - at)
+    def folded(self, cells: Iterable[Cell], room: int) -> list[list[Piece]]:
+        """A row, in blocks of so many columns."""
+        blocks: list[list[Piece]] = [[]]
+        left = width = room * self.cell
+        for whole, style in self.row(cells):
+            rest = whole
+            while rest:
+                blocks[-1].append(Piece(rest[:left], style))
+                rest, left = rest[left:], left - len(rest)
+                if left <= 0:
+                    blocks.append([])
+                    left = width
+        return blocks
+
+    def row(self, cells: Iterable[Cell]) -> Iterator[Piece]:
+        at = 0
+        for slot in cells:
+            yield self.idle(slot.column - at)
+            yield from self.action(slot)
+            at = slot.column + slot.width
+        yield self.idle(self.grid.num_columns - at)
 
     def idle(self, columns: int) -> Piece:
         return Piece(self.no_action.ljust(self.cell) * columns, _DIM)
 
-    def action(self, slot: Cell, begin: int, end: int) -> Iterator[Piece]:
-        """The columns from `begin` to `end` of one action: its label first, then what shows that it goes on."""
+    def action(self, slot: Cell) -> Iterator[Piece]:
+        """The columns of one action: its label first, then what shows that it goes on; a pair shares them."""
         if not self.coloured:
-            more = self.more.ljust(self.cell)
             label = self.label(slot.code)
             covered = -(-(len(label) + 1) // self.cell)
-            whole = label.ljust(covered * self.cell) + more * (slot.width - covered)
-            yield Piece(whole[begin * self.cell : end * self.cell])
+            yield Piece(label.ljust(covered * self.cell) + self.more.ljust(self.cell) * (slot.width - covered))
             return
-        pieces = parts(slot.code)
-        share = slot.width * self.cell // len(pieces)
-        whole_width, at = slot.width * self.cell, 0
-        for number, part in enumerate(pieces):
-            until = whole_width if number == len(pieces) - 1 else at + share
-            shown = (self.label(part).rjust(self.cell - 1 if number == 0 else 0) + " ").ljust(until - at)[: until - at]
-            low, high = max(begin * self.cell, at), min(end * self.cell, until)
-            if low < high:
-                colour = paint(Op(part & OP), *self.shades[stage_of(part)])
-                yield Piece(shown[low - at : high - at], _painted(colour))
-            at = until
+        split, width = parts(slot.code), slot.width * self.cell
+        share = width // len(split)
+        for part, room, indent in zip(split, (share, width - share), (self.cell - 1, 0), strict=False):
+            colour = paint(Op(part & OP), *self.shades[stage_of(part)])
+            yield Piece(f"{self.label(part).rjust(indent)} ".ljust(room)[:room], _painted(colour))
 
     def legend(self) -> Iterator[Piece]:
         for number, op in enumerate(op for op in Op if op in self.ops):
-            yield Piece("  " if self.coloured and number else "" if self.coloured or not number else ", ")
+            if number:
+                yield Piece("  " if self.coloured else ", ")
             letter = op.row.letter or op.name
             yield Piece(f" {letter} ", _painted(paint(op))) if self.coloured else Piece(letter)
             yield Piece(f" {op.row.word}")

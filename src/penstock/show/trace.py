@@ -9,7 +9,7 @@ counter shows the memory held.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from os import PathLike
 from typing import Any, Final
 
@@ -17,9 +17,9 @@ from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan import AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, unpack, with_op
-from penstock.plan.ops import COMPUTES, COPIES, MESSAGES, TRAINING, doing
+from penstock.plan.ops import COMPUTES, TRAINING, doing
 from penstock.plan.reading import write_text
-from penstock.show.picture_rows import extent, has_copies
+from penstock.show.picture_rows import Picture
 from penstock.simulate import Timeline, simulate
 
 _MICROSECONDS: Final = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
@@ -59,7 +59,7 @@ def dump_trace(shown: Timeline | Plan, path: str | PathLike[str]) -> None:
 class _Trace:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.begin = extent(timeline).start
+        self.picture = Picture.of(timeline)
         self.scale = _MICROSECONDS.get(timeline.unit, _UNITLESS)
         self.lanes: dict[tuple[int, int], list[float]] = {}  # (rank, kind) -> when each of its threads is free again
 
@@ -68,7 +68,7 @@ class _Trace:
             yield _named("process_name", rank, f"rank {rank}")
             yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
             yield _named("thread_name", rank, "compute", _COMPUTE)
-            if has_copies(self.timeline.plan):
+            if self.picture.copies:
                 yield _named("thread_name", rank, "copies", _COPIES)
             yield from self.slices(rank)
             yield from self.memory(rank)
@@ -78,12 +78,11 @@ class _Trace:
             yield from self.dependencies()
 
     def at(self, time: float) -> float:
-        return round((time - self.begin) * self.scale, 3)
+        return round((time - self.picture.start) * self.scale, 3)
 
     def slices(self, rank: int) -> Iterator[Event]:
-        for code, start, end in self.timeline.timed(rank):
-            if code & OP not in MESSAGES:
-                thread = _COPIES if code & OP in COPIES else _COMPUTE
+        for thread, rows in ((_COMPUTE, self.picture.ranks), (_COPIES, self.picture.copies)):
+            for code, start, end in rows[rank] if rows else ():
                 yield self.slice(rank, thread, unpack(code), begin=self.at(start), end=self.at(end))
 
     def slice(self, rank: int, thread: int, action: AnyAction, *, begin: float, end: float) -> Event:
@@ -110,26 +109,26 @@ class _Trace:
             leaves = self.at(message.posted)
             arrives = max(self.at(message.arrived), round(leaves + _SHORTEST, 3))
             opens = min(self.at(message.opened), arrives - _SHORTEST)
-            send, named = self.lane(message.sender, _SENDS, leaves, arrives)
-            yield from named
-            yield self.slice(message.sender, send, message.send, begin=leaves, end=arrives)
-            recv, named = self.lane(message.receiver, _RECEIVES, opens, arrives)
-            yield from named
-            yield self.slice(message.receiver, recv, message.recv, begin=opens, end=arrives)
-            rows = (message.sender, send, leaves), (message.receiver, recv, max(leaves, opens))
-            yield from _arrow(number, message.send.code & OP in TRAINING, *rows)
+            both = (
+                (message.sender, _SENDS, message.send, leaves),
+                (message.receiver, _RECEIVES, message.recv, opens),
+            )
+            ends = []
+            for rank, kind, action, begin in both:
+                thread = self.lane(rank, kind, begin, arrives)
+                yield self.slice(rank, thread, action, begin=begin, end=arrives)
+                ends.append((rank, thread, max(leaves, begin)))
+            yield from _arrow(number, message.send.code & OP in TRAINING, *ends)
+        for (rank, kind), lanes in self.lanes.items():
+            for thread in range(kind, kind + len(lanes)):
+                yield _named("thread_name", rank, "sends" if kind == _SENDS else "receives", thread)
 
-    def lane(self, rank: int, kind: int, begin: float, end: float) -> tuple[int, Iterable[Event]]:
-        """A thread of this kind that is free from `begin` on, and its name if it is a new one."""
+    def lane(self, rank: int, kind: int, begin: float, end: float) -> int:
+        """A thread of this kind that is free from `begin` on, and busy until `end`."""
         lanes = self.lanes.setdefault((rank, kind), [])
-        for number, free in enumerate(lanes):
-            if free <= begin:
-                lanes[number] = end
-                return kind + number, ()
-        lanes.append(end)
-        thread = kind + len(lanes) - 1
-        word = "sends" if kind == _SENDS else "receives"
-        return thread, (_named("thread_name", rank, word, thread),)
+        number = next((number for number, free in enumerate(lanes) if free <= begin), len(lanes))
+        lanes[number : number + 1] = [end]
+        return kind + number
 
     def dependencies(self) -> Iterator[Event]:
         """Arrows between the compute actions of different ranks."""
