@@ -88,14 +88,14 @@ class _Model:
         self.intervals: list[list[Any]] = [[] for _ in range(job.placement.num_ranks)]
         hints = {code: start for _, packed, start, _ in best.every() for code in parts(packed)}
         for task in range(half, job.num_tasks):  # what is done in one piece begins with the input gradient
-            start = hints.get(job.whole_code(task))
+            start = hints.get(job.code(Op.B, task))
             if start is not None:
-                hints |= {job.codes[task]: start, job.weight_code(task): start + back[self._cell(task)]}
+                hints |= {job.codes[task]: start, job.code(Op.W, task): start + back[self._cell(task)]}
         for task, code in enumerate(job.codes):
             rank, cell = job.rank_of_link[task // size], self._cell(task)
             self._action(code, (forward if task < half else back)[cell], rank, hints)
             if task >= half:
-                self._action(job.weight_code(task), weight[cell], rank, hints)
+                self._action(job.code(Op.W, task), weight[cell], rank, hints)
         self._order()
         for rank, intervals in enumerate(self.intervals):
             self.model.add_no_overlap(intervals)
@@ -129,8 +129,8 @@ class _Model:
                 self.model.add(self.began[job.codes[task + size]] >= self.ended[code] + way)
             both = [(code, job.codes[task + 1])] if equal and (task + 1) % size else []
             if task >= job.num_tasks // 2:
-                self.model.add(self.began[job.weight_code(task)] >= self.ended[code])
-                both += [(job.weight_code(task), job.weight_code(task + 1))] if both else []
+                self.model.add(self.began[job.code(Op.W, task)] >= self.ended[code])
+                both += [(job.code(Op.W, task), job.code(Op.W, task + 1))] if both else []
             for first, second in both:
                 self.model.add(self.began[second] >= self.ended[first])
 
@@ -145,7 +145,7 @@ class _Model:
         spans, demands = [], []
         for task in backs:
             began = self.began[job.codes[self._cell(task)]]
-            back, weight = self.ended[job.codes[task]], self.ended[job.weight_code(task)]
+            back, weight = self.ended[job.codes[task]], self.ended[job.code(Op.W, task)]
             held, kept = job.held[task], min(job.held[task], job.kept[task])
             for first, last, what in ((began, back, held), (back, weight, kept)):
                 length = self.model.new_int_var(0, self.horizon, "")

@@ -17,7 +17,7 @@ from math import inf
 from penstock.errors import PlanError
 from penstock.lower.chosen import one_a_rank
 from penstock.plan import Op, Placement, Rules, StageGraph
-from penstock.plan.actions import backward, backward_input, backward_weight, forward, key_of, stage_of
+from penstock.plan.actions import MICROBATCH_SHIFT, key_of, stage_of
 from penstock.simulate import Costs, Timeline
 
 
@@ -168,19 +168,12 @@ class SearchJob:
     def codes(self) -> tuple[int, ...]:
         """By task: the packed action."""
         half = self.num_tasks // 2
-        return tuple(self._code(backward_input if task >= half else forward, task) for task in range(self.num_tasks))
+        return tuple(self.code(Op.I if task >= half else Op.F, task) for task in range(self.num_tasks))
 
-    def weight_code(self, task: int) -> int:
-        """The packed weight gradient that the task, an input gradient, leaves to be done."""
-        return self._code(backward_weight, task)
-
-    def whole_code(self, task: int) -> int:
-        """The packed backward in one piece of the task, an input gradient."""
-        return self._code(backward, task)
-
-    def _code(self, pack: Callable[[int, int], int], task: int) -> int:
+    def code(self, op: Op, task: int) -> int:
+        """The packed action that is this op for the stage and the microbatch of the task."""
         link, microbatch = divmod(task, self.num_microbatches)
-        return pack(self.stage_of_link[link], microbatch)
+        return key_of(op, self.stage_of_link[link]) | microbatch << MICROBATCH_SHIFT
 
     @cached_property
     def pace(self) -> float:

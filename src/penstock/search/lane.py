@@ -20,8 +20,8 @@ from penstock.schedules.registry import known_plans
 from penstock.search.exact import solve
 from penstock.search.floor import floor
 from penstock.search.job import SearchJob
-from penstock.search.listing import list_schedule
-from penstock.search.patterns import AsPlanned, BlockPattern, Groups, Manner, Pattern, late_splits
+from penstock.search.listing import Manner, list_schedule
+from penstock.search.patterns import AsPlanned, BlockPattern, Groups, Pattern, late_splits
 from penstock.simulate import Costs, Timeline, simulate
 
 _ROUNDING = 1e-9
@@ -130,7 +130,7 @@ class Lane:
                     return  # not even one microbatch after another fits
                 parent = self._any_entry()
                 pattern = parent.pattern.shaken(self.job, self.rng)
-            listing = list_schedule(self.job, pattern.urgency(self.job))
+            listing = list_schedule(self.job, pattern.urgency(self.job), pattern.manner)
             if listing is None:
                 continue
             worse = _WORSE * max(0.0, 1 - number / (tries * _PATIENT))

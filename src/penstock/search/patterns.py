@@ -19,7 +19,7 @@ from typing import TypeVar
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 from penstock.search.job import SearchJob
-from penstock.search.listing import Urgency
+from penstock.search.listing import Manner
 
 _Shaken = TypeVar("_Shaken")
 _Way = tuple[int, Callable[[_Shaken], _Shaken]]  # how often something is changed beside the others, and how
@@ -29,28 +29,18 @@ _SPREADS = (0.2, 0.7, 2.0)  # of changes to the keys of a known schedule, in pla
 _SHAKEN = 0.1  # the share of its microbatches that are moved by themselves
 
 
-@dataclass(frozen=True)
-class Manner:
-    """How the list scheduler treats what is urgent: see `Urgency`."""
-
-    patience: float = 0.5
-    hold: float = 0.0
-    whole: tuple[int, ...] = ()
-
-    def urgency(self, keys: list[float]) -> Urgency:
-        return Urgency(keys, self.patience, self.hold, self.whole)
-
-    def shaken(self, job: SearchJob, rng: random.Random) -> Manner:
-        if job.merges and rng.random() < 0.7:
-            whole = self.whole or (0,) * job.placement.num_ranks
-            return replace(self, whole=_nudged(whole, rng) if rng.random() < 0.8 else rng.choice(late_splits(job)))
-        if rng.random() < 0.5:
-            return replace(self, patience=rng.choice(PATIENCES))
-        return replace(self, hold=rng.choice(HOLDS))
+def _another(manner: Manner, job: SearchJob, rng: random.Random) -> Manner:
+    """The manner with one thing changed."""
+    if job.merges and rng.random() < 0.7:
+        whole = manner.whole or (0,) * job.placement.num_ranks
+        return replace(manner, whole=_nudged(whole, rng) if rng.random() < 0.8 else rng.choice(late_splits(job)))
+    if rng.random() < 0.5:
+        return replace(manner, patience=rng.choice(PATIENCES))
+    return replace(manner, hold=rng.choice(HOLDS))
 
 
 def late_splits(job: SearchJob) -> list[tuple[int, ...]]:
-    """`Urgency.whole` if the last microbatches alone have split backwards, as many as the ranks have in flight, or none."""
+    """`Manner.whole` if the last microbatches alone have split backwards, as many as the ranks have in flight, or none."""
     ranks, count = job.placement.num_ranks, job.num_microbatches
     last = (0, -(-ranks // 2), ranks, 2 * ranks, count)
     return [*dict.fromkeys((max(0, count - split),) * ranks for split in last)]
@@ -80,7 +70,7 @@ class Groups:
         ahead = _ahead(job, first, rng.choice((1, 1, 1, 2)), rng.choice((-1, 0, 0, 1, 2, ranks // 2)))
         return cls(_groups_of(count, first, rest), _groups_of(count, back, back), ahead, manner)
 
-    def urgency(self, job: SearchJob) -> Urgency:
+    def urgency(self, job: SearchJob) -> list[float]:
         """A rank's forwards are numbered in their order, gradients in theirs, and stand in turn after those ahead."""
         keys = [0.0] * job.num_tasks
         size, links = job.num_microbatches, job.num_links
@@ -90,14 +80,14 @@ class Groups:
                 keys[task] = place if place < ahead else 2 * place - ahead
             for place, task in enumerate(_grouped(self.backward, [(links - 1 - s) * size for s in reversed(stages)])):
                 keys[task] = 2 * place + ahead + 1
-        return self.manner.urgency(keys)
+        return keys
 
     def shaken(self, job: SearchJob, rng: random.Random) -> Groups:
         ways: list[_Way[Groups]] = [
             (3, lambda it: replace(it, forward=_regrouped(it.forward, rng))),
             (3, lambda it: replace(it, backward=_regrouped(it.backward, rng))),
             (3, lambda it: replace(it, ahead=_nudged(it.ahead, rng))),
-            (4 if job.merges else 1, lambda it: replace(it, manner=it.manner.shaken(job, rng))),
+            (4 if job.merges else 1, lambda it: replace(it, manner=_another(it.manner, job, rng))),
         ]
         return _changed(self, ways, rng)
 
@@ -184,7 +174,7 @@ class BlockPattern:
             Manner(rng.choice(PATIENCES), rng.choice(HOLDS)),
         )
 
-    def urgency(self, job: SearchJob) -> Urgency:
+    def urgency(self, job: SearchJob) -> list[float]:
         size, half, ranks = job.num_microbatches, job.placement.num_stages, job.placement.num_ranks
         unit = sum(job.time[: half * size]) / (half * size)
         keys: list[float] = []
@@ -194,14 +184,14 @@ class BlockPattern:
             offset += (self.hops[leg] if place else self.turns[leg]) * unit
             first = offset + (self.shift[rank] * job.pace if link >= half else 0.0)
             keys += (first + number * job.pace for number in range(size))
-        return self.manner.urgency(keys)
+        return keys
 
     def shaken(self, job: SearchJob, rng: random.Random) -> BlockPattern:
         ways: list[_Way[BlockPattern]] = [
             (4, lambda it: replace(it, hops=_stretched(it.hops, rng, spread=0.5, least=0.5))),
             (3, lambda it: replace(it, turns=_stretched(it.turns, rng, spread=1.5, least=0.0))),
             (2, lambda it: replace(it, shift=_nudged(it.shift, rng))),
-            (4 if job.merges else 1, lambda it: replace(it, manner=it.manner.shaken(job, rng))),
+            (4 if job.merges else 1, lambda it: replace(it, manner=_another(it.manner, job, rng))),
         ]
         return _changed(self, ways, rng)
 
@@ -229,13 +219,13 @@ class AsPlanned:
                     keys[link * size + microbatch_of(code)] = float(position)
         return cls(tuple(keys), manner)
 
-    def urgency(self, job: SearchJob) -> Urgency:
-        return self.manner.urgency(list(self.keys))
+    def urgency(self, job: SearchJob) -> list[float]:
+        return list(self.keys)
 
     def shaken(self, job: SearchJob, rng: random.Random) -> AsPlanned:
         """Each link, and a few microbatches, a little more or less urgent."""
         if rng.random() < (0.5 if job.merges else 0.2):
-            return replace(self, manner=self.manner.shaken(job, rng))
+            return replace(self, manner=_another(self.manner, job, rng))
         spread, size = rng.choice(_SPREADS), job.num_microbatches
         keys: list[float] = []
         for first in range(0, job.num_tasks, size):
