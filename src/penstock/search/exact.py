@@ -18,7 +18,6 @@ is found is simulated with the costs as they are before anybody believes it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import floor as whole
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +34,11 @@ if TYPE_CHECKING:
 
 _LARGEST = 10**9  # of the whole numbers that the solver is given
 _WALL = 30.0  # seconds for each unit of effort after which the solver is stopped in any case
+_Orders = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Solved:
-    """What the solver says: no schedule of the job ends before `floor`; `codes` are an order that may be better, or None."""
-
-    floor: float
-    codes: tuple[tuple[int, ...], ...] | None
-
-
-def solve(job: SearchJob, best: Timeline, *, floor: float, effort: float, seed: int) -> Solved:
-    """Begin with the best that is known, and with the floor that is known.
+def solve(job: SearchJob, best: Timeline, *, floor: float, effort: float, seed: int) -> tuple[float, _Orders | None]:
+    """What no schedule of the job ends before, and an order of each rank that may be better. Begins with what is known.
 
     `effort` is counted in the solver's own work, a few seconds on one core each: the same arguments give the same answer.
     """
@@ -58,8 +50,8 @@ def solve(job: SearchJob, best: Timeline, *, floor: float, effort: float, seed: 
     solver.parameters.random_seed = seed % 2**31
     status = solver.solve(model.model)
     if status not in (_cp_model().OPTIMAL, _cp_model().FEASIBLE):
-        return Solved(floor, None)
-    return Solved(max(floor, solver.best_objective_bound / model.scale), model.codes(solver))
+        return floor, None
+    return max(floor, solver.best_objective_bound / model.scale), model.codes(solver)
 
 
 def _cp_model() -> Any:
@@ -87,15 +79,14 @@ class _Model:
         self.ended: dict[int, Any] = {}
         self.intervals: list[list[Any]] = [[] for _ in range(job.placement.num_ranks)]
         hints = {code: start for _, packed, start, _ in best.every() for code in parts(packed)}
-        for task in range(half, job.num_tasks):  # what is done in one piece begins with the input gradient
-            start = hints.get(job.code(Op.B, task))
-            if start is not None:
-                hints |= {job.codes[task]: start, job.code(Op.W, task): start + back[self._cell(task)]}
         for task, code in enumerate(job.codes):
-            rank, cell = job.rank_of_link[task // size], self._cell(task)
-            self._action(code, (forward if task < half else back)[cell], rank, hints)
-            if task >= half:
-                self._action(job.code(Op.W, task), weight[cell], rank, hints)
+            rank, cell, later = job.rank_of_link[task // size], self._cell(task), job.code(Op.W, task)
+            if task < half:
+                self._action(code, forward[cell], rank, hints.get(code))
+            else:
+                start = hints.get(job.code(Op.B, task))  # what is done in one piece begins with the input gradient
+                self._action(code, back[cell], rank, hints.get(code, start))
+                self._action(later, weight[cell], rank, hints.get(later) if start is None else start + back[cell])
         self._order()
         for rank, intervals in enumerate(self.intervals):
             self.model.add_no_overlap(intervals)
@@ -111,11 +102,11 @@ class _Model:
         link, number = divmod(task, self.job.num_microbatches)
         return self.job.stage_of_link[link] * self.job.num_microbatches + number
 
-    def _action(self, code: int, time: float, rank: int, hints: dict[int, float]) -> None:
+    def _action(self, code: int, time: float, rank: int, hint: float | None) -> None:
         length = whole(self.scale * time * (1 + 1e-12))
         begin = self.model.new_int_var(0, self.horizon - length, "")
-        if code in hints:
-            self.model.add_hint(begin, whole(self.scale * hints[code] + 0.5))
+        if hint is not None:
+            self.model.add_hint(begin, whole(self.scale * hint + 0.5))
         self.began[code], self.ended[code] = begin, begin + length
         self.intervals[rank].append(self.model.new_fixed_size_interval_var(begin, length, ""))
 
@@ -153,7 +144,7 @@ class _Model:
                 demands.append(whole(unit * what * (1 + 1e-12)))
         self.model.add_cumulative(spans, demands, whole(unit * limit * (1 + 1e-9)))
 
-    def codes(self, solver: cp_model.CpSolver) -> tuple[tuple[int, ...], ...]:
+    def codes(self, solver: cp_model.CpSolver) -> _Orders:
         """The order of each rank."""
         found: list[list[tuple[int, bool, int, int]]] = [[] for _ in self.intervals]
         for number, (code, begin) in enumerate(self.began.items()):

@@ -28,7 +28,6 @@ Where all that is held has a common measure, the memory counts down to the last 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
@@ -50,44 +49,35 @@ def floor(job: SearchJob) -> float:
     >>> [round(4 * floor(SearchJob.of(Placement.loop(8, 4), 24, costs, memory))) - 288 for memory in (8, 5)]
     [7, 19]
     """
-    ways = _Ways.of(job)
+    ways = _Ways(job)
     return max([ways.alone, *(_of_rank(job, ways, rank) for rank in range(job.placement.num_ranks))])
 
 
-@dataclass(frozen=True)
 class _Ways:
-    """How long microbatches take along their chain: `before` and `after` are those of the fastest, one number for each link."""
+    """How long microbatches take along their chain."""
 
-    before: tuple[float, ...]  # from the beginning until it may begin the link
-    after: tuple[float, ...]  # from the end of the link until its last weight gradient, on the first stage, is over
-    alone: float  # all of it, for the slowest
-    stay: tuple[float, ...]  # by stage and microbatch: from the begin of the forward to the end of the input gradient
-    forward: tuple[float, ...]  # by stage and microbatch: the time of each op
-    back: tuple[float, ...]
-    weight: tuple[float, ...]
-
-    @classmethod
-    def of(cls, job: SearchJob) -> _Ways:
-        size, half = job.num_microbatches, job.placement.num_stages
-        forward, back, weight = least_times(job)
-        stages = job.stage_of_link
-        before: list[list[float]] = []
-        after: list[list[float]] = []
-        stay = [0.0] * (half * size)
-        alone = 0.0
+    def __init__(self, job: SearchJob) -> None:
+        size, half, stages = job.num_microbatches, job.placement.num_stages, job.stage_of_link
+        self.forward, self.back, self.weight = least_times(job)  # by stage and microbatch
+        self.alone = 0.0  # all of it, for the slowest
+        self.stay = [0.0] * (half * size)  # by stage and microbatch: from the begin of F to the end of I
+        before, after = (
+            [],
+            [],
+        )  # by microbatch and link: until it may begin it; from its end to the last weight gradient
         for number in range(size):
-            times = [(forward if link < half else back)[s * size + number] for link, s in enumerate(stages)]
+            times = [(self.forward if k < half else self.back)[s * size + number] for k, s in enumerate(stages)]
             steps = [time + job.crossing[link * size + number] for link, time in enumerate(times)]
-            total = sum(steps) + weight[number]
-            begins = [0.0, *accumulate(steps)][:-1]
+            begins = [0.0, *accumulate(steps)]
+            total = begins.pop() + self.weight[number]
             before.append(begins)
             after.append([total - begin - time for begin, time in zip(begins, times, strict=True)])
-            alone = max(alone, total)
+            self.alone = max(self.alone, total)
             for stage in range(half):
-                mirror = 2 * half - 1 - stage
-                stay[stage * size + number] = begins[mirror] + times[mirror] - begins[stage]
-        first, last = (tuple(map(min, zip(*rows, strict=True))) for rows in (before, after))
-        return cls(first, last, alone, tuple(stay), forward, back, weight)
+                self.stay[stage * size + number] = begins[~stage] + times[~stage] - begins[stage]
+        self.before, self.after = (
+            tuple(map(min, zip(*rows, strict=True))) for rows in (before, after)
+        )  # of the fastest
 
 
 def least_times(job: SearchJob) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
@@ -97,8 +87,8 @@ def least_times(job: SearchJob) -> tuple[tuple[float, ...], tuple[float, ...], t
     for stage in range(half):
         for number in range(size):
             task, mirror = stage * size + number, (2 * half - 1 - stage) * size + number
-            f, i, w = job.time[task], job.time[mirror], job.weight_time[mirror]
-            both = min(i + w, job.whole_time[mirror])
+            f, i = job.time[task], job.time[mirror]
+            both = min(i + job.weight_time[mirror], job.whole_time[mirror])
             if costs.overlap is not None:
                 fused = (costs.overlap + costs.overhead) / 2
                 f, both = min(f, fused), min(both, fused)

@@ -152,10 +152,10 @@ class Lane:
     def solve(self, effort: float, seed: int) -> Iterator[Searched]:
         """Let the exact solver go on from the best so far: it may give a better one, and raises the floor of the lane."""
         assert self.best is not None, "searched before"
-        solved = solve(self.job, self.best.timeline, floor=self.bound, effort=effort, seed=seed)
-        self.bound = min(solved.floor, self.end)
-        if solved.codes is not None:
-            yield from self._better(self._plan(solved.codes), "solver", than=self.end * (1 - 1e-12))
+        bound, codes = solve(self.job, self.best.timeline, floor=self.bound, effort=effort, seed=seed)
+        self.bound = min(bound, self.end)
+        if codes is not None:
+            yield from self._better(self._plan(codes), "solver", than=self.end * (1 - 1e-12))
 
     def _any_entry(self) -> LaneEntry:
         """Every other time of the best family, otherwise of any; the better ones more often."""
