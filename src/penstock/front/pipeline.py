@@ -31,7 +31,7 @@ from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
 from penstock.front.publish import Origin
 from penstock.front.replan import Undo, attempted
-from penstock.front.result import Result, telling
+from penstock.front.result import Result, Telling
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
@@ -100,7 +100,7 @@ class Pipeline(OwnStages):
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
         self._options = of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize))
         self.schedule = self._scheduled(self._built.plan)
-        self._telling = telling(self._ends, self._built.plan.placement)
+        self._telling = Telling(self._ends, self._built.plan.placement)
         if of_steps.run_folder is not None:
             self._look_out(Path(of_steps.run_folder))
         modules = [stage.submod for stage in self._built.stages]

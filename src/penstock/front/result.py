@@ -9,6 +9,7 @@ up one another whatever the queues are.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -62,90 +63,66 @@ class Result:
         return f"Result(loss={self.loss}, losses={self.losses}, outputs={self.outputs!r})"
 
 
-def telling(ends: Ends, placement: Placement) -> OnDevice | OnHost:
-    """How the ranks of this pipeline tell one another: by where its tensors are."""
-    alone = ends.transport.num_ranks == 1
-    there = ends.device.type != "cpu" and (alone or ends.transport.device.type == ends.device.type)
-    return OnDevice(ends, placement) if there else OnHost(ends, placement)
-
-
-class OnHost:
-    """The ranks of one pipeline, which read numbers as soon as they are there."""
+class Telling:
+    """How the ranks of one pipeline come to know the numbers of a step: in host memory, or from device to device over a tree."""
 
     def __init__(self, ends: Ends, placement: Placement) -> None:
-        self._ends, self._last = ends, placement.ranks[-1]
-
-    def tell(
-        self, schedule: WeightedSchedule, losses: Sequence[Tensor], *, shares: bool, overflow: Tensor | None
-    ) -> Told:
-        """After a step that succeeded: all ranks of all replicas call it."""
-        if overflow is not None:
-            overflow = torch.tensor([float(self._ends.any(bool(overflow)))])
-        numbers = [float(loss) for loss in losses]
-        total = schedule.total(numbers) if numbers else None
-        if shares:
-            known = bool(losses) or self._ends.rank != self._last  # else it was an evaluation without a target
-            total, *numbers = share_losses(self._ends, total, numbers, count=schedule.num_microbatches, last=self._last)
-            if not known:
-                total, numbers = None, []
-        found: Numbers = total, tuple(numbers)
-        return lambda: found, overflow
-
-
-def share_losses(ends: Ends, total: float | None, losses: Sequence[float], *, count: int, last: int) -> list[float]:
-    """The loss of the batch and of each microbatch, from the last stage's rank, on every rank."""
-    shared = torch.full((count + 1,), float("nan"), dtype=torch.float64, device=ends.transport.device)
-    if total is not None:
-        shared.copy_(torch.tensor([total, *losses], dtype=torch.float64))
-    with ends.among_replicas():
-        if ends.transport.num_ranks > 1:
-            ends.transport.broadcast(shared, last)
-        ends.mean_over_replicas(shared[:1])
-    return [float(value) for value in shared]
-
-
-class OnDevice:
-    """The tree of the ranks of one pipeline."""
-
-    def __init__(self, ends: Ends, placement: Placement) -> None:
-        self._ends, self._transport = ends, ends.transport
+        self._ends, self._transport, self._last = ends, ends.transport, placement.ranks[-1]
+        alone = ends.transport.num_ranks == 1
+        self._stays = ends.device.type != "cpu" and (alone or ends.transport.device.type == ends.device.type)
+        self._device = ends.device if self._stays else torch.device("cpu")
+        self._dtype = precise_on(self._device)
         parents = tree(placement)
         self._parent = parents[ends.rank]
         self._children = [rank for rank, parent in parents.items() if parent == ends.rank]
-        self._dtype = precise_on(ends.device)
 
     @torch.no_grad()
     def tell(
         self, schedule: WeightedSchedule, losses: Sequence[Tensor], *, shares: bool, overflow: Tensor | None
     ) -> Told:
-        """After a step that succeeded: all ranks of all replicas call it. The host does not wait."""
-        mine = None
-        if losses:
-            each = torch.stack([loss.detach().to(self._ends.device, self._dtype).reshape(()) for loss in losses])
-            mine = torch.cat([schedule.total(each).reshape(1), each])
-        size = schedule.num_microbatches + 1 if shares else 0
-        if overflow is not None:
-            overflow = self._up(overflow.to(self._dtype).reshape(1))
-        if not size and overflow is None:
-            return self._told(mine, None)
-        nothing = torch.full((size,), float("nan"), dtype=self._dtype, device=self._ends.device)
-        shared = nothing if mine is None or not size else mine
-        if size and self._parent is None:  # before it is sent: what is on its way must not be changed
-            self._ends.mean_over_replicas(shared[:1])
-        told = self._down(shared if overflow is None else torch.cat([shared, overflow]))
-        if not size:
-            return self._told(mine, told)
-        known = mine is not None or self._parent is not None  # else it was an evaluation without a target
-        return self._told(told[:size] if known else None, None if overflow is None else told[size:])
-
-    def _told(self, losses: Tensor | None, overflow: Tensor | None) -> Told:
-        """If `losses` is None, they are not known on this rank; else the loss of the batch, then those of the microbatches."""
+        """After a step that succeeded: all ranks of all replicas call it. On a device the host does not wait."""
+        mine = self._loss_of_all(schedule, losses)
+        tell = self._from_device_to_device if self._stays else self._in_host_memory
+        told, overflow = tell(mine if shares else mine[:0], overflow)
+        # The last stage's rank has none after an evaluation without a target.
+        is_known = bool(losses) or (shares and self._ends.rank != self._last)
 
         def read() -> Numbers:
-            total, *each = (None,) if losses is None else self._transport.read(losses)
-            return total, tuple(each)
+            total, *numbers = self._transport.read(told if shares else mine) if is_known else (None,)
+            return total, tuple(numbers)
 
         return read, overflow
+
+    def _loss_of_all(self, schedule: WeightedSchedule, losses: Sequence[Tensor]) -> Tensor:
+        """The loss of the batch, then those of the microbatches; where this rank knows of none, no numbers."""
+        if not losses:
+            return torch.full((schedule.num_microbatches + 1,), math.nan, dtype=self._dtype, device=self._device)
+        if self._stays:
+            each = torch.stack([loss.detach().to(self._device, self._dtype).reshape(()) for loss in losses])
+            return torch.cat([schedule.total(each).reshape(1), each])
+        numbers = [float(loss) for loss in losses]
+        return torch.tensor([float(schedule.total(numbers)), *numbers], dtype=self._dtype)
+
+    def _in_host_memory(self, losses: Tensor, overflow: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if overflow is not None:
+            overflow = torch.tensor([float(self._ends.any(bool(overflow)))])
+        if losses.numel():
+            with self._ends.among_replicas():
+                if self._transport.num_ranks > 1:
+                    self._transport.broadcast(losses, self._last)
+                self._ends.mean_over_replicas(losses[:1])
+        return losses, overflow
+
+    def _from_device_to_device(self, losses: Tensor, overflow: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        count = losses.numel()
+        if overflow is not None:
+            overflow = self._up(overflow.to(self._dtype).reshape(1))
+        if count and self._parent is None:  # before it is sent: what is on its way must not be changed
+            self._ends.mean_over_replicas(losses[:1])
+        told = losses if overflow is None else torch.cat([losses, overflow])
+        if told.numel():
+            told = self._down(told)
+        return told[:count], None if overflow is None else told[count:]
 
     def _up(self, value: Tensor) -> Tensor:
         """The sum over this rank and those beneath it, over all replicas."""
