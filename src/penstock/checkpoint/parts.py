@@ -94,8 +94,11 @@ def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     return tuple(chunks[0].offsets), local
 
 
-def read_entry(folder: Path, entry: Entry, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """A block of a saved tensor, out of the parts that touch it."""
+def read_entry(
+    folder: Path, entry: Entry, *, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    """A block of a saved tensor, out of the parts that touch it; by default all of it."""
+    start, shape = start or (0,) * len(entry.shape), entry.shape if shape is None else shape
     try:
         made = torch.zeros(shape, dtype=dtype_named(entry.dtype))
     except (RuntimeError, MemoryError) as error:

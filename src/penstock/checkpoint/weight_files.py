@@ -100,17 +100,11 @@ def _of_checkpoint(folder: Path) -> Mapping[str, Tensor]:
             # So that no claim of a list takes more memory than there are bytes.
             for file, offset, length in entry.spans:
                 check_size(folder / file, offset + length, LIST)
-            return read_entry(folder, entry, start=(0,) * len(entry.shape), shape=entry.shape)
+            return read_entry(folder, entry)
         except PenstockError as error:
             raise type(error)(f"{name} cannot be read: {error}") from error
 
     return Weights(known, read)
-
-
-def _together(where: Mapping[str, Path]) -> Mapping[str, Tensor]:
-    """Several files as one; each is opened when a name in it is asked for."""
-    opened = cache(_open_file)
-    return Weights(where, lambda name: opened(where[name])[name])
 
 
 def check_values(name: str, given: object) -> None:
@@ -162,7 +156,7 @@ def _open_folder(folder: Path) -> Mapping[str, Tensor]:
             return _of_index(indices[0])
         files = sorted(folder.glob(f"*{kind}"))
         if files:
-            return _together({name: file for file in files for name in _open_file(file)})
+            return open_weights(files)
     raise StageError(f"{folder} has no weights; expected .safetensors, {', '.join(_OF_TORCH)} files, or a checkpoint")
 
 
@@ -180,7 +174,8 @@ def _of_index(index: Path) -> Mapping[str, Tensor]:
         raise StageError(
             f"{index} names {', '.join(missing[:4])}, which {'is' if len(missing) == 1 else 'are'} not there"
         )
-    return _together(files)
+    opened = cache(_open_file)  # each file when a name in it is asked for
+    return Weights(files, lambda name: opened(files[name])[name])
 
 
 def _open_file(file: Path) -> Mapping[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,12 @@ from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.capture import Pipe, cuts_at, pipeline, warn_if_uneven
 from penstock.capture.load_state import to_materialise
-from penstock.errors import CaptureError, PlanError, RanksDisagree, StageError
+from penstock.errors import CaptureError, PlanError, StageError
 from penstock.front.candidates import Wishes, plans
 from penstock.front.choice import Built, Choice
 from penstock.front.choose import choose
 from penstock.front.dimensions import spread
-from penstock.front.ends import Ends
+from penstock.front.ends import Ends, same_everywhere
 from penstock.front.machine import copy_bandwidth, measure_machine
 from penstock.front.model_profile import estimated_profile, measured_profile, together, with_budgets_of
 from penstock.front.pipeline_options import RankOptions, Request
@@ -45,7 +45,8 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
     if not made and not isinstance(model, nn.Module):
         raise StageError(f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}")
     group = made[0].group if of_ranks.group is None and made and of_ranks.mesh is None else of_ranks.group
-    device = made[0].device if made else device_of(model, of_ranks.device)
+    there = () if model is None else (p.device for p in model.parameters() if not p.is_meta)
+    device = made[0].device if made else torch.device(of_ranks.device or next(iter(there), "cpu"))
     ends = Ends.of(group, of_ranks.mesh, device, beside=of_ranks.parallelize is not None)
     if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
         ends.transport.arrange(of_steps.receives.queues)
@@ -85,15 +86,15 @@ def build(request: Request, ends: Ends) -> Built:
     if isinstance(file := given, str | Path):  # read first of all, by the rank that decides: it may be on no other host
         given = Profile.loads(ends.decide(f"reading the profile {file}", lambda: Profile.load(file).dumps()))
     machine = Machine() if given is False else _measured(request, ends)
-    profile: Profile | Callable[[], Profile]
-    if isinstance(given, Profile):
-        profile = given
-    elif given is False:
-        profile = partial(estimated_profile, request, ends)
-    else:
-        profile = together(ends, partial(measured_profile, request, ends))
-    decide = partial(_decide, request, ends, machine, profile)
-    choice = Choice.loads(ends.decide("profiling the model and choosing a schedule", lambda: decide().dumps()))
+    known = given if isinstance(given, Profile) else None
+    # All ranks measure at the same time, before the first one decides.
+    found = together(ends, partial(measured_profile, request, ends)) if given is None else None
+
+    def decide() -> str:
+        profile = known or (found() if found is not None else estimated_profile(request, ends))
+        return _decide(request, ends, machine, profile).dumps()
+
+    choice = Choice.loads(ends.decide("profiling the model and choosing a schedule", decide))
     if ends.rank == 0:
         warn_if_uneven(choice.profile, choice.boundaries)
 
@@ -103,7 +104,8 @@ def build(request: Request, ends: Ends) -> Built:
         pipes.append(cut(request, choice))
         return stage_facts(pipes[0], request)
 
-    same_everywhere("the stages of the model", ends.agree("capturing the model", capture))
+    everyone = dict(enumerate(ends.agree("capturing the model", capture)))
+    same_everywhere("the stages", everyone, "Build the same model with the same example on every rank")
     pipe = pipes[0]
     here = choice.plan.placement.stages_of(ends.rank)
     modules = [pipe.get_stage_module(k) for k in here]
@@ -133,19 +135,6 @@ def stage_facts(pipe: Pipe, request: Request) -> dict[str, str]:
     }
 
 
-def same_everywhere(what: str, everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise on every rank if the facts of one differ; the text shows which, and on which ranks."""
-    names = [name for name in everyone[0] if len({facts[name] for facts in everyone}) > 1]
-    if names:
-        rows = "\n".join(
-            f"  rank {number}: " + ", ".join(f"{name} {facts[name]}" for name in names)
-            for number, facts in enumerate(everyone)
-        )
-        raise RanksDisagree(
-            f"{what} differ between the ranks:\n{rows}\nBuild the same model with the same example on every rank"
-        )
-
-
 def _may_offload(request: Request, ends: Ends) -> bool:
     """Whether stages may be offloaded to keep to the limit: off an accelerator, or to where the user says."""
     limited = request.of_cut.memory_limit is not None
@@ -163,45 +152,39 @@ def _measured(request: Request, ends: Ends) -> Machine:
     return replace(machine, copy_bandwidth=float(min(found)))
 
 
-def _decide(request: Request, ends: Ends, machine: Machine, profile: Profile | Callable[[], Profile]) -> Choice:
-    of_cut = request.of_cut
-    wishes = Wishes(
-        num_ranks=ends.num_ranks,
-        num_microbatches=request.microbatches,
-        schedule=request.schedule,
-        num_stages=of_cut.count,
-        placement=of_cut.placement,
-        memory_limit=of_cut.memory_limit,
-        optimizer_bytes=_optimizer_bytes(request),
-        machine=machine,
-        offload=_may_offload(request, ends),
-        budgets=of_cut.may_have_budgets,
-        microbatches=_sizes(request),
-    )
-    plan = request.schedule
+def _decide(request: Request, ends: Ends, machine: Machine, profile: Profile) -> Choice:
+    of_cut, plan = request.of_cut, request.schedule
     if isinstance(plan, Plan) and (plan.num_ranks, plan.num_microbatches) != (ends.num_ranks, request.microbatches):
         raise PlanError(
             f"the plan is for {plan.num_ranks} ranks and {plan.num_microbatches} microbatches, but there are "
             f"{ends.num_ranks} ranks and microbatches={request.microbatches}"
         )
-    found = profile if isinstance(profile, Profile) else profile()
-    times = found.metadata.get("rank_times")
-    if times is not None and len(times) == wishes.num_ranks:
-        wishes = replace(wishes, machine=replace(machine, ranks=tuple(times)))
-    if of_cut.is_split and not isinstance(profile, Profile):
-        if of_cut.count not in (None, len(found.layers)):
-            raise CaptureError(f"split_spec makes {len(found.layers)} stages, num_stages={of_cut.count} were asked for")
-        wishes = replace(wishes, num_stages=len(found.layers))
-    return _with_budgets(choose(found, wishes), request, ends, wishes)
-
-
-def _with_budgets(choice: Choice, request: Request, ends: Ends, wishes: Wishes) -> Choice:
-    """Choose again where stages have to hold less and are compiled: a budget for some of them may cost less."""
-    known = choice.profile.metadata.get("budgets", {})
-    unknown = [one for one in choice.spared if choice.key(one.stage) not in known]
-    if not unknown or not wishes.budgets or request.of_cut.profile is False:
-        return choice
-    return choose(with_budgets_of(choice, request, ends), wishes)
+    count, times = of_cut.count, profile.metadata.get("rank_times")
+    if of_cut.is_split and of_cut.profile in (None, False):
+        if count not in (None, len(profile.layers)):
+            raise CaptureError(f"split_spec makes {len(profile.layers)} stages, num_stages={count} were asked for")
+        count = len(profile.layers)
+    if times is not None and len(times) == ends.num_ranks:
+        machine = replace(machine, ranks=tuple(times))
+    wishes = Wishes(
+        num_ranks=ends.num_ranks,
+        num_microbatches=request.microbatches,
+        schedule=plan,
+        num_stages=count,
+        placement=of_cut.placement,
+        memory_limit=of_cut.memory_limit,
+        optimizer_bytes=_optimizer_bytes(request),
+        machine=machine,
+        offload=_may_offload(request, ends),
+        budgets=of_cut.may_have_budgets and of_cut.profile is not False,
+        microbatches=_sizes(request),
+    )
+    choice = choose(profile, wishes)
+    known = profile.metadata.get("budgets", {})
+    if wishes.budgets and any(choice.key(one.stage) not in known for one in choice.spared):
+        # Stages have to hold less and are compiled: a budget for some of them may cost less.
+        return choose(with_budgets_of(choice, request, ends), wishes)
+    return choice
 
 
 def _sizes(request: Request) -> tuple[float, ...] | None:
@@ -266,10 +249,3 @@ def values_to_fill(modules: Sequence[nn.Module], request: Request, device: torch
             f"weights= has no value for {listed}; give init=lambda name, tensor: ... for what is to be set otherwise"
         )
     return [change]
-
-
-def device_of(model: nn.Module | None, given: torch.device | str | None) -> torch.device:
-    if given is not None:
-        return torch.device(given)
-    found = () if model is None else (p.device for p in model.parameters() if not p.is_meta)
-    return next(iter(found), torch.device("cpu"))

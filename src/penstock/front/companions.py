@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,8 +40,9 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Companions:
-    """Each may be missing."""
+    """What goes with the model. All but the random numbers may be missing."""
 
+    random: RandomNumbers
     optimizer: Value = None
     scheduler: Value = None  # of the learning rate; like the others, anything with state_dict() and load_state_dict()
     data: Value = None  # a data loader that knows its position
@@ -49,7 +50,8 @@ class Companions:
 
     def parts(self) -> Iterator[tuple[str, Stateful]]:
         """Those whose state is small, and each rank's own."""
-        for name, one in (("scheduler", self.scheduler), ("data", self.data), ("scaler", self.scaler)):
+        found = {"scheduler": self.scheduler, "data": self.data, "scaler": self.scaler, "random": self.random}
+        for name, one in found.items():
             if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise StageError(
                     f"{name} is a {type(one).__name__}; expected something with state_dict() and load_state_dict(). What is "
@@ -58,13 +60,12 @@ class Companions:
             if one is not None:
                 yield name, one
 
-    def dumps(self, device: torch.device) -> bytes:
-        """The states, and the random generators of this rank."""
+    def dumps(self) -> bytes:
+        """The states of this rank."""
         try:
-            found = {name: encode(one.state_dict()) for name, one in self.parts()}
+            return json.dumps({name: encode(one.state_dict()) for name, one in self.parts()}).encode()
         except RecursionError as error:
             raise RunError("the state of a scheduler or of the data contains itself, and cannot be saved") from error
-        return json.dumps({**found, "random": encode(random_state(device))}).encode()
 
     def saved(self, place: Path, manifest: Manifest, ends: Ends) -> dict[str, object]:
         """The states that this rank saved; if there were other ranks then, those of the first, without its random numbers."""
@@ -73,13 +74,9 @@ class Companions:
         name = f"rank-{number}.json"
         found = read_states(manifest.small(place, name), str(place / name))
         for wanted, _ in self.parts():
-            if wanted not in found and wanted != "scaler":  # a new one begins anew
+            if wanted not in found and wanted not in ("scaler", "random"):  # a new one begins anew
                 raise StageError(f"{place} was saved without {wanted}=; load it without, and set the {wanted} by hand")
-        if not same:
-            return {key: value for key, value in found.items() if key != "random"}
-        if "random" in found:
-            check_random_state(found["random"], ends.device, str(place / name))
-        return found
+        return {key: value for key, value in found.items() if same or key != "random"}
 
     def staged(self, tensors: StageTensors, manifest: Manifest, place: Path) -> list[Pending]:
         """The tensors of the optimizer that the checkpoint has, read; nothing is changed yet."""
@@ -135,7 +132,8 @@ class Companions:
                     one.load_state_dict(states[name])
         except Exception as error:
             self.undo(before)
-            raise RunError(f"{name} does not take the state that was saved: {type(error).__name__}: {error}") from error
+            kind = Damaged if name == "random" else RunError  # what the others take is for their authors to say
+            raise kind(f"{name} does not take the state that was saved: {type(error).__name__}: {error}") from error
         return before
 
     def undo(self, before: dict[str, object]) -> None:
@@ -155,64 +153,46 @@ def read_states(data: bytes, source: str) -> dict[str, object]:
         raise Damaged(f"{source} cannot be read: {error}") from error
 
 
-class RandomSource(NamedTuple):
-    """Where random numbers come from."""
+@dataclass(frozen=True)
+class RandomNumbers:
+    """The random numbers of this rank: torch's, Python's, numpy's if it is in use, and the device's if it is an accelerator."""
 
-    state: Callable[[], object]
-    set_state: Callable[[Value], object]
-    try_state: Callable[[Value], object]  # on a generator of nobody's
+    device: torch.device
 
+    def state_dict(self) -> dict[str, object]:
+        return {name: state() for name, (state, _) in self._sources().items()}
 
-def _generators(device: torch.device) -> dict[str, RandomSource]:
-    """Those of torch, of Python, of numpy if it is in use, and of the device if it is an accelerator."""
-    found = {
-        "torch": RandomSource(
-            torch.get_rng_state, torch.set_rng_state, lambda state: torch.Generator().set_state(state)
-        ),
-        "python": RandomSource(random.getstate, random.setstate, lambda state: random.Random().setstate(state)),
-    }
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        found["numpy"] = RandomSource(numpy.get_state, numpy.set_state, lambda s: numpy.RandomState().set_state(s))
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        found[device.type] = RandomSource(
-            lambda: module.get_rng_state(device),
-            lambda state: module.set_rng_state(state, device),
-            lambda state: torch.Generator(device).set_state(state),
-        )
-    return found
+    def load_state_dict(self, state: Mapping[str, Value], /) -> None:
+        for name, (_, set_state) in self._sources().items():
+            if name in state or name in ("torch", "python"):
+                set_state(state[name])
 
-
-def random_state(device: torch.device) -> dict[str, object]:
-    """The state of all random numbers of this rank."""
-    return {name: one.state() for name, one in _generators(device).items()}
-
-
-def check_random_state(found: Value, device: torch.device, source: str) -> None:
-    """Whether `set_random_state` would take it."""
-    try:
-        for name, one in _generators(device).items():
-            if name in found or name in ("torch", "python"):
-                one.try_state(found[name])
-    except Exception as error:  # whatever the value leads them to
-        raise Damaged(f"{source} has a random state that cannot be taken: {type(error).__name__}: {error}") from error
-
-
-def set_random_state(found: Mapping[str, Value], device: torch.device) -> None:
-    for name, one in _generators(device).items():
-        if name in found:
-            one.set_state(found[name])
+    def _sources(self) -> dict[str, tuple[Callable[[], object], Callable[[Value], object]]]:
+        found: dict[str, tuple[Callable[[], object], Callable[[Value], object]]] = {
+            "torch": (torch.get_rng_state, torch.set_rng_state),
+            "python": (random.getstate, random.setstate),
+        }
+        if "numpy" in sys.modules:
+            numpy = sys.modules["numpy"].random
+            found["numpy"] = numpy.get_state, numpy.set_state
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            found[self.device.type] = (
+                lambda: module.get_rng_state(self.device),
+                lambda state: module.set_rng_state(state, self.device),
+            )
+        return found
 
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
     """What is drawn inside is not missing afterwards."""
-    before = random_state(device)
+    numbers = RandomNumbers(device)
+    before = numbers.state_dict()
     try:
         yield
     finally:
-        set_random_state(before, device)
+        numbers.load_state_dict(before)
 
 
 # -- the optimizer, by the names of the parameters
@@ -282,7 +262,7 @@ def _check_groups(optimizer: Optimizer, saved: list[dict[str, Value]], place: Pa
 def _value(parameter: Tensor, entry: Entry, place: Path, options: Mapping[str, object]) -> Tensor:
     """As the parameter is spread, where it has its shape; else whole, on the host unless the optimizer runs on a device."""
     if entry.shape != tuple(parameter.shape):
-        whole = read_entry(place, entry, start=(0,) * len(entry.shape), shape=entry.shape)
+        whole = read_entry(place, entry)
         return whole.to(parameter.device) if options.get("capturable") or options.get("fused") else whole
     made = torch.empty_like(parameter.detach(), dtype=dtype_named(entry.dtype))
     chunk = chunk_of(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -127,13 +127,19 @@ class Ends:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank of any replica."""
-        total = torch.tensor([float(flag)], dtype=torch.float64)
         with self.among_replicas():
-            with self.transport.alone("any()"):
-                if self.transport.num_ranks > 1:
-                    self.transport.sum(total)
+            total = torch.tensor([sum(self.of_each("any()", float(flag)))], dtype=torch.float64)
             self.mean_over_replicas(total)
         return total.item() > 0
+
+    def of_each(self, what: str, number: float) -> list[float]:
+        """A number of each rank of this pipeline, on each of them: over messages, which are quicker than `gather`."""
+        numbers = torch.zeros(self.transport.num_ranks, dtype=torch.float64)
+        numbers[self.rank] = number
+        with self.transport.alone(what), self.among_replicas():
+            if self.transport.num_ranks > 1:
+                self.transport.sum(numbers)
+        return numbers.tolist()
 
     def mean_over_replicas(self, values: torch.Tensor) -> None:
         """Make numbers their mean over the replicas; the host waits for the others if they are in host memory."""
@@ -165,6 +171,16 @@ class Ends:
             raise
         finally:
             replicas.end()
+
+
+def same_everywhere(what: str, everyone: Mapping[int, Mapping[str, object]], advice: str) -> None:
+    """Raise on every rank if the facts of one differ; the text shows which, and on which ranks."""
+    names = dict.fromkeys(name for facts in everyone.values() for name in facts)
+    unlike = [name for name in names if len({facts[name] for facts in everyone.values()}) > 1]
+    if unlike:
+        listed = {number: ", ".join(f"{name} {facts[name]}" for name in unlike) for number, facts in everyone.items()}
+        rows = "".join(f"\n  rank {number}: {text}" for number, text in listed.items())
+        raise errors.RanksDisagree(f"{what} differ between the ranks:{rows}\n{advice}")
 
 
 def _attempt(make: Callable[[], object]) -> tuple[Exception | None, bytes]:

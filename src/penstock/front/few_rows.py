@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-import torch
-
 from penstock.batch import Microbatches, batch_size_of
-from penstock.errors import RanksDisagree, RunError, SplitError
-from penstock.front.ends import Ends
+from penstock.errors import RunError, SplitError
+from penstock.front.ends import Ends, same_everywhere
 from penstock.front.pipeline_options import StepOptions
 from penstock.front.weighted import WeightedSchedule
 from penstock.nest import Value
@@ -55,28 +53,15 @@ class FewRows:
                 raise SplitError("the batch has no rows; expected at least one")
         except SplitError as error:
             problem = error
-        everyone = self._of_all(_FAILED if problem is not None else _NOTHING if rows is None else rows)
+        mine = _FAILED if problem is not None else _NOTHING if rows is None else rows
+        everyone = [int(number) for number in self.ends.of_each("evaluate() or predict()", mine)]
         if problem is not None:
             raise problem
         if _FAILED in everyone:
             raise RunError(f"rank {everyone.index(_FAILED)} was given a batch that cannot be cut, and says why")
-        given = {rank: count for rank, count in enumerate(everyone) if count != _NOTHING}
-        if len(set(given.values())) > 1:
-            listed = ", ".join(f"rank {rank}: {count}" for rank, count in given.items())
-            raise RanksDisagree(
-                f"the ranks were given batches of different sizes (rows: {listed}); give every rank the same"
-            )
-        return self.of_few(next(iter(given.values()), None), make)
-
-    def _of_all(self, mine: int) -> list[int]:
-        """A number of each rank of this pipeline."""
-        transport = self.ends.transport
-        table = torch.zeros(transport.num_ranks, dtype=torch.float64)
-        table[self.ends.rank] = mine
-        if transport.num_ranks > 1:
-            with transport.alone("evaluate() or predict()"), self.ends.among_replicas():
-                transport.sum(table)
-        return [int(value) for value in table]
+        given = {rank: {"rows": count} for rank, count in enumerate(everyone) if count != _NOTHING}
+        same_everywhere("the batches", given, "Give every rank the same")
+        return self.of_few(next((facts["rows"] for facts in given.values()), None), make)
 
     def _rows_of(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> int | None:
         """Into how many microbatches a batch can be cut: its rows, or those that are ready; None: there is no batch."""

@@ -20,9 +20,9 @@ from penstock.checkpoint.manifest import Damaged, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.torch_list import LIST
 from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
-from penstock.errors import RanksDisagree, RunError, StageError
-from penstock.front.companions import Companions, Pending, by_parameter, set_random_state, under
-from penstock.front.ends import Ends
+from penstock.errors import RunError, StageError
+from penstock.front.companions import Companions, Pending, by_parameter, under
+from penstock.front.ends import Ends, same_everywhere
 from penstock.front.names import StageTensors
 from penstock.misfits import takes
 from penstock.nest import Value
@@ -54,10 +54,7 @@ def load(folder: str | Path) -> Checkpoint:
     place = kept.candidates(Path(folder))[0]
     manifest = Manifest.read(place)
     manifest.small(place, LIST)
-    whole = {
-        key: read_entry(place, entry, start=(0,) * len(entry.shape), shape=entry.shape)
-        for key, entry in manifest.tensors.items()
-    }
+    whole = {key: read_entry(place, entry) for key, entry in manifest.tensors.items()}
     model = under("model.", whole)
     for name, others in manifest.aliases.items():
         if name in model:
@@ -92,22 +89,16 @@ def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Compan
     read: list[tuple[Manifest, Pairs, list[Pending], dict[str, Value]]] = []  # all of it, before anything is changed
     before: list[dict[str, object]] = []
 
-    def look() -> list[object]:
+    def look() -> dict[str, object]:
         manifest = Manifest.read(place)
         if ends.is_first:
             manifest.small(place, LIST)  # nothing is read from it, but who changed it may have changed more
         found, pending = _saved_tensors(place, tensors, manifest), companions.staged(tensors, manifest, place)
         read.append((manifest, found, pending, companions.saved(place, manifest, ends)))
-        return [manifest.digest, manifest.step]
+        return {"step": manifest.step, "digest": manifest.digest[:16]}
 
-    answers = ends.agree(f"reading the checkpoint {place}", look)
-    if any(answer != answers[0] for answer in answers):
-        rows = "\n".join(
-            f"  rank {number}: step {step}, digest {digest[:16]}" for number, (digest, step) in enumerate(answers)
-        )
-        raise RanksDisagree(
-            f"the ranks found different checkpoints in {place}:\n{rows}\nLet all of them see the same folder. Nothing was changed"
-        )
+    everyone = dict(enumerate(ends.agree(f"reading the checkpoint {place}", look)))
+    same_everywhere(f"the checkpoints in {place}", everyone, "Let all see the same folder. Nothing was changed")
     manifest, found, pending, states = read[0]
     try:
         ends.agree(f"the states in the checkpoint {place}", lambda: before.append(companions.apply(states)))
@@ -117,8 +108,6 @@ def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Compan
         raise
     _change(tensors, found)
     companions.fill(tensors, manifest.optimizer, pending)
-    if "random" in states:
-        set_random_state(states["random"], ends.device)
     return manifest
 
 

@@ -43,11 +43,8 @@ def total_norm(gradients: Iterable[Tensor], ends: Ends, *, norm_type: float = 2.
         for (by_device, place), flag in zip(found, infinite, strict=True):
             # Where it was: the scaler then asks no device, and copies it back without a wait.
             by_device[place] = pinned(torch.full((), flag, dtype=torch.float32))
-        everywhere = torch.zeros(ends.transport.num_ranks, dtype=torch.float64)
-        everywhere[ends.rank] = max(unsharded, spread) if largest else unsharded + spread
-        if ends.transport.num_ranks > 1:
-            with ends.transport.alone("clip_grad_norm_()"):
-                ends.transport.sum(everywhere)
+        here = max(unsharded, spread) if largest else unsharded + spread
+        everywhere = torch.tensor(ends.of_each("clip_grad_norm_()", here), dtype=torch.float64)
     return float(everywhere.max()) if largest else float(everywhere.sum()) ** (1 / norm_type)
 
 

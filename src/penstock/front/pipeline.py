@@ -19,7 +19,7 @@ from penstock.errors import RunError, StageError
 from penstock.front import norm
 from penstock.front.build import assemble, cut
 from penstock.front.choice import Choice
-from penstock.front.companions import Companions
+from penstock.front.companions import Companions, RandomNumbers
 from penstock.front.dimensions import whole_loss
 from penstock.front.few_rows import FewRows
 from penstock.front.garbage import Garbage
@@ -338,7 +338,8 @@ class Pipeline(OwnStages):
         """What goes through a checkpoint with the model, once the one before is written: that renames what is read or written."""
         if self._saving is not None and not self._saving.told:
             self._saving.wait()
-        return Companions(optimizer, scheduler, data, self._of_steps.loss_scale)
+        numbers = RandomNumbers(self._ends.device)
+        return Companions(numbers, optimizer, scheduler, data, self._of_steps.loss_scale)
 
     def _look_out(self, folder: Path) -> None:
         """Write where this rank is into the folder of the run, as long as the pipeline lives."""

@@ -108,7 +108,7 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, contents: Con
             raise RunError(f"keep={keep}; expected the number of checkpoints to keep, at least 1")
         if ends.transport.device.type != "cpu":  # what is copied from there below would wait without a bound
             ends.transport.wait_for_device()
-        small.append(contents.companions.dumps(ends.device))
+        small.append(contents.companions.dumps())
         extra = as_json(dict(contents.extra), "extra")
         state, facts = optimizer_parts(contents.companions.optimizer, tensors)
         whole = {f"model.{name}": value for name, value in tensors.state.items() if name not in tensors.elsewhere}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.front.companions import random_state, same_random_numbers, set_random_state
+from penstock.front.companions import RandomNumbers, same_random_numbers
 from penstock.nest import Value
 from penstock.train.train_options import TrainOptions
 
@@ -204,7 +204,7 @@ class Repeated:
         with self._own_numbers():
             self._held = next(self._iterator, _NOTHING)
             if self._held is _NOTHING:
-                self._taken, self._begun = 0, random_state(_HOST)
+                self._taken, self._begun = 0, RandomNumbers(_HOST).state_dict()
                 self._iterator = iter(self.data)
                 self._held = next(self._iterator, _NOTHING)
         if self._held is _NOTHING:
@@ -216,11 +216,11 @@ class Repeated:
     def _own_numbers(self) -> Iterator[None]:
         """Inside, torch, Python and numpy draw from the stream of the data."""
         with same_random_numbers(_HOST):
-            set_random_state(self._random, _HOST)
+            RandomNumbers(_HOST).load_state_dict(self._random)
             try:
                 yield
             finally:
-                self._random = random_state(_HOST)
+                self._random = RandomNumbers(_HOST).state_dict()
 
 
 def _first_numbers() -> dict[str, object]:
@@ -230,4 +230,4 @@ def _first_numbers() -> dict[str, object]:
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
-        return random_state(_HOST)
+        return RandomNumbers(_HOST).state_dict()
