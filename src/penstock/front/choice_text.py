@@ -21,10 +21,10 @@ def explanation(built: Built) -> str:
         for stage in built.stages:
             size = sum(p.nbytes for p in stage.submod.parameters())
             rows.append([str(stage.stage_index), str(stage.group_rank), size_text(size)])
-        return "\n".join([f"{head}: stages made by hand, nothing measured", *_table(rows), ""])
+        return "\n".join([f"{head}: stages made by hand, nothing measured", *table(rows), ""])
     choice = built.choice
     found = [*_prediction(choice), *_limit(choice), *_others(choice)]
-    return "\n".join([f"{head}: {choice.why}", "", *_table(stage_rows(choice)), "", *found, ""])
+    return "\n".join([f"{head}: {choice.why}", "", *table(stage_rows(choice)), "", *found, ""])
 
 
 def stage_rows(choice: Choice) -> list[list[str]]:
@@ -92,7 +92,7 @@ def _prediction(choice: Choice) -> list[str]:
             "the last"
         )
     lines.append(f"reckoned with, as measured between these ranks: {_machine(choice)}")
-    return lines + _table(rank_rows(choice))
+    return lines + table(rank_rows(choice))
 
 
 def _machine(choice: Choice) -> str:
@@ -120,11 +120,11 @@ def _limit(choice: Choice) -> list[str]:
         of = f"{one.microbatches} of {choice.plan.num_microbatches}"
         way = one.way if one.budget is None else f"memory_budget={one.budget:g}"
         rows.append([str(one.stage), way, of, size_text(one.size), time])
-    table = _table(rows) if choice.spared else ["no stage has to hold less for it"]
+    spared = table(rows) if choice.spared else ["no stage has to hold less for it"]
     assumed = f"reckoned with {choice.optimizer_bytes:g} bytes of optimizer state for each byte of parameters"
     return [
         f"within the limit of memory; {assumed}; the smallest limit that would do is {size_text(choice.smallest_limit)}",
-        *table,
+        *spared,
     ]
 
 
@@ -140,10 +140,10 @@ def _others(choice: Choice) -> list[str]:
             bubble, memory = percent(tried.bubble), size_text(tried.memory)
         rows.append([tried.schedule, str(tried.stages_per_rank), step, bubble, memory])
     left = len(choice.tried) - _SHOWN
-    return ["", *_table(rows), *([f"and {left} more"] if left > 0 else [])]
+    return ["", *table(rows), *([f"and {left} more"] if left > 0 else [])]
 
 
-def _table(rows: list[list[str]]) -> list[str]:
+def table(rows: list[list[str]]) -> list[str]:
     """Numbers stand to the right in their columns, words to the left; the first row below the head tells which these are."""
     columns = []
     for column in zip(*rows, strict=True):

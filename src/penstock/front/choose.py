@@ -31,6 +31,7 @@ from penstock.balance.cuts import size_text
 from penstock.errors import BalanceError, PlanError
 from penstock.front.candidates import Wishes, candidates, in_pieces
 from penstock.front.choice import Choice, Spared, Tried, is_timed, per_rank
+from penstock.front.choice_text import rank_rows, table
 from penstock.front.stage_costs import FREE
 from penstock.lower import offload, recompute
 from penstock.misfits import takes
@@ -285,20 +286,11 @@ def limit_text(limits: Sequence[float]) -> str:
 
 def nothing_fits(least: Fit) -> str:
     """What to say when even the candidate that holds least does not keep to its limits."""
-    choice, placement, most = least.choice, least.choice.plan.placement, max(least.choice.memory)
-    rows = []
-    for rank, size in enumerate(choice.memory):
-        state = choice.state_bytes(placement.stages_of(rank))
-        rows.append(
-            f"  rank {rank}: {size_text(size)} ({state} bytes of parameters, gradients and optimizer state; "
-            f"{size - state} in a step)"
-        )
+    choice, most = least.choice, max(least.choice.memory)
     how = "with everything recomputed" if choice.plan.name and least.ways else "as it is"
     return (
         f"memory_limit: nothing fits into {limit_text(least.limits)} a rank. The smallest limit that would do is "
         f"{most} bytes ({size_text(most)}), for {choice.plan.name}, "
-        f"{choice.num_stages} stages, {how}:\n"
-        + "\n".join(rows)
-        + "\nRaise memory_limit, use more ranks or more microbatches, "
-        "or an optimizer with less state (optimizer_bytes=)"
+        f"{choice.num_stages} stages, {how}:\n" + "\n".join(table(rank_rows(choice))) + "\n"
+        "Raise memory_limit, use more ranks or more microbatches, or an optimizer with less state (optimizer_bytes=)"
     )

@@ -97,11 +97,7 @@ def _record(ends: Ends) -> list[Timeline]:
 
 def _times(timeline: Timeline) -> dict[tuple[int, int, int], tuple[float, float]]:
     """By rank, op and microbatch: when it began and ended."""
-    return {
-        (rank, code & OP, microbatch_of(code)): (start, end)
-        for rank, codes in enumerate(timeline.plan.codes)
-        for code, start, end in zip(codes, timeline.starts[rank], timeline.ends[rank], strict=True)
-    }
+    return {(rank, code & OP, microbatch_of(code)): (start, end) for rank, code, start, end in timeline.every()}
 
 
 def _latencies(times: dict[tuple[int, int, int], tuple[float, float]], num_ranks: int) -> list[float]:

@@ -20,13 +20,13 @@ from penstock.errors import PlanError, RunError
 from penstock.front.candidates import fastest_cut
 from penstock.front.choice import Choice
 from penstock.front.ends import Ends
+from penstock.front.replan import Undo
 from penstock.front.stage_costs import stage_costs
 from penstock.plan import Plan
 from penstock.run.compiled_costs import compiled_costs
 from penstock.run.schedule import Schedule
 from penstock.search import search
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
-from penstock.stage.buffers import Buffers, RandomState, accelerators
 
 _WARM_UP = 2
 _LIMIT = 100_000  # rounds; a number beyond that is a slip
@@ -88,25 +88,22 @@ def leaving_no_trace(schedule: Schedule) -> Iterator[Callable[[], None]]:
 
     Inside there are no gradients; what is yielded drops those that have come up.
     """
-    modules = [stage.submod for stage in schedule.stages]
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    gradients = [parameter.grad for parameter in parameters]
-    buffers, random = Buffers(modules).look(()), RandomState(accelerators(schedule.stages[0].device, parameters))
-    steps = schedule.steps
+    steps, undo = schedule.steps, Undo([stage.submod for stage in schedule.stages], schedule.stages[0].device)
+    gradients = [parameter.grad for parameter in undo.parameters]
 
     def drop_gradients() -> None:
-        for parameter in parameters:
+        for parameter in undo.parameters:
             parameter.grad = None
 
     drop_gradients()
+    undo.take()
     try:
         yield drop_gradients
     finally:
         schedule.steps = steps
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        undo.put_back()
+        for parameter, gradient in zip(undo.parameters, gradients, strict=True):
             parameter.grad = gradient
-        buffers.put_back()
-        random.set()
 
 
 @dataclass
