@@ -16,7 +16,7 @@ import torch
 
 import penstock
 from penstock.checkpoint import manifest
-from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.kept import Disk
 from penstock.checkpoint.torch_list import read_list
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError, RunError

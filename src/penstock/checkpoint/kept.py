@@ -6,19 +6,72 @@
 
 A new one is written as NAME.saving. When all of it is on the disk, the newest becomes NAME.step-N and NAME.saving
 becomes NAME: two renames. Whoever is killed between them leaves NAME.step-N, which `candidates` finds.
+
+Every change on disk is one small method of a `Disk`. Tests put one in its place that fails, or kills the process, at its nth act.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
+from typing import BinaryIO
 
-from penstock.checkpoint.disk import DELETING, Disk
 from penstock.checkpoint.manifest import FILE, Manifest
 from penstock.errors import PenstockError, RunError
 
 SAVING = ".saving"
+DELETING = ".deleting"  # the end of the name of a folder that is on its way out
 _UNREADABLE = ".unreadable"
+
+
+class Disk:
+    """The real one. A folder that a reader may look at is only ever renamed, never changed in place."""
+
+    def make_folder(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+    def create(self, file: Path) -> BinaryIO:
+        return file.open("xb")
+
+    def write(self, stream: BinaryIO, data: bytes | memoryview) -> None:
+        stream.write(data)
+
+    def finish(self, stream: BinaryIO) -> None:
+        """Close a file whose contents are on the disk."""
+        with stream:
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def write_file(self, file: Path, data: bytes) -> None:
+        with self.create(file) as stream:
+            self.write(stream, data)
+            self.finish(stream)
+
+    def rename(self, old: Path, new: Path) -> None:
+        old.rename(new)
+
+    def sync_folder(self, folder: Path) -> None:
+        """The names in a folder are on the disk too. Where folders cannot be opened (Windows), the system sees to it."""
+        if os.name == "posix":
+            number = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
+
+    def remove(self, folder: Path) -> None:
+        """First the name goes, then the contents: a reader never sees half of it."""
+        gone = folder.with_name(folder.name + DELETING)
+        self.clear(gone)
+        if folder.exists():
+            self.rename(folder, gone)
+            self.clear(gone)
+
+    def clear(self, folder: Path) -> None:
+        """Delete what nobody reads."""
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def older(place: Path) -> list[Path]:

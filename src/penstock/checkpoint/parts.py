@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.kept import Disk
 from penstock.checkpoint.manifest import Damaged, Entry, Part
 from penstock.checkpoint.plain import num_bytes
 from penstock.dtypes import dtype_named

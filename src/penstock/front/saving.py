@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 
 from penstock import __version__
 from penstock.checkpoint import kept
-from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.kept import Disk
 from penstock.checkpoint.manifest import FILE, Entry, Manifest, Part, SmallFile
 from penstock.checkpoint.parts import Block, chunk_of, write_parts
 from penstock.checkpoint.torch_list import LIST, write_list
@@ -244,25 +244,22 @@ class Saving:
         count, patience = len(self._order.everyone), _PATIENCE + 10 * self.seconds
         rows: dict[int, dict[str, object]] = {}
         end = time.monotonic() + patience
-        while len(rows) < count and not self._given_up.is_set():
-            lost = self._ends.transport.lost()
-            for number in set(range(count)) - rows.keys():
-                if self._file(number).is_file():
-                    rows[number] = json.loads(self._file(number).read_bytes())
-                    if "error" in rows[number]:
-                        raise RunError(f"rank {number} cannot write the checkpoint: {rows[number]['error']}")
+        while missing := sorted(set(range(count)) - rows.keys()):
+            if self._given_up.is_set():
+                raise RunError("another rank cannot write the checkpoint")
+            lost = self._ends.transport.lost()  # before a look at the files: what it wrote before that counts
+            for number in (number for number in missing if self._file(number).is_file()):
+                rows[number] = json.loads(self._file(number).read_bytes())
+                if "error" in rows[number]:
+                    raise RunError(f"rank {number} cannot write the checkpoint: {rows[number]['error']}")
             if lost is not None and lost.rank != NOBODY and (gone := self._ends.number_of(lost.rank)) not in rows:
                 raise RunError(f"rank {gone} is gone before its part of the checkpoint was written: {lost.cause}")
-            if time.monotonic() > end:
-                missing = sorted(set(range(count)) - rows.keys())
+            if time.monotonic() > end and len(rows) < count:
                 raise StepTimeout(
                     f"rank 0 waited {patience:g} s for the parts of a checkpoint from ranks {missing}\n"
                     f"{self._ends.transport.everybody()}"
                 )
-            if len(rows) < count:
-                time.sleep(_NAP)
-        if len(rows) < count:
-            raise RunError("another rank cannot write the checkpoint")
+            time.sleep(_NAP)
         for number in rows:
             self._file(number).unlink()
         return [rows[number] for number in range(count)]
@@ -283,15 +280,12 @@ threading._register_atexit(let_savings_end)  # type: ignore[attr-defined]
 
 def staged(blocks: Sequence[Block], stager: AsyncStager | None) -> list[Block]:
     """The blocks in memory that no step changes: copied by DCP's stager, the caller's or one for this time alone."""
-    own = DefaultStager(StagingOptions(False, False, False, False)) if stager is None else None
     plain = {str(n): _alone(values.detach().resolve_conj().resolve_neg()) for n, (_, _, values) in enumerate(blocks)}
-    try:
-        copied: Any = (stager or own).stage(plain)  # type: ignore[union-attr]  # one of them is there
+    simple = StagingOptions(False, False, False, False)
+    with closing(DefaultStager(simple)) if stager is None else nullcontext(stager) as used:
+        copied: Any = used.stage(plain)
         if isinstance(copied, Future):
             copied = copied.result(_STAGING)
-    finally:
-        if own is not None:
-            own.close()
     return [(key, start, copied[str(n)]) for n, (key, start, _) in enumerate(blocks)]
 
 
