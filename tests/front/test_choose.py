@@ -14,13 +14,12 @@ from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.front import Choice, choose
 from penstock.front.candidates import Wishes
-from penstock.front.choice import Built
+from penstock.front.choice import Built, Machine
 from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine
 from penstock.front.model_profile import without_calls
 from penstock.front.pipeline_options import FIRST, GROUPS
-from penstock.front.stage_costs import Machine
 from penstock.plan import Placement
 from penstock.schedules import get_schedule
 

@@ -14,8 +14,8 @@ from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import RunError, StageError
 from penstock.front import Choice
-from penstock.front.measured_steps import enough
 from penstock.front.model_profile import typical
+from penstock.front.replan import enough
 from penstock.lower import lower
 from penstock.schedules import get_schedule
 from penstock.simulate import Costs, simulate

@@ -13,10 +13,9 @@ from penstock.balance import LayerCost, Profile
 from penstock.errors import BalanceError
 from penstock.front import Choice, choose
 from penstock.front.candidates import Wishes
-from penstock.front.choice import Built
+from penstock.front.choice import Built, Machine
 from penstock.front.choice_text import explanation
 from penstock.front.choose import holding_less
-from penstock.front.stage_costs import Machine
 from penstock.lower import recompute
 from penstock.plan import Op, Plan, check
 from penstock.schedules import get_schedule

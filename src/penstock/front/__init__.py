@@ -6,13 +6,13 @@
 From the call to the step:
 
     asked    pipeline_options (the options, in four groups)
-    known    ends (who takes part), machine (what actions, messages and copies cost), model_profile (what layers cost),
-             stage_costs (what stages cost by their layers)
-    chosen   candidates (plans and cuts), choose (the fastest, within a limit of memory), choice and choice_text
+    known    ends (who takes part), machine (what actions, messages and copies cost), model_profile (what layers cost)
+    chosen   candidates (plans and cuts), choose (the fastest, within a limit of memory), choice (what stages cost, and what was
+             chosen) and choice_text
     built    build (of a captured model, or of stages made by hand), dimensions (stages spread over a mesh), own_stages and names
-    stepped  pipeline, grouping (rows in groups), few_rows, weighted (the schedule), result (what ranks tell one another
+    stepped  pipeline, grouping (rows in groups, or few of them), weighted (the schedule), result (what ranks tell one another
              afterwards), spread (outputs to whoever wants them), norm, garbage
-    changed  replan (after a rank ran out of memory), measured_steps (costs, plan, cut), memory_view (what is held)
+    changed  replan (plan and cut, after a rank ran out of memory or by measured steps), memory_view (what is held)
     kept     saving and loading, with companions (optimizer, scheduler, whatever has a state); publish (for others)
 """
 

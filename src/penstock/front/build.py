@@ -19,14 +19,13 @@ from penstock.capture import Pipe, cuts_at, pipeline, warn_if_uneven
 from penstock.capture.load_state import to_materialise
 from penstock.errors import CaptureError, PlanError, StageError
 from penstock.front.candidates import Wishes, plans
-from penstock.front.choice import Built, Choice
+from penstock.front.choice import Built, Choice, Machine
 from penstock.front.choose import choose
 from penstock.front.dimensions import spread
 from penstock.front.ends import Ends, same_everywhere
 from penstock.front.machine import copy_bandwidth, measure_machine
 from penstock.front.model_profile import estimated_profile, measured_profile, together, with_budgets_of
 from penstock.front.pipeline_options import RankOptions, Request
-from penstock.front.stage_costs import Machine
 from penstock.lower import InTurn
 from penstock.parallel import wrap
 from penstock.plan import Placement, Plan

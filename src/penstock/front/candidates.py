@@ -10,8 +10,7 @@ from itertools import accumulate
 
 from penstock.balance import Profile, balance, leanest
 from penstock.errors import BalanceError, PlanError
-from penstock.front.choice import Choice, Tried, per_rank
-from penstock.front.stage_costs import FREE, Machine
+from penstock.front.choice import FREE, Choice, Machine, Tried, per_rank
 from penstock.lower import divide
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule

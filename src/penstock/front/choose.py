@@ -30,9 +30,8 @@ from penstock.balance import Profile
 from penstock.balance.cuts import size_text
 from penstock.errors import BalanceError, PlanError
 from penstock.front.candidates import Wishes, candidates, in_pieces
-from penstock.front.choice import Choice, Spared, Tried, is_timed, per_rank
+from penstock.front.choice import FREE, Choice, Spared, Tried, is_timed, per_rank
 from penstock.front.choice_text import rank_rows, table
-from penstock.front.stage_costs import FREE
 from penstock.lower import offload, recompute
 from penstock.misfits import takes
 from penstock.plan import Plan

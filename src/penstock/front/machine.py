@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.transport import Transport
+from penstock.front.choice import Machine
 from penstock.front.ends import Ends
-from penstock.front.stage_costs import Machine
 from penstock.plan import Op
 from penstock.plan.actions import OP, microbatch_of
 from penstock.run.schedule import Schedule

@@ -21,16 +21,14 @@ from penstock.front.build import assemble, cut
 from penstock.front.choice import Choice
 from penstock.front.companions import Companions, RandomNumbers
 from penstock.front.dimensions import whole_loss
-from penstock.front.few_rows import FewRows
 from penstock.front.garbage import Garbage
-from penstock.front.grouping import StepBatch
+from penstock.front.grouping import FewRows, StepBatch
 from penstock.front.loading import load_into, take_weights
-from penstock.front.measured_steps import Replanner, calibrated, recut
 from penstock.front.memory_view import Memory, MemoryKeeper
 from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
 from penstock.front.publish import Origin
-from penstock.front.replan import Undo, attempted
+from penstock.front.replan import Replanner, Undo, attempted, calibrated, recut
 from penstock.front.result import Result, Telling
 from penstock.front.saving import Contents, Saving, prepare, save
 from penstock.front.spread import Where, check_where, deliver
@@ -112,7 +110,7 @@ class Pipeline(OwnStages):
         self._saving: Saving | None = None  # a checkpoint that is being written
         if of_cut.made and of_model.weights is not None:
             take_weights(self.tensors, self._ends, of_model.weights)
-        self._few_rows = FewRows(self.schedule, of_steps, self._ends)
+        self._few_rows = FewRows(self.schedule, self._ends, allowed=of_steps.few_rows, specs=of_steps.batch_specs)
 
     @property
     def plan(self) -> Plan:
