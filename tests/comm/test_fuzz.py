@@ -24,7 +24,7 @@ from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import PenstockError, RunError, TransportError
 from penstock.front import Choice
 from penstock.run import Schedule1F1B
-from penstock.run.layout import Description, GradLayout, Layout, TensorLayout
+from penstock.run.layout import Description, Layout
 from penstock.run.preamble import Preamble, Rows
 from penstock.stage.boundary import flatten
 from penstock.stage.pipeline_stage import PipelineStage
@@ -37,7 +37,7 @@ JSON = st.recursive(
 
 def _layout() -> Layout:
     tensors, spec = flatten({"x": torch.zeros(2, 3), "more": [torch.zeros(1, requires_grad=True), 5, "text", None]})
-    return Layout(tuple(map(TensorLayout.of, tensors)), spec)
+    return Layout.of(tensors, spec)
 
 
 def _choice(data: bytes) -> Choice:
@@ -47,7 +47,7 @@ def _choice(data: bytes) -> Choice:
 SOURCES: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
     "failure": (FailureRecord(1, 3, "3F0", 0, "ValueError: no").encode(), FailureRecord.decode),
     "description": (_layout().encode(), lambda data: Description.decode(data).layout()),
-    "gradients": (GradLayout.of([TensorLayout.of(torch.zeros(2)), None]).encode(), GradLayout.decode),
+    "gradients": (Layout.of([torch.zeros(2), None]).encode(), lambda data: Description.decode(data).layout()),
     "whereabouts": (Whereabouts(1, 7, "1F0", 3, 9, "waits", 0, 12.0).encode(), Whereabouts.decode),
     "choice": (b'{"machine": {}, "plan": "0F0,0B0", "schedule": "gpipe", "placement": [0]}', _choice),
 }

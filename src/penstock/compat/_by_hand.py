@@ -133,10 +133,8 @@ class HandProgram(Program):
                 if not problems:
                     schedule._prepare_forward(stage, stage._heard.get(index - 1), self.context)
                     known = {**stage._heard, index: stage._stage_meta.outputs}
-            if after is not None and not problems:
-                after.post_described(stage._describe(), [])
-            elif after is not None:
-                after.post_poison()
+            if after is not None:
+                after.post_described(None if problems else stage._describe())
         with noted(problems):
             if inputs is not None and not problems:
                 schedule._prepare_backward(self.context, inputs.loss_kwargs)
@@ -175,7 +173,7 @@ def noted(problems: list[BaseException]) -> Iterator[None]:
 class LoopProgram(HandProgram):
     """A loop of the user's own, `_step_microbatches`, in the place of the actions of an order."""
 
-    def bind(self, action: AnyAction, *, cold: bool) -> Call:
+    def bind(self, action: AnyAction) -> Call:
         return self.loop if action is self.actions[0] else nothing
 
     def loop(self) -> None:
@@ -203,7 +201,7 @@ class MeetingProgram(LoopProgram):
         """Nothing: whoever asks again has new shapes."""
 
 
-def _care(program: HandProgram, action: Action, cold: bool) -> Call:
+def _care(program: HandProgram, action: Action) -> Call:
     schedule, run = program.schedule, program.runs[action.stage]
     if action.op is Op.REDUCE_GRAD:
         return run.reduce_grad
@@ -214,9 +212,9 @@ HAND_HANDLERS: Handlers = {**HANDLERS, **dict.fromkeys((Op.UNSHARD, Op.RESHARD, 
 """Penstock's own, which find other stage runs and other boxes in the program; only care of parameters is another matter."""
 
 
-def handled_by(function: Callable[..., object]) -> Callable[[HandProgram, AnyAction, bool], Call]:
+def handled_by(function: Callable[..., object]) -> Callable[[HandProgram, AnyAction], Call]:
     """The handler that calls a user's function."""
-    return lambda program, action, cold: partial(function, of_action(action), program.context)
+    return lambda program, action: partial(function, of_action(action), program.context)
 
 
 class ValidatedRun(StageRun):

@@ -79,7 +79,7 @@ class HandBox:
         if channel.reap_after is not None and not self.run.is_read_far_away:
             channel.wait_for_sent(len(channel.sent) - channel.reap_after)
 
-    send = send_described = queue = post  # cold or warm
+    send = post
 
     def wait(self, works: list[Work]) -> None:
         channel = self._channel
@@ -90,7 +90,7 @@ class HandBox:
         except RuntimeError as error:
             channel.fail(error)
 
-    def drain_send(self, microbatch: int, *, cold: bool) -> None:
+    def drain_send(self, microbatch: int) -> None:
         if self.is_done(microbatch):
             return
         stage = self.run.stage
@@ -101,7 +101,7 @@ class HandBox:
             stage.bwd_cache[microbatch] = (None,) * len(known.inputs or ())
         self.post(microbatch)
 
-    def drain_receive(self, microbatch: int, *, cold: bool) -> None:
+    def drain_receive(self, microbatch: int) -> None:
         if not self.is_done(microbatch):
             self.post(microbatch)
 
@@ -171,8 +171,6 @@ class HandRun:
             program.runs[index + 1].stage.set_local_fwd_input(output, microbatch)
         elif not stage.has_backward and stage.is_last:
             stage.fwd_cache.pop(microbatch, None)
-
-    checked_forward = forward  # the stage checks what it was told
 
     def backward_input(self, microbatch: int) -> None:
         """I."""

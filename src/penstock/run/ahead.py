@@ -20,7 +20,7 @@ from penstock.errors import PenstockError
 from penstock.nest import Value
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
-from penstock.run.layout import Description, Layout, TensorLayout
+from penstock.run.layout import Description, Layout
 from penstock.run.stage_run import StageRun
 from penstock.stage.boundary import flatten, unflatten
 from penstock.stage.compiled import probe_processor
@@ -121,8 +121,9 @@ class DressRehearsal:
         try:
             for inbox in run.inboxes:
                 layout = self.layouts[inbox.producer]
-                assert layout is not None, "only what is known is made up"
-                leaves = [t.zeros(device).requires_grad_(t.requires_grad and inbox.grad) for t in layout.tensors]
+                assert layout is not None and layout.spec is not None, "only what is known is made up"  # noqa: PT018
+                known = [tensor for tensor in layout.tensors if tensor is not None]
+                leaves = [t.zeros(device).requires_grad_(t.requires_grad and inbox.grad) for t in known]
                 inbox.arrived[0], inbox.values[0] = leaves, unflatten(layout.spec, leaves)
             return run.arguments(0)
         finally:
@@ -139,13 +140,11 @@ class DressRehearsal:
             with suppress(PenstockError):
                 tensors, spec = flatten(outbox.chosen(found[0]))
                 if all(layout_of(tensor) is None for tensor in tensors):  # else others would have to know a mesh
-                    layout = Layout(tuple(map(TensorLayout.of, tensors)), spec)
+                    layout = Layout.of(tensors, spec)
         if outbox.inbox is not None:
             self.layouts[outbox.stage] = layout
-        elif layout is None:
-            outbox.channel.post_poison()
         else:
-            outbox.channel.post_described(layout.encode(), [])
+            outbox.channel.post_described(None if layout is None else layout.encode())
 
     def hear(self, channel: Channel) -> None:
         """What a rank tells next."""

@@ -11,7 +11,7 @@ from penstock.lower.lower import Care, lower_shares
 from penstock.parallel import DataParallel, adapt, unwrap
 from penstock.plan import Op, Plan, check
 from penstock.plan.collecting import no_collecting
-from penstock.run.handlers import HANDLERS, receive_in_turn
+from penstock.run.handlers import HANDLERS
 from penstock.run.program import Program
 from penstock.run.setting import Binding, Setting
 from penstock.stage.pipeline_stage import PipelineStage, compile_once
@@ -94,8 +94,7 @@ class Programs(dict[int, Program]):
 
     def proved(self, plan: Plan, adapters: Mapping[int, DataParallel], *, grad: bool) -> Setting:
         """A lowered plan that cannot go wrong, and what its actions are done with."""
-        reap, handlers = runs_with_blocking_sends(plan), HANDLERS
+        reap = runs_with_blocking_sends(plan)
         if self.transport.queues != "direction":
             check(plan, queues=self.transport.queues)
-            handlers = {**handlers, Op.RECV_F: receive_in_turn, Op.RECV_B: receive_in_turn}
-        return Setting(**vars(self.binding), plan=plan, grad=grad, reap=reap, adapters=adapters, handlers=handlers)
+        return Setting(**vars(self.binding), plan=plan, grad=grad, reap=reap, adapters=adapters, handlers=HANDLERS)

@@ -3,21 +3,25 @@
 An `Inbox` holds what a producer stage gave to this rank, as fresh leaves: autograd gathers their gradients in `.grad`,
 over all the stages of this rank that use them. An `Outbox` holds what a stage of this rank gave to one rank (perhaps
 this one), with its graph, until its gradient comes back.
+
+Values go one way and their gradients the other. Where both ends know what a message looks like, its tensors are sent and nothing
+else. Where they do not, in a cold step, it describes itself (see `penstock.run.layout`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from penstock.comm.framing import Receiving
+from penstock.comm.messages import Work
 from penstock.errors import ShapeError
 from penstock.nest import Value
 from penstock.run.channel import Channel
-from penstock.run.layout import Description, GradLayout, Layout, TensorLayout, dense, unwire, wire
-from penstock.run.message_box import MessageBox
+from penstock.run.layout import Description, Layout, TensorLayout, dense, unwire, wire
 from penstock.stage.boundary import SINGLE, Spec, flatten, unflatten
 from penstock.stage.dtensors import DTensorLayout
 
@@ -26,6 +30,91 @@ if TYPE_CHECKING:
 
 MeshOf = Callable[[DTensorLayout], "DeviceMesh | None"]
 """What an arriving DTensor is put on."""
+Here = TypeVar("Here", Tensor, Tensor | None)  # what has arrived: leaves, or gradients where there are some
+
+
+class MessageBox(Generic[Here]):
+    """What an inbox and an outbox have in common: receiving, waiting, and getting out of the way of a failed step."""
+
+    def __init__(self, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
+        self.channel: Channel = channel  # type: ignore[assignment]  # None: both stages sit here; only messages use it
+        self.grad = grad  # whether gradients go back
+        self.arrived: list[list[Here] | None] = [None] * num_microbatches  # what arrives here, or is here
+        self.works: list[list[Work] | None] = [None] * num_microbatches  # while they are under way
+        self.incoming: list[Layout | None] = [None] * num_microbatches  # what is known of what arrives
+        self.outgoing: list[Layout | None] = [None] * num_microbatches  # and of what is sent
+
+    def post(self, microbatch: int) -> None:
+        """RECV. What describes itself is received when somebody needs it, or something behind it."""
+        channel, layout = self.channel, self.incoming[microbatch]
+        if layout is None:
+            channel.queue(self.pull(microbatch))
+            return
+        buffers: list[Tensor | None] = [  # None: a value that has no gradient
+            None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)
+            for tensor in layout.tensors
+        ]
+        try:
+            works = [channel.recv([buffer]) for buffer in buffers if buffer is not None]
+        except RuntimeError as error:
+            channel.fail(error)
+        self.arrived[microbatch] = buffers  # type: ignore[assignment]  # as many, and of which kind, the layout says
+        self.works[microbatch] = works
+
+    def pull(self, microbatch: int) -> Receiving[None]:
+        """Receive a message of a cold step, and what it says of itself."""
+        channel = self.channel
+        description = Description.decode((yield from channel.receive_description()))
+        buffers = [None if tensor is None else tensor.empty(channel.device) for tensor in description.tensors]
+        for buffer in buffers:
+            if buffer is not None:
+                yield channel.recv([buffer])
+        self.arrived[microbatch] = buffers  # type: ignore[assignment]  # likewise
+        self.incoming[microbatch] = description.layout()
+
+    def wait_for(self, microbatch: int) -> list[Here]:
+        """What has arrived, as soon as it is there."""
+        works = self.works[microbatch]
+        if works is not None:
+            wait = self.channel.wait
+            self.channel.transport.awaited = self.channel.peer
+            try:
+                while works:  # taken out before it is waited for: a wait that Ctrl-C breaks off is over all the same
+                    wait(works.pop())
+            except RuntimeError as error:
+                self.channel.fail(error)
+            self.works[microbatch] = None
+        elif self.channel is not None:
+            while self.arrived[microbatch] is None:
+                self.channel.pull()
+        return self.arrived[microbatch] or []
+
+    # -- failure
+
+    drain_receive = post  # a message that a failed step does not need
+
+    def drain_send(self, microbatch: int) -> None:
+        """Send something in the place of a message that a failed step will not have."""
+        layout, channel = self.outgoing[microbatch], self.channel
+        if layout is None:
+            channel.post_described(None)
+            return
+        for tensor in layout.tensors:
+            if tensor is not None:
+                channel.post(tensor.zeros(channel.device))
+
+    def left_over(self) -> list[int]:
+        """The microbatches of which something is still here."""
+        return [m for m, tensors in enumerate(self.arrived) if tensors is not None or self.works[m] is not None]
+
+    def pending(self) -> list[Work]:
+        """What was posted and not waited for."""
+        return [work for works in self.works if works is not None for work in works]
+
+    def clear(self) -> None:
+        size = len(self.works)
+        self.arrived[:] = [None] * size
+        self.works[:] = [None] * size
 
 
 class GradientAlone(NamedTuple):
@@ -35,7 +124,7 @@ class GradientAlone(NamedTuple):
     is_leaf: bool = True
 
 
-class Inbox(MessageBox[Tensor, Layout, GradLayout]):
+class Inbox(MessageBox[Tensor]):
     """What the stage `producer` gave to this rank, by microbatch: `arrived` are leaves."""
 
     def __init__(self, producer: int, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
@@ -56,19 +145,14 @@ class Inbox(MessageBox[Tensor, Layout, GradLayout]):
         self.arrived[microbatch] = leaves
         self.values[microbatch] = unflatten(spec, leaves)
 
-    def pull(self, microbatch: int) -> Receiving[None]:
-        channel = self.channel
-        description = Description.decode((yield from channel.receive_description()))
-        self.arrived[microbatch] = yield from channel.receive([t.empty(channel.device) for t in description.tensors])
-        self.incoming[microbatch] = description.layout()
-
     def ready(self, microbatch: int) -> Value:
         """The value, as soon as it is there: leaves of a graph of its own."""
         if self.values[microbatch] is None:
             leaves = self.wait_for(microbatch)
             layout = self.incoming[microbatch]
-            if layout is not None:  # None: handed over on this rank, and nothing in it
+            if layout is not None and layout.spec is not None:  # else handed over on this rank, and nothing in it
                 for place, tensor in enumerate(layout.tensors):
+                    assert tensor is not None, "only gradients may be missing"
                     if tensor.distributed is not None and self.mesh is not None:
                         leaves[place] = unwire(leaves[place], tensor, self.mesh(tensor.distributed))
                     if tensor.requires_grad and self.grad:
@@ -77,22 +161,15 @@ class Inbox(MessageBox[Tensor, Layout, GradLayout]):
         return self.values[microbatch]
 
     def read(self, microbatch: int) -> None:
-        """In a forward-only plan: let go when the last stage of this rank has read it."""
+        """A stage of this rank needs the value no longer. When none does it is let go, and in training its gradients stay."""
         self.reads[microbatch] += 1
         if self.reads[microbatch] == self.readers:
             self.reads[microbatch] = 0
-            self.arrived[microbatch] = self.values[microbatch] = None
-
-    # -- backward
-
-    def differentiated(self, microbatch: int) -> None:
-        """After the backward of a stage of this rank that used it: the last of them needs its gradients alone."""
-        self.reads[microbatch] += 1
-        if self.reads[microbatch] == self.readers:
-            self.reads[microbatch] = 0
-            left = [GradientAlone(leaf.grad) for leaf in self.arrived[microbatch] or ()]
+            left = [GradientAlone(leaf.grad) for leaf in self.arrived[microbatch] or ()] if self.grad else None
             self.arrived[microbatch] = left  # type: ignore[assignment]  # in the place of leaves, of which only that is asked
             self.values[microbatch] = None
+
+    # -- backward
 
     def grads(self, microbatch: int) -> list[Tensor | None]:
         """The gradients of the leaves, which are let go."""
@@ -101,26 +178,36 @@ class Inbox(MessageBox[Tensor, Layout, GradLayout]):
         return [leaf.grad for leaf in leaves]
 
     def send(self, microbatch: int) -> None:
-        """SEND_B of a warm step. Nothing is sent before all of it has been found to be as expected."""
-        layout, leaves = self.outgoing[microbatch], self.arrived[microbatch]
+        """SEND_B. Nothing is sent before all of it has been found to be as expected.
+
+        In a cold step there is a message even without a gradient, so that both ends always count alike.
+        """
+        known, leaves = self.outgoing[microbatch], self.arrived[microbatch] or ()
         self.arrived[microbatch] = self.values[microbatch] = None
-        grads = []
-        assert leaves is not None and layout is not None, "a warm step knows what goes back"  # noqa: PT018
-        for place, (leaf, expected) in enumerate(zip(leaves, layout.tensors, strict=True)):
-            grad = leaf.grad
-            if expected is not None:
-                if grad is None:
-                    grad = expected.zeros(leaf.device)
-                elif grad.dtype is not leaf.dtype or grad.shape != leaf.shape:
-                    raise self._changed(microbatch, place, leaf, _name(grad))
-                elif expected.distributed is not None and not expected.matches(grad):
-                    raise self._changed(microbatch, place, leaf, f"{_name(grad)} spread in another way")
-                grads.append(wire(dense(grad)))
-            elif grad is not None:
+        grads: list[Tensor | None] = []
+        tensors: list[Tensor] = []
+        for place, leaf in enumerate(leaves):
+            grad, expected = leaf.grad, None if known is None else known.tensors[place]
+            if grad is None:
+                grad = None if expected is None else expected.zeros(leaf.device)
+            elif known is not None and expected is None:
                 what = "none in the first step with inputs of these shapes, and one now"
                 raise self._changed(microbatch, place, leaf, what)
-        for grad in grads:
-            self.channel.post(grad)
+            elif grad.dtype is not leaf.dtype or grad.shape != leaf.shape:
+                raise self._changed(microbatch, place, leaf, _name(grad))
+            elif expected is not None and expected.distributed is not None and not expected.matches(grad):
+                raise self._changed(microbatch, place, leaf, f"{_name(grad)} spread in another way")
+            if grad is not None:
+                grad = dense(grad)
+                tensors.append(wire(grad))
+            grads.append(grad)
+        if known is not None:
+            for tensor in tensors:
+                self.channel.post(tensor)
+        else:
+            layout = Layout.of(grads)
+            self.channel.post_described(layout.encode(), tensors)
+            self.outgoing[microbatch] = layout
 
     def _changed(self, microbatch: int, place: int, leaf: Tensor, what: str) -> ShapeError:
         return ShapeError(
@@ -129,24 +216,13 @@ class Inbox(MessageBox[Tensor, Layout, GradLayout]):
             "whose graph changes from step to step needs a schedule made with dynamic=True"
         )
 
-    def send_described(self, microbatch: int) -> None:
-        """SEND_B of a cold step. There is a message even without a gradient, so that both ends always count alike."""
-        leaves = self.arrived[microbatch] or []
-        grads = [None if grad is None else dense(grad) for grad in self.grads(microbatch)]
-        for place, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
-            if grad is not None and (grad.dtype is not leaf.dtype or grad.shape != leaf.shape):
-                raise self._changed(microbatch, place, leaf, _name(grad))
-        layout = GradLayout.of([None if grad is None else TensorLayout.of(grad) for grad in grads])
-        self.outgoing[microbatch] = layout
-        self.channel.post_described(layout.encode(), [wire(grad) for grad in grads if grad is not None])
-
     def clear(self) -> None:
         super().clear()
         self.values[:] = [None] * len(self.values)
         self.reads[:] = [0] * len(self.reads)
 
 
-class Outbox(MessageBox[Tensor | None, GradLayout, Layout]):
+class Outbox(MessageBox[Tensor | None]):
     """What a stage of this rank gave to one rank, by microbatch: `arrived` are its gradients."""
 
     def __init__(self, stage: int, num_microbatches: int, channel: Channel | None, *, grad: bool) -> None:
@@ -154,9 +230,7 @@ class Outbox(MessageBox[Tensor | None, GradLayout, Layout]):
         self.stage = stage
         self.inbox: Inbox | None = None  # where a consumer on this rank looks
         self.select: tuple[int, ...] | None = None  # which outputs of the stage; None: the output as it is
-        self.repeated: frozenset[int] = (
-            frozenset()
-        )  # microbatches whose forward is run again: nothing is kept till then
+        self.repeated: frozenset[int] = frozenset()  # microbatches whose forward runs again: nothing is kept till then
         self.tensors: list[list[Tensor] | None] = [None] * num_microbatches
         self.specs: list[Spec | None] = [None] * num_microbatches
 
@@ -184,41 +258,23 @@ class Outbox(MessageBox[Tensor | None, GradLayout, Layout]):
         self.tensors[microbatch], self.specs[microbatch] = flatten(self.chosen(output))
 
     def send(self, microbatch: int) -> None:
-        """SEND_F of a warm step."""
+        """SEND_F. A value that went out stays for its gradient, unless there will be none, or another is made for it."""
         tensors, spec, layout = self.tensors[microbatch], self.specs[microbatch], self.outgoing[microbatch]
-        assert tensors is not None, "its forward has run"
-        layout.check(tensors, spec, self.stage, microbatch)  # type: ignore[union-attr, arg-type]  # as has one before it
-        post = self.channel.post
-        for tensor in tensors:
-            post(wire(tensor))
-        if not self.grad or microbatch in self.repeated:
-            self._let_go(microbatch)
-
-    def send_described(self, microbatch: int) -> None:
-        """SEND_F of a cold step."""
-        tensors, spec = self.tensors[microbatch] or [], self.specs[microbatch]
-        assert spec is not None, "its forward has run"
-        layout = Layout(tuple(map(TensorLayout.of, tensors)), spec)
-        layout.check_device(self.channel.device, self.stage, microbatch)
-        self.outgoing[microbatch] = layout
-        self.channel.post_described(layout.encode(), list(map(wire, tensors)))
-        if not self.grad or microbatch in self.repeated:
-            self._let_go(microbatch)
-
-    def _let_go(self, microbatch: int) -> None:
-        """A value that went out stays for its gradient, unless there will be none, or another is made for it."""
-        if not self.grad or all(tensor.grad_fn is None for tensor in self.tensors[microbatch] or ()):
+        assert tensors is not None and spec is not None, "its forward has run"  # noqa: PT018
+        if layout is not None:
+            layout.check(tensors, spec, self.stage, microbatch)
+            post = self.channel.post
+            for tensor in tensors:
+                post(wire(tensor))
+        else:
+            layout = Layout.of(tensors, spec)
+            layout.check_device(self.channel.device, self.stage, microbatch)
+            self.channel.post_described(layout.encode(), list(map(wire, tensors)))
+            self.outgoing[microbatch] = layout
+        if not self.grad or (microbatch in self.repeated and all(tensor.grad_fn is None for tensor in tensors)):
             self.tensors[microbatch] = self.specs[microbatch] = None
 
     # -- backward
-
-    def pull(self, microbatch: int) -> Receiving[None]:
-        channel = self.channel
-        layout = GradLayout.decode((yield from channel.receive_description()))
-        assert self.outgoing[microbatch] is not None, "a gradient comes after its value; after poison comes poison"
-        self.incoming[microbatch] = layout
-        buffers = [None if tensor is None else tensor.empty(channel.device) for tensor in layout.tensors]
-        self.arrived[microbatch] = yield from channel.receive(buffers)
 
     def gradients(self, microbatch: int) -> list[Tensor | None]:
         """The gradients of `tensors`, as soon as they are there."""
@@ -226,12 +282,11 @@ class Outbox(MessageBox[Tensor | None, GradLayout, Layout]):
             return self.inbox.grads(microbatch)
         found = self.wait_for(microbatch)
         self.arrived[microbatch] = None
-        layout = self.incoming[microbatch]
-        if layout is not None and layout.distributed:
-            return [
-                grad if grad is None or t is None else unwire(grad, t, getattr(tensor, "device_mesh", None))
-                for tensor, grad, t in zip(self.tensors[microbatch] or (), found, layout.tensors, strict=True)
-            ]
+        layout, tensors = self.incoming[microbatch], self.tensors[microbatch]
+        for place, expected in enumerate(layout.tensors if layout is not None and tensors is not None else ()):
+            if expected is not None and expected.distributed is not None:
+                mesh = getattr(tensors[place], "device_mesh", None)  # type: ignore[index]  # there are some
+                found[place] = unwire(found[place], expected, mesh)  # type: ignore[arg-type]  # so is this
         return found
 
     def left_over(self) -> list[int]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from penstock.run.layout import DATA, POISON
 from penstock.stage.held import is_out_of_memory
 
 Wait = Callable[[Work], object]
-Buffer = TypeVar("Buffer", Tensor, Tensor | None)
 
 
 class Poisoned(Exception):
@@ -34,6 +33,7 @@ class Channel:
         self.tell = transport.control.sender(peer)  # what a message of a cold step looks like
         self.hear = transport.control.receiver(peer)
         self.wait = wait
+        self.in_turn = transport.queues != "direction"  # messages share a queue: each is received in its place
         self.transport = transport
         self.device = transport.device
         self.sent: deque[Work] = deque()  # sends on their way
@@ -67,17 +67,11 @@ class Channel:
         if work is not None:
             sent.append(work)
 
-    def post_described(self, description: bytes, tensors: list[Tensor]) -> None:
-        """Send a message of a cold step."""
-        self._post_all(frame(DATA, description), tensors)
-
-    def post_poison(self) -> None:
-        """Send, in place of a message of a cold step, that none will come."""
-        self._post_all(frame(POISON, b""), [])
-
-    def _post_all(self, description: list[Tensor], tensors: list[Tensor]) -> None:
+    def post_described(self, description: bytes | None, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a message of a cold step; None: say in its place that none will come."""
+        parts = frame(POISON, b"") if description is None else frame(DATA, description)
         try:
-            works = [work for part in description if (work := self.tell([part])) is not None]
+            works = [work for part in parts if (work := self.tell([part])) is not None]
             works += [work for tensor in tensors if (work := self.send([tensor])) is not None]
         except RuntimeError as error:
             self.fail(error)
@@ -106,12 +100,11 @@ class Channel:
             raise Poisoned
         return description
 
-    def receive(self, buffers: list[Buffer]) -> Receiving[list[Buffer]]:
-        """Receive into the buffers, one after another; None stands for no message."""
-        for buffer in buffers:
-            if buffer is not None:
-                yield self.recv([buffer])
-        return buffers
+    def queue(self, receiving: Receiving[None]) -> None:
+        """Put a receive of a cold step behind the others. Its turn comes when somebody needs it, or something behind it."""
+        self.incoming.append(receiving)
+        while self.in_turn and not self.drains and self.incoming:
+            self.pull()
 
     def pull(self) -> None:
         """Do the queued receive whose turn it is, or the rest of it."""
@@ -125,11 +118,6 @@ class Channel:
         finally:
             if getgeneratorstate(receiving) == GEN_CLOSED:
                 self.incoming.popleft()
-
-    def pull_until(self, done: Callable[[], bool]) -> None:
-        """Do queued receives, in their order, until `done`."""
-        while not done():
-            self.pull()
 
     def flush(self) -> None:
         """Wait for all sends."""

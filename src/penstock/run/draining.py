@@ -14,7 +14,7 @@ from penstock.run.channel import Channel, Poisoned
 from penstock.run.program import Program, parts_of
 
 
-def drain(program: Program, at: int, *, cold: bool) -> None:
+def drain(program: Program, at: int) -> None:
     """Get the actions from `at` on out of the way.
 
     All remaining messages are posted, then the data-parallel replicas are met where they will wait (and told), then
@@ -26,7 +26,7 @@ def drain(program: Program, at: int, *, cold: bool) -> None:
     for action in program.actions[at:]:
         for part in parts_of(action):
             if part.op.is_message:
-                _drain_one(program, part, cold=cold)
+                _drain_one(program, part)
     meet_replicas(program, program.actions[at:])
     for each in program.channels.values():
         while each.incoming and not each.lost:
@@ -53,13 +53,11 @@ def meet_replicas(program: Program, rest: Sequence[AnyAction]) -> None:
                 adapter.reshard()
 
 
-def _drain_one(program: Program, action: Action, *, cold: bool) -> None:
+def _drain_one(program: Program, action: Action) -> None:
     box = program.message_box(action)
     channel, microbatch = box.channel, action.microbatch
-    if channel is None or channel.lost or microbatch is None:
-        return
-    in_its_place = box.drain_send if action.op.row.sends else box.drain_receive
-    _try(channel, lambda: in_its_place(microbatch, cold=cold))
+    if channel is not None and not channel.lost and microbatch is not None:
+        _try(channel, partial(box.drain_send if action.op.row.sends else box.drain_receive, microbatch))
 
 
 def _try(channel: Channel, do: Callable[[], object]) -> None:

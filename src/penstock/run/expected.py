@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from penstock.comm.messages import kind_of
 from penstock.errors import ShapeError
 from penstock.stage.boundary import flatten
+from penstock.stage.pipeline_stage import PipelineStage
 
 
-def check_given(given: object, value: tuple[object, ...], *, stage: int, microbatch: int, name: str) -> None:
-    """Raise unless the tensors of `value` have the shapes and types of those in `given`; None: anything goes."""
-    if given is None:
-        return
-    expected, _ = flatten(tuple(given) if isinstance(given, (tuple, list)) else (given,))
-    found, _ = flatten(value)
+def check_given(stage: PipelineStage, value: object, *, microbatch: int, name: str) -> None:
+    """Raise unless the tensors of `value` have the shapes and types of those that the stage was given under that name."""
+    expected, found = tensors_given(getattr(stage, name)), tensors_given(value)
     if [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in found]:
+        said, there = (", ".join(map(kind_of, tensors)) for tensors in (expected, found))
         raise ShapeError(
-            f"microbatch {microbatch}, stage {stage}: {name} says ({_listed(expected)}), but there is ({_listed(found)}). "
+            f"microbatch {microbatch}, stage {stage.stage_index}: {name} says ({said}), but there is ({there}). "
             f"Give the shapes of one microbatch, or leave {name} out: they are found without it"
         )
 
 
-def _listed(tensors: list[Tensor]) -> str:
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+def tensors_given(value: object) -> list[Tensor]:
+    """The tensors of what stands for all arguments or all outputs of a stage; one of them may stand there by itself."""
+    return flatten(tuple(value) if isinstance(value, tuple | list) else (value,))[0]

@@ -85,20 +85,25 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One message forward: the tensors of a value, and the nest that they came in."""
+    """One message. Forward, it has the tensors of a value and the nest that they came in. Backward, it has the gradient of each
+    of those tensors, None where there is none; a DTensor's gradient may be spread in another way than itself."""
 
-    tensors: tuple[TensorLayout, ...]
-    spec: Spec
+    tensors: tuple[TensorLayout | None, ...]
+    spec: Spec | None  # None: gradients
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], spec: Spec | None = None) -> Layout:
+        return cls(tuple(None if tensor is None else TensorLayout.of(tensor) for tensor in tensors), spec)
 
     def encode(self) -> bytes:
-        return json.dumps([[tensor.to_json() for tensor in self.tensors], self.spec.to_json()]).encode()
+        rows = [None if tensor is None else tensor.to_json() for tensor in self.tensors]
+        return json.dumps([rows, None if self.spec is None else self.spec.to_json()]).encode()
 
     def check_device(self, device: torch.device, stage: int, microbatch: int) -> None:
         """Before a cold message is sent: can it be?"""
-        if any(tensor.on_host is not (device.type == "cpu") for tensor in self.tensors):
-            found = ", ".join(
-                f"{tensor} {'in host memory' if tensor.on_host else ''}".rstrip() for tensor in self.tensors
-            )
+        tensors = [tensor for tensor in self.tensors if tensor is not None]
+        if any(tensor.on_host is not (device.type == "cpu") for tensor in tensors):
+            found = ", ".join(f"{tensor} {'in host memory' if tensor.on_host else ''}".rstrip() for tensor in tensors)
             raise ShapeError(
                 f"the output of stage {stage} for microbatch {microbatch} is ({found}), but the messages of this pipeline are "
                 f"between tensors on {device.type}; move it there at the end of the stage: tensor.to({device.type!r})"
@@ -109,7 +114,8 @@ class Layout:
         if spec is SINGLE is self.spec:  # one tensor each
             expected, tensor = self.tensors[0], tensors[0]
             if (
-                tensor.shape == expected.shape
+                expected is not None
+                and tensor.shape == expected.shape
                 and tensor.dtype is expected.dtype
                 and tensor.requires_grad is expected.requires_grad
                 and tensor.is_cpu is expected.on_host
@@ -117,14 +123,10 @@ class Layout:
                 and type(tensor) is Tensor
             ):
                 return
-        if (
-            len(tensors) == len(self.tensors)
-            and spec == self.spec
-            and all(map(TensorLayout.matches, self.tensors, tensors))
-        ):
-            return
-        now = ", ".join(str(TensorLayout.of(tensor)) for tensor in tensors)
-        then = ", ".join(map(str, self.tensors))
+        if len(tensors) == len(self.tensors) and spec == self.spec:
+            if all(own is not None and own.matches(one) for own, one in zip(self.tensors, tensors, strict=True)):
+                return
+        now, then = (", ".join(map(str, one.tensors)) for one in (Layout.of(tensors), self))
         nest = "" if spec == self.spec else f", in {spec} instead of {self.spec}"
         raise ShapeError(
             f"the output of stage {stage} for microbatch {microbatch} is ({now}), but the first step with inputs of these "
@@ -135,61 +137,41 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A forward message's own description, as it came. Its tensors must be received before anything can go wrong with
+    """What a cold message says of itself, as it came. Its tensors must be received before anything can go wrong with
     its nest (a class that is not known here), so that the messages behind it stay in step."""
 
-    tensors: tuple[TensorLayout, ...]
+    tensors: tuple[TensorLayout | None, ...]
     nest: object
 
     @classmethod
     def decode(cls, blob: bytes) -> Description:
         with reading("the description of a message"):
             rows, nest = loads(blob, list)
-            return cls(tuple(map(TensorLayout.from_json, rows)), nest)
+            tensors = tuple(None if row is None else TensorLayout.from_json(row) for row in rows)
+            if nest is not None and None in tensors:
+                raise ValueError(f"{rows!r:.80} leaves out a tensor of a value")
+            return cls(tensors, nest)
 
     def layout(self) -> Layout:
         with reading("the nest of a message"):
-            return Layout(self.tensors, Spec.from_json(self.nest))
+            return Layout(self.tensors, None if self.nest is None else Spec.from_json(self.nest))
 
 
-@dataclass(frozen=True, slots=True)
-class GradLayout:
-    """One message backward: what the gradient of each tensor of the forward message looks like; None where it has none.
-
-    A DTensor's gradient may be spread in another way than itself, so it is described by itself.
-    """
-
-    tensors: tuple[TensorLayout | None, ...]
-    distributed: bool = False  # whether one of them is a DTensor
-
-    @classmethod
-    def of(cls, tensors: Sequence[TensorLayout | None]) -> GradLayout:
-        return cls(tuple(tensors), any(tensor is not None and tensor.distributed is not None for tensor in tensors))
-
-    def encode(self) -> bytes:
-        return json.dumps([None if tensor is None else tensor.to_json() for tensor in self.tensors]).encode()
-
-    @classmethod
-    def decode(cls, blob: bytes) -> GradLayout:
-        with reading("the description of gradients"):
-            return cls.of([None if row is None else TensorLayout.from_json(row) for row in loads(blob, list)])
-
-
-def settle(layouts: Sequence[Layout | None], grads: Sequence[GradLayout | None]) -> list[GradLayout | None]:
+def settle(layouts: Sequence[Layout | None], grads: Sequence[Layout | None]) -> list[Layout | None]:
     """After a cold step: a tensor that had a gradient in some microbatch is expected to have one in each.
 
     Which microbatches leave a value without one may depend on the data; from the next step on, those send zeros. Both ends
     know all layouts of the step, and come to the same.
     """
     some = {place for grad in grads if grad is not None for place, t in enumerate(grad.tensors) if t is not None}
-    settled: list[GradLayout | None] = []
+    settled: list[Layout | None] = []
     for layout, grad in zip(layouts, grads, strict=True):
         if layout is not None and grad is not None:
             found = list(grad.tensors)
             for place, value in enumerate(layout.tensors[: len(found)]):
-                if place in some and found[place] is None and value.requires_grad and value.distributed is None:
+                if place in some and found[place] is None and value and value.requires_grad and not value.distributed:
                     found[place] = TensorLayout(value.shape, value.dtype, requires_grad=False)
-            grad = GradLayout.of(found)
+            grad = Layout(tuple(found), None)
         settled.append(grad)
     return settled
 

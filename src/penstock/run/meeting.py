@@ -12,14 +12,14 @@ import torch
 from penstock import __version__
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.local import LocalWorld
+from penstock.comm.messages import kind_of
 from penstock.comm.transport import Transport
-from penstock.dtypes import dtype_name
 from penstock.errors import RanksDisagree
 from penstock.parallel import DataParallel, unwrap
 from penstock.plan import Plan, dumps
 from penstock.plan.actions import text
+from penstock.run.expected import tensors_given
 from penstock.run.ties import Ties
-from penstock.stage.boundary import flatten
 from penstock.stage.pipeline_stage import Group, PipelineStage, RankGroup, place_in
 
 _ALONE: WeakKeyDictionary[PipelineStage, Transport] = WeakKeyDictionary()  # of a stage that is on the only rank
@@ -74,8 +74,7 @@ def boundaries_of(stages: Iterable[PipelineStage]) -> dict[str, list[str]]:
         if stage.routes is None:
             for end, given in (("in", stage.input_args), ("out", stage.output_args)):
                 if given is not None:
-                    tensors, _ = flatten(tuple(given) if isinstance(given, (tuple, list)) else (given,))
-                    found[f"{stage.stage_index} {end}"] = [f"{dtype_name(t.dtype)}{list(t.shape)}" for t in tensors]
+                    found[f"{stage.stage_index} {end}"] = list(map(kind_of, tensors_given(given)))
     return found
 
 

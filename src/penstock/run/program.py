@@ -18,7 +18,7 @@ from penstock.run.ahead import DressRehearsal
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel
 from penstock.run.inputs import StepInputs
-from penstock.run.layout import GradLayout, Layout, settle
+from penstock.run.layout import Layout, settle
 from penstock.run.reaping import reap_points
 from penstock.run.setting import ActionKind, Call, Setting
 from penstock.run.stage_run import StageRun
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 
 _IN_FLIGHT = 2  # sends of a channel that may be on their way before the oldest is waited for
 Box: TypeAlias = Inbox | Outbox
-Layouts: TypeAlias = tuple[list[Layout | None], list[GradLayout | None]]  # of values and of gradients, by microbatch
+Layouts: TypeAlias = tuple[list[Layout | None], list[Layout | None]]  # of values and of gradients, by microbatch
 
 
 class Program:
     """One rank's part of a plan, and all that lies between its actions."""
 
     stage_run = StageRun  # what does the actions of a stage
+    is_cold = True  # whether messages of this step describe themselves
 
     def __init__(self, setting: Setting, stages: Sequence[PipelineStage], transport: Transport) -> None:
         self.setting = setting
@@ -55,8 +56,8 @@ class Program:
         self.actions = tuple(map(unpack, self.codes))
         self._connect()
         self.ahead = DressRehearsal(self)
-        self.warm = [self.bind(action, cold=False) for action in self.actions]
-        self.cold = [self.bind(action, cold=True) for action in self.actions]
+        self.warm = [self.bind(action) for action in self.actions]
+        self.cold = list(self.warm)
         for position, points in reap_points(self.plan, self.rank).items():
             self.cold[position] = partial(self._then_reap, self.cold[position], points)
 
@@ -119,12 +120,12 @@ class Program:
             self.channels[peer] = Channel(self.transport, peer, self.wait, reap_after=reap_after)
         return self.channels[peer]
 
-    def bind(self, action: AnyAction, *, cold: bool) -> Call:
+    def bind(self, action: AnyAction) -> Call:
         """The call that does an action: by the user's handler for its kind, or by penstock's own."""
         custom = self.setting.custom.get(kind_of(action))
-        return self.default(action, cold=cold) if custom is None else custom(self, action, cold)
+        return self.default(action) if custom is None else custom(self, action)
 
-    def default(self, action: AnyAction, *, cold: bool) -> Call:
+    def default(self, action: AnyAction) -> Call:
         handler = self.setting.handlers.get(kind_of(action))
         if handler is None:
             op = parts_of(action)[0].op
@@ -132,7 +133,7 @@ class Program:
                 f"{action}: nothing here runs {op.name} ({op.row.word}); expected a plan without it, or a function of your "
                 f"own: schedule.register_custom_function(penstock.Op.{op.name}, ...)"
             )
-        return handler(self, action, cold)
+        return handler(self, action)
 
     def each(self, wrap: Callable[[str, Call], object], calls: Sequence[Call]) -> list[Call]:
         """The calls of a step, each inside of another that is told the name of its action."""
@@ -163,6 +164,9 @@ class Program:
 
     def open(self, signature: int, *, cold: bool) -> None:
         """Before the messages of a step: a warm one knows what they look like, a cold one finds out."""
+        self.is_cold = cold
+        for run in self.runs.values():
+            run.checks_input = cold and run.stage.input_args is not None
         if cold:
             self.ahead.open()
         size, boxes = self.plan.num_microbatches, len(self.inboxes) + len(self.outboxes)
@@ -234,10 +238,14 @@ class ActionContext:
     schedule.register_custom_function(Overlap, overlapped)
     """
 
-    def __init__(self, schedule: Schedule, program: Program, *, cold: bool) -> None:
+    def __init__(self, schedule: Schedule, program: Program) -> None:
         self.schedule = schedule
-        self.cold = cold  # whether messages of this step describe themselves; see `penstock.run.layout`
         self._program = program
+
+    @property
+    def cold(self) -> bool:
+        """Whether messages of this step describe themselves; see `penstock.run.layout`."""
+        return self._program.is_cold
 
     def stage(self, index: int) -> PipelineStage:
         """A stage of this rank."""
@@ -250,7 +258,7 @@ class ActionContext:
 
     def run(self, action: AnyAction) -> None:
         """Do an action as penstock does it; messages of the step included."""
-        self._program.default(action, cold=self.cold)()
+        self._program.default(action)()
 
 
 def kind_of(action: AnyAction) -> ActionKind:

@@ -96,7 +96,7 @@ class Runner:
                 if error is None:
                     error = self.run(program, prepared.inputs, cold=bool(preamble.cold))
                 else:
-                    drain(program, 0, cold=bool(preamble.cold))
+                    drain(program, 0)
             return self.conclude(program, error, preamble, certain=certain)
         finally:
             position.program = self.transport.awaited = None
@@ -184,7 +184,7 @@ class Runner:
                 position.at = len(calls)
                 program.finish()
         except (_Heard, Poisoned):
-            drain(program, position.at + 1, cold=cold)
+            drain(program, position.at + 1)
             return self.peer_failure() or self.unheard()
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
             if is_out_of_memory(error):
@@ -210,7 +210,7 @@ class Runner:
         self.report(action, failure)
         # A message that raised did so before anything was posted: its checks come first.
         posted_nothing = isinstance(action, Action) and action.op.is_message
-        drain(program, at if posted_nothing else at + 1, cold=cold)
+        drain(program, at if posted_nothing else at + 1)
         return failure
 
     def report(self, action: AnyAction | None, error: BaseException) -> None:

@@ -196,8 +196,8 @@ class Schedule:
         """
         if vars(self).get("_programs"):
             raise RunError("register_custom_function after the first step; the plan is bound by then. Call it before")
-        self._binding.custom[computation_type] = lambda program, action, cold: partial(
-            custom_function, action, ActionContext(self, program, cold=cold)
+        self._binding.custom[computation_type] = lambda program, action: partial(
+            custom_function, action, ActionContext(self, program)
         )
 
     # -- steps

@@ -16,8 +16,8 @@ Call: TypeAlias = Callable[[], object]
 """Does an action."""
 ActionKind: TypeAlias = Op | type[Overlap]
 """What tells one handler from another: an Op, or Overlap for pairs."""
-Handler: TypeAlias = Callable[[Any, Any, bool], Call]  # programs of compat are of a class of their own
-"""``handler(program, action, cold)`` is asked once for each action, before the first step; what it returns does the action."""
+Handler: TypeAlias = Callable[[Any, Any], Call]  # programs of compat are of a class of their own
+"""``handler(program, action)`` is asked once for each action, before the first step; what it returns does the action."""
 Handlers: TypeAlias = Mapping[ActionKind, Handler]
 
 

@@ -99,6 +99,7 @@ class StageRun:
         self.given.eager = not parts
         self.arguments = self.given.of
         self.proved = not grad or not inboxes  # whether a forward has shown that it leaves its inputs alone
+        self.checks_input = False  # only in cold steps
         self.checks_output = stage.output_args is not None
         self.buffers = BufferMemory.of(self.module)
         if split and self.manual is None and not can_split(self.module):
@@ -113,6 +114,8 @@ class StageRun:
     def forward(self, microbatch: int) -> None:
         """F."""
         args, kwargs = self.arguments(microbatch)
+        if self.checks_input:
+            check_given(self.stage, args, microbatch=microbatch, name="input_args")
         call = self.call if self.proved else self.first_call
         if microbatch in self.repeated:
             call = partial(self.call_first, call)
@@ -155,13 +158,6 @@ class StageRun:
         """L."""
         saved, self.saved[microbatch] = self.saved[microbatch], None
         saved.load()  # type: ignore[union-attr]
-
-    def checked_forward(self, microbatch: int) -> None:
-        """F of a cold step, if the user said what the shapes are."""
-        index = self.stage.stage_index
-        args, _ = self.arguments(microbatch)
-        check_given(self.stage.input_args, args, stage=index, microbatch=microbatch, name="input_args")
-        self.forward(microbatch)
 
     def first_call(self, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]) -> Value:
         """The first forward shows whether the module changes its input in place, which autograd refuses for a leaf.
@@ -240,8 +236,7 @@ class StageRun:
         if self.buffers is not None:
             output = self.buffers.copied_out(output)
         if self.checks_output:
-            given = (self.stage.output_args, output if type(output) is tuple else (output,))
-            check_given(*given, stage=self.stage.stage_index, microbatch=microbatch, name="output_args")
+            check_given(self.stage, output, microbatch=microbatch, name="output_args")
         if self.last is not None:
             self.last.finish(microbatch, output, self.inputs)
         return output
@@ -300,7 +295,7 @@ class StageRun:
         """After the backward: what a stage of this rank gave that is run again itself, and so does not hold its output."""
         for inbox in self.alone:
             if microbatch in inbox.repeated:
-                inbox.differentiated(microbatch)
+                inbox.read(microbatch)
 
     def seeds(self, microbatch: int) -> tuple[list[Tensor], list[Tensor]]:
         """What the backward starts from: outputs that have a gradient, and it; on the last stage the loss."""

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.comm.messages import kind_of
 from penstock.comm.transport import Transport
-from penstock.dtypes import dtype_name
 from penstock.errors import StageError
 from penstock.misfits import fits
 from penstock.nest import Value
@@ -256,4 +256,4 @@ def declared(stages: Iterable[PipelineStage]) -> list[Holders]:
 def _place(parameter: nn.Parameter) -> tuple[tuple[int, int], str]:
     """Where a parameter lies, and of what kind it is."""
     local = to_local(parameter.detach())
-    return (os.getpid(), local.data_ptr()), f"{dtype_name(parameter.dtype)}{list(parameter.shape)}"
+    return (os.getpid(), local.data_ptr()), kind_of(parameter)
