@@ -184,7 +184,7 @@ class Inbox(MessageBox[Tensor]):
         """
         known, leaves = self.outgoing[microbatch], self.arrived[microbatch] or ()
         self.arrived[microbatch] = self.values[microbatch] = None
-        grads: list[Tensor | None] = []
+        grads: list[Tensor | None] = []  # for the description, where one is needed
         tensors: list[Tensor] = []
         for place, leaf in enumerate(leaves):
             grad, expected = leaf.grad, None if known is None else known.tensors[place]
@@ -200,7 +200,8 @@ class Inbox(MessageBox[Tensor]):
             if grad is not None:
                 grad = dense(grad)
                 tensors.append(wire(grad))
-            grads.append(grad)
+            if known is None:
+                grads.append(grad)
         if known is not None:
             for tensor in tensors:
                 self.channel.post(tensor)
