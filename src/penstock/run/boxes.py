@@ -11,7 +11,7 @@ else. Where they do not, in a cold step, it describes itself (see `penstock.run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MeshOf = Callable[[DTensorLayout], "DeviceMesh | None"]
 """What an arriving DTensor is put on."""
+Layouts: TypeAlias = tuple[list[Layout | None], list[Layout | None]]  # of what comes and of what goes, by microbatch
 Here = TypeVar("Here", Tensor, Tensor | None)  # what has arrived: leaves, or gradients where there are some
 
 
@@ -41,8 +42,11 @@ class MessageBox(Generic[Here]):
         self.grad = grad  # whether gradients go back
         self.arrived: list[list[Here] | None] = [None] * num_microbatches  # what arrives here, or is here
         self.works: list[list[Work] | None] = [None] * num_microbatches  # while they are under way
-        self.incoming: list[Layout | None] = [None] * num_microbatches  # what is known of what arrives
-        self.outgoing: list[Layout | None] = [None] * num_microbatches  # and of what is sent
+        self.incoming, self.outgoing = self.unknown()  # what is known of what arrives, and of what is sent
+
+    def unknown(self) -> Layouts:
+        """What is known of messages in a cold step."""
+        return [None] * len(self.works), [None] * len(self.works)
 
     def post(self, microbatch: int) -> None:
         """RECV. What describes itself is received when somebody needs it, or something behind it."""
@@ -135,7 +139,7 @@ class Inbox(MessageBox[Tensor]):
         self.places: tuple[int, ...] = ()  # which outputs of the producer these are, for a captured stage
         self.values: list[Value] = [None] * num_microbatches
         self.reads = [0] * num_microbatches
-        self.repeated: frozenset[int] = frozenset()  # microbatches whose value nobody else on this rank holds
+        self.repeated: frozenset[int | None] = frozenset()  # microbatches whose value nobody else on this rank holds
 
     # -- forward
 
@@ -231,7 +235,9 @@ class Outbox(MessageBox[Tensor | None]):
         self.stage = stage
         self.inbox: Inbox | None = None  # where a consumer on this rank looks
         self.select: tuple[int, ...] | None = None  # which outputs of the stage; None: the output as it is
-        self.repeated: frozenset[int] = frozenset()  # microbatches whose forward runs again: nothing is kept till then
+        self.repeated: frozenset[int | None] = (
+            frozenset()
+        )  # microbatches whose forward runs again: nothing is kept till then
         self.tensors: list[list[Tensor] | None] = [None] * num_microbatches
         self.specs: list[Spec | None] = [None] * num_microbatches
 

@@ -158,7 +158,7 @@ class Description:
 
 
 def settle(layouts: Sequence[Layout | None], grads: Sequence[Layout | None]) -> list[Layout | None]:
-    """After a cold step: a tensor that had a gradient in some microbatch is expected to have one in each.
+    """After a cold step: a tensor that had a gradient in some microbatch is expected to have one in each. Values stay.
 
     Which microbatches leave a value without one may depend on the data; from the next step on, those send zeros. Both ends
     know all layouts of the step, and come to the same.
@@ -166,7 +166,7 @@ def settle(layouts: Sequence[Layout | None], grads: Sequence[Layout | None]) -> 
     some = {place for grad in grads if grad is not None for place, t in enumerate(grad.tensors) if t is not None}
     settled: list[Layout | None] = []
     for layout, grad in zip(layouts, grads, strict=True):
-        if layout is not None and grad is not None:
+        if layout is not None and grad is not None and grad.spec is None:
             found = list(grad.tensors)
             for place, value in enumerate(layout.tensors[: len(found)]):
                 if place in some and found[place] is None and value and value.requires_grad and not value.distributed:

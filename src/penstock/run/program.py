@@ -15,10 +15,10 @@ from penstock.errors import RunError
 from penstock.plan import Action, AnyAction, Op, Overlap, unpack
 from penstock.plan.actions import peer_of
 from penstock.run.ahead import DressRehearsal
-from penstock.run.boxes import Inbox, Outbox
+from penstock.run.boxes import Inbox, Layouts, Outbox
 from penstock.run.channel import Channel
 from penstock.run.inputs import StepInputs
-from penstock.run.layout import Layout, settle
+from penstock.run.layout import settle
 from penstock.run.reaping import reap_points
 from penstock.run.setting import ActionKind, Call, Setting
 from penstock.run.stage_run import StageRun
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _IN_FLIGHT = 2  # sends of a channel that may be on their way before the oldest is waited for
 Box: TypeAlias = Inbox | Outbox
-Layouts: TypeAlias = tuple[list[Layout | None], list[Layout | None]]  # of values and of gradients, by microbatch
 
 
 class Program:
@@ -51,7 +50,7 @@ class Program:
         self.outboxes: dict[tuple[int, int], Outbox] = {}
         self.runs: dict[int, StageRun] = {}
         self.parameters = [p for stage in stages for p in stage.submod.parameters()] if setting.grad else []
-        self.saved: dict[int, list[Layouts]] = {}  # by signature, for each inbox and each outbox
+        self.saved: dict[int, list[Layouts]] = {}  # by signature, for each box
         self.codes = self.plan.codes[self.rank]
         self.actions = tuple(map(unpack, self.codes))
         self._connect()
@@ -66,8 +65,8 @@ class Program:
     def _connect(self) -> None:
         """Make the boxes and the stages between them."""
         graph, placement, size = self.plan.graph, self.plan.placement, self.plan.num_microbatches
-        chosen = {op: self._microbatches(op) for op in (Op.I, Op.R, Op.O)}
-        self.splits = bool(chosen[Op.I])  # whether a backward comes in two parts here
+        parts = [part for action in self.actions for part in parts_of(action) if part.op in (Op.I, Op.R, Op.O)]
+        self.splits = any(part.op is Op.I for part in parts)  # whether a backward comes in two parts here
         grad = self.setting.grad
         for stage in self.stages.values():
             for producer in graph.producers(stage.stage_index):
@@ -85,16 +84,8 @@ class Program:
                 self.setting,
                 inboxes=[self.inboxes[p] for p in graph.producers(index)],
                 outboxes=[box for (producer, _), box in self.outboxes.items() if producer == index],
-                chosen={op: microbatches.get(index, frozenset()) for op, microbatches in chosen.items()},
+                chosen=[(part.op, part.microbatch) for part in parts if part.stage == index],
             )
-
-    def _microbatches(self, op: Op) -> dict[int, frozenset[int]]:
-        """By stage of this rank: the microbatches for which there is such an action."""
-        found = [part for action in self.actions for part in parts_of(action) if part.op is op]
-        return {
-            stage: frozenset(part.microbatch for part in found if part.stage == stage and part.microbatch is not None)
-            for stage in {part.stage for part in found}
-        }
 
     def _inbox(self, producer: int, stage: PipelineStage) -> Inbox:
         plan = self.plan
@@ -169,18 +160,13 @@ class Program:
             run.checks_input = cold and run.stage.input_args is not None
         if cold:
             self.ahead.open()
-        size, boxes = self.plan.num_microbatches, len(self.inboxes) + len(self.outboxes)
-        unknown: list[Layouts] = [([None] * size, [None] * size) for _ in range(boxes)]
-        known = iter(unknown if cold else self.saved[signature])
-        for inbox in self.inboxes.values():
-            inbox.incoming, inbox.outgoing = next(known)
-        for outbox in self.outboxes.values():
-            outbox.outgoing, outbox.incoming = next(known)
+        for place, box in enumerate(self.boxes()):
+            box.incoming, box.outgoing = box.unknown() if cold else self.saved[signature][place]
 
     def save_layouts(self, signature: int) -> None:
-        found = [(inbox.incoming, inbox.outgoing) for inbox in self.inboxes.values()]
-        found += [(outbox.outgoing, outbox.incoming) for outbox in self.outboxes.values()]
-        self.saved[signature] = [(values, settle(values, grads)) for values, grads in found]
+        self.saved[signature] = [
+            (settle(box.outgoing, box.incoming), settle(box.incoming, box.outgoing)) for box in self.boxes()
+        ]
 
     def boxes(self) -> Iterator[Box]:
         yield from self.inboxes.values()
@@ -193,22 +179,16 @@ class Program:
 
     def left_over(self) -> list[str]:
         """What should have been used up and was not."""
-        found = []
-        for producer, inbox in self.inboxes.items():
-            found += [f"input from stage {producer}, microbatch {m}" for m in inbox.left_over()]
-        for (stage, rank), outbox in self.outboxes.items():
-            found += [f"output of stage {stage} to rank {rank}, microbatch {m}" for m in outbox.left_over()]
-        for run in self.runs.values():
-            found += run.left_over()
-        return found
+        names = [f"input from stage {producer}" for producer in self.inboxes]
+        names += [f"output of stage {stage} to rank {rank}" for stage, rank in self.outboxes]
+        found = [
+            f"{name}, microbatch {m}" for name, box in zip(names, self.boxes(), strict=False) for m in box.left_over()
+        ]
+        return found + [one for run in self.runs.values() for one in run.left_over()]
 
     def clear(self) -> None:
-        for box in self.boxes():
-            box.clear()
-        for run in self.runs.values():
-            run.clear()
-        for channel in self.channels.values():
-            channel.clear()
+        for one in (*self.boxes(), *self.runs.values(), *self.channels.values()):
+            one.clear()
 
     # -- failure
 

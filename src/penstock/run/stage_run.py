@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -53,10 +53,10 @@ class StageRun:
         *,
         inboxes: Sequence[Inbox],
         outboxes: Sequence[Outbox],
-        chosen: Mapping[Op, frozenset[int]],  # the microbatches for which the stage has such an action
+        chosen: Sequence[tuple[Op, int | None]],  # its actions of these kinds, and their microbatches
     ) -> None:
         num_microbatches, grad, rng = setting.plan.num_microbatches, setting.grad, setting.rng
-        split, repeated, moved = (chosen.get(op, frozenset()) for op in (Op.I, Op.R, Op.O))
+        split, repeated, moved = (frozenset(m for op, m in chosen if op is kind) for kind in (Op.I, Op.R, Op.O))
         self.stage = stage
         self.module = stage.submod
         self.inboxes = inboxes
@@ -73,7 +73,8 @@ class StageRun:
         # What torch.compile has compiled; its backward comes in two parts if that of any microbatch does.
         parts = CompiledParts(self.inner, split=False) if self.deferral is None else self.deferral.compiled
         self.compiled = parts or None
-        self.pending: list[Pending | ManualWeight | None] = [None] * num_microbatches  # what I leaves for W
+        # What I leaves for W; and the graphs of forwards that autograd knows nothing of, till the end of their backwards.
+        self.pending: list[Pending | ManualWeight | HeldGraph | None] = [None] * num_microbatches
         self.repeated = repeated  # the microbatches whose forward is run again before the backward
         self.repeats: Repeats | None = None
         if repeated:
@@ -85,7 +86,6 @@ class StageRun:
         self.elsewhere = setting.elsewhere or HostMemory()
         self.moves = Moves(self.module, threshold=self.elsewhere.threshold) if moved else None
         self.saved: list[Saved | None] = [None] * num_microbatches
-        self.held: list[HeldGraph | None] = [None] * num_microbatches  # of forwards that autograd knows nothing of
         # A loss may change the output in place, several boxes would each give a gradient, and a wrapper wants to be called.
         alone = grad and self.manual is None and not stage.is_last and len(outboxes) == 1
         alone = alone and unwrap(self.module) is self.module
@@ -130,8 +130,13 @@ class StageRun:
         except RuntimeError as error:
             if self.given.copies or not self.inboxes or not _changes_a_leaf(error):
                 raise
+            # It may have drawn random numbers by then, and changed buffers and other inputs, of all of which there is no copy.
             self.given.copies = True
-            raise self.not_again(microbatch) from error
+            raise StageError(
+                f"stage {self.stage.stage_index} changes its input in place for microbatch {microbatch}, and did not before, or "
+                "not first of all; it may have changed more by then, so it is not run again. From the next step on it is given "
+                "copies: call step again, or write x = x.clone() first in its forward"
+            ) from error
         for outbox in self.outboxes:
             outbox.keep(microbatch, output)
         if not self.grad:
@@ -169,26 +174,14 @@ class StageRun:
         try:
             output = self.call(microbatch, args, kwargs)
         except RuntimeError as error:
-            if self.given.copies or not _changes_a_leaf(error):
+            changed = any(one._version != version for one, version in others)
+            if self.given.copies or changed or not _changes_a_leaf(error):
                 raise
             self.given.copies = True
-            if any(one._version != version for one, version in others):
-                raise self.not_again(microbatch) from error
             rewind()
             output = self.call(microbatch, *self.arguments(microbatch))
         self.proved = True
         return output
-
-    def not_again(self, microbatch: int) -> StageError:
-        """A later forward changes its input in place though those before did not, as ``x[x > 9] = 9`` under an ``if`` does.
-
-        By then it may have drawn random numbers, and changed buffers and other inputs, of all of which there is no copy.
-        """
-        return StageError(
-            f"stage {self.stage.stage_index} changes its input in place for microbatch {microbatch}, and did not before, or not "
-            "first of all; it may have changed more by then, so it is not run again. From the next step on it is given copies: "
-            "call step again, or write x = x.clone() first in its forward"
-        )
 
     def call_first(
         self, call: ModuleCall, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]
@@ -225,7 +218,7 @@ class StageRun:
         """The module, and on the last stage the loss."""
         found = self.compiled.call_held(args, kwargs) if microbatch in self.unattached else None  # type: ignore[union-attr]
         if found is not None:
-            output, self.held[microbatch] = found
+            output, self.pending[microbatch] = found
         elif microbatch not in self.split:
             output = self.module(*args, **kwargs)
         elif self.deferral is not None:
@@ -244,9 +237,9 @@ class StageRun:
     def backward(self, microbatch: int) -> None:
         """B."""
         roots, grads = self.seeds(microbatch)
-        if (held := self.held[microbatch]) is not None:
+        if type(held := self.pending[microbatch]) is HeldGraph:
             held.input_pass(roots, grads)
-            self.weight_pass_of(held, microbatch)
+            self.backward_weight(microbatch)
         elif roots and self.compiled is not None and self.compiled.split:
             with collecting() as work:
                 run_engine(tuple(roots), tuple(grads))
@@ -263,33 +256,27 @@ class StageRun:
     def backward_input(self, microbatch: int) -> None:
         """I."""
         roots, grads = self.seeds(microbatch)
-        if (held := self.held[microbatch]) is not None:
-            held.input_pass(roots, grads)
-            if self.alone:
-                self.let_go(microbatch)
-            return
-        leaves = [leaf for inbox in self.inboxes for leaf in inbox.arrived[microbatch] or ()]
         pending = self.pending[microbatch]
         assert pending is not None, "the check has found its F"
-        backward_input(roots, grads, pending, inputs=leaves)
-        if self.alone:
+        if type(pending) is HeldGraph:
+            pending.input_pass(roots, grads)
+        else:
+            leaves = [leaf for inbox in self.inboxes for leaf in inbox.arrived[microbatch] or ()]
+            backward_input(roots, grads, pending, inputs=leaves)
             del leaves
+        if self.alone:
             self.let_go(microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        if (held := self.held[microbatch]) is not None:
-            self.weight_pass_of(held, microbatch)
-            return
         pending, self.pending[microbatch] = self.pending[microbatch], None
         assert pending is not None, "the check has found its I"
-        backward_weight(pending)
+        if type(pending) is HeldGraph:
+            pending.weight_pass(self.compiled.listeners)  # type: ignore[union-attr]
+        else:
+            backward_weight(pending)
 
     # -- their parts
-
-    def weight_pass_of(self, held: HeldGraph, microbatch: int) -> None:
-        self.held[microbatch] = None
-        held.weight_pass(self.compiled.listeners)  # type: ignore[union-attr]
 
     def let_go(self, microbatch: int) -> None:
         """After the backward: what a stage of this rank gave that is run again itself, and so does not hold its output."""
@@ -330,8 +317,7 @@ class StageRun:
 
     def left_over(self) -> list[str]:
         index = self.stage.stage_index
-        waiting = [m for held in (self.pending, self.held) for m, work in enumerate(held) if work is not None]
-        found = [f"weight work of stage {index}, microbatch {m}" for m in waiting]
+        found = [f"weight work of stage {index}, microbatch {m}" for m, work in enumerate(self.pending) if work]
         if self.last is not None:
             found += [f"loss of microbatch {m}" for m, loss in enumerate(self.last.losses) if loss is not None]
         found += [f"saved tensors of stage {index}, microbatch {m}" for m, s in enumerate(self.saved) if s is not None]
@@ -343,7 +329,6 @@ class StageRun:
         size = len(self.pending)
         self.pending[:] = [None] * size
         self.saved[:] = [None] * size
-        self.held[:] = [None] * size
         if self.repeats is not None:
             self.repeats.clear()
         if self.last is not None:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import CodeType, FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ _Frame = dict[str, Value]  # the variables of a call, of which guards are asked
 _MOST = 8  # guards that are tried before torch.compile's own
 
 
+@final
 class HeldGraph:
     """What a forward without autograd leaves for its backward. One owner, consumed once."""
 
