@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.parallel.adapt import adapt
+from penstock.parallel.adapt import adapt, unwrap, wrap
 from penstock.parallel.protocol import DataParallel, Unwrapped
-from penstock.parallel.wrap import unwrap, wrap
 
 __all__ = ["DataParallel", "Unwrapped", "adapt", "unwrap", "wrap"]

@@ -1,14 +1,16 @@
-"""Find the data parallelism of a stage's module.
+"""The data parallelism of a stage's module: put around it, found in it, and left aside to see the user's own module.
 
->>> adapt(torch.nn.Linear(2, 2)).reduces
-False
+>>> layer = torch.nn.Linear(2, 2)
+>>> adapt(layer).reduces, unwrap(layer) is layer
+(False, True)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch  # noqa: F401 - for the example above
 from torch import nn
@@ -18,6 +20,9 @@ from penstock.errors import ReplicaFailed, StageError
 from penstock.misfits import takes
 from penstock.parallel.ddp import DDPAdapter, ReplicateAdapter
 from penstock.parallel.protocol import DataParallel, Unwrapped
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @takes(StageError)
@@ -32,6 +37,16 @@ def adapt(module: nn.Module) -> DataParallel:
     return found[0] if found else Unwrapped()
 
 
+def _to_each(method: Callable[..., None]) -> Callable[..., None]:
+    """The method that does for several adapters, one after the other, what this one does for one."""
+
+    def each(self: Several, *args: object) -> None:
+        for adapter in self._adapters:
+            getattr(adapter, method.__name__)(*args)
+
+    return each
+
+
 class Several(DataParallel):
     """Wrapped modules side by side in one stage: each action goes to all of them, in one order on every replica."""
 
@@ -44,22 +59,13 @@ class Several(DataParallel):
     def sharded(self) -> bool:
         return any(adapter.sharded for adapter in self._adapters)
 
-    def begin(self) -> None:
-        for adapter in self._adapters:
-            adapter.begin()
+    begin, unshard, reshard = map(_to_each, (DataParallel.begin, DataParallel.unshard, DataParallel.reshard))
+    give_up = _to_each(DataParallel.give_up)
 
     def end(self, *, failed: bool = True) -> None:
         with ExitStack() as all_of_them:  # each of them, the last first, even if one raises
             for adapter in self._adapters:
                 all_of_them.callback(adapter.end, failed=failed)
-
-    def unshard(self) -> None:
-        for adapter in self._adapters:
-            adapter.unshard()
-
-    def reshard(self) -> None:
-        for adapter in self._adapters:
-            adapter.reshard()
 
     def reduce_grad(self, *, failed: bool = False) -> None:
         problem: ReplicaFailed | None = None
@@ -73,10 +79,6 @@ class Several(DataParallel):
 
     def explain(self, error: BaseException) -> ReplicaFailed | None:
         return next(filter(None, (adapter.explain(error) for adapter in self._adapters)), None)
-
-    def give_up(self, cause: str) -> None:
-        for adapter in self._adapters:
-            adapter.give_up(cause)
 
 
 def _adapters(module: nn.Module, seen: set[nn.Module]) -> Iterator[DataParallel]:
@@ -97,3 +99,32 @@ def _adapters(module: nn.Module, seen: set[nn.Module]) -> Iterator[DataParallel]
         yield ReplicateAdapter(composable.replicate.state(module))
     for child in module.children():
         yield from _adapters(child, seen)
+
+
+def wrap(module: nn.Module, kind: str, mesh: DeviceMesh | None) -> nn.Module:
+    """The module in DDP ("ddp") or under `fully_shard` ("fsdp"), over a mesh of one dimension.
+
+        wrap(module, "fsdp", mesh["dp"])
+
+    One that has nothing to train, or no replicas, stays as it is.
+    """
+    if kind not in ("ddp", "fsdp"):
+        raise StageError(f'data_parallel={kind!r}; expected "ddp" or "fsdp"')
+    if mesh is None or mesh.size() == 1 or not any(p.requires_grad for p in module.parameters()):
+        return module
+    if kind == "ddp":
+        return DistributedDataParallel(module, process_group=mesh.get_group())
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module whose names and signature the user knows; the other kinds of data parallelism leave it as it is.
+
+    unwrap(DistributedDataParallel(module)) is module
+    """
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module

@@ -35,37 +35,29 @@ def average_gradients(
         return [0] if failed else []
     told = all(local(p).device.type != "cpu" for p in parameters) and bool(parameters)
     failures = agree_in_host_memory(parameters, group, failed=failed) if told else []
-    if failures:
-        return failures
     flight: deque[Callable[[], list[int]]] = deque()
-    for members in _by_size(parameters, bucket_bytes):
+    for members in () if failures else _by_size(parameters, bucket_bytes):
         flight.append(_send(members, group, None if told else failed))
         if len(flight) > IN_FLIGHT:
             failures = flight.popleft()() or failures
-    for finish in flight:
-        failures = finish() or failures
-    return failures
+    return next(filter(None, [finish() for finish in flight]), failures)
 
 
 def agree_in_host_memory(parameters: Sequence[Tensor], group: dist.ProcessGroup, *, failed: bool) -> list[int]:
     """The replicas that have failed. If none has, a parameter that another one has a gradient for has one here from now on."""
-    known = torch.tensor([*_used(parameters), *_flags(group, failed)], dtype=torch.int32)
+    known = torch.tensor(_facts(parameters, group, failed), dtype=torch.int32)
     host_group(group).sum(known)
     return _failures(parameters, known)
 
 
-def _used(parameters: Sequence[Tensor]) -> list[float]:
-    """Whether there is a gradient, for each parameter."""
-    return [float(parameter.grad is not None) for parameter in parameters]
-
-
-def _flags(group: dist.ProcessGroup, failed: bool) -> list[float]:
-    """Whether this replica has failed, in its own place."""
-    return [float(failed and rank == dist.get_rank(group)) for rank in range(dist.get_world_size(group))]
+def _facts(parameters: Sequence[Tensor], group: dist.ProcessGroup, failed: bool) -> list[float]:
+    """Whether there is a gradient, for each parameter; and for each replica, in its own place, whether it has failed."""
+    flags = [failed and rank == group.rank() for rank in range(group.size())]
+    return list(map(float, [*(parameter.grad is not None for parameter in parameters), *flags]))
 
 
 def _failures(parameters: Sequence[Tensor], known: Tensor) -> list[int]:
-    """What the sum of `_used` and `_flags` over the replicas says."""
+    """What the sum of `_facts` over the replicas says."""
     numbers = known.tolist()
     failures = [rank for rank, flag in enumerate(numbers[len(parameters) :]) if flag]
     for count, parameter in zip(numbers, () if failures else parameters, strict=False):
@@ -109,28 +101,22 @@ def _send(members: list[Tensor], group: dist.ProcessGroup, failed: bool | None) 
     With `failed=None` the replicas have agreed before.
     """
     first = local(members[0])
-    parts = [
-        torch.zeros(local(p).numel(), dtype=first.dtype, device=first.device)
-        if p.grad is None
-        else local(p.grad).reshape(-1)
-        for p in members
-    ]
-    facts = [] if failed is None else [*_used(members), *_flags(group, failed)]
+    facts = [] if failed is None else _facts(members, group, failed)
+    parts = [local(p).new_zeros(local(p).numel()) if p.grad is None else local(p.grad).reshape(-1) for p in members]
     if facts:
-        parts.append(torch.tensor(facts, dtype=first.dtype, device=first.device))
+        parts.append(first.new_tensor(facts))
     flat = torch.cat(parts).div_(group.size())  # before the sum, which might overflow
     work = dist.all_reduce(flat, group=group, async_op=True)
 
     def finish() -> list[int]:
         work.wait()
         *views, known = flat.split([*(local(p).numel() for p in members), len(facts)])
-        if facts and (failures := _failures(members, known)):
-            return failures
+        failures = _failures(members, known) if facts else []
         for parameter, view in zip(members, views, strict=True):
-            if parameter.grad is not None:
+            if parameter.grad is not None and not failures:
                 target = local(parameter.grad)
                 target.copy_(view.view(target.shape))
-        return []
+        return failures
 
     return finish
 

@@ -48,7 +48,7 @@ class FullyShardAdapter(Adapter):
 
     @property
     def sharded(self) -> bool:
-        return any(_is_held(state, group) for state, group in self._groups())
+        return bool(self._held())
 
     def begin(self) -> None:
         super().begin()
@@ -73,22 +73,21 @@ class FullyShardAdapter(Adapter):
                 change(flags, state, "_states_to_backward_prefetch", [state])  # itself, which is there: a no-op
         for process_group in _process_groups(self._syncing):
             self._meet(process_group)
-        for state, group in self._groups():
-            if not _is_held(state, group):
+        held = self._held()
+        for _, group in self._groups():
+            if group not in held:
                 self._prepare(group)
 
     def unshard(self) -> None:
         super().unshard()
-        for state, group in self._groups():
-            if _is_held(state, group):
-                group.unshard(async_op=True)  # the forward or backward that needs it waits for it
-                self._watch(group)
+        for group in self._held():
+            group.unshard(async_op=True)  # the forward or backward that needs it waits for it
+            self._watch(group)
 
     def reshard(self) -> None:
         super().reshard()
-        for state, group in self._groups():
-            if _is_held(state, group):
-                _free(group)
+        for group in self._held():
+            _free(group)
 
     @torch.no_grad()
     def reduce_grad(self, *, failed: bool = False) -> None:
@@ -144,12 +143,15 @@ class FullyShardAdapter(Adapter):
             for group in state._fsdp_param_groups:
                 yield state, group
 
+    def _held(self) -> list[FSDPParamGroup]:
+        """Those that UNSHARD gathers."""
+        return [group for state, group in self._groups() if _is_sharded(group) and not _is_frugal(state, group)]
+
     def _prepare(self, group: FSDPParamGroup) -> None:
         """At the beginning of a step, for a group that UNSHARD leaves alone."""
         sharded = _is_sharded(group)
-        if not sharded or (
-            _upcasts(group) and not _is_current(group)
-        ):  # the full parameters must exist to carry a hook
+        # The full parameters must exist to carry a hook.
+        if not sharded or (_upcasts(group) and not _is_current(group)):
             group.unshard()
             group.wait_for_unshard()
             if sharded:
@@ -193,10 +195,6 @@ def _is_sharded(group: FSDPParamGroup) -> bool:
 
 def _is_frugal(state: FSDPState, group: FSDPParamGroup) -> bool:
     return _is_sharded(group) and group.post_forward_mesh_info is not None and not state._auto_reshard_after_forward
-
-
-def _is_held(state: FSDPState, group: FSDPParamGroup) -> bool:
-    return _is_sharded(group) and not _is_frugal(state, group)
 
 
 def _is_current(group: FSDPParamGroup) -> bool:
