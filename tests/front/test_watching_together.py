@@ -15,7 +15,7 @@ from penstock.front import memory_view
 from penstock.plan import Op
 from penstock.run import Schedule
 from penstock.run.channel import Wait
-from penstock.run.record import Recorder
+from penstock.run.record import Recording
 from penstock.schedules import get_schedule
 from tests.run.pipes import batch, make_modules, stages_for
 
@@ -80,7 +80,7 @@ def test_replan_under_a_limit_of_memory_and_a_recording() -> None:
         assert makespan > 0
 
 
-class Counting(Recorder):
+class Counting(Recording):
     """A recorder that also counts what it sees waited for."""
 
     waits = 0

@@ -7,7 +7,7 @@ the tree), or above it, and then it holds for everything below. None means: the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeGuard
 
@@ -55,8 +55,7 @@ def _spec_of_dims(dims: object) -> object:
     if isinstance(dims, Mapping):
         return {key: _spec_of_dims(dim) for key, dim in dims.items()}
     if isinstance(dims, list | tuple):
-        specs = map(_spec_of_dims, dims)
-        return list(specs) if isinstance(dims, list) else tuple(specs)
+        return (list if isinstance(dims, list) else tuple)(map(_spec_of_dims, dims))
     return dims
 
 
@@ -105,9 +104,6 @@ class Microbatches(Sequence[Value]):
 
     def __getitem__(self, index: int | slice) -> Value:
         return Microbatches(self._items[index]) if isinstance(index, slice) else self._items[index]
-
-    def __iter__(self) -> Iterator[Value]:
-        return iter(self._items)
 
     def __repr__(self) -> str:
         return f"Microbatches({list(self._items)!r})"

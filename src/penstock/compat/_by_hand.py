@@ -81,7 +81,6 @@ class HandProgram(Program):
         self.met = False  # whether they have found out, in this step, or failed to
         self.by_op: dict[tuple[Op, int], HandBox] = {}
         super().__init__(setting, stages, transport)
-        self.cold = self.warm
 
     def _connect(self) -> None:
         self.splits = False

@@ -3,9 +3,9 @@
 schedule  schedule and classes (the names that PyTorch users know); planning (the plan for these stages, and another
           one between two steps)
 bound     binding (lowered and proved, one program for each mode), setting, program (a flat list of calls), handlers (what does
-          an action), reaping (when sends are waited for), meeting (what ranks compare)
+          an action), meeting (what ranks compare)
 step      inputs (prepare), preamble (tell, and the verdict), runner (run, conclude), draining (after a failure), ties, rng
-action    stage_run (forward and backward), call_arguments, last_stage, expected, feed (to a device)
+action    stage_run (forward and backward), call_arguments, last_stage, feed (to a device)
 between   boxes (values in flight), channel (messages in order), layout (what a message looks like)
 compiled  ahead (all ranks compile before the first microbatch), compiled_costs
 watched   record (times), memory_watch (bytes), lookout (where each rank is)

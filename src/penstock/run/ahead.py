@@ -158,7 +158,6 @@ class DressRehearsal:
     def flush(self) -> None:
         for channel in self.program.channels.values():
             channel.flush()
-            channel.described.clear()  # those are no messages of the plan
 
 
 def hear_description(channel: Channel) -> bytes:

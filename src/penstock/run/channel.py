@@ -1,4 +1,8 @@
-"""Channel: this rank's end of the messages to and from one other rank, in the order of the plan."""
+"""Channel: this rank's end of the messages to and from one other rank, in the order of the plan.
+
+In a cold step a receive happens when its value is needed, so a send may be under way for long. But each message says how many of
+the other end's messages have arrived by then. To wait for those sends cannot block, and frees their memory.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from penstock.comm.framing import Receiving, frame, receive_frame
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import PenstockError
-from penstock.run.layout import DATA, POISON
 from penstock.stage.held import is_out_of_memory
 
 Wait = Callable[[Work], object]
+_POISON = -1  # what a frame announces in place of a number of messages: its sender has failed, and none will come
 
 
 class Poisoned(Exception):
@@ -41,6 +45,8 @@ class Channel:
         self.reap_after = reap_after  # how many sends of a warm step may be on their way; None: any number
         self.described: deque[int] = deque()  # how many sends each message of a cold step is, for those in `sent`
         self.reaped = 0  # messages of this cold step that were waited for
+        self.received = 0  # messages that have arrived here in this cold step
+        self.used = 0  # messages of this end that have arrived at the other, as far as that has told
         self.lost = False  # the connection is gone: nothing more is sent or received, so that the rest can be drained
         self.drains = False  # the step has failed: what goes wrong now needs no explanation
 
@@ -69,7 +75,7 @@ class Channel:
 
     def post_described(self, description: bytes | None, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message of a cold step; None: say in its place that none will come."""
-        parts = frame(POISON, b"") if description is None else frame(DATA, description)
+        parts = frame(_POISON, b"") if description is None else frame(self.received, description)
         try:
             works = [work for part in parts if (work := self.tell([part])) is not None]
             works += [work for tensor in tensors if (work := self.send([tensor])) is not None]
@@ -77,12 +83,6 @@ class Channel:
             self.fail(error)
         self.sent.extend(works)
         self.described.append(len(works))
-
-    def reap(self, count: int) -> None:
-        """Wait for the first `count` messages of a cold step, which have arrived."""
-        while self.reaped < count:
-            self.wait_for_sent(self.described.popleft())
-            self.reaped += 1
 
     def wait_for_sent(self, count: int) -> None:
         """Wait for the oldest sends that are on their way."""
@@ -95,9 +95,10 @@ class Channel:
 
     def receive_description(self) -> Receiving[bytes]:
         """Receive the description of a message of a cold step; its tensors follow."""
-        kind, description = yield from receive_frame(self.hear)
-        if kind == POISON:
+        used, description = yield from receive_frame(self.hear)
+        if used == _POISON:
             raise Poisoned
+        self.used = used
         return description
 
     def queue(self, receiving: Receiving[None]) -> None:
@@ -118,14 +119,20 @@ class Channel:
         finally:
             if getgeneratorstate(receiving) == GEN_CLOSED:
                 self.incoming.popleft()
+                self.received += 1
+        while self.reaped < self.used and self.described:
+            self.reaped += 1
+            self.wait_for_sent(self.described.popleft())
 
     def flush(self) -> None:
         """Wait for all sends."""
         self.wait_for_sent(len(self.sent))
+        self.reaped += len(self.described)
+        self.described.clear()
 
     def clear(self) -> None:
         self.sent.clear()
         self.described.clear()
-        self.reaped = 0
+        self.reaped = self.received = self.used = 0
         self.incoming.clear()
         self.lost = self.drains = False

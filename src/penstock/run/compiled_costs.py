@@ -39,7 +39,7 @@ def with_kept(costs: Costs, kept: Mapping[int, tuple[int, int]], placement: Plac
     """The costs with what some stages are known to hold. What a stage of the same rank gave is that one's."""
     to_input, to_weight, ranks = list(costs.held_to_input), list(costs.held_to_weight), placement.ranks
     for index, (held_to_input, held_to_weight) in kept.items():
-        near = index > 0 and ranks[index - 1] == ranks[index] and costs.output_bytes is not None
+        near = index > 0 and ranks[index - 1] == ranks[index]
         given = costs.output_bytes[index - 1] if near and costs.output_bytes is not None else 0.0
         to_input[index], to_weight[index] = max(held_to_input - given, 0.0), float(held_to_weight)
     return replace(costs, held_to_input=tuple(to_input), held_to_weight=tuple(to_weight))

@@ -75,11 +75,8 @@ def explained(error: BaseException, actions: Sequence[AnyAction], at: int, *, ra
     action = str(actions[at]) if 0 <= at < len(actions) else None
     full, spared = in_flight(actions, at)
     stages = ", ".join(f"{count} of stage {stage}" for stage, count in sorted(full.items()))
-    what = (
-        f"what the forwards of {full.total()} microbatches saved ({stages})"
-        if full
-        else "nothing that forwards of other microbatches saved"
-    )
+    what = f"what the forwards of {full.total()} microbatches saved ({stages})"
+    what = what if full else "nothing that forwards of other microbatches saved"
     less = f"; of {spared} more only what is left until they are recomputed or loaded" if spared else ""
     cause = (str(error).splitlines() or [type(error).__name__])[0]
     return OutOfMemory(rank, action, f"{cause}. It held {what}{less}")
@@ -94,18 +91,12 @@ def in_flight(actions: Sequence[AnyAction], at: int) -> tuple[Counter[int], int]
     >>> [in_flight(actions, at) for at in (2, 3)]
     [(Counter(), 2), (Counter({0: 1}), 1)]
     """
-    everything = [part for action in actions for part in parts_of(action)]
-    repeated = {(part.stage, part.microbatch) for part in everything if part.op is Op.R}
-    full: set[tuple[int, int | None]] = set()
-    spared: set[tuple[int, int | None]] = set()
+    repeated = {(p.stage, p.microbatch) for action in actions for p in parts_of(action) if p.op is Op.R}
+    full: dict[tuple[int, int | None], bool] = {}  # by stage and microbatch, whether all of it is held
     for part in (part for action in actions[:at] for part in parts_of(action)):
         one = part.stage, part.microbatch
-        if part.op is Op.O or (part.op is Op.F and one in repeated):
-            full.discard(one)
-            spared.add(one)
-        elif part.op in (Op.F, Op.R, Op.L):
-            spared.discard(one)
-            full.add(one)
+        if part.op in (Op.F, Op.R, Op.O, Op.L):
+            full[one] = part.op is not Op.O and not (part.op is Op.F and one in repeated)
         elif part.op in (Op.B, Op.I):
-            full.discard(one)
-    return Counter(stage for stage, _ in full), len(spared)
+            full.pop(one, None)
+    return Counter(stage for (stage, _), whole in full.items() if whole), list(full.values()).count(False)

@@ -25,8 +25,6 @@ from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, to_loc
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-DATA, POISON = 1, 2  # what a frame announces: a message, or that its sender has failed and none will come
-
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:

@@ -34,12 +34,13 @@ from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
+    from penstock.plan import AnyAction
     from penstock.run.program import Program
 
 _HERE = Path(__file__).parent.parent
 _MESSAGES = (str(_HERE / "comm"), str(_HERE / "run"), threading.__file__)
-_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
-_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+)", re.MULTILINE)
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
 FOLDER = "top"  # in the folder of the run
 _TICK = 0.25  # seconds between looks
 _STALE = 5.0  # seconds after which what a file says is of the past
@@ -60,24 +61,25 @@ class Position:
         self._seen: tuple[object, ...] = ()
         self._since = time.monotonic()
 
+    @property
+    def action(self) -> AnyAction | None:
+        """The action that the rank is in, if it is in one."""
+        program, at = self.program, self.at
+        return program.actions[at] if program is not None and 0 <= at < len(program.actions) else None
+
     def look(self, awaited: int | None) -> Whereabouts:
         """Now; `seconds` counts from the first look that found the same. `awaited`: whose message was waited for last."""
-        program, at, step = self.program, self.at, self.step
+        program, at, step, action = self.program, self.at, self.step, self.action
         waits, place = _reading(_stack(self.thread))
         peer = awaited if waits else None
-        action, total, doing = "", 0, "waits" if waits else "computes"
-        if program is None:
-            doing = "is between steps"
-        elif 0 <= at < len(program.actions):
-            action, total = str(program.actions[at]), len(program.actions)
-        else:
-            doing = "begins the step" if at < 0 else "ends the step"
+        doing = "waits" if waits else "computes"
+        if program is None or action is None:
+            doing = "is between steps" if program is None else "begins the step" if at < 0 else "ends the step"
         seen = (step, at, doing, peer)
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
-        return Whereabouts(
-            self.rank, step, action, max(at, 0), total, doing, peer, time.monotonic() - self._since, place
-        )
+        total, seconds = len(program.actions) if program is not None and action else 0, time.monotonic() - self._since
+        return Whereabouts(self.rank, step, str(action or ""), max(at, 0), total, doing, peer, seconds, place)
 
 
 def _stack(thread: int) -> list[tuple[str, str, str]]:
@@ -89,14 +91,9 @@ def _stack(thread: int) -> list[tuple[str, str, str]]:
             text = file.read().decode(errors="replace")
     except OSError:  # no room for a file: then it is not known
         return []
-    found: list[tuple[str, str, str]] = []
-    ours = False
-    for line in text.splitlines():
-        if header := _THREAD.match(line):
-            ours = int(header[1], 16) == thread
-        elif ours and (call := _CALL.match(line)):
-            found.append((call[1], call[2], call[3]))
-    return found
+    _, *sections = _THREAD.split(text)  # by turns the number of a thread, and its calls
+    stacks = {int(number, 16): calls for number, calls in zip(sections[::2], sections[1::2], strict=True)}
+    return _CALL.findall(stacks.get(thread, ""))
 
 
 def _reading(stack: list[tuple[str, str, str]]) -> tuple[bool, str]:

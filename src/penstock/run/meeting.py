@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,10 +19,11 @@ from penstock.errors import RanksDisagree
 from penstock.parallel import DataParallel, unwrap
 from penstock.plan import Plan, dumps
 from penstock.plan.actions import text
-from penstock.run.expected import tensors_given
+from penstock.run.call_arguments import tensors_given
 from penstock.run.ties import Ties
 from penstock.stage.pipeline_stage import Group, PipelineStage, RankGroup, place_in
 
+Boundary: TypeAlias = tuple[int, str, list[str]]  # the stage that comes after it, who says it, and what it says
 _ALONE: WeakKeyDictionary[PipelineStage, Transport] = WeakKeyDictionary()  # of a stage that is on the only rank
 
 
@@ -67,15 +69,14 @@ def _model_of(stage: PipelineStage) -> str:
     return said if isinstance(said, str) and said else "made by hand"
 
 
-def boundaries_of(stages: Iterable[PipelineStage]) -> dict[str, list[str]]:
-    """What hand-made stages say of the messages at their ends: "2 in" and "2 out" for stage 2, where it was given."""
-    found = {}
-    for stage in stages:
-        if stage.routes is None:
-            for end, given in (("in", stage.input_args), ("out", stage.output_args)):
-                if given is not None:
-                    found[f"{stage.stage_index} {end}"] = list(map(kind_of, tensors_given(given)))
-    return found
+def boundaries_of(stages: Iterable[PipelineStage]) -> list[Boundary]:
+    """What hand-made stages say of the messages at their ends, where it was given."""
+    return [
+        (stage.stage_index + after, name, list(map(kind_of, tensors_given(given))))
+        for stage in stages
+        for after, name in enumerate(("input_args", "output_args"))
+        if stage.routes is None and (given := getattr(stage, name)) is not None
+    ]
 
 
 def meet(transport: Transport, stages: Sequence[PipelineStage], look: Callable[[dict[str, str]], bool]) -> bool:
@@ -91,7 +92,7 @@ def meet(transport: Transport, stages: Sequence[PipelineStage], look: Callable[[
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one, and must hear of it
         problem = error
     facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
-    everyone: list[tuple[dict[str, list[str]], bool]] = []  # what each rank tells besides, which may differ
+    everyone: list[tuple[list[Boundary], bool]] = []  # what each rank tells besides, which may differ
     try:
         everyone = transport.agree("the first step of a schedule", facts, own=(boundaries_of(stages), compiles))
         check_boundaries([boundaries for boundaries, _ in everyone])
@@ -103,15 +104,14 @@ def meet(transport: Transport, stages: Sequence[PipelineStage], look: Callable[[
     return any(compiles for _, compiles in everyone)
 
 
-def check_boundaries(everyone: Iterable[Mapping[str, list[str]]]) -> None:
+def check_boundaries(everyone: Iterable[Iterable[Boundary]]) -> None:
     """Raise, on every rank alike, if a stage was made for other inputs than the stage before it was made to give."""
-    said = {key: shapes for facts in everyone for key, shapes in facts.items()}
-    for key, given in said.items():
-        stage, end = key.split()
-        expected = said.get(f"{int(stage) + 1} in") if end == "out" else None
-        if expected is not None and expected != given:
+    said = {(stage, name): shapes for boundaries in everyone for stage, name, shapes in boundaries}
+    for (stage, name), given in said.items():
+        expected = said.get((stage, "input_args"), given)
+        if name == "output_args" and expected != given:
             raise RanksDisagree(
-                f"output_args of stage {stage} say ({', '.join(given)}), input_args of stage {int(stage) + 1} say "
+                f"output_args of stage {stage - 1} say ({', '.join(given)}), input_args of stage {stage} say "
                 f"({', '.join(expected)}). Cut both stages from the same model, and give the shapes of one microbatch"
             )
 

@@ -85,13 +85,16 @@ class Preambles:
         self.send = {child: control.sender(child) for child, parent in enumerate(parents) if parent == transport.rank}
         self.wait = control.waiter()
 
-    def hear(self) -> tuple[Preamble, KeyboardInterrupt | None]:
-        assert self.receive is not None, "the first rank has nobody to hear from"
+    def hear(self) -> tuple[Preamble | None, BaseException | None]:
+        """What the parent tells, None if it cannot be reached; and what went wrong."""
+        assert self.receive is not None and self.parent is not None, "the first rank has nobody to hear from"  # noqa: PT018
         numbers = torch.empty(len(fields(Preamble)), dtype=torch.int64)
         interrupt = None
         self.transport.awaited = self.parent
         try:
             self.wait(self.receive([numbers]))
+        except RuntimeError as error:
+            return None, self.transport.explain(error, peer=self.parent, what="the preamble of the step")
         except KeyboardInterrupt as error:  # see the note "Ctrl-C"
             interrupt = error
         return Preamble(*numbers.tolist()), interrupt

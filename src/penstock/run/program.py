@@ -1,7 +1,6 @@
 """Program: one rank's part of a plan, bound once into a flat list of calls.
 
-Peers, boxes and functions are resolved here, so that the loop of a step only calls. There are two lists: `cold`, whose
-messages describe themselves, and `warm`, which relies on the layouts that a cold step left (see `penstock.run.layout`).
+Peers, boxes and functions are resolved here, so that the loop of a step only calls.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from penstock.run.boxes import Inbox, Layouts, Outbox
 from penstock.run.channel import Channel
 from penstock.run.inputs import StepInputs
 from penstock.run.layout import settle
-from penstock.run.reaping import reap_points
 from penstock.run.setting import ActionKind, Call, Setting
 from penstock.run.stage_run import StageRun
 from penstock.stage.dtensors import mesh_of
@@ -55,10 +53,7 @@ class Program:
         self.actions = tuple(map(unpack, self.codes))
         self._connect()
         self.ahead = DressRehearsal(self)
-        self.warm = [self.bind(action) for action in self.actions]
-        self.cold = list(self.warm)
-        for position, points in reap_points(self.plan, self.rank).items():
-            self.cold[position] = partial(self._then_reap, self.cold[position], points)
+        self.calls = [self.bind(action) for action in self.actions]
 
     # -- binding
 
@@ -129,11 +124,6 @@ class Program:
     def each(self, wrap: Callable[[str, Call], object], calls: Sequence[Call]) -> list[Call]:
         """The calls of a step, each inside of another that is told the name of its action."""
         return [partial(wrap, str(action), call) for action, call in zip(self.actions, calls, strict=True)]
-
-    def _then_reap(self, call: Call, points: list[tuple[int, int]]) -> None:
-        call()
-        for peer, count in points:
-            self.channels[peer].reap(count)
 
     # -- around a step
 

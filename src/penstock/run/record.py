@@ -65,8 +65,11 @@ class DeviceClock:
         return [self._host + self._origin.elapsed_time(mark) / 1e3 for mark in marks]
 
 
-class Recorder:
-    """Times the actions of this rank. The time that an action waits for its message is not part of it."""
+class Recording:
+    """Times the actions of this rank. The time that an action waits for its message is not part of it.
+
+    What `schedule.record()` gives; `timeline`, of all ranks, is there when the block has ended.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -77,6 +80,13 @@ class Recorder:
         self.waited: object = None
         self.processor: float | None = None  # seconds in which the rank had a processor in the step, if that is known
         self.plan: Plan | None = None
+        self._timeline: Timeline | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        if self._timeline is None:
+            raise RunError("nothing is recorded yet; call step() in the block, and read the timeline after it")
+        return self._timeline
 
     @property
     def busy(self) -> float:
@@ -111,29 +121,16 @@ class Recorder:
         self.starts[at] = start if self.waited is None else self.waited
         self.processor = self.clock.processor()
 
-
-class Recording:
-    """What `schedule.record()` gives; `timeline` is there when the block has ended."""
-
-    def __init__(self) -> None:
-        self._timeline: Timeline | None = None
-
-    @property
-    def timeline(self) -> Timeline:
-        if self._timeline is None:
-            raise RunError("nothing is recorded yet; call step() in the block, and read the timeline after it")
-        return self._timeline
-
-    def finish(self, recorder: Recorder, transport: Transport) -> None:
+    def finish(self) -> None:
         """Gather the times of all ranks, on the clock of rank 0."""
-        offset = transport.clock_offset()
-        times = [[t + offset for t in recorder.clock.seconds(marks)] for marks in (recorder.starts, recorder.ends)]
-        mine = json.dumps([*times, recorder.processor]).encode()
-        everyone = [json.loads(post) for post in transport.gather("times of the actions", mine)]
-        if recorder.plan is None or not recorder.starts:
+        offset = self.transport.clock_offset()
+        times = [[t + offset for t in self.clock.seconds(marks)] for marks in (self.starts, self.ends)]
+        mine = json.dumps([*times, self.processor]).encode()
+        everyone = [json.loads(post) for post in self.transport.gather("times of the actions", mine)]
+        if self.plan is None or not self.starts:
             return
         starts, ends, spent = zip(*everyone, strict=True)
         origin = min(min(times) for times in starts if times)
         began, ended = (tuple([t - origin for t in times] for times in everyones) for everyones in (starts, ends))
         processor = None if None in spent else tuple(spent)
-        self._timeline = Timeline(recorder.plan, began, ended, measured=True, unit="s", processor=processor)
+        self._timeline = Timeline(self.plan, began, ended, measured=True, unit="s", processor=processor)

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from threading import get_ident
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -31,7 +31,7 @@ from penstock.run.lookout import Position
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.preamble import FAILED, Preamble, Preambles, Rows, verdict
 from penstock.run.program import Program, parts_of
-from penstock.run.record import Recorder
+from penstock.run.record import Recording
 from penstock.run.setting import Call
 from penstock.stage.held import is_out_of_memory
 from penstock.stage.intercept import intercepted
@@ -47,7 +47,8 @@ class Prepared:
     error: BaseException | None = None  # what was given here is wrong; the other ranks must hear of it
 
 
-Watch = TypeVar("Watch", bound=Recorder | MemoryWatch)
+Watcher: TypeAlias = Recording | MemoryWatch
+Watch = TypeVar("Watch", bound=Watcher)
 _BLOCKING = "PENSTOCK_BLOCKING"  # in the environment: each action waits for the device
 _REMEMBERED = 64  # shapes of input whose layouts are kept
 
@@ -67,12 +68,11 @@ class Outcome:
 class Runner:
     """Runs programs, one for each mode, over one transport."""
 
-    def __init__(self, transport: Transport, *, dynamic: bool, watches: list[Recorder | MemoryWatch]) -> None:
-        self.transport = transport
+    def __init__(self, transport: Transport, preambles: Preambles, *, dynamic: bool, watches: list[Watcher]) -> None:
+        self.transport, self.preambles = transport, preambles
         self.dynamic = dynamic  # every step is cold: for models whose shapes change for reasons of their own
         # By mode: a number for each shape of input, last used last.
         self.signatures: dict[int, dict[Hashable, int]] = {}
-        self.preambles: Preambles | None = None
         self.watches = watches  # whoever is here watches the actions of a step
         self.position = transport.position = Position(transport.rank)
         self.blocking = os.environ.get(_BLOCKING, "0") != "0" and transport.device.type != "cpu"
@@ -94,7 +94,7 @@ class Runner:
             else:
                 program.open(preamble.signature, cold=bool(preamble.cold))
                 if error is None:
-                    error = self.run(program, prepared.inputs, cold=bool(preamble.cold))
+                    error = self.run(program, prepared.inputs)
                 else:
                     drain(program, 0)
             return self.conclude(program, error, preamble, certain=certain)
@@ -117,21 +117,14 @@ class Runner:
         error = prepared.error
         if error is not None:
             self.report(None, error)
-        if self.preambles is None:
-            self.preambles = Preambles(self.transport, program.plan.placement)
         size = program.plan.num_microbatches
         if self.preambles.parent is None:
             known = (*self.signature(program, mode, prepared), size, *astuple(prepared.rows))
             preamble = Preamble(self.transport.epoch, mode, *known)
             return preamble, self.preambles.tell(preamble, error)
-        try:
-            preamble, interrupt = self.preambles.hear()
-            error = error or interrupt
-        except RuntimeError as caught:
-            explained = self.transport.explain(caught, peer=self.preambles.parent, what="the preamble of the step")
-            preamble = Preamble(self.transport.epoch, mode, FAILED, 1, size)
-            error = error or explained
-        error = self.preambles.tell(preamble, error)
+        heard, problem = self.preambles.hear()
+        preamble = heard or Preamble(self.transport.epoch, mode, FAILED, 1, size)
+        error = self.preambles.tell(preamble, error or problem)
         mine = replace(preamble, epoch=self.transport.epoch, mode=mode, num_microbatches=size)
         rows = prepared.rows.differs_from(Rows(preamble.rows, preamble.target_rows))
         prepared.inputs.uneven |= Rows(preamble.rows, prepared.rows.target).uneven
@@ -161,13 +154,13 @@ class Runner:
 
     # -- during
 
-    def run(self, program: Program, inputs: StepInputs, *, cold: bool) -> BaseException | None:
+    def run(self, program: Program, inputs: StepInputs) -> BaseException | None:
         """Work through the calls. What goes wrong comes back, when all messages of the step are out of the way."""
         position = self.position
         position.program = program
         failure = BaseException()
         grad = program.setting.grad and torch.is_grad_enabled()
-        transport, calls = self.transport, program.cold if cold else program.warm
+        transport, calls = self.transport, program.calls
         if self.blocking:
             calls = program.each(partial(_in_turn, transport), calls)
         for watch in self.watches:
@@ -191,42 +184,37 @@ class Runner:
                 failure = explained(error, program.actions, position.at, rank=self.transport.rank)
                 for run in program.runs.values():
                     run.clear()  # what its microbatches hold is not needed any more
+            elif isinstance(error, torch.AcceleratorError):  # it comes from whatever the device was told before
+                before = str(position.action or "")
+                failure = DeviceFailed(transport.rank, transport.epoch, str(error), before=before)
+                failure.__cause__ = error
             else:
                 replicas = program.setting.adapters.values() if isinstance(error, RuntimeError) else ()
                 failure = next(filter(None, (replica.explain(error) for replica in replicas)), error)
-                if isinstance(error, torch.AcceleratorError):  # it comes from whatever the device was told before
-                    at = position.at
-                    before = str(program.actions[at]) if 0 <= at < len(program.actions) else ""
-                    failure = DeviceFailed(transport.rank, transport.epoch, str(error), before=before)
-                    failure.__cause__ = error
         else:
             return None
         finally:
             for channel in program.channels.values() if self.watches else ():
                 channel.wait = program.wait  # without those who measure it
         # Only here, where nothing refers to the frames of what was raised: they hold memory.
-        at = position.at
-        action = program.actions[at] if 0 <= at < len(program.actions) else None
+        action = position.action
         self.report(action, failure)
         # A message that raised did so before anything was posted: its checks come first.
         posted_nothing = isinstance(action, Action) and action.op.is_message
-        drain(program, at if posted_nothing else at + 1)
+        drain(program, position.at if posted_nothing else position.at + 1)
         return failure
 
     def report(self, action: AnyAction | None, error: BaseException) -> None:
         """Tell the other ranks; those that cannot be told see that the connections are gone."""
-        single = parts_of(action)[0] if action is not None else None
         if isinstance(error, PeerFailed):  # found out here, but it happened there
             record = FailureRecord.of(error)
         else:
-            record = FailureRecord(
-                self.transport.rank,
-                None if single is None else single.stage,
-                None if action is None else str(action),
-                None if single is None else single.microbatch,
-                error.cause if isinstance(error, OutOfMemory) else f"{type(error).__name__}: {error}",
-                out_of_memory=isinstance(error, OutOfMemory),
-            )
+            record = FailureRecord(self.transport.rank, cause=f"{type(error).__name__}: {error}")
+            if action is not None:
+                first = parts_of(action)[0]
+                record = replace(record, stage=first.stage, action=str(action), microbatch=first.microbatch)
+            if isinstance(error, OutOfMemory):
+                record = replace(record, cause=error.cause, out_of_memory=True)
         with suppress(TransportError):
             self.transport.report_failure(record)
 

@@ -25,10 +25,11 @@ from penstock.run.last_stage import OwnLoss
 from penstock.run.meeting import facts_of, meet, tended, transport_of
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.planning import Place, Sparing, agreed_plan, check_flags, check_sparing, placed, plan_of_recipe
+from penstock.run.preamble import Preambles
 from penstock.run.program import ActionContext, CustomFunction, Program
-from penstock.run.record import Recorder, Recording
+from penstock.run.record import Recording
 from penstock.run.rng import MicrobatchRng
-from penstock.run.runner import Outcome, Prepared, Runner, Watch
+from penstock.run.runner import Outcome, Prepared, Runner, Watch, Watcher
 from penstock.run.setting import ActionKind, Binding
 from penstock.run.ties import Holders, Tied, Ties, holders_of
 from penstock.simulate import Costs
@@ -90,7 +91,9 @@ class Schedule:
             raise PlanError(f"n_microbatches={n_microbatches}; expected 1 to {MICROBATCH:,} microbatches")
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.num_microbatches = n_microbatches
-        self.loss_fn = loss_fn or _own_loss(self.stages[0])
+        routes = getattr(self.stages[0], "routes", None)
+        own_loss = OwnLoss(routes.loss_of) if routes is not None and routes.has_loss else None
+        self.loss_fn = loss_fn or own_loss  # a captured model that returns its own loss needs no loss_fn
         self.scale_grads = scale_grads
         self.steps = 0  # training steps done: a part of the key of random numbers
         self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec)
@@ -106,7 +109,7 @@ class Schedule:
         check_flags(self, "scale_grads", "_dynamic")
         self._tied = holders_of(ties)
         self._runner: Runner | None = None
-        self._watches: list[Recorder | MemoryWatch] = []  # they go on when the plan changes
+        self._watches: list[Watcher] = []  # they go on when the plan changes
 
     @classmethod
     def from_plan(
@@ -339,20 +342,19 @@ class Schedule:
             schedule.step(batch, target=labels)
         print(recording.timeline.bubble_makespan)
         """
-        recording = Recording()
-        with self.watch() as recorder:
+        with self.watch() as recording:
             yield recording
         with self._transport.alone("the end of record()"):
-            recording.finish(recorder, recorder.transport)
+            recording.finish()
 
-    def watch(self) -> AbstractContextManager[Recorder]:
+    def watch(self) -> AbstractContextManager[Recording]:
         """Time the actions of this rank in the steps inside; no rank is asked or waited for.
 
-        with schedule.watch() as recorder:
+        with schedule.watch() as recording:
             schedule.step(batch, target=labels)
-        print(recorder.busy, recorder.span)
+        print(recording.busy, recording.span)
         """
-        return self._watched(Recorder)
+        return self._watched(Recording)
 
     def watch_memory(self) -> AbstractContextManager[MemoryWatch]:
         """Count the bytes that this rank holds in the steps inside; no rank is asked or waited for.
@@ -411,11 +413,6 @@ class Schedule:
             self._programs.compile_ahead = compiles
             self._transport.connect({*self._programs[self._mode(train=train)].channels, *self._ties.peers})
             self._ties.meet()
-            self._runner = Runner(self._transport, dynamic=self._dynamic, watches=self._watches)
+            preambles = Preambles(self._transport, self.plan.placement)
+            self._runner = Runner(self._transport, preambles, dynamic=self._dynamic, watches=self._watches)
         return self._runner
-
-
-def _own_loss(stage: PipelineStage) -> OwnLoss | None:
-    """A captured model that returns its own loss needs no loss_fn."""
-    routes = getattr(stage, "routes", None)
-    return OwnLoss(routes.loss_of) if routes is not None and routes.has_loss else None

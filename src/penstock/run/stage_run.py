@@ -14,8 +14,7 @@ from penstock.nest import Value, tensors_in
 from penstock.parallel import Unwrapped, unwrap
 from penstock.plan import Op
 from penstock.run.boxes import Inbox, Outbox
-from penstock.run.call_arguments import CallArguments
-from penstock.run.expected import check_given
+from penstock.run.call_arguments import CallArguments, check_given
 from penstock.run.inputs import StepInputs
 from penstock.run.last_stage import LastStage
 from penstock.run.setting import Setting

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -106,23 +107,22 @@ class Ties:
         routes, by_index = stages[0].routes, {stage.stage_index: stage for stage in stages}
         found = [*said, *(declared(stages) if routes is None else routes.ties)]
         groups = dict.fromkeys(tuple((stage, name) for stage, name in holders) for holders in found)
-        self.known = [self._group(holders, by_index, placement) for holders in groups]
+        self.known: list[_TieGroup] = []  # of all ranks
+        for holders in groups:
+            ranks = [placement.rank_of(stage) for stage, _ in holders]
+            here = [holder for holder, rank in zip(holders, ranks, strict=True) if rank == transport.rank]
+            names = [f"{name} of stage {stage}" for stage, name in holders]
+            homes = [_Home.of(by_index[stage], name) for stage, name in here]
+            self.known.append(_TieGroup(tuple(dict.fromkeys(ranks)), names, homes))
         self.groups: list[_TieGroup] = []  # those in which this rank has a part, once all have met
         self.before: list[tuple[nn.Parameter, Tensor | None]] = []  # in a step: what `.grad` held before it
-
-    def _group(self, holders: Holders, stages: Mapping[int, PipelineStage], placement: Placement) -> _TieGroup:
-        ranks = [placement.rank_of(stage) for stage, _ in holders]
-        here = [holder for holder, rank in zip(holders, ranks, strict=True) if rank == self.transport.rank]
-        names = [f"{name} of stage {stage}" for stage, name in holders]
-        return _TieGroup(tuple(dict.fromkeys(ranks)), names, [_Home.of(stages[stage], name) for stage, name in here])
 
     @property
     def peers(self) -> set[int]:
         """The ranks with which this one exchanges gradients."""
-        mine, found = self.transport.rank, set()
-        for owner, *others in (group.ranks for group in self.known):
-            found |= {*others} if mine == owner else {owner} if mine in others else set()
-        return found
+        mine = self.transport.rank
+        ranks = [group.ranks for group in self.known if mine in group.ranks]
+        return {one for owner, *others in ranks for one in (others if mine == owner else [owner])}
 
     def meet(self) -> None:
         """Compare what the ranks hold, and let every holder start from the owner's value."""
@@ -158,15 +158,13 @@ class Ties:
 
     def _level(self) -> None:
         for group in self.groups:
-            value, (owner, *others) = group.mine[0].detach(), group.ranks
-            if self.transport.rank == owner:
-                for rank in others:
-                    self.transport.isend(wire(value), rank).wait()
-            else:
-                buffer = torch.empty_like(wire(value))
-                self.transport.irecv(buffer, owner).wait()
-                to_local(value).copy_(buffer)
-            for parameter in group.mine[1:]:
+            owner, *others = group.ranks
+            mine = self.transport.rank == owner
+            value = group.mine[0].detach() if mine else self._receive(owner, group)[0]
+            assert value is not None, "an owner has a value"
+            for rank in others if mine else ():
+                self._send(rank, value, frozen=False)
+            for parameter in group.mine:
                 parameter.data.copy_(value)
 
     def begin(self) -> None:
@@ -207,22 +205,20 @@ class Ties:
 
     def _total(self, group: _TieGroup) -> tuple[Tensor | None, bool]:
         """The gradient of this step over all holders, and whether one of them has the parameter frozen."""
-        part: Tensor | None = None
-        for parameter in group.mine:
-            if parameter.grad is not None:
-                part = dense(parameter.grad) if part is None else part + parameter.grad
+        grads = [dense(parameter.grad) for parameter in group.mine if parameter.grad is not None]
         frozen = not all(parameter.requires_grad for parameter in group.mine)
         owner, *others = group.ranks
-        if self.transport.rank == owner:
-            for rank in others:
-                other, theirs = self._receive(rank, group)
-                part = other if part is None else part if other is None else part + other
-                frozen = frozen or theirs
-            for rank in others:
-                self._send(rank, part, frozen=frozen)
-            return part, frozen
-        self._send(owner, part, frozen=frozen)
-        return self._receive(owner, group)
+        if self.transport.rank != owner:
+            self._send(owner, _sum(grads), frozen=frozen)
+            return self._receive(owner, group)
+        for rank in others:
+            other, theirs = self._receive(rank, group)
+            grads += [] if other is None else [other]
+            frozen = frozen or theirs
+        total = _sum(grads)
+        for rank in others:
+            self._send(rank, total, frozen=frozen)
+        return total, frozen
 
     def _send(self, rank: int, grad: Tensor | None, *, frozen: bool) -> None:
         flags = torch.tensor([grad is not None, frozen], dtype=torch.int64)
@@ -241,6 +237,10 @@ class Ties:
         grad = torch.empty_like(group.mine[0].detach(), memory_format=torch.contiguous_format)
         self.transport.irecv(to_local(grad), rank).wait()
         return grad, bool(frozen)
+
+
+def _sum(grads: Sequence[Tensor]) -> Tensor | None:
+    return reduce(torch.add, grads) if grads else None
 
 
 def declared(stages: Iterable[PipelineStage]) -> list[Holders]:
