@@ -24,7 +24,7 @@ from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import PenstockError, RunError, TransportError
 from penstock.front import Choice
 from penstock.run import Schedule1F1B
-from penstock.run.layout import Description, Layout
+from penstock.run.layout import Layout, described
 from penstock.run.preamble import Preamble, Rows
 from penstock.stage.boundary import flatten
 from penstock.stage.pipeline_stage import PipelineStage
@@ -46,8 +46,8 @@ def _choice(data: bytes) -> Choice:
 
 SOURCES: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
     "failure": (FailureRecord(1, 3, "3F0", 0, "ValueError: no").encode(), FailureRecord.decode),
-    "description": (_layout().encode(), lambda data: Description.decode(data).layout()),
-    "gradients": (Layout.of([torch.zeros(2), None]).encode(), lambda data: Description.decode(data).layout()),
+    "description": (_layout().encode(), lambda data: Layout.decode(*described(data))),
+    "gradients": (Layout.of([torch.zeros(2), None]).encode(), lambda data: Layout.decode(*described(data))),
     "whereabouts": (Whereabouts(1, 7, "1F0", 3, 9, "waits", 0, 12.0).encode(), Whereabouts.decode),
     "choice": (b'{"machine": {}, "plan": "0F0,0B0", "schedule": "gpipe", "placement": [0]}', _choice),
 }
@@ -96,7 +96,7 @@ def test_bombs(name: str, data: bytes) -> None:
 def test_tensors_that_cannot_be_are_not_made(shape: Any) -> None:
     blob = json.dumps([[[shape, "float32", False, None]], "tensor"]).encode()
     with pytest.raises(PenstockError):
-        Description.decode(blob)
+        described(blob)
 
 
 @given(kind=st.integers(-(1 << 62), 1 << 62), length=st.integers(-(1 << 62), 1 << 62))

@@ -20,7 +20,7 @@ from penstock.errors import PenstockError
 from penstock.nest import Value
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.channel import Channel, Poisoned
-from penstock.run.layout import Description, Layout
+from penstock.run.layout import Layout, described
 from penstock.run.stage_run import StageRun
 from penstock.stage.boundary import flatten, unflatten
 from penstock.stage.compiled import probe_processor
@@ -151,9 +151,9 @@ class DressRehearsal:
         inbox = self.to_hear[channel.peer].pop(0)
         self.layouts[inbox.producer] = None
         with suppress(Poisoned):
-            description = Description.decode(hear_description(channel))
+            tensors, nest = described(hear_description(channel))
             with suppress(PenstockError):
-                self.layouts[inbox.producer] = description.layout()
+                self.layouts[inbox.producer] = Layout.decode(tensors, nest)
 
     def flush(self) -> None:
         for channel in self.program.channels.values():

@@ -21,7 +21,7 @@ from penstock.comm.messages import Work
 from penstock.errors import ShapeError
 from penstock.nest import Value
 from penstock.run.channel import Channel
-from penstock.run.layout import Description, Layout, TensorLayout, dense, unwire, wire
+from penstock.run.layout import Layout, TensorLayout, dense, described, unwire, wire
 from penstock.stage.boundary import SINGLE, Spec, flatten, unflatten
 from penstock.stage.dtensors import DTensorLayout
 
@@ -68,13 +68,13 @@ class MessageBox(Generic[Here]):
     def pull(self, microbatch: int) -> Receiving[None]:
         """Receive a message of a cold step, and what it says of itself."""
         channel = self.channel
-        description = Description.decode((yield from channel.receive_description()))
-        buffers = [None if tensor is None else tensor.empty(channel.device) for tensor in description.tensors]
+        tensors, nest = described((yield from channel.receive_description()))
+        buffers = [None if tensor is None else tensor.empty(channel.device) for tensor in tensors]
         for buffer in buffers:
             if buffer is not None:
                 yield channel.recv([buffer])
         self.arrived[microbatch] = buffers  # type: ignore[assignment]  # likewise
-        self.incoming[microbatch] = description.layout()
+        self.incoming[microbatch] = Layout.decode(tensors, nest)
 
     def wait_for(self, microbatch: int) -> list[Here]:
         """What has arrived, as soon as it is there."""

@@ -29,10 +29,9 @@ class Feed:
 
     def of(self, values: Sequence[Value], microbatch: int) -> Value:
         """The value of a microbatch, on the device; the copy of the next one begins."""
-        self.start(values[microbatch])
-        if microbatch + 1 < len(values):
-            self.start(values[microbatch + 1])
-        return self.take(values[microbatch])
+        taken = self.take(values[microbatch])
+        self.start(values[microbatch + 1 : microbatch + 2])
+        return taken
 
     def start(self, value: object) -> None:
         """Begin to copy what is in host memory."""

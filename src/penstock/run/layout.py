@@ -93,6 +93,12 @@ class Layout:
     def of(cls, tensors: Sequence[Tensor | None], spec: Spec | None = None) -> Layout:
         return cls(tuple(None if tensor is None else TensorLayout.of(tensor) for tensor in tensors), spec)
 
+    @classmethod
+    def decode(cls, tensors: tuple[TensorLayout | None, ...], nest: object) -> Layout:
+        """What `described` gave."""
+        with reading("the nest of a message"):
+            return cls(tensors, None if nest is None else Spec.from_json(nest))
+
     def encode(self) -> bytes:
         rows = [None if tensor is None else tensor.to_json() for tensor in self.tensors]
         return json.dumps([rows, None if self.spec is None else self.spec.to_json()]).encode()
@@ -133,26 +139,15 @@ class Layout:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a cold message says of itself, as it came. Its tensors must be received before anything can go wrong with
-    its nest (a class that is not known here), so that the messages behind it stay in step."""
-
-    tensors: tuple[TensorLayout | None, ...]
-    nest: object
-
-    @classmethod
-    def decode(cls, blob: bytes) -> Description:
-        with reading("the description of a message"):
-            rows, nest = loads(blob, list)
-            tensors = tuple(None if row is None else TensorLayout.from_json(row) for row in rows)
-            if nest is not None and None in tensors:
-                raise ValueError(f"{rows!r:.80} leaves out a tensor of a value")
-            return cls(tensors, nest)
-
-    def layout(self) -> Layout:
-        with reading("the nest of a message"):
-            return Layout(self.tensors, None if self.nest is None else Spec.from_json(self.nest))
+def described(blob: bytes) -> tuple[tuple[TensorLayout | None, ...], object]:
+    """The tensors of a cold message, by its own description, and its nest as it came. The tensors must be received before
+    anything can go wrong with the nest (a class that is not known here), so that the messages behind it stay in step."""
+    with reading("the description of a message"):
+        rows, nest = loads(blob, list)
+        tensors = tuple(None if row is None else TensorLayout.from_json(row) for row in rows)
+        if nest is not None and None in tensors:
+            raise ValueError(f"{rows!r:.80} leaves out a tensor of a value")
+        return tensors, nest
 
 
 def settle(layouts: Sequence[Layout | None], grads: Sequence[Layout | None]) -> list[Layout | None]:
