@@ -95,10 +95,9 @@ def changed(value: object, change: Callable[[Tensor], Tensor]) -> Value:
 
 
 def check_given(stage: PipelineStage, value: object, *, microbatch: int, name: str) -> None:
-    """Raise unless the tensors of `value` have the shapes and types that the stage has under that name, if any."""
-    given = getattr(stage, name)
-    expected, found = tensors_given(given), tensors_given(value)
-    if given is not None and [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in found]:
+    """Raise unless the tensors of `value` have the shapes and types that the stage has under that name."""
+    expected, found = tensors_given(getattr(stage, name)), tensors_given(value)
+    if [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in found]:
         said, there = (", ".join(map(kind_of, tensors)) for tensors in (expected, found))
         raise ShapeError(
             f"microbatch {microbatch}, stage {stage.stage_index}: {name} says ({said}), but there is ({there}). "

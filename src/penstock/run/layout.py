@@ -1,8 +1,8 @@
 """What a message looks like: found in band in the first step with a signature, known to both ends from then on.
 
-In a *cold* step each message is preceded by a header of fixed size (two numbers: what it is, and how long its
-description is) and its description (JSON as bytes: shapes, types, the nest of the value). Both ends keep it as a layout;
-the *warm* steps that follow send tensors and nothing else.
+In a *cold* step each message is preceded by a header of fixed size (two numbers: how many messages have arrived the other way,
+and how long its description is) and its description (JSON as bytes: shapes, types, the nest of the value). Both ends keep it
+as a layout; the *warm* steps that follow send tensors and nothing else.
 """
 
 from __future__ import annotations

@@ -99,7 +99,6 @@ class StageRun:
         self.arguments = self.given.of
         self.proved = not grad or not inboxes  # whether a forward has shown that it leaves its inputs alone
         self.checks_input = False  # only in cold steps
-        self.checks_output = stage.output_args is not None
         self.buffers = BufferMemory.of(self.module)
         if split and self.manual is None and not can_split(self.module):
             warnings.warn(
@@ -145,12 +144,9 @@ class StageRun:
     def recompute(self, microbatch: int) -> None:
         """R."""
         args, kwargs = self.arguments(microbatch)
-        loss = None if self.last is None else self.last.losses[microbatch]
         with nullcontext() if self.rng is None else self.rng.at(self.stage.stage_index, microbatch):
             run = partial(self.call, microbatch, args, kwargs)
             output = self.repeats.again(microbatch, run)  # type: ignore[union-attr]
-        if loss is not None:  # the graph is that of the first run
-            self.last.losses[microbatch] = loss  # type: ignore[union-attr]
         for outbox in self.outboxes:
             outbox.keep_again(microbatch, output)
 
@@ -227,7 +223,7 @@ class StageRun:
             self.pending[microbatch] = ManualWeight(self.manual)  # type: ignore[arg-type]
         if self.buffers is not None:
             output = self.buffers.copied_out(output)
-        if self.checks_output:
+        if self.stage.output_args is not None:
             check_given(self.stage, output, microbatch=microbatch, name="output_args")
         if self.last is not None:
             self.last.finish(microbatch, output, self.inputs)
