@@ -114,12 +114,8 @@ def _shard_sizes(tensor: DTensor, dim: int) -> list[int]:
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard) and placement.dim % tensor.dim() == dim:
             count = tensor.device_mesh.size(mesh_dim)
-            full = [-(-rows // count) for rows in shards]
-            shards = [
-                min(most, max(0, rows - index * most))
-                for rows, most in zip(shards, full, strict=True)
-                for index in range(count)
-            ]
+            full = [(rows, -(-rows // count)) for rows in shards]
+            shards = [min(most, max(0, rows - index * most)) for rows, most in full for index in range(count)]
     return shards
 
 

@@ -28,9 +28,8 @@ class Binding:
     receives: ReceivePolicy | None = None  # how far ahead receives are posted; None: as suits the mode
     rng: MicrobatchRng | None = None
     elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host
-    custom: dict[ActionKind, Handler] = field(
-        default_factory=dict
-    )  # the user's handlers, which stand before the others
+    # The user's handlers, which stand before the others.
+    custom: dict[ActionKind, Handler] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ class _TieGroup:
     homes: list[_Home]  # on this rank
 
     def __post_init__(self) -> None:
-        self.name, self.holders = self.names[0], " = ".join(self.names)  # the latter for the ranks to compare
+        self.holders = " = ".join(self.names)  # for the ranks to compare
         self.find()
 
     def find(self) -> None:
@@ -134,22 +134,21 @@ class Ties:
         everyone = [json.loads(post) for post in posts]
         seen: dict[tuple[int, ...], _TieGroup] = {}  # by rank and place there
         for number, group in enumerate(self.known):
-            held = {rank: everyone[rank][number] for rank in group.ranks}
-            kinds = {rank: sorted({kind for _, kind in copies}) for rank, copies in held.items()}
-            if len({kind for found in kinds.values() for kind in found}) > 1:
+            held = [(rank, tuple(place), kind) for rank in group.ranks for place, kind in everyone[rank][number]]
+            if len({kind for _, _, kind in held}) > 1:
+                found = [(rank, sorted({kind for there, _, kind in held if there == rank})) for rank in group.ranks]
+                differ = ", ".join(f"{' and '.join(kinds)} on rank {rank}" for rank, kinds in found)
                 raise StageError(
-                    f"the parameters tied to {group.name} differ: "
-                    + ", ".join(f"{' and '.join(found)} on rank {rank}" for rank, found in kinds.items())
-                    + "; parameters that are one have one shape and one dtype"
+                    f"the parameters tied to {group.names[0]} differ: {differ}; parameters that are one have one shape and "
+                    "one dtype"
                 )
-            places = {tuple(place) for copies in held.values() for place, _ in copies}
             # Ranks as threads, or stages of one rank, may hold the very same tensor: autograd sums its gradient already.
-            if len(places) < 2:
+            if len({place for _, place, _ in held}) < 2:
                 continue
-            for where in ((rank, *place) for rank, copies in held.items() for place, _ in copies if place[1]):
-                if (other := seen.setdefault(where, group)) is not group:
+            for rank, place, _ in held:
+                if place[1] and (other := seen.setdefault((rank, *place), group)) is not group:
                     raise StageError(
-                        f"one parameter of rank {where[0]} is in two ties: {other.holders}, and {group.holders}; its gradient "
+                        f"one parameter of rank {rank} is in two ties: {other.holders}, and {group.holders}; its gradient "
                         "would be added up twice. Give one tie with all holders: tie([(0, name), (1, name), ...])"
                     )
             if group.mine:
