@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.equal_products import GradientBatch, Packing
+from penstock.stage.equal_products import GradientBatch, unpack
 from penstock.stage.listeners import Listeners, any_node_kept
 
 
@@ -95,13 +95,14 @@ def test_other_parameters_are_looked_at_anew() -> None:
 def test_gradients_in_batches_are_added_where_the_old_ones_lie_together(apart: bool) -> None:
     """Here the weights are a batch, and the biases come alone."""
     parameters = tuple(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).parameters())
-    packing, listeners = Packing(alone=(1, 3), batches=(GradientBatch(places=(2, 0), shape=(3, 3)),)), Listeners()
+    packing = GradientBatch((1,)), GradientBatch((3,)), GradientBatch(places=(2, 0), shape=(3, 3))
+    listeners = Listeners()
     for number in (1, 2, 3):
         values = [torch.ones(3), 2 * torch.ones(3), torch.arange(18.0).view(2, 3, 3)]
-        added = listeners.add_packed(parameters, values, packing)
+        added = listeners.add(parameters, values, packing)
         assert added is (number == 1 or not apart)
         if not added:
-            assert listeners.add(parameters, packing.unpack(values))
+            assert listeners.add(parameters, unpack(packing, values))
         if apart:
             parameters[0].grad = parameters[0].grad.clone()  # type: ignore[union-attr]
         expected = [torch.arange(9.0, 18.0).view(3, 3), torch.ones(3), torch.arange(9.0).view(3, 3), 2 * torch.ones(3)]

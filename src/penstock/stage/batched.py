@@ -7,9 +7,10 @@ is done only where it yields the same bits as one product after the other, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import compress
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,22 +47,8 @@ class Grouping:
 
     def __init__(self, slots: list[Slot]) -> None:
         self.slots = slots
-        sizes: dict[_Size | int, list[int]] = {}
-        for place, slot in enumerate(slots):
-            sizes.setdefault(_size(slot) or place, []).append(place)
-        self.groups: list[Group] = []
-        self.singles: list[int] = []
-        for size, places in sizes.items():
-            if isinstance(size, int):
-                self.singles += places
-                continue
-            _, inputs, outputs, dtype, _, with_bias = size
-            most = max(MOST_BYTES // (inputs * outputs * dtype.itemsize), 1)
-            for part in (places[start : start + most] for start in range(0, len(places), most)):
-                if len(part) > 1 and same_bits(len(part), *size[:5], torch.get_num_threads()):
-                    self.groups.append(Group(slots, part, with_bias=with_bias))
-                else:
-                    self.singles += part
+        groups, self.singles = in_groups((_size(slot), place) for place, slot in enumerate(slots))
+        self.groups = [Group(slots, places, with_bias=size.with_bias) for size, places in groups]
 
     def harvest(self, rows: list[Tensor], grads: list[Tensor]) -> list[tuple[Group, Tensor, Tensor]]:
         """The work of the groups."""
@@ -76,25 +63,58 @@ class Grouping:
             ]
 
 
-_Size = tuple[int, int, int, torch.dtype, torch.device, bool]
-"""What calls must have in common to form a group: rows, inputs, outputs; dtype, device; whether there is a bias to be trained."""
+class Size(NamedTuple):
+    """What products must have in common to form a group."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    device: torch.device
+    with_bias: bool  # there is a bias to be trained
+
+    @property
+    def is_small(self) -> bool:
+        return 0 < self.rows * self.inputs * self.outputs <= MOST_PRODUCTS
 
 
-def _size(slot: Slot) -> _Size | None:
+Item = TypeVar("Item")
+
+
+def in_groups(sized: Iterable[tuple[Size | None, Item]]) -> tuple[list[tuple[Size, list[Item]]], list[Item]]:
+    """Groups of what has one size, and what is better done alone; None is the size of something that is."""
+    found: dict[Size | int, list[Item]] = {}
+    for number, (size, item) in enumerate(sized):
+        found.setdefault(size or number, []).append(item)
+    groups: list[tuple[Size, list[Item]]] = []
+    alone: list[Item] = []
+    for kind, items in found.items():
+        if isinstance(kind, int):
+            alone += items
+            continue
+        most = max(1, MOST_BYTES // (kind.inputs * kind.outputs * kind.dtype.itemsize))
+        for part in (items[start : start + most] for start in range(0, len(items), most)):
+            if len(part) > 1 and _same_bits(kind, len(part), torch.get_num_threads()):
+                groups.append((kind, part))
+            else:
+                alone += part
+    return groups, alone
+
+
+def _size(slot: Slot) -> Size | None:
     """None if the call is better done alone."""
-    (outputs, inputs), rows, bias = slot.call.weight.shape, slot.anchor.shape[0], slot.bias
-    if slot.transposed or slot.cast is not None or not rows or rows * inputs * outputs > MOST_PRODUCTS:
+    (outputs, inputs), bias = slot.call.weight.shape, slot.bias
+    with_bias = bias is not None and bias.requires_grad
+    size = Size(slot.anchor.shape[0], inputs, outputs, slot.dtype, slot.anchor.device, with_bias)
+    if slot.transposed or slot.cast is not None or not size.is_small:
         return None
-    if bias is not None and bias.requires_grad and bias.dtype is not slot.dtype:
-        return None
-    return rows, inputs, outputs, slot.dtype, slot.anchor.device, bias is not None and bias.requires_grad
+    return None if bias is not None and with_bias and bias.dtype is not slot.dtype else size
 
 
 @lru_cache(maxsize=4096)
-def same_bits(
-    count: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device, threads: int
-) -> bool:
+def _same_bits(size: Size, count: int, threads: int) -> bool:
     """Whether the batched product gives the bits of single ones: a matter of the kernels chosen for these sizes."""
+    rows, inputs, outputs, dtype, device, _ = size
     numbers = torch.arange(count * rows * max(inputs, outputs), dtype=torch.float64, device=device)
     x = numbers[: count * rows * inputs].sin().to(dtype).view(count, rows, inputs)
     g = numbers[: count * rows * outputs].cos().to(dtype).view(count, rows, outputs)

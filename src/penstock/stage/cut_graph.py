@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from penstock.nest import Value
 from penstock.stage.engine import run_engine
-from penstock.stage.equal_products import Packing, batch_equal_products, pack_outputs
+from penstock.stage.equal_products import Packing, batch_equal_products, pack_outputs, unpack
 from penstock.stage.listeners import Listeners
 
 Compiled = Callable[[list[Value]], Sequence[Value]]
@@ -37,11 +37,11 @@ class GraphWork(NamedTuple):
     run: Compiled
     kept: list[Value]
     parameters: Sequence[Tensor]
-    packing: Packing | None = None  # how gradients lie in what it returns; None: one after another
+    packing: Packing  # how gradients lie in what it returns
 
     def by_parameter(self, values: Sequence[Value]) -> tuple[list[Tensor], list[Tensor]]:
         """What `run` returned: parameters that are trained, and a gradient for each of them."""
-        grads: list[Value] = list(values) if self.packing is None else self.packing.unpack(values)
+        grads = unpack(self.packing, values)
         if all(map(_IS_TRAINED, self.parameters)) and not any(map(_IS_NONE, grads)):
             return list(self.parameters), grads
         pairs = [(p, g) for p, g in zip(self.parameters, grads, strict=True) if g is not None and p.requires_grad]
@@ -98,10 +98,10 @@ def accumulate_graphs(work: list[GraphWork], listeners: Listeners | None = None)
     Where `listeners` knows that there are none, the gradients are just added.
     """
     with torch.no_grad():
-        if len(work) == 1 and listeners is not None and work[0].packing is not None:
+        if len(work) == 1 and listeners is not None:
             one = work.pop()
             values = one.run(one.kept)
-            if listeners.add_packed(one.parameters, values, one.packing):  # type: ignore[arg-type]
+            if listeners.add(one.parameters, values, one.packing):
                 return
             roots, grads = one.by_parameter(values)
         else:
@@ -181,7 +181,7 @@ class BackwardParts:
         self.passes = passes  # which inputs are kept for the second
         self.first: Compiled | None = None
         self.second: Compiled = _nothing
-        self.packing: Packing | None = None  # of what the second returns
+        self.packing: Packing = ()  # of what the second returns
         self.shared: list[int] | None = None  # places of gradients in memory of one another or of `kept`, once it ran
 
     def inputs(self, given: list[object]) -> tuple[list[Value], list[Value]]:
@@ -211,7 +211,7 @@ class BackwardParts:
         parameters = None if node is None else node.metadata.get(NOTE)
         if parameters is None:  # it was called with the parameters themselves
             values = self.second(kept)
-            for place, value in zip(self.waiting, self.packing.unpack(values) if self.packing else values, strict=True):
+            for place, value in zip(self.waiting, unpack(self.packing, values), strict=True):
                 found[place] = value
         else:
             hand_over(GraphWork(self.second, kept, parameters, self.packing))

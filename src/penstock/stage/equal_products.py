@@ -1,7 +1,7 @@
 """Weight gradients of equal small layers in a graph, done by one batched product, as the eager weight pass does them.
 
     batch_equal_products(part)     # in place: mm(t(g1), x1), mm(t(g2), x2), ... become one bmm, sum(g1), sum(g2), ... one sum
-    packing = pack_outputs(part)   # and the graph returns these as they are; packing.unpack() takes them apart
+    packing = pack_outputs(part)   # and the graph returns these as they are; unpack(packing, values) takes them apart
 
 A small product costs less than calling it, and a graph whose products are calls of a library gains nothing from a compiler.
 Only products that depend on no other such product are taken, so that they cannot depend on one another. As in
@@ -11,14 +11,14 @@ Only products that depend on no other such product are taken, so that they canno
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.fx.passes.tools_common import legalize_graph
 
 from penstock.nest import Value
-from penstock.stage.batched import MOST_BYTES, MOST_PRODUCTS, same_bits
+from penstock.stage.batched import Size, in_groups
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -32,89 +32,77 @@ class _Product(NamedTuple):
     grad: fx.Node
     rows: fx.Node
     total: fx.Node | None
+    size: Size
 
 
 class GradientBatch(NamedTuple):
-    """Gradients that lie one behind another in one tensor."""
+    """A value that a graph returns: gradients that lie one behind another in one tensor, or a gradient alone."""
 
     places: tuple[int, ...]  # among all gradients
-    shape: tuple[int, ...]  # of each of them
+    shape: tuple[int, ...] = ()  # of each of several
 
     def unpack(self, value: Tensor) -> tuple[Tensor, ...]:
+        if len(self.places) == 1:
+            return (value,)
         return value.reshape(len(self.places), *self.shape).unbind(0)
 
 
-class Packing(NamedTuple):
-    """What a graph returns: gradients that come alone, and then batches."""
-
-    alone: tuple[int, ...]  # their places among all gradients
-    batches: tuple[GradientBatch, ...]
-
-    def unpack(self, values: Sequence[Tensor]) -> list[Tensor | None]:
-        """All gradients, in their order."""
-        found: list[Tensor | None] = [None] * (len(self.alone) + sum(len(batch.places) for batch in self.batches))
-        for place, value in zip(self.alone, values, strict=False):
-            found[place] = value
-        for batch, value in zip(self.batches, values[len(self.alone) :], strict=True):
-            for place, grad in zip(batch.places, batch.unpack(value), strict=True):
-                found[place] = grad
-        return found
+Packing = tuple[GradientBatch, ...]
+"""What a graph returns, value by value."""
 
 
-_Size = tuple[int, int, int, torch.dtype, torch.device, bool]
+def unpack(packing: Packing, values: Sequence[Tensor]) -> list[Value]:
+    """All gradients, in their order; None for one that there is not."""
+    found: dict[int, Tensor] = {}
+    for batch, value in zip(packing, values, strict=True):
+        found.update(zip(batch.places, batch.unpack(value), strict=True))
+    return [found[place] for place in range(len(found))]
 
 
 def batch_equal_products(part: fx.GraphModule) -> None:
     """Do the products of each size at once."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     found = [product for node in part.graph.nodes if (product := _product(node)) is not None]
     later = {node for product in found for node in (product.node, product.total)}  # and what depends on one of these
     for node in part.graph.nodes:
         if any(given in later for given in node.all_input_nodes):
             later.add(node)
-    sizes: dict[_Size, list[_Product]] = {}
-    for product in found:
-        if product.grad not in later and product.rows not in later:
-            sizes.setdefault(_size(product), []).append(product)
-    for size, products in sizes.items():
-        _, inputs, outputs, dtype, *_ = size
-        most = max(1, MOST_BYTES // (inputs * outputs * dtype.itemsize))
-        for start in range(0, len(products), most):
-            group = products[start : start + most]
-            if len(group) > 1 and _gives_same_bits(len(group), size):
-                _batch(part.graph, group)
+    free = ((one.size, one) for one in found if one.grad not in later and one.rows not in later)
+    with unset_fake_temporarily(), torch.no_grad():  # sizes are tried with real tensors, while others trace with fake ones
+        groups, _ = in_groups(free)
+    for _, group in groups:
+        _batch(part.graph, group)
     legalize_graph(part)  # a batch stands where its first product was, before what the others are made of
     part.graph.eliminate_dead_code()
     part.recompile()
 
 
-def pack_outputs(part: fx.GraphModule) -> Packing | None:
-    """Let the graph return batches as they are, where all of a batch is returned, each once; None if there is none."""
+def pack_outputs(part: fx.GraphModule) -> Packing:
+    """Let the graph return batches as they are, where all of a batch is returned, each once."""
     (output,) = part.graph.find_nodes(op="output")
     grads: list[fx.Node | None] = list(output.args[0])
     found: dict[fx.Node, dict[int, int]] = {}  # by batch: the place of each of its gradients
     for place, grad in enumerate(grads):
         if grad is not None and grads.count(grad) == 1 and (taken := _taken_from(grad)) is not None:
             found.setdefault(taken[0], {})[taken[1]] = place
-    whole = {node: places for node, places in found.items() if len(places) == node.meta["val"].shape[0]}
-    if not whole:
-        return None
-    batches = []
-    for places in whole.values():
-        shapes = {tuple(grads[place].meta["val"].shape) for place in places.values()}  # type: ignore[union-attr]
-        if len(shapes) > 1:
-            return None
-        batches.append(GradientBatch(tuple(places[number] for number in sorted(places)), shapes.pop()))
+    batches: dict[GradientBatch, fx.Node | None] = {}
+    for batch, numbers in found.items():
+        places = tuple(numbers[number] for number in sorted(numbers))
+        shapes = {tuple(grads[place].meta["val"].shape) for place in places}  # type: ignore[union-attr]
+        if len(places) == batch.meta["val"].shape[0] and len(shapes) == 1:
+            batches[GradientBatch(places, *shapes)] = batch
     batched = {place for batch in batches for place in batch.places}
-    alone = tuple(place for place in range(len(grads)) if place not in batched)
-    output.args = ([*(grads[place] for place in alone), *whole],)
+    packed = {GradientBatch((place,)): grad for place, grad in enumerate(grads) if place not in batched} | batches
+    output.args = (list(packed.values()),)
     part.graph.eliminate_dead_code()
     part.recompile()
-    return Packing(alone, tuple(batches))
+    return tuple(packed)
 
 
 def _taken_from(grad: fx.Node) -> tuple[fx.Node, int] | None:
     """The batch of which a gradient is a part, and which one."""
-    node: Any = grad
+    node: Value = grad
     turned = False  # by an odd number of transposes
     while True:
         if _turns(node):
@@ -133,12 +121,13 @@ def _product(node: fx.Node) -> _Product | None:
     if not isinstance(turned, fx.Node) or not isinstance(rows, fx.Node) or not _turns(turned):
         return None
     grad = turned.args[0]
-    if not isinstance(grad, fx.Node) or not all(map(_is_plain, (grad, rows))):
-        return None
-    if _product_count(grad, rows) > MOST_PRODUCTS:
+    if not isinstance(grad, fx.Node) or not _is_plain(grad) or not _is_plain(rows):
         return None
     sums = [user for user in grad.users if user.target is _aten.sum.dim_IntList and user.args[1:] == ([0], True)]
-    return _Product(node, grad, rows, sums[0] if len(sums) == 1 and not sums[0].kwargs else None)
+    total = sums[0] if len(sums) == 1 and not sums[0].kwargs else None
+    value, width = grad.meta["val"], rows.meta["val"].shape[1]
+    size = Size(value.shape[0], width, value.shape[1], value.dtype, value.device, total is not None)
+    return _Product(node, grad, rows, total, size) if size.is_small else None
 
 
 def _turns(node: fx.Node) -> bool:
@@ -153,24 +142,7 @@ def _is_plain(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() != 2 or any(type(size) is not int for size in value.shape):
         return False
-    return value.numel() > 0 and value.is_contiguous()
-
-
-def _product_count(grad: fx.Node, rows: fx.Node) -> int:
-    return int(grad.meta["val"].numel() * rows.meta["val"].shape[1])
-
-
-def _size(product: _Product) -> _Size:
-    grad, rows = product.grad.meta["val"], product.rows.meta["val"]
-    return (grad.shape[0], rows.shape[1], grad.shape[1], grad.dtype, grad.device, product.total is not None)
-
-
-def _gives_same_bits(count: int, size: _Size) -> bool:
-    """Tried with real tensors, in the middle of tracing with fake ones."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily(), torch.no_grad():
-        return same_bits(count, *size[:5], torch.get_num_threads())
+    return value.is_contiguous()
 
 
 def _batch(graph: fx.Graph, group: list[_Product]) -> None:

@@ -38,32 +38,24 @@ class Listeners:
         self.places: list[Tensor] = []  # where they lie, as `packing` has them
         self.loose: Sequence[Tensor] = ()  # gradients that were found not to lie so
 
-    def add(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-        """Add the gradients to those that are there, as the engine would. False, and nothing done, if somebody listens, or if
-        that is more than adding."""
-        if self.any_to(parameters):
-            return False
-        found = list(map(_GRAD, parameters))
-        if not _same(found, self.grads):
-            if not all(map(_can_be_added, found, grads)):
-                return False
-            self.grads, self.packing = found, None
-        torch._foreach_add_(found, list(grads))
-        return True
+    def add(self, parameters: Sequence[Tensor], values: Sequence[Tensor], packing: Packing | None = None) -> bool:
+        """Add gradients to those that are there, as the engine would. False, and nothing done, if somebody listens, or if that
+        is more than adding.
 
-    def add_packed(self, parameters: Sequence[Tensor], values: Sequence[Tensor], packing: Packing) -> bool:
-        """The same for gradients in batches, which are added as such if the old ones lie like that in memory.
-
-        Those that are the first of their parameters do, from here on.
+        With a `packing` they come in batches, which are added as such if the old ones lie like that in memory. Those that are
+        the first of their parameters do, from here on.
         """
         if self.any_to(parameters) or not all(map(_IS_TRAINED, parameters)) or any(map(_IS_NONE, values)):
             return False
         found = list(map(_GRAD, parameters))
         if self.packing is not packing or not _same(found, self.grads):
-            if all(map(_IS_NONE, found)) and all(map(_is_plain, parameters)):
-                _set_first(parameters, values, packing)
-                return True
-            places = None if _same(found, self.loose) else _places(found, values, packing)
+            if packing is not None:
+                if all(map(_IS_NONE, found)) and all(map(_is_plain, parameters)):
+                    _set_first(parameters, values, packing)
+                    return True
+                if _same(found, self.loose):
+                    return False
+            places = _places(found, values, packing)
             if places is None:
                 self.loose = found
                 return False
@@ -81,29 +73,39 @@ class Listeners:
 
 def _set_first(parameters: Sequence[Tensor], values: Sequence[Tensor], packing: Packing) -> None:
     """Copies as gradients of parameters that have none; those of a batch stay together."""
-    for batch, value in zip(packing.batches, values[len(packing.alone) :], strict=True):
+    alone = []
+    for batch, value in zip(packing, values, strict=True):
+        if len(batch.places) == 1:
+            alone.append((parameters[batch.places[0]], value))
+            continue
         for place, grad in zip(batch.places, batch.unpack(value.clone()), strict=True):
             parameters[place].grad = grad.data  # no view, in the eyes of autograd
-    if packing.alone:
-        run_engine(tuple([parameters[place] for place in packing.alone]), tuple(values[: len(packing.alone)]))
+    if alone:
+        run_engine(*zip(*alone, strict=True))
 
 
-def _places(grads: Sequence[Tensor], values: Sequence[Tensor], packing: Packing) -> list[Tensor] | None:
+def _places(grads: Sequence[Tensor], values: Sequence[Tensor], packing: Packing | None) -> list[Tensor] | None:
     """Where gradients lie that are to be added to; None if they do not lie as `packing` says."""
-    found: list[Tensor] = [grads[place] for place in packing.alone]
-    if not all(map(_can_be_added, found, values)):
-        return None
-    for batch, value in zip(packing.batches, values[len(packing.alone) :], strict=True):
-        first, *others = [grads[place] for place in batch.places]
-        if not value.is_contiguous() or not _can_be_added(first, value):
+    if packing is None:
+        return list(grads) if all(map(_can_be_added, grads, values)) else None
+    found: list[Tensor] = []
+    for batch, value in zip(packing, values, strict=True):
+        parts = [grads[place] for place in batch.places]
+        if not all(_can_be_added(part, value) for part in parts):
             return None
-        for number, grad in enumerate((first, *others)):
-            here = _can_be_added(grad, value) and grad.shape == batch.shape and grad.is_contiguous()
-            if not here or grad.data_ptr() != first.data_ptr() + number * first.nbytes:
+        first = parts[0]
+        if len(parts) > 1:
+            step, storage = first.nbytes, first.untyped_storage().data_ptr()
+            if not value.is_contiguous() or not all(
+                part.shape == batch.shape
+                and part.is_contiguous()
+                and part.data_ptr() == first.data_ptr() + number * step
+                and part.untyped_storage().data_ptr() == storage
+                for number, part in enumerate(parts)
+            ):
                 return None
-            if grad.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-                return None
-        found.append(first.as_strided(value.shape, value.stride()).data)
+            first = first.as_strided(value.shape, value.stride()).data
+        found.append(first)
     return found
 
 
