@@ -46,8 +46,8 @@ def test_autocast_casts_a_weight_once_for_all_microbatches_in_flight(sim: SimPoo
 
 def casts(device: torch.device) -> bool:
     """Memory of a microbatch in flight: what its rows take, and no copy of the weight."""
+    from penstock.stage.backward import run_deferred
     from penstock.stage.deferred import Deferral
-    from penstock.stage.forward import run_deferred
     from penstock.stage.intercept import intercepted
 
     sim = pipes.simulation(device)

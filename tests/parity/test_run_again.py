@@ -16,8 +16,8 @@ from torch.nn.utils import prune
 import penstock
 from penstock.errors import StageError
 from penstock.stage import buffers
+from penstock.stage.buffers import remember
 from penstock.stage.elsewhere import Folder, HostMemory
-from penstock.stage.forward import remember
 from penstock.stage.offload import Moves
 from penstock.stage.repeated_hooks import RepeatedHooks
 from tests.parity.test_holding_less import state, train

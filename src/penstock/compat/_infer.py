@@ -33,8 +33,8 @@ from penstock.compat._state import RecvInfo, is_overridden
 from penstock.errors import ShapeError
 from penstock.nest import Value, tensors_in
 from penstock.parallel import unwrap
+from penstock.stage.buffers import remember
 from penstock.stage.dtensors import MeshGetter
-from penstock.stage.forward import remember
 from penstock.stage.pipeline_stage import Group
 
 

@@ -27,11 +27,10 @@ from penstock.stage.backward import (
     can_split,
     run_deferred,
 )
-from penstock.stage.buffers import BufferMemory
+from penstock.stage.buffers import BufferMemory, remember
 from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.elsewhere import HostMemory
 from penstock.stage.engine import run_engine
-from penstock.stage.forward import remember
 from penstock.stage.offload import Moves, Saved
 from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.recompute import Repeats

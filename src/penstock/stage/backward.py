@@ -24,15 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
-from penstock.stage.batched import Group, accumulate, accumulate_batches, trained
-from penstock.stage.calls import Work
-from penstock.stage.cut_graph import GraphWork, accumulate_graphs, collecting, weight_gradients
-from penstock.stage.deferred import Again, Deferral, Pending, Phases
+from penstock.nest import Value
+from penstock.stage.batched import accumulate, accumulate_batches, trained
+from penstock.stage.buffers import remember
+from penstock.stage.cut_graph import accumulate_graphs, collecting, weight_gradients
+from penstock.stage.deferred import Deferral, Pending, Phases
 from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
-from penstock.stage.forward import run_deferred
-from penstock.stage.intercept import ROOT, begin, end, visible_to_engine_threads
+from penstock.stage.intercept import ROOT, NestedDifferentiation, begin, end, visible_to_engine_threads
 
-__all__ = ["Deferral", "Pending", "run_deferred"]  # beside what is defined here
+__all__ = ["Deferral", "Pending"]  # beside what is defined here
 
 
 class ManualWeight(Phases):
@@ -71,6 +71,50 @@ def can_split(module: nn.Module) -> bool:
     return not any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
 
 
+def run_deferred(
+    deferral: Deferral, module: Callable[..., Value], args: Sequence[object], kwargs: dict[str, object]
+) -> tuple[Value, Pending]:
+    """The forward of a stage whose backward will be split: its value, and the weight work that it began.
+
+    A module that differentiates through its own layers (forces as the gradient of an energy) cannot be split. Its first
+    forward shows that; it is then run again, from the same random state and the same buffers, and never split again.
+    """
+    if deferral.compiled is not None and deferral.compiled.before is None:  # the twins do not run yet
+        with deferral.compiled.running():
+            return run_deferred(deferral, module, args, kwargs)
+    pending = Pending(deferral)
+    if not deferral.enabled or not _may_need_input_gradients(args, kwargs):
+        return module(*args, **kwargs), pending
+    rewind = None if deferral.proved else remember(module, args)
+    previous = begin(pending)
+    try:
+        value = module(*args, **kwargs)
+        deferral.proved = deferral.proved or torch.is_grad_enabled()
+        return value, pending
+    except NestedDifferentiation:
+        if rewind is None:
+            raise
+        deferral.enabled = False
+    finally:
+        end(previous)
+    rewind()
+    return module(*args, **kwargs), Pending(deferral)
+
+
+def _may_need_input_gradients(args: Sequence[object], kwargs: dict[str, object]) -> bool:
+    """False if there is nothing to hurry for: all of the backward then waits for the weight pass, in one piece."""
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif not isinstance(value, _CONSTANTS):
+            return True  # a nest, which is not searched
+    return False
+
+
+_CONSTANTS = (type(None), bool, int, float, str)
+
+
 def run_backward_full(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Everything at once. An output whose gradient is None takes no part, unless it is a loss: a single number."""
     roots, given = seeds(outputs, grads)
@@ -101,7 +145,7 @@ def backward_input(
         return
     for tensor in inputs:
         if tensor.requires_grad:
-            _differentiate(roots, given, pending, inputs)
+            _differentiate(roots, given, pending)
             return
     pending.kept = roots, given
 
@@ -114,18 +158,21 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
         return
     if pending.kept is not None:
         (roots, given), pending.kept = pending.kept, None
-        _differentiate(roots, given, pending, ())
+        _differentiate(roots, given, pending)
     work, pending.work = pending.work, []
     batches, pending.batches = pending.batches, []
-    again, pending.again = pending.again, None
     if pending.graphs:
         compiled = pending.deferral.compiled
-        if compiled is not None and (compiled.shared or work or batches) and again is None:
-            accumulate(work, *_of_graphs_and_batches(pending.graphs, batches))
+        assert compiled is not None, "graphs are those of compiled parts"
+        if not (compiled.shared or work or batches):
+            accumulate_graphs(pending.graphs, compiled.listeners)
             return
-        accumulate_graphs(pending.graphs, None if compiled is None else compiled.listeners)
-    if again is not None:
-        _accumulate_all(work, again, pending)
+        # Some parameter may be in several of these, and its hooks fire once.
+        parameters, grads = weight_gradients(pending.graphs)
+        for group, rows, row_grads in batches:
+            parameters += group.parameters
+            grads += group.gradients(rows, row_grads)
+        accumulate(work, *trained(parameters, grads))
         return
     if batches:
         accumulate_batches(batches)
@@ -133,29 +180,11 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
         accumulate(work)
 
 
-def _of_graphs_and_batches(
-    graphs: list[GraphWork], batches: list[tuple[Group, Tensor, Tensor]]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Parameters and gradients of both, for one call of the engine: some parameter may be in both, and its hooks fire once."""
-    roots, grads = weight_gradients(graphs)
-    for group, rows, row_grads in batches:
-        roots += group.parameters
-        grads += group.gradients(rows, row_grads)
-    return trained(roots, grads)
-
-
-def _differentiate(
-    roots: tuple[Tensor, ...],
-    grads: tuple[Tensor, ...],
-    pending: Pending,
-    inputs: Sequence[Tensor],
-    *,
-    cut: bool = False,
-) -> None:
+def _differentiate(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending) -> None:
     deferral = pending.deferral
-    if deferral.compiled is not None and not cut:
+    if deferral.compiled is not None and pending.graphs is None:
         with collecting() as pending.graphs:
-            _differentiate(roots, grads, pending, inputs, cut=True)
+            _differentiate(roots, grads, pending)
         return
     if not pending.deferred:
         run_engine(roots, grads)
@@ -164,8 +193,9 @@ def _differentiate(
     previous = begin(pending)
     try:
         if mixed:
-            _capture_inputs(roots, grads, pending, inputs)
-        elif roots[0].is_cpu:
+            _accumulate_all(roots, grads, pending)
+            return
+        if roots[0].is_cpu:
             run_engine(roots, grads)
         else:
             with visible_to_engine_threads(pending):
@@ -179,65 +209,36 @@ def _differentiate(
 
 
 def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
-    """Whether some deferred weight is also used by an operator that is not; it is no longer deferred then.
+    """Whether some deferred parameter is also used by an operator that is not; it is no longer deferred then.
 
-    Asked once for each weight: the graph of a stage is taken to use its weights alike for each microbatch.
+    Asked once for each parameter: the graph of a stage is taken to use them alike for each microbatch.
     """
-    checked = pending.deferral.checked
-    calls = pending.calls()
-    pending.deferral.news = False
-    if pending.skip is not pending.deferral.skip and any(
-        id(used) in pending.deferral.skip for call in calls for used in (call.weight, call.bias)
-    ):
-        return not _recomputes_reentrantly(roots)
-    news = [call for call in calls if id(call.weight) not in checked]
-    if not news:
-        return False
-    used: dict[int, Tensor] = {id(call.weight): call.weight for call in news}
-    checked.update(used)
-    used.update({id(call.bias): call.bias for call in news if call.bias is not None})
-    found = {key: used[key] for key in leaves_reached(roots) & used.keys()}
-    if found:
+    deferral = pending.deferral
+    deferral.news = False
+    used = {id(tensor): tensor for call in pending.calls() for tensor in call[:2] if tensor is not None}
+    if used.keys().isdisjoint(deferral.skip):
+        news = used.keys() - deferral.checked.keys()
+        deferral.checked.update(used)
+        found = leaves_reached(roots) & news if news else news
+        if not found:
+            return False
         # From the next microbatch on. Those in flight keep their view, so that recomputation repeats the forward.
-        pending.deferral.skip = {**pending.deferral.skip, **found}
-        pending.deferral.reset()
-    return bool(found) and not _recomputes_reentrantly(roots)
+        deferral.skip = {**deferral.skip, **{key: used[key] for key in found}}
+        deferral.reset()
+    # Reentrant checkpoints refuse an input pass that does not accumulate; hooks then fire twice, this one time.
+    return not any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_reached(roots))
 
 
-def _recomputes_reentrantly(roots: tuple[Tensor, ...]) -> bool:
-    """Reentrant checkpoints refuse an input pass that does not accumulate; hooks then fire twice, this one time."""
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_reached(roots))
-
-
-def _capture_inputs(
-    roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending, inputs: Sequence[Tensor]
-) -> None:
-    """The input pass without accumulation, for a microbatch found to use a deferred weight in two ways.
-
-    All its parameters then accumulate in the weight pass, in one engine call, so that each hook fires once.
-    """
-    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+def _accumulate_all(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending) -> None:
+    """The whole backward of a microbatch that was found to use a deferred weight in two ways: what the deferred calls need is
+    looked for first, so that all of its parameters accumulate in one engine call, and each hook fires once."""
     anchors = pending.anchors()
-    found = capture(roots, grads, inputs=(*leaves, *anchors, ROOT))
-    for leaf, grad in zip(leaves, found, strict=False):  # another stage of this rank may have added its part already
-        if grad is not None:
-            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
-    for anchor, grad in zip(anchors, found[len(leaves) :], strict=False):
+    found = capture(roots, grads, inputs=(*anchors, ROOT))
+    for anchor, grad in zip(anchors, found, strict=False):
         anchor.grad = grad
-    pending.again = Again(roots, grads, (*leaves, *anchors))
-
-
-def _accumulate_all(work: list[Work], again: Again, pending: Pending) -> None:
-    """Leaves of penstock's own would receive their gradients a second time: they are shielded."""
-    old = [leaf.grad for leaf in again.shielded]
-    for leaf in again.shielded:
-        leaf.grad = None
-    previous = begin(pending)  # what is recomputed must be as it was in the forward
-    try:
-        with collecting():  # compiled parts have left their weight work already
-            accumulate(list(work), again.roots, again.grads)
-    finally:
-        end(previous)
-        pending.records, pending.functions = [], []
-        for leaf, grad in zip(again.shielded, old, strict=True):
-            leaf.grad = grad
+    pending.harvest(in_groups=False)
+    with collecting():  # compiled parts have left their weight work already
+        accumulate(list(pending.work), roots, grads)
+    pending.work, pending.records, pending.functions = [], [], []
+    for anchor in anchors:
+        anchor.grad = None

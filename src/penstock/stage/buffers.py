@@ -15,8 +15,9 @@ copy for as long as they hold the same; those that are large are not copied, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,6 @@ _SMALL = 1 << 20
 Modes = tuple[bool, ...]
 Table = dict[str, Tensor | None]
 Copy = Callable[[Tensor], Tensor]
-Key = TypeVar("Key")
-Item = TypeVar("Item")
 
 
 def modes_of(module: nn.Module) -> Modes:
@@ -43,24 +42,27 @@ def modes_of(module: nn.Module) -> Modes:
     return tuple(part.training for part in module.modules())
 
 
-class Tables(Generic[Key, Item]):
-    """Tables in which modules keep what was set on them, as they were when this was made."""
+class Tables:
+    """Tables (dicts, lists, sets) in which modules keep what was set on them, as they were when this was made."""
 
-    def __init__(self, tables: Iterable[dict[Key, Item]]) -> None:
-        self.before = [(table, dict(table)) for table in tables]
+    def __init__(self, tables: Iterable[Value]) -> None:
+        self.before = [(table, table.copy()) for table in tables]
 
-    def changed(self) -> list[tuple[dict[Key, Item], dict[Key, Item]]]:
+    def changed(self) -> list[tuple[Value, Value]]:
         """Each table that holds other things by now, and what was in it."""
-        return [
-            (table, old)
-            for table, old in self.before
-            if table.keys() != old.keys() or any(table[key] is not item for key, item in old.items())
-        ]
+        return [(table, old) for table, old in self.before if not _same(table, old)]
 
     def put_back(self) -> None:
         for table, old in self.changed():
             table.clear()
-            table.update(old)
+            (table.extend if isinstance(table, list) else table.update)(old)
+
+
+def _same(table: Value, old: Value) -> bool:
+    """Whether the same objects are in it, in the same order."""
+    if isinstance(table, dict):
+        return _same(list(table), list(old)) and _same(list(table.values()), list(old.values()))
+    return len(table) == len(old) and all(map(is_, table, old))
 
 
 class _Seen(NamedTuple):
@@ -189,16 +191,20 @@ class BufferMemory:
         if not tensors:
             return output
         held = (buffer for table in self.tables for buffer in table.values() if buffer is not None)
-        places = {place for buffer in held if (place := _place(buffer))}
-        inside = {id(tensor) for tensor in tensors if _place(tensor) in places}
+        places = set(map(memory_of, held)) - {0}
+        inside = {id(tensor) for tensor in tensors if memory_of(tensor) in places}
         if not inside:
             return output
         return map_tensors(lambda tensor: tensor.clone() if id(tensor) in inside else tensor, output)
 
 
-def _place(tensor: Tensor) -> int | None:
-    """Where the memory of a plain tensor is; None, or 0: it has none of its own."""
-    return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else None
+def memory_of(value: object) -> int:
+    """Where the memory of a tensor begins, of a DTensor that of its part; 0: it has none of its own, or is no tensor."""
+    local = getattr(value, "_local_tensor", value)
+    try:
+        return local.untyped_storage().data_ptr() if isinstance(local, Tensor) else 0
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, for one
+        return 0
 
 
 def _is_small(buffer: Tensor) -> bool:
@@ -239,3 +245,17 @@ class RandomState:
         torch.set_rng_state(self.host)
         for device, state in self.devices:
             torch.get_device_module(device).set_rng_state(state, device)
+
+
+def remember(module: object, args: Sequence[object]) -> Callable[[], None]:
+    """The random state and the buffers as they are now, as a function that brings them back."""
+    modules = [module] if isinstance(module, nn.Module) else []
+    before = Buffers(modules).look(())
+    tensors = [*(b for one in modules for b in one.buffers()), *(arg for arg in args if isinstance(arg, Tensor))]
+    random = RandomState(accelerators(torch.device("cpu"), tensors))
+
+    def rewind() -> None:
+        random.set()
+        before.put_back()
+
+    return rewind

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from penstock.nest import Value
+from penstock.stage.buffers import memory_of
 from penstock.stage.engine import run_engine
 from penstock.stage.equal_products import Packing, batch_equal_products, pack_outputs, unpack
 from penstock.stage.listeners import Listeners
@@ -242,11 +243,6 @@ def called_shortly(compiled: Compiled) -> Compiled:
         return graph(given)  # type: ignore[no-any-return]
 
     return run if hasattr(graph, "current_callable") else compiled
-
-
-def memory_of(value: object) -> int:
-    """Where a tensor lies; 0: nowhere."""
-    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
 
 
 def _nothing(given: list[object]) -> Sequence[object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,6 @@ from penstock.stage.batched import Group, Grouping, grouped
 from penstock.stage.calls import Call, Nothing, Slot, Work
 from penstock.stage.cut_graph import GraphWork
 from penstock.stage.twins import CompiledParts
-
-
-class Again(NamedTuple):
-    """A backward that must accumulate together with the weight work, leaving `shielded` leaves alone."""
-
-    roots: tuple[Tensor, ...]
-    grads: tuple[Tensor, ...]
-    shielded: tuple[Tensor, ...]
 
 
 class Deferral:
@@ -135,10 +127,9 @@ class Pending(Phases):
         self.records: list[Any] = []  # slot, rows, version of the rows; slot, rows, ...: flat, to spare the collector
         self.work: list[Work] = []
         self.batches: list[tuple[Group, Tensor, Tensor]] = []
-        self.graphs: list[GraphWork] = []  # of compiled parts
+        self.graphs: list[GraphWork] | None = None  # of compiled parts, once there was an input pass
         # A backward that waits for the weight pass.
         self.kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
-        self.again: Again | None = None
         self.functions: list[Call] = []  # calls that went through the autograd function
         self.deferred = False  # whether the forward ran, or runs, with deferral
 
@@ -148,11 +139,11 @@ class Pending(Phases):
     @property
     def num_waiting(self) -> int:
         """Calls whose weight work waits for the weight pass."""
-        return len(self.work) + sum(len(group.places) for group, _, _ in self.batches) + len(self.graphs)
+        return len(self.work) + sum(len(group.places) for group, _, _ in self.batches) + len(self.graphs or ())
 
-    def harvest(self) -> None:
+    def harvest(self, *, in_groups: bool = True) -> None:
         """Take the gradients out of the anchors; the last call comes first, as in a backward."""
-        if self.again is not None or self.functions or self.deferral.repeats or not self._harvest_groups():
+        if not in_groups or self.functions or self.deferral.repeats or not self._harvest_groups():
             work = self.work
             backwards = iter(self.records[::-1])
             for version, rows, slot in zip(backwards, backwards, backwards, strict=True):

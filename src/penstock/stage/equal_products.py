@@ -69,7 +69,10 @@ def batch_equal_products(part: fx.GraphModule) -> None:
         if any(given in later for given in node.all_input_nodes):
             later.add(node)
     free = ((one.size, one) for one in found if one.grad not in later and one.rows not in later)
-    with unset_fake_temporarily(), torch.no_grad():  # sizes are tried with real tensors, while others trace with fake ones
+    with (
+        unset_fake_temporarily(),
+        torch.no_grad(),
+    ):  # sizes are tried with real tensors, while others trace with fake ones
         groups, _ = in_groups(free)
     for _, group in groups:
         _batch(part.graph, group)

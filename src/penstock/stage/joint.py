@@ -25,7 +25,8 @@ from torch import Tensor, fx
 
 from penstock.errors import StageError
 from penstock.nest import Value
-from penstock.stage.cut_graph import BackwardParts, Compiled, GraphWork, called_shortly, hand_over, memory_of
+from penstock.stage.buffers import memory_of
+from penstock.stage.cut_graph import BackwardParts, Compiled, GraphWork, called_shortly, hand_over
 
 _C: Any = torch._C
 _ANCHOR = torch.zeros((), requires_grad=True)  # where no input needs a gradient, the outputs still do

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import StageError
+from penstock.stage.buffers import memory_of
 from penstock.stage.elsewhere import THRESHOLD, Away, AwayAsync, Coming, Elsewhere
 from penstock.stage.refill import PLAIN, changed_in_place
 
@@ -119,7 +120,7 @@ class Saved:
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """After the forward: its outputs are held by others until the backward, so their storages stay."""
         for tensor in outputs:
-            if (block := self.blocks.get(_address(tensor))) is not None:
+            if (block := self.blocks.get(memory_of(tensor))) is not None:
                 block.stays = True
 
     def offload(self, elsewhere: Elsewhere) -> None:
@@ -157,15 +158,6 @@ class Moves:
         """Inside, what autograd saves is kept in the value of the `with` statement."""
         held = [*self.module.parameters(), *self.module.buffers(), *inputs]
         casts_stay = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, self.devices))
-        saved = Saved(frozenset(map(_address, held)), self.threshold, casts_stay=casts_stay)
+        saved = Saved(frozenset(map(memory_of, held)), self.threshold, casts_stay=casts_stay)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             yield saved
-
-
-def _address(tensor: Tensor) -> int:
-    """Where a tensor's storage begins; 0 for one that has none of its own (a DTensor's is that of its part)."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    try:
-        return local.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a tensor without storage
-        return 0

@@ -235,26 +235,24 @@ class DropSaved:
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Trial | bool] = {}  # whether it may go
-        self.stays: set[Hashable] = set()  # where the graph may stay
+        self.stays: dict[Hashable, bool] = {}  # whether the graph may stay
         self.refilled: set[Hashable] = set()  # where it does
-        self.unsteady: set[Hashable] = set()  # where forwards change what they might depend on
 
     def begin(self) -> None:
         """Before a step."""
-        self.refilled = {modes for modes in self.stays - self.unsteady if self.known[modes] is True}
+        self.refilled = {modes for modes, may in self.stays.items() if may and self.known[modes] is True}
 
     def may(self, modes: Hashable) -> bool | None:
         """Whether what the next forward in these modes saves may go; None: it is the first, and will show that."""
         found = self.known.get(modes)
         if isinstance(found, Trial):  # by now its graph should be gone
-            if found.plain and found.mark is not None and found.mark() is None:
-                self.stays.add(modes)
+            self.stays.setdefault(modes, found.plain and found.mark is not None and found.mark() is None)
             found = self.known[modes] = not found.asked and all(place() is None for place in found.places)
         return found
 
     @contextmanager
-    def around(self, modes: Hashable) -> Iterator[Refill | None]:
-        """Inside, a forward runs."""
+    def around(self, modes: Hashable) -> Iterator[Refill]:
+        """Inside, a forward runs, of which `may` has not said no."""
 
         def needed() -> NoReturn:
             self.known[modes] = False
@@ -264,18 +262,15 @@ class DropSaved:
                 "call step again, or leave the stage out of recompute"
             )
 
-        drops = self.may(modes)
-        if drops is False:
-            yield None
-            return
-        saves = Refill(needed) if drops else Trial(needed)
+        saves = Refill(needed) if self.may(modes) else Trial(needed)
         with saved_tensors_hooks(saves.pack, saves.unpack):
             yield saves
         if isinstance(saves, Trial):
             self.known[modes] = saves
 
     def forbid_refill(self, modes: Hashable) -> None:
-        self.unsteady.add(modes)
+        """Forwards in these modes change what they might depend on."""
+        self.stays[modes] = False
         self.refilled.discard(modes)
 
     def is_refused(self, modes: Hashable, error: RuntimeError) -> bool:

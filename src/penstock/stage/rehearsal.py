@@ -6,23 +6,35 @@
 
 Hooks are left out of it. Gradients, buffers, random numbers and what modules keep in attributes (a counter, a mask) are as
 they were afterwards; the Python code of `forward` runs.
+
+Code keeps what it has computed once: a mask in an attribute, in a dictionary, behind `functools.cache`. A fake tensor in such a
+place would make all later results fake. So attributes are put back, and what follows neither from an input nor from what the
+module holds is computed as ever and is no fake: that is what caches outside of modules have.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.nest import Value, map_tensors
+from penstock.stage.buffers import Tables, memory_of, remember
 from penstock.stage.compiled import on_call
-from penstock.stage.forward import remember
-from penstock.stage.no_data import remember_attributes, without_data
 from penstock.stage.twins import HOOKS, CompiledPart, CompiledParts
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+_TABLES = (dict, OrderedDict, defaultdict, list, set)  # and nothing that derives from them: it may refuse to be filled
+_READ = torch.ops.aten._local_scalar_dense.default  # the value of a tensor, for Python
 
 
 class CannotRehearse(Exception):
@@ -81,7 +93,7 @@ def rehearse(
         for inside in module.modules():
             vars(inside).update((kind, OrderedDict()) for kind in HOOKS)
         try:
-            with without_data(module) as mode:
+            with _without_data(module) as mode:
                 args, kwargs = map_tensors(mode.from_tensor, (args, kwargs))
                 return module(*args, **kwargs), calls
         except _needs_data() as error:
@@ -104,13 +116,58 @@ def _needs_data() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
+def _without_data(module: nn.Module) -> Iterator[FakeTensorMode]:
+    """While this is open nothing is computed from fake tensors and from those that `module` holds, which stay as they are."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kept = (value for part in module.modules() for value in tree_leaves(list(part.__dict__.values())))
+    held = {memory_of(value) for value in kept if not is_traceable_wrapper_subclass(value)} - {0}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _RealWithoutInputs(mode, held):
+        yield mode
+
+
+class _RealWithoutInputs(TorchDispatchMode):
+    """Operators that are given neither a fake tensor nor one that is `held` run as ever."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: FakeTensorMode, held: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode, self.held = mode, held
+
+    def __torch_dispatch__(self, func: Value, types: object, args: Value = (), kwargs: Value = None) -> Value:
+        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not isinstance(func, torch._ops.OpOverload) or any(isinstance(tensor, FakeTensor) for tensor in given):
+            return func(*args, **kwargs)
+        if any(memory_of(tensor) in self.held for tensor in given) and func is not _READ:
+            args, kwargs = tree_map_only(Tensor, self.mode.from_tensor, (args, kwargs))
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+@contextmanager
 def _rewound(module: nn.Module) -> Iterator[None]:
-    """Afterwards the random state, the buffers, and what the modules have set on themselves, are as they were."""
-    attributes, rest = remember_attributes(module), remember(module, ())
+    """Afterwards the random state, the buffers, and what the modules have set on themselves, are as they were.
+
+    >>> counter = nn.Identity()
+    >>> counter.calls, counter.seen = 0, []
+    >>> with _rewound(counter):
+    ...     counter.calls, counter.mask = 1, torch.ones(2)
+    ...     counter.seen.append(3)
+    >>> counter.calls, counter.seen, hasattr(counter, "mask")
+    (0, [], False)
+    """
+    own = [vars(part) for part in module.modules()]
+    attributes = Tables([*own, *(value for table in own for value in table.values() if type(value) in _TABLES)])
+    rest = remember(module, ())
     try:
         yield
     finally:
-        attributes()
+        attributes.put_back()
         rest()
 
 
