@@ -140,6 +140,41 @@ class UsedOutside(nn.Module):
         return self.last(eagerly(self.first, torch.relu(self.first(x))))
 
 
+@torch._dynamo.disable
+def scaled(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight.sum(0)
+
+
+class ScaledOutside(UsedOutside):
+    """The same with code that is no layer, and graphs that need AOTAutograd's runtime."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(scaled(self.norm(self.first(x)), self.first.weight)))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("kind", [UsedOutside, ScaledOutside])
+def test_a_weight_of_a_graph_and_of_eager_code_hears_of_both_in_one_backward(kind: type[nn.Module], name: str) -> None:
+    """A stage that is compiled in pieces did the weight part of its graphs after autograd had been through the eager code: a hook
+    heard of each, and an optimizer in it took two steps a microbatch."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [kind().double() for _ in range(2)]
+    fired: list[str] = []
+    for index, module in enumerate(modules):
+        module.compile(backend="aot_eager")
+        for key, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, key=f"{index}.{key}": fired.append(key))
+    x, y = batch(6)
+    on_ranks(name, 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    names = [f"{index}.{key}" for index, module in enumerate(modules) for key, _ in module.named_parameters()]
+    assert {key: fired.count(key) for key in names} == dict.fromkeys(names, 3)
+    compare(name, kind)
+
+
 def test_a_weight_of_a_graph_and_of_eager_code_hears_of_both_in_one_weight_pass() -> None:
     """The weight pass asked whether modules beside the compiled ones share their weights, and not what had run."""
     module = UsedOutside()

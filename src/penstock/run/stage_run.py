@@ -28,7 +28,7 @@ from penstock.stage.backward import (
     run_deferred,
 )
 from penstock.stage.buffers import BufferMemory, remember
-from penstock.stage.cut_graph import accumulate_graphs, collecting
+from penstock.stage.cut_graph import accumulate_graphs, collecting, in_one_piece
 from penstock.stage.elsewhere import HostMemory
 from penstock.stage.engine import run_engine
 from penstock.stage.offload import Moves, Saved
@@ -214,7 +214,11 @@ class StageRun:
         if found is not None:
             output, self.pending[microbatch] = found
         elif microbatch not in self.split:
-            output = self.module(*args, **kwargs)
+            if self.compiled is None:
+                output = self.module(*args, **kwargs)
+            else:
+                with in_one_piece():
+                    output = self.module(*args, **kwargs)
         elif self.deferral is not None:
             output, self.pending[microbatch] = run_deferred(self.deferral, self.module, args, kwargs)
         else:

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import NotCompiled
 from penstock.nest import Value
-from penstock.stage.cut_graph import NOTE, Compiled, split_backward
+from penstock.stage.cut_graph import NOTE, Compiled, here
 from penstock.stage.joint import Joint, TracedGraph
 
 _probes: list[threading.Thread] = []  # see `probe_processor`
@@ -120,10 +120,9 @@ class StageBackend:
 
     def compiled(self, graph: fx.GraphModule, examples: Sequence[object]) -> GraphCall:
         """The graph as a function, differentiable where it must be."""
-        inner = self._inner()
         if self.memory_budget is not None and not self.is_inductor:
-            return _with_aot(graph, examples, inner, TracedGraph(), memory_budget=self.memory_budget)
-        return inner(graph, list(examples))
+            return self.with_aot(graph, examples, TracedGraph())
+        return self._inner()(graph, list(examples))
 
     @property
     def is_inductor(self) -> bool:
@@ -133,6 +132,29 @@ class StageBackend:
         from torch._dynamo.backends.registry import lookup_backend
 
         return lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner  # type: ignore[return-value]
+
+    def with_aot(self, graph: fx.GraphModule, examples: Sequence[object], noted: TracedGraph) -> GraphCall:
+        """AOTAutograd takes the graph apart; the backend compiles the parts, which need no gradient any more."""
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.registry import lookup_backend
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+        from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+        inner = self._inner()
+        bare = getattr(inner, "compiler_fn", inner)  # torch.compile wraps those that have a name
+        as_it_is = bare in (lookup_backend("eager"), lookup_backend("aot_eager"))
+
+        def compiler(part: fx.GraphModule, inputs: Sequence[object]) -> Compiled:
+            compiled: Compiled = make_boxed_func(part.forward if as_it_is else inner(part, list(inputs)))
+            return compiled
+
+        make = aot_autograd(
+            fw_compiler=lambda part, inputs: noted.take_forward(part, partial(compiler, part, inputs)),
+            bw_compiler=partial(noted.take_backward, compiler=compiler),
+            partition_fn=default_partition if self.memory_budget is None else min_cut_rematerialization_partition,
+        )
+        result: GraphCall = make(graph, examples)
+        return result
 
 
 class SplitBackend(StageBackend):
@@ -149,14 +171,11 @@ class SplitBackend(StageBackend):
             for place, example in enumerate(examples)
             if isinstance(example, nn.Parameter) and example.requires_grad and not spread
         )
-        noted = TracedGraph()
-        if self.is_inductor:
-            made = _with_inductor(graph, examples, self.inner, weights, noted)
-        else:
-            made = _with_aot(graph, examples, self._inner(), noted, weights=weights, memory_budget=self.memory_budget)
+        noted = TracedGraph(weights)
+        made = (self.with_inductor if self.is_inductor else self.with_aot)(graph, examples, noted)
         # CUDA graphs want to be called in the way in which they were recorded.
         replays = getattr(self.inner, "config", {}).get("triton.cudagraphs")
-        joint = None if replays else Joint.of(noted, examples, weights)
+        joint = None if replays else Joint.of(noted, examples)
         if joint is not None:
             self.joints.append(joint)
             return joint
@@ -167,6 +186,32 @@ class SplitBackend(StageBackend):
             what = "tensor-parallel weights (DTensor)" if spread else "weights (of a graph whose backward has effects)"
             self.on_uncut(f"compiled {what}")
         return made
+
+    def with_inductor(self, graph: fx.GraphModule, examples: Sequence[Value], noted: TracedGraph) -> GraphCall:
+        """Inductor's own way, but for the compilation of the backward graph."""
+        import torch._functorch.config as functorch_config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def compile_part(part: fx.GraphModule, inputs: Sequence[Value], **options: Value) -> Value:
+            if not options.get("is_backward"):
+                for probe in _probes:
+                    probe.join(_PROBE_SECONDS)  # else inductor asks once more
+                return noted.take_forward(part, partial(compile_fx_inner, part, inputs, **options))
+            saved = options.pop("static_input_idxs", ())
+
+            def compiler(half: fx.GraphModule, given: Sequence[Value]) -> Compiled:
+                static = [place for place, value in enumerate(given) if any(value is inputs[at] for at in saved)]
+                return compile_fx_inner(half, given, static_input_idxs=static, **options)
+
+            return noted.take_backward(part, inputs, compiler)
+
+        # The cache of AOTAutograd holds backward graphs in one piece (that of inductor is used for each part). Saved activations
+        # may not be overwritten by the first part: the second reads some of them. What the parts are called with need not be
+        # looked at in each call: guards, the forward and `Joint` answer for it.
+        options = {"size_asserts": False, "alignment_asserts": False, **getattr(self.inner, "config", {})}
+        with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+            result: Value = compile_fx(graph, examples, compile_part, config_patches=options)
+        return result  # type: ignore[no-any-return]
 
 
 def _noticed(run: GraphCall) -> GraphCall:
@@ -182,76 +227,13 @@ def _noticed(run: GraphCall) -> GraphCall:
     return call
 
 
-def _with_aot(
-    graph: fx.GraphModule,
-    examples: Sequence[object],
-    inner: Backend,
-    noted: TracedGraph,
-    *,
-    weights: frozenset[int] = frozenset(),
-    memory_budget: float | None = None,
-) -> GraphCall:
-    """AOTAutograd takes the graph apart; the backend compiles the parts, which need no gradient any more."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-
-    bare = getattr(inner, "compiler_fn", inner)  # torch.compile wraps those that have a name
-    as_it_is = bare in (lookup_backend("eager"), lookup_backend("aot_eager"))
-
-    def compiler(part: fx.GraphModule, inputs: Sequence[object]) -> Compiled:
-        compiled: Compiled = make_boxed_func(part.forward if as_it_is else inner(part, list(inputs)))
-        return compiled
-
-    def forward(part: fx.GraphModule, inputs: Sequence[object]) -> Compiled:
-        return noted.take_forward(part, partial(compiler, part, inputs))
-
-    def backward(part: fx.GraphModule, inputs: Sequence[object]) -> object:
-        return noted.take_backward(split_backward(part, inputs, weights=weights, compiler=compiler), inputs)
-
-    partition = default_partition if memory_budget is None else min_cut_rematerialization_partition
-    make = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
-    result: GraphCall = make(graph, examples)
-    return result
-
-
-def _with_inductor(
-    graph: fx.GraphModule, examples: Sequence[Value], inner: object, weights: frozenset[int], noted: TracedGraph
-) -> GraphCall:
-    """Inductor's own way, but for the compilation of the backward graph."""
-    import torch._functorch.config as functorch_config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    def compile_part(part: fx.GraphModule, inputs: Sequence[Value], **options: Value) -> Value:
-        if not options.get("is_backward"):
-            for probe in _probes:
-                probe.join(_PROBE_SECONDS)  # else inductor asks once more
-            return noted.take_forward(part, partial(compile_fx_inner, part, inputs, **options))
-        saved = options.pop("static_input_idxs", ())
-
-        def compiler(half: fx.GraphModule, given: Sequence[Value]) -> Compiled:
-            static = [place for place, value in enumerate(given) if any(value is inputs[at] for at in saved)]
-            return compile_fx_inner(half, given, static_input_idxs=static, **options)
-
-        return noted.take_backward(split_backward(part, inputs, weights=weights, compiler=compiler), inputs)
-
-    # The cache of AOTAutograd holds backward graphs in one piece (that of inductor is used for each part). Saved activations
-    # may not be overwritten by the first part: the second reads some of them. What the parts are called with need not be
-    # looked at in each call: guards, the forward and `Joint` answer for it.
-    options = {"size_asserts": False, "alignment_asserts": False, **getattr(inner, "config", {})}
-    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
-        result: Value = compile_fx(graph, examples, compile_part, config_patches=options)
-    return result  # type: ignore[no-any-return]
-
-
 def _with_aliases(compiled: GraphCall, weights: list[int]) -> GraphCall:
     """Call a compiled graph with aliases of its parameters, and note on its node in autograd's graph which they are."""
     if not weights:
         return compiled
 
     def call(*args: Value) -> Value:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or here.in_one_piece:
             return compiled(*args)
         others = [value for place, value in enumerate(args) if place not in weights and isinstance(value, Tensor)]
         given = list(args)

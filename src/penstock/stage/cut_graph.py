@@ -55,11 +55,12 @@ class GraphWork(NamedTuple):
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class _Collecting(threading.local):
-    work: list[GraphWork] | None = None
+class _Here(threading.local):
+    work: list[GraphWork] | None = None  # where backwards leave their weight part
+    in_one_piece = False  # a stage runs whose backward will not leave it
 
 
-_here = _Collecting()
+here = _Here()
 NOTE = "penstock.stage.compiled"  # under this key autograd's node of a call knows its parameters
 _C: Any = torch._C
 _IS_TRAINED, _IS_NONE = operator.attrgetter("requires_grad"), partial(operator.is_, None)
@@ -72,24 +73,33 @@ class collecting:
 
     def __enter__(self) -> list[GraphWork]:
         work: list[GraphWork] = []
-        self.previous, _here.work = _here.work, work
+        self.previous, here.work = here.work, work
         _C._stash_obj_in_tls(NOTE, work)
         return work
 
     def __exit__(self, *_: object) -> None:
-        _here.work = self.previous
+        here.work = self.previous
         _C._stash_obj_in_tls(NOTE, self.previous)
 
 
-def _collected() -> list[GraphWork] | None:
-    if _here.work is not None:
-        return _here.work
-    return _C._get_obj_in_tls(NOTE) if _C._is_key_in_tls(NOTE) else None
+class in_one_piece:
+    """While this is open, graphs that are called in this thread, and not known to be all of a stage, give gradients to their
+    parameters by way of autograd, together with eager code that uses the same ones: all hooks fire once."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        here.in_one_piece = True
+
+    def __exit__(self, *_: object) -> None:
+        here.in_one_piece = False
 
 
 def hand_over(work: GraphWork) -> None:
     """Leave the weight part of a backward to whoever collects them; if nobody does, it is done at once."""
-    collected = _collected()
+    collected = here.work
+    if collected is None and _C._is_key_in_tls(NOTE):  # in a thread of the engine
+        collected = _C._get_obj_in_tls(NOTE)
     (accumulate_graphs if collected is None else collected.extend)([work])
 
 

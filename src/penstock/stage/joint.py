@@ -1,6 +1,6 @@
 """A compiled graph, forward and backward, run with as little of autograd in between as there can be.
 
-    joint = Joint.of(noted, examples, weights)
+    joint = Joint.of(noted, examples)
     outputs = joint(*args)             # one node of autograd, whatever the number of parameters
     with collecting() as work:
         run_engine(outputs, grads)     # the gradients of the inputs
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +27,17 @@ from torch import Tensor, fx
 from penstock.errors import StageError
 from penstock.nest import Value
 from penstock.stage.buffers import memory_of
-from penstock.stage.cut_graph import BackwardParts, Compiled, GraphWork, called_shortly, hand_over
+from penstock.stage.cut_graph import (
+    BackwardParts,
+    Compile,
+    Compiled,
+    GraphWork,
+    called_shortly,
+    hand_over,
+    here,
+    split_backward,
+)
+from penstock.stage.equal_products import unpack
 
 _C: Any = torch._C
 _ANCHOR = torch.zeros((), requires_grad=True)  # where no input needs a gradient, the outputs still do
@@ -36,6 +47,7 @@ _ANCHOR = torch.zeros((), requires_grad=True)  # where no input needs a gradient
 class TracedGraph:
     """What AOTAutograd handed to the compilers of a graph, and what they made of it."""
 
+    weights: frozenset[int] = frozenset()  # places of parameters among the inputs
     forward: Compiled | None = None
     num_inputs: int = 0  # of the forward graph
     metadata: Any = None  # what AOTAutograd found out about the graph
@@ -50,7 +62,8 @@ class TracedGraph:
         self.forward = called_shortly(compiled)
         return compiled
 
-    def take_backward(self, parts: BackwardParts | Compiled, inputs: Sequence[object]) -> object:
+    def take_backward(self, part: fx.GraphModule, inputs: Sequence[object], compiler: Compile) -> Compiled:
+        parts = split_backward(part, inputs, weights=self.weights, compiler=compiler)
         if isinstance(parts, BackwardParts):
             self.backward, self.tangents = parts, inputs
             return parts.boxed()
@@ -60,20 +73,21 @@ class TracedGraph:
 class Joint:
     """A graph whose forward and backward are called directly."""
 
-    def __init__(self, noted: TracedGraph, wanted: list[int], weights: list[int]) -> None:
+    def __init__(self, noted: TracedGraph, wanted: list[int]) -> None:
         assert noted.forward is not None, "only a graph that was compiled is called"
         assert noted.backward is not None, "only a graph whose backward was cut is called directly"
         metadata = noted.metadata
         self.forward = noted.forward
         self.backward = noted.backward
         self.wanted = wanted  # the places of inputs that need gradients and are no parameters
-        self.weights = weights  # those of parameters
+        self.weights = sorted(noted.weights)  # those of parameters
         self.num_outputs: int = metadata.num_outputs
         self.views: list[int] = list(metadata.unsafe_view_out_indices)
         differentiable = [info.requires_grad for info in metadata.output_info]
         self.constants = [place for place, needs in enumerate(differentiable) if not needs]
         self.rooted = [place for place, needs in enumerate(differentiable) if needs]
-        self.tangents = [_Like.of(tangent) for tangent in noted.tangents[len(noted.tangents) - len(self.rooted) :]]
+        tangents = noted.tangents[len(noted.tangents) - len(self.rooted) :]
+        self.tangents = [_Like(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tangents]
         self.amp: bool = _C._is_any_autocast_enabled()  # its casts are in the graph by now
         self.places = [self.backward.sources.index(place) for place in wanted]
         self.held_to_input: int | None = None  # bytes that a microbatch holds after its forward, once one ran
@@ -81,23 +95,33 @@ class Joint:
         self.given: list[int] | None = None  # which of the saved values somebody else can change, once one ran
 
     @classmethod
-    def of(cls, noted: TracedGraph, examples: Sequence[object], weights: frozenset[int]) -> Joint | None:
+    def of(cls, noted: TracedGraph, examples: Sequence[object]) -> Joint | None:
         """None if the graph does something that only AOTAutograd's own runtime can do."""
         wanted = [
             place
             for place, example in enumerate(examples)
-            if isinstance(example, Tensor) and example.requires_grad and place not in weights
+            if isinstance(example, Tensor) and example.requires_grad and place not in noted.weights
         ]
         plain = noted.forward is not None and noted.backward is not None and noted.num_inputs == len(examples)
         if not plain or not _is_plain(noted.metadata) or not set(wanted) <= set(noted.backward.sources):  # type: ignore[union-attr]
             return None
         if any(not isinstance(size, int) for tangent in noted.tangents for size in getattr(tangent, "shape", ())):
             return None
-        return cls(noted, wanted, sorted(weights))
+        return cls(noted, wanted)
 
-    def __call__(self, *args: object) -> object:
-        leaves = [args[place] for place in self.wanted] or [_ANCHOR]
-        return _JointFunction.apply(self, args, *leaves)  # type: ignore[no-untyped-call]
+    def __call__(self, *args: object) -> Value:
+        """Where the backward comes in one piece, autograd gives the parameters their gradients, with those of other code."""
+        return self.attached(*args, parameters=[args[place] for place in self.weights] if here.in_one_piece else [])
+
+    def attached(self, *args: object, parameters: Sequence[object] = ()) -> Value:
+        """Call the graph as one node of autograd, which has these parameters among its inputs."""
+        leaves = [*(args[place] for place in self.wanted), *parameters] or [_ANCHOR]
+        return _JointFunction.apply(self, args, bool(parameters), *leaves)  # type: ignore[no-untyped-call]
+
+    def computed(self, args: Sequence[object]) -> tuple[list[Value], list[Value]]:
+        """The forward: its outputs, and what it saves for the backward."""
+        values = self.run(self.forward, list(args))
+        return list(values[: self.num_outputs]), list(values[self.num_outputs :])
 
     def versions(self, others: Sequence[object], saved: Sequence[Value]) -> list[int]:
         """How often those saved values were changed in place that somebody else can change: inputs, outputs, and views."""
@@ -107,12 +131,17 @@ class Joint:
             self.given = [place for place, value in tensors if memory_of(value) in known or value._is_view()]
         return [saved[place]._version for place in self.given]
 
-    def weight_work(self, kept: list[Value], parameters: Sequence[Tensor]) -> GraphWork:
-        """What is left to do after the input pass."""
+    def differentiated(
+        self, saved: list[Value], grads: Sequence[Tensor | None], parameters: Sequence[Tensor]
+    ) -> tuple[list[Value], GraphWork]:
+        """The input pass: the gradients of `wanted`, and what is left to do for the parameters. Empties `saved`."""
+        saved += [like.fit(grad) for like, grad in zip(self.tangents, grads, strict=True)]
+        found, kept = self.run(self.backward.inputs, saved)
         if self.held_to_weight is None:
             self.held_to_weight = _bytes_beside(kept, parameters)
-        run = self.backward.second
-        return GraphWork(_WithoutAutocast(run) if self.amp else run, kept, parameters, self.backward.packing)
+        second = self.backward.second
+        run = partial(self.run, second) if self.amp else second
+        return [found[place] for place in self.places], GraphWork(run, kept, parameters, self.backward.packing)
 
     def run(self, call: Compiled, given: list[object]) -> Value:
         """Run a part; autocast, whose casts are in the graph, must not cast again."""
@@ -124,19 +153,17 @@ class Joint:
 
 class _JointFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, joint: Joint, args: tuple[Value, ...], *leaves: Tensor) -> tuple[Value, ...]:
-        values = joint.run(joint.forward, list(args))
-        size = joint.num_outputs
-        ctx.save_for_backward(*[value.detach() if value._is_view() else value for value in values[size:]])
+    def forward(ctx: Any, joint: Joint, args: tuple[Value, ...], in_one_piece: bool, *leaves: Tensor) -> Value:
+        outputs, saved = joint.computed(args)
+        ctx.save_for_backward(*[value.detach() if value._is_view() else value for value in saved])
         ctx.set_materialize_grads(False)
-        ctx.joint = joint
+        ctx.joint, ctx.in_one_piece = joint, in_one_piece
         ctx.parameters = [args[place] for place in joint.weights]
         if joint.held_to_input is None:  # its inputs and outputs are held as well, saved or not
             there = [
                 value for place, value in enumerate(args) if place not in joint.wanted and isinstance(value, Tensor)
             ]
-            joint.held_to_input = _bytes_beside([*leaves, *values], [*there, _ANCHOR])  # parameters, buffers, the batch
-        outputs = list(values[:size])
+            joint.held_to_input = _bytes_beside([*leaves, *outputs, *saved], [*there, _ANCHOR])  # parameters, the batch
         for place in joint.views:
             outputs[place] = torch.ops.aten._unsafe_view(outputs[place], outputs[place].shape)
         if joint.constants:
@@ -151,12 +178,13 @@ class _JointFunction(torch.autograd.Function):
                 "the backward of a compiled stage cannot be differentiated again: call backward() without create_graph=True, "
                 "or leave this stage uncompiled"
             )
-        given = list(ctx.saved_tensors)
-        for place, like in zip(joint.rooted, joint.tangents, strict=True):
-            given.append(like.fit(grads[place]))
-        found, kept = joint.run(joint.backward.inputs, given)
-        hand_over(joint.weight_work(kept, ctx.parameters))
-        return (None, None, *([found[place] for place in joint.places] or (None,)))
+        given = [grads[place] for place in joint.rooted]
+        found, work = joint.differentiated(list(ctx.saved_tensors), given, ctx.parameters)
+        if ctx.in_one_piece:
+            found += unpack(work.packing, work.run(work.kept))
+        else:
+            hand_over(work)
+        return (None, None, None, *(found or (None,)))
 
 
 def is_output_of_joint(tensor: Tensor) -> bool:
@@ -171,27 +199,13 @@ def _bytes_beside(values: Sequence[object], parameters: Sequence[Tensor]) -> int
     return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in known}.values())
 
 
-class _WithoutAutocast:
-    def __init__(self, call: Compiled) -> None:
-        self.call = call
-
-    def __call__(self, given: list[object]) -> Sequence[Value]:
-        with _C._DisableAutocast():
-            return self.call(given)
-
-
-@dataclass(frozen=True, slots=True)
-class _Like:
+class _Like(NamedTuple):
     """What the backward graph was traced with in the place of a gradient of an output."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Like:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
     def fit(self, grad: Tensor | None) -> Tensor:
         """The gradient, laid out in memory as the graph expects; zeros where there is none."""
@@ -201,20 +215,17 @@ class _Like:
         return made.zero_() if grad is None else made.copy_(grad)
 
 
-_NEVER = (  # of AOTAutograd's notes on a graph: what must be none or nothing
-    *(
-        "num_mutated_inp_runtime_indices",
-        "num_mutated_graph_handled_indices_seen_by_autograd",
-        "num_intermediate_bases",
-    ),
-    *("num_outputs_aliased", "num_symints_saved_for_bw", "num_tensors_saved_with_no_vc_check", "tokens"),
-    *("num_opaque_objects_saved_for_bw", "num_backward_tokens", "num_graphsafe_rng_states", "is_rng_op_functionalized"),
-    *("act_input_indices", "dynamic_outputs", "indices_of_inputs_that_requires_grad_with_mutations_in_bw"),
-)
+# Of AOTAutograd's notes on a graph: what must be none or nothing.
+_NEVER = """
+    num_mutated_inp_runtime_indices num_mutated_graph_handled_indices_seen_by_autograd num_intermediate_bases num_outputs_aliased
+    num_symints_saved_for_bw num_tensors_saved_with_no_vc_check num_opaque_objects_saved_for_bw num_backward_tokens tokens
+    num_graphsafe_rng_states is_rng_op_functionalized act_input_indices dynamic_outputs
+    indices_of_inputs_that_requires_grad_with_mutations_in_bw
+"""
 
 
 def _is_plain(metadata: Any) -> bool:
-    if metadata is None or any(getattr(metadata, name, None) for name in _NEVER):
+    if metadata is None or any(getattr(metadata, name, None) for name in _NEVER.split()):
         return False
     if metadata.grad_enabled_mutation is not None:
         return False

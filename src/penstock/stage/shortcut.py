@@ -78,25 +78,21 @@ class HeldGraph:
             accumulate_graphs([work], listeners)
 
     def _differentiate(self) -> None:
-        joint, saved = self.joint, self.saved
-        grads, self.grads = self.grads, None
-        if all(grad is None for grad in grads or ()):
-            self.saved = []
+        joint = self.joint
+        saved, self.saved = self.saved, []
+        grads, self.grads = self.grads or [], None
+        if all(grad is None for grad in grads):
             return
         if joint.versions((), saved) != self.versions:
             raise StageError(
                 "a parameter or an input of a compiled stage was changed in place between a forward and its backward, which "
                 "needs it as it was. Change parameters after the step, or leave this stage uncompiled"
             )
-        given, self.saved = saved, []
-        given += [like.fit(grad) for like, grad in zip(joint.tangents, grads or (), strict=True)]
         with torch.no_grad():
-            found, kept = joint.run(joint.backward.inputs, given)
-        for leaf, place in zip(self.leaves, joint.places, strict=True):
-            grad = found[place]
+            found, self.work = joint.differentiated(saved, grads, self.parameters)
+        for leaf, grad in zip(self.leaves, found, strict=True):
             if grad is not None:  # another stage of this rank may have added its part already
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
-        self.work = joint.weight_work(kept, self.parameters)
         self.leaves, self.parameters = [], []
 
 
@@ -125,9 +121,8 @@ class _Graph:
             given = args[place]
             if given.grad_fn is not None or given._backward_hooks or given._post_accumulate_grad_hooks:
                 raise _NotHeldError
-        values = joint.run(joint.forward, list(args))
-        outputs = list(values[: joint.num_outputs])
-        held = self.held = HeldGraph(joint, args, outputs, list(values[joint.num_outputs :]))
+        outputs, saved = joint.computed(args)
+        held = self.held = HeldGraph(joint, args, outputs, saved)
         for place in joint.rooted:
             outputs[place] = outputs[place].detach().requires_grad_()
             held.outputs.append(outputs[place])
@@ -137,9 +132,9 @@ class _Graph:
 class Shortcuts:
     """Of one compiled part: in its place during a step. `begin` forgets what torch.compile would no longer run."""
 
-    def __init__(self, eager: Callable[..., Value], twin: Callable[..., Value]) -> None:
-        assert isinstance(eager, FunctionType), "torch.compile keeps its code with that of a function"
+    def __init__(self, eager: FunctionType, twin: Callable[..., Value], *, whole: bool = False) -> None:
         self.eager, self.twin = eager, twin
+        self.whole = whole  # it is all of a stage
         (self.module,) = inspect.getclosurevars(eager).nonlocals.values()
         self.read: dict[CodeType, _Written | None] = {}
         self.found: list[tuple[Callable[[_Frame], bool], _Written]] = []
@@ -191,7 +186,7 @@ class Shortcuts:
         for entry in _entries(self.eager.__code__)[:1]:  # the last that ran
             code = entry.code
             if code not in self.read:
-                self.read[code] = _written(code, self.eager)
+                self.read[code] = _written(code, self.eager, whole=self.whole)
             written = self.read[code]
             if written is not None and entry.guard_manager.check(frame):
                 self.found.append((entry.guard_manager.check, written))
@@ -216,8 +211,9 @@ _INSTRUCTIONS = """
 _KNOWN = frozenset(_INSTRUCTIONS.split())
 
 
-def _written(code: CodeType, eager: FunctionType) -> _Written | None:
-    """The code, if it does nothing but call one graph and returns that graph's outputs."""
+def _written(code: CodeType, eager: FunctionType, *, whole: bool) -> _Written | None:
+    """The code, if it does nothing but call one graph and returns that graph's outputs. If that is the whole stage, nothing
+    else uses its parameters."""
     steps = list(dis.get_instructions(code))
     names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
     graphs = [name for name in names if name.startswith("__compiled_fn")]
@@ -237,6 +233,6 @@ def _written(code: CodeType, eager: FunctionType) -> _Written | None:
     graph = _Graph(joint)
     made = [
         FunctionType(code, {graphs[0]: run, _UTILITIES: _NO_MARKS}, code.co_name, None, eager.__closure__)
-        for run in (joint, graph)
+        for run in (joint.attached if whole else joint, graph)
     ]
     return _Written(made[0], made[1], graph)

@@ -16,6 +16,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,13 +91,14 @@ def _inner_backend(context: OptimizeContext) -> object:
 class CompiledPart:
     """One part: where its compiled call is kept, and what else can stand there."""
 
-    def __init__(self, module: nn.Module, *, place: str, context: OptimizeContext, split: bool, alone: bool) -> None:
+    def __init__(self, module: nn.Module, *, place: str, context: OptimizeContext, split: bool, whole: bool) -> None:
         self.module = module.get_submodule("_orig_mod") if place == "forward" else module  # an OptimizedModule, or not
         self.attributes = module.__dict__
         self.place = place  # the name of the attribute that is called
         self.backend = (SplitBackend if split else StageBackend)(_inner_backend(context))
         self.context = context  # the options with which it was compiled
-        self.compile(alone=alone)
+        self.whole = whole  # it is all of a stage
+        self.compile(alone=whole)
 
     def compile(self, *, alone: bool) -> None:
         self.called = False  # in a step
@@ -110,7 +112,7 @@ class CompiledPart:
         self.forwards = {part: made for part in inside if (made := _forward_of(part)) is not None}
         fullgraph, dynamic = bool(self.context.fullgraph), self.context._dynamic
         self.twin = torch.compile(self.eager, backend=self.backend, fullgraph=fullgraph, dynamic=dynamic)
-        self.shortcuts = Shortcuts(self.eager, self.twin)
+        self.shortcuts = Shortcuts(self.eager, self.twin, whole=self.whole)
 
     def begin(self) -> None:
         """Before a step. Hooks are traced with the module, and torch.compile does not ask whether they are still the same."""
@@ -164,7 +166,7 @@ class CompiledParts:
             found = _compiled_call(part)
             if found is not None and part not in inside:
                 place, context = found
-                self.parts.append(CompiledPart(part, place=place, context=context, split=split, alone=whole))
+                self.parts.append(CompiledPart(part, place=place, context=context, split=split, whole=whole))
                 inside.update(part.modules())
         within = {id(parameter) for part in inside for parameter in part._parameters.values() if parameter is not None}
         beside = {id(p) for part in module.modules() if part not in inside for p in part._parameters.values()}
@@ -231,7 +233,7 @@ def _hooks_inside(module: nn.Module) -> list[tuple[str, int]]:
     return [(name, key) for part in module.modules() for name in HOOKS for key in part.__dict__[name]]
 
 
-def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Value]:
+def _call_of(module: nn.Module, *, alone: bool) -> FunctionType:
     """A call of the module as torch.compile sees it: from a function of its own on, through whatever module that is.
 
     torch.compile keeps what it has compiled with the code of a function, and only so many versions of it. So a stage that is
@@ -241,6 +243,7 @@ def _call_of(module: nn.Module, *, alone: bool) -> Callable[..., Value]:
     def call(*args: Value, **kwargs: Value) -> Value:
         return module._call_impl(*args, **kwargs)
 
+    assert isinstance(call, FunctionType), "torch.compile keeps its code with that of a function"
     if alone:
         call.__code__ = call.__code__.replace(co_name="call_stage")
     return call
