@@ -123,7 +123,7 @@ def test_the_detector_sees_a_use_before_the_copy_is_done(sim: SimPool) -> None:
 def beside(device: torch.device) -> dict[str, Any]:
     """Whether a load, and what is computed after it, come while the other of the two streams is held."""
     from penstock.stage.elsewhere import HostMemory
-    from penstock.stage.offload import Moves
+    from penstock.stage.offload import saving
 
     sim, elsewhere = pipes.simulation(device), HostMemory(threshold=0)
     weight = torch.randn(64, 64, device=device, requires_grad=True)
@@ -131,7 +131,7 @@ def beside(device: torch.device) -> dict[str, Any]:
     computed, loaded = torch.Event(device), torch.Event(device)
     found: dict[str, Any] = {}
     for busy in ("computing", "copying"):
-        with Moves(nn.Module(), threshold=0).saving([x, weight]) as saved:
+        with saving(nn.Module(), [x, weight], threshold=0) as saved:
             output = (x @ weight).tanh().exp().sum()
         expected = torch.autograd.grad(output, weight, retain_graph=True)[0].cpu()
         saved.offload(elsewhere)

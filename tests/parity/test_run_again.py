@@ -18,7 +18,7 @@ from penstock.errors import StageError
 from penstock.stage import buffers
 from penstock.stage.buffers import remember
 from penstock.stage.elsewhere import Folder, HostMemory
-from penstock.stage.offload import Moves
+from penstock.stage.offload import saving
 from penstock.stage.repeated_hooks import RepeatedHooks
 from tests.parity.test_holding_less import state, train
 
@@ -207,7 +207,7 @@ def test_rewinding_brings_replaced_buffers_back() -> None:
 
 def moved(function: Callable[[Tensor], Tensor], x: Tensor, place: Any) -> Tensor:
     """The gradient of x, with what was saved away in between."""
-    with Moves(nn.Module(), threshold=0).saving([]) as saved:
+    with saving(nn.Module(), [], threshold=0) as saved:
         output = function(x)
     saved.offload(place)
     saved.load()
@@ -235,7 +235,7 @@ def test_a_saved_tensor_comes_back_as_it_was(function: Callable[[Tensor], Tensor
 def test_what_was_changed_in_place_after_it_was_saved_is_refused(away: bool) -> None:
     """As autograd does without hooks."""
     x = torch.randn(4, requires_grad=True)
-    with Moves(nn.Module(), threshold=0 if away else 1 << 20).saving([]) as saved:
+    with saving(nn.Module(), [], threshold=0 if away else 1 << 20) as saved:
         y = x.exp()
         output = y.sum()
         y.mul_(2)
@@ -248,7 +248,7 @@ def test_what_was_changed_in_place_after_it_was_saved_is_refused(away: bool) -> 
 def test_parameters_that_are_gathered_and_freed_on_the_way_stay() -> None:
     """As FSDP's are, of layers that are freed after their forward: there is nothing in them when the rest moves."""
     x, values = torch.randn(2, WIDTH, requires_grad=True), torch.randn(WIDTH, WIDTH)
-    with Moves(nn.Module(), threshold=0).saving([x]) as saved:
+    with saving(nn.Module(), [x], threshold=0) as saved:
         weight = nn.Parameter(values.clone())
         output = nn.functional.linear(x, weight)
     storage = weight.untyped_storage()
@@ -270,7 +270,7 @@ def test_casts_of_parameters_stay_where_autocast_keeps_them() -> None:
     for enabled in (True, False):
         with (
             torch.autocast("cpu", torch.bfloat16, cache_enabled=enabled),
-            Moves(module, threshold=0).saving([x]) as saved,
+            saving(module, [x], threshold=0) as saved,
         ):
             module(x)
         sizes.append(sum(block.flat.numel() for block in saved.blocks.values() if block.flat is not None))

@@ -31,7 +31,7 @@ from penstock.stage.buffers import BufferMemory, remember
 from penstock.stage.cut_graph import accumulate_graphs, collecting, in_one_piece
 from penstock.stage.elsewhere import HostMemory
 from penstock.stage.engine import run_engine
-from penstock.stage.offload import Moves, Saved
+from penstock.stage.offload import Saved, saving
 from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.recompute import Repeats
 from penstock.stage.shortcut import HeldGraph
@@ -82,7 +82,6 @@ class StageRun:
             )
         self.moved = moved  # those of which what the forward saved is moved away and back
         self.elsewhere = setting.elsewhere or HostMemory()
-        self.moves = Moves(self.module, threshold=self.elsewhere.threshold) if moved else None
         self.saved: list[Saved | None] = [None] * num_microbatches
         # A loss may change the output in place, several boxes would each give a gradient, and a wrapper wants to be called.
         alone = grad and self.manual is None and not stage.is_last and len(outboxes) == 1
@@ -201,7 +200,8 @@ class StageRun:
         """A run of which what autograd saves can be moved away."""
         given = self.inputs
         target = given.targets[microbatch] if given.targets is not None else None
-        with self.moves.saving(tensors_in((args, kwargs, target, given.loss_kwargs))) as saved:  # type: ignore[union-attr]
+        inputs = tensors_in((args, kwargs, target, given.loss_kwargs))
+        with saving(self.module, inputs, threshold=self.elsewhere.threshold) as saved:
             output = call(microbatch, args, kwargs)
         if self.outboxes or given.keep_outputs:  # else nobody holds it
             saved.leave(tensors_in(output))

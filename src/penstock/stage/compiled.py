@@ -49,21 +49,14 @@ GraphCall: TypeAlias = Callable[..., Value]
 Backend: TypeAlias = Callable[[fx.GraphModule, list[object]], GraphCall]
 
 
-class _GraphCalls(threading.local):
-    also: tuple[Callable[[], object], ...] = ()  # what else a call of a graph does
-
-
-_here = _GraphCalls()
-
-
 @contextmanager
 def on_call(also: Callable[[], object]) -> Iterator[None]:
     """While this is open, a graph that is called in this thread calls this first. If that raises, the graph does not run."""
-    before, _here.also = _here.also, (*_here.also, also)
+    before, here.also = here.also, (*here.also, also)
     try:
         yield
     finally:
-        _here.also = before
+        here.also = before
 
 
 class StageBackend:
@@ -80,6 +73,7 @@ class StageBackend:
         self.inner: object = inner if again is None else again.inner  # the name of a backend, or one
         self.memory_budget: float | None = memory_budget if again is None else again.memory_budget
         self.told = False  # that something could not be compiled
+        self.joints: list[Joint] = []  # graphs that are called directly
         self.on_uncut: Callable[[str], None] | None = None  # is told what has a backward that cannot be cut
 
     def __eq__(self, other: object) -> bool:
@@ -160,10 +154,6 @@ class StageBackend:
 class SplitBackend(StageBackend):
     """A `StageBackend` that also cuts every backward in two."""
 
-    def __init__(self, inner: object = "inductor", *, memory_budget: float | None = None) -> None:
-        super().__init__(inner, memory_budget=memory_budget)
-        self.joints: list[Joint] = []  # graphs that are called directly
-
     def compiled(self, graph: fx.GraphModule, examples: Sequence[object]) -> GraphCall:
         spread = any(map(is_traceable_wrapper_subclass, examples))  # AOTAutograd takes such tensors apart
         weights = frozenset(
@@ -218,7 +208,7 @@ def _noticed(run: GraphCall) -> GraphCall:
     """The function, of whose calls somebody may want to know (`on_call`)."""
 
     def call(*args: Value) -> Value:
-        for also in _here.also:
+        for also in here.also:
             also()
         return run(*args)
 

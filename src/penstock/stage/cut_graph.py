@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,16 +49,11 @@ class GraphWork(NamedTuple):
         pairs = [(p, g) for p, g in zip(self.parameters, grads, strict=True) if g is not None and p.requires_grad]
         return [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
 
-    @property
-    def nbytes(self) -> int:
-        """What is kept between the two parts; a storage that several values share counts once."""
-        storages = [value.untyped_storage() for value in self.kept if isinstance(value, Tensor)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
 
 class _Here(threading.local):
     work: list[GraphWork] | None = None  # where backwards leave their weight part
     in_one_piece = False  # a stage runs whose backward will not leave it
+    also: tuple[Callable[[], object], ...] = ()  # what else a call of a graph does
 
 
 here = _Here()
@@ -129,8 +125,9 @@ def weight_gradients(work: list[GraphWork]) -> tuple[list[Tensor], list[Tensor]]
     with torch.no_grad():
         while work:
             one = work.pop()
-            for all_of_them, found in zip((roots, grads), one.by_parameter(one.run(one.kept)), strict=True):
-                all_of_them += found
+            parameters, found = one.by_parameter(one.run(one.kept))
+            roots += parameters
+            grads += found
     return roots, grads
 
 
@@ -158,42 +155,43 @@ def split_backward(
         for node in graph.graph.nodes
         if node not in second and (node in ends or any(user in second for user in node.users))
     ]
-    made = [node for node in crossing if node.op != "placeholder"]
-    early = [grad for place, grad in enumerate(grads) if place not in waiting]
+    passed, made = ([node for node in crossing if (node in given) is wanted] for wanted in (True, False))
+    places = [place for place in range(len(grads)) if place not in waiting]
+    early = [grads[place] for place in places]
     reads = [node for node in given if node in first]
-    parts = BackwardParts(
-        sources=sources,
-        waiting=waiting,
-        reads=[given.index(node) for node in reads],
-        passes=[given.index(node) for node in crossing if node.op == "placeholder"],
-    )
-    kept = [node for node in crossing if node.op == "placeholder"] + made
     values = dict(zip(given, inputs, strict=True))
+    compiled = None
     if made or any(grad is not None for grad in early):
         part = _extracted(graph, first, reads, [*early, *made])
-        parts.first = called_shortly(compiler(part, [values[node] for node in reads]))
+        compiled = called_shortly(compiler(part, [values[node] for node in reads]))
+    kept = passed + made
     part = _extracted(graph, second, kept, [grads[place] for place in waiting])
     batch_equal_products(part)
-    parts.packing = pack_outputs(part)
-    parts.second = called_shortly(compiler(part, [values.get(node, node.meta["val"]) for node in kept]))
-    return parts
+    return BackwardParts(
+        sources,
+        places=places,
+        waiting=waiting,
+        reads=list(map(given.index, reads)),
+        passes=list(map(given.index, passed)),
+        packing=pack_outputs(part),
+        first=compiled,
+        second=called_shortly(compiler(part, [values.get(node, node.meta["val"]) for node in kept])),
+    )
 
 
+@dataclass
 class BackwardParts:
     """A backward in two parts."""
 
-    def __init__(self, *, sources: list[int | None], waiting: list[int], reads: list[int], passes: list[int]) -> None:
-        self.sources = sources  # of each gradient: the place of its input among those of the forward
-        self.waiting = waiting  # which of the gradients are those of parameters
-        self.places = [
-            place for place in range(len(sources)) if place not in waiting
-        ]  # of those that the first part gives
-        self.reads = reads  # which inputs the first part reads
-        self.passes = passes  # which inputs are kept for the second
-        self.first: Compiled | None = None
-        self.second: Compiled = _nothing
-        self.packing: Packing = ()  # of what the second returns
-        self.shared: list[int] | None = None  # places of gradients in memory of one another or of `kept`, once it ran
+    sources: list[int | None]  # of each gradient: the place of its input among those of the forward
+    places: list[int]  # which of the gradients the first part gives
+    waiting: list[int]  # and which the second, those of parameters
+    reads: list[int]  # which inputs the first part reads
+    passes: list[int]  # which inputs are kept for the second
+    packing: Packing  # of what the second returns
+    first: Compiled | None  # None: it would give nothing
+    second: Compiled
+    shared: list[int] | None = None  # places of gradients in memory of one another or of `kept`, once it ran
 
     def inputs(self, given: list[object]) -> tuple[list[Value], list[Value]]:
         """The first part: the gradients, without those of parameters, and what is kept for the second. Empties `given`."""
@@ -253,10 +251,6 @@ def called_shortly(compiled: Compiled) -> Compiled:
         return graph(given)  # type: ignore[no-any-return]
 
     return run if hasattr(graph, "current_callable") else compiled
-
-
-def _nothing(given: list[object]) -> Sequence[object]:
-    return ()
 
 
 def _source(description: object) -> int | None:

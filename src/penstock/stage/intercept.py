@@ -127,19 +127,17 @@ def _deferrable(pending: Pending, x: Tensor, call: Call) -> bool:
         if hasattr(weight, "placements") and weight.requires_grad:
             say_not_deferred("tensor-parallel weights (DTensor)")
         return False
-    if type(x) is not Tensor and type(x) is not Parameter:
-        return False
-    if id(weight) in pending.skip or not weight.is_leaf or _functorch_level() is not None:
-        return False
-    if weight.dim() != 2 or weight.layout is not torch.strided or not weight.is_floating_point() or not weight.numel():
-        return False
-    if x.dim() < 2 or x.shape[-1] != weight.shape[0 if transposed else 1] or x.device != weight.device:
-        return False
-    if bias is None:
-        return True
-    if type(bias) is not Parameter and (type(bias) is not Tensor or bias.requires_grad):
-        return False
-    return bias.dim() == 1 and bias.shape[0] == weight.shape[1 if transposed else 0] and id(bias) not in pending.skip
+    return (
+        type(x) in (Tensor, Parameter)
+        and id(weight) not in pending.skip
+        and weight.is_leaf
+        and _functorch_level() is None
+        and (weight.dim() == 2 and weight.layout is torch.strided and weight.is_floating_point() and weight.numel() > 0)
+        and (x.dim() >= 2 and x.shape[-1] == weight.shape[0 if transposed else 1] and x.device == weight.device)
+        and (bias is None or type(bias) is Parameter or (type(bias) is Tensor and not bias.requires_grad))
+        and (bias is None or bias.shape == (weight.shape[1:] if transposed else weight.shape[:1]))
+        and (bias is None or id(bias) not in pending.skip)
+    )
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:

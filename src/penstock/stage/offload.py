@@ -1,7 +1,6 @@
 """What a forward saved for its backward, moved away from the device and back: O and L.
 
-    moves = Moves(module)
-    with moves.saving(inputs=[x]) as saved:
+    with saving(module, inputs=[x]) as saved:
         output = module(x)
     saved.leave(outputs=[output])
     saved.offload(HostMemory()) # O
@@ -145,19 +144,12 @@ class Saved:
                 block.flat = away.back()
 
 
-class Moves:
-    """Makes forwards of one stage save in such a way that it can be moved."""
-
-    def __init__(self, module: nn.Module, *, threshold: int = THRESHOLD) -> None:
-        self.module = module
-        self.threshold = threshold
-        self.devices = {parameter.device.type for parameter in module.parameters()}
-
-    @contextmanager
-    def saving(self, inputs: Iterable[Tensor]) -> Iterator[Saved]:
-        """Inside, what autograd saves is kept in the value of the `with` statement."""
-        held = [*self.module.parameters(), *self.module.buffers(), *inputs]
-        casts_stay = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, self.devices))
-        saved = Saved(frozenset(map(memory_of, held)), self.threshold, casts_stay=casts_stay)
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-            yield saved
+@contextmanager
+def saving(module: nn.Module, inputs: Iterable[Tensor], *, threshold: int = THRESHOLD) -> Iterator[Saved]:
+    """While a forward of the module runs inside, what autograd saves is kept in the value of the `with` statement."""
+    held = [*module.parameters(), *module.buffers()]
+    devices = {tensor.device.type for tensor in held}
+    casts_stay = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices))
+    saved = Saved(frozenset(map(memory_of, (*held, *inputs))), threshold, casts_stay=casts_stay)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        yield saved

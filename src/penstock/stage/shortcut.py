@@ -103,8 +103,8 @@ class _NotHeldError(Exception):
 class _Written(NamedTuple):
     """Code that torch.compile wrote, made callable."""
 
-    attached: Callable[..., Value]  # with autograd
-    detached: Callable[..., Value]  # without; what `graph` keeps is then to be taken from there
+    attached: FunctionType  # with autograd
+    detached: FunctionType  # without; what `graph` keeps is then to be taken from there
     graph: _Graph
 
 
@@ -138,7 +138,6 @@ class Shortcuts:
         (self.module,) = inspect.getclosurevars(eager).nonlocals.values()
         self.read: dict[CodeType, _Written | None] = {}
         self.found: list[tuple[Callable[[_Frame], bool], _Written]] = []
-        self.codes: list[CodeType] = []  # of `found`
         self.stance: object = None  # under which it was found
 
     def begin(self) -> None:
@@ -147,8 +146,9 @@ class Shortcuts:
             return
         there = {id(entry.code) for entry in _entries(self.eager.__code__)}
         full = len(self.found) == _MOST  # others have their turn
-        if full or not there.issuperset(map(id, self.codes)) or self.stance is None or self.stance != _stance():
-            self.found, self.codes = [], []
+        mine = {id(written.attached.__code__) for _, written in self.found}
+        if full or not mine <= there or self.stance is None or self.stance != _stance():
+            self.found = []
 
     def __call__(self, *args: Value, **kwargs: Value) -> Value:
         frame = {"args": args, "kwargs": kwargs, "module": self.module}
@@ -190,7 +190,6 @@ class Shortcuts:
             written = self.read[code]
             if written is not None and entry.guard_manager.check(frame):
                 self.found.append((entry.guard_manager.check, written))
-                self.codes.append(code)
                 self.stance = _stance()
 
 

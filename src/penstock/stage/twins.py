@@ -103,8 +103,7 @@ class CompiledPart:
     def compile(self, *, alone: bool) -> None:
         self.called = False  # in a step
         self.hooks = _hooks_inside(self.module)
-        if isinstance(self.backend, SplitBackend):
-            self.backend.joints.clear()
+        self.backend.joints.clear()
         self.eager = _call_of(self.module, alone=alone)
         inside = [part for part in self.module.modules() if has_hooks(part)]
         for wrapper in self.module.modules():  # such as run a module on several devices or replicas
@@ -177,7 +176,7 @@ class CompiledParts:
 
     def held(self) -> tuple[int, int] | None:
         """Bytes that a microbatch holds from F to I, and from I to W; None before both ran, or if it is not one graph."""
-        joints = [joint for part in self.parts for joint in getattr(part.backend, "joints", ())]
+        joints = [joint for part in self.parts for joint in part.backend.joints]
         if len(self.parts) != 1 or len(joints) != 1:
             return None
         to_input, to_weight = joints[0].held_to_input, joints[0].held_to_weight
