@@ -56,7 +56,7 @@ def drawn_again(device: torch.device) -> tuple[bool, bool, bool]:
 
     module, x = nn.Dropout(0.5), torch.ones(64, device=device)
     repeats = Repeats(module, 1, device=device)
-    first = repeats.first(0, lambda args, kwargs: module(*args, **kwargs), (x,), {})
+    first = repeats.first(0, lambda args, kwargs: module(*args, **kwargs), ((x,), {}))
     again, later = repeats.again(0, lambda: module(x)), module(x)
     found: list[torch.Tensor] = []
     undo = Undo([module], device)

@@ -107,7 +107,7 @@ def run(module: Any) -> list[int]:
     repeats = Repeats(module, CALLS, device=torch.device("cpu"))
     given = [torch.randn(3, WIDTH, requires_grad=True) for _ in range(CALLS)]
     for microbatch, x in enumerate(given):
-        output = repeats.first(microbatch, lambda args, kwargs: module(*args, **kwargs), (x,), {})
+        output = repeats.first(microbatch, lambda args, kwargs: module(*args, **kwargs), ((x,), {}))
         assert output.requires_grad
         assert output.grad_fn is None
     found = list(module.held)
@@ -140,7 +140,7 @@ def test_each_mode_is_looked_at() -> None:
     repeats = Repeats(module, 6, device=torch.device("cpu"))
     for microbatch, training in enumerate([True, True, False, False, True, False]):
         module.dropout.train(training)
-        repeats.first(microbatch, lambda args, _: module(*args), (torch.ones(3, WIDTH),), {})
+        repeats.first(microbatch, lambda args, _: module(*args), ((torch.ones(3, WIDTH),), {}))
     assert module.held == [2, 0, 2, 0, 0, 0]
 
 
@@ -160,7 +160,7 @@ def test_a_captured_stage_holds_nothing_and_says_so_if_it_is_differentiated() ->
         return output
 
     for microbatch in range(2):
-        (output,) = repeats.first(microbatch, call, (torch.randn(2, WIDTH),), {})
+        (output,) = repeats.first(microbatch, call, ((torch.randn(2, WIDTH),), {}))
         assert output.requires_grad
 
 
@@ -169,7 +169,7 @@ def test_one_that_needs_it_later_is_told_and_from_then_on_all_is_kept() -> None:
     repeats = Repeats(module, 1, device=torch.device("cpu"))
 
     def first() -> None:
-        repeats.first(0, lambda args, _: module(*args), (torch.ones(3, WIDTH),), {})
+        repeats.first(0, lambda args, _: module(*args), ((torch.ones(3, WIDTH),), {}))
 
     first()
     first()

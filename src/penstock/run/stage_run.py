@@ -27,7 +27,7 @@ from penstock.stage.backward import (
     can_split,
     run_deferred,
 )
-from penstock.stage.buffers import BufferMemory, remember
+from penstock.stage.buffers import buffer_tables, copied_out, remember
 from penstock.stage.cut_graph import accumulate_graphs, collecting, in_one_piece
 from penstock.stage.elsewhere import HostMemory
 from penstock.stage.engine import run_engine
@@ -97,7 +97,7 @@ class StageRun:
         self.arguments = self.given.of
         self.proved = not grad or not inboxes  # whether a forward has shown that it leaves its inputs alone
         self.checks_input = False  # only in cold steps
-        self.buffers = BufferMemory.of(self.module)
+        self.buffers = buffer_tables(self.module)
         if split and self.manual is None and not can_split(self.module):
             warnings.warn(
                 f"stage {stage.stage_index} is scripted: its backward cannot be taken apart, so the input slot does all of "
@@ -186,7 +186,7 @@ class StageRun:
         whole = self.compiled is not None or microbatch in self.split
         last = self.last
         loss = (lambda: None) if last is None else partial(last.losses.__getitem__, microbatch)
-        output = repeats.first(microbatch, partial(call, microbatch), args, kwargs, whole=whole, loss=loss)
+        output = repeats.first(microbatch, partial(call, microbatch), (args, kwargs), whole=whole, loss=loss)
         if repeats.stays(microbatch):
             return output
         self.pending[microbatch] = None
@@ -224,8 +224,8 @@ class StageRun:
         else:
             output = self.module(*args, **kwargs)
             self.pending[microbatch] = ManualWeight(self.manual)  # type: ignore[arg-type]
-        if self.buffers is not None:
-            output = self.buffers.copied_out(output)
+        if self.buffers:
+            output = copied_out(output, self.buffers)
         if self.stage.output_args is not None:
             check_given(self.stage, output, microbatch=microbatch, name="output_args")
         if self.last is not None:

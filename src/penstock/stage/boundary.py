@@ -215,19 +215,15 @@ def _class_of(kind: Kind, data: tuple[str, object]) -> type:
     """The class of a node, checked to be what its spec says: other names of a module are never called."""
     name, expected = data
     found: type = find(name)
-    fields: tuple[str, ...] | None = None
-    fits = isinstance(found, type)
-    match kind if fits else None:
-        case Kind.NAMED:
+    fields: object = None  # as they are here
+    if isinstance(found, type):
+        if kind is Kind.NAMED and issubclass(found, tuple):
             fields = getattr(found, "_fields", None)
-            fits = issubclass(found, tuple) and fields == expected
-        case Kind.DATACLASS:
-            fits = dataclasses.is_dataclass(found)
-            fields = tuple(field.name for field in dataclasses.fields(found)) if fits else None
-            fits = fields == expected
-        case Kind.REGISTERED:
-            fits = found in pytree.SUPPORTED_NODES
-    if not fits:
+        elif kind is Kind.DATACLASS and dataclasses.is_dataclass(found):
+            fields = tuple(field.name for field in dataclasses.fields(found))
+        elif kind is Kind.REGISTERED and found in pytree.SUPPORTED_NODES:
+            fields = expected  # it has none
+    if fields is None or fields != expected:
         raise StageError(
             f"a value from another stage is a {kind.value} {data!r:.200}, but here {name} is {found!r} {fields or ''}"
         )

@@ -160,42 +160,34 @@ class Buffers:
         self.changing[before.modes] = {one.name for one in before.seen if one.changes}
 
 
-class BufferMemory:
-    """The memory of a module's buffers, which must not go out as part of a stage's output: the next forward may write to it
-    before this one's output has been sent, read or put together with others.
+def buffer_tables(module: nn.Module) -> list[Table]:
+    """Where the module and its parts keep their buffers, as far as they have some."""
+    return [part._buffers for part in module.modules() if part._buffers]
+
+
+def copied_out(output: Value, tables: list[Table]) -> Value:
+    """The output, with copies of what lies in a buffer, which must not go out as part of a stage's output: the next forward may
+    write to it before this one's output has been sent, read or put together with others.
 
     >>> module = nn.BatchNorm1d(2)
-    >>> output = BufferMemory.of(module).copied_out({"mean": module.running_mean})
+    >>> output = copied_out({"mean": module.running_mean}, buffer_tables(module))
     >>> output["mean"] is module.running_mean, torch.equal(output["mean"], module.running_mean)
     (False, True)
     """
-
-    def __init__(self, tables: list[Table]) -> None:
-        self.tables = tables
-
-    @classmethod
-    def of(cls, module: nn.Module) -> BufferMemory | None:
-        """None: it has no buffers."""
-        tables = [part._buffers for part in module.modules() if part._buffers]
-        return cls(tables) if tables else None
-
-    def copied_out(self, output: Value) -> Value:
-        """The output, with copies of what lies in a buffer."""
-        # What has a gradient is no buffer: seen without a call for each value, since captured stages return tuples.
-        for value in output if type(output) is tuple else (output,):
-            if type(value) is not Tensor or not value.requires_grad:
-                break
-        else:
-            return output
-        tensors = [tensor for tensor in tensors_in(output) if not tensor.requires_grad]
-        if not tensors:
-            return output
-        held = (buffer for table in self.tables for buffer in table.values() if buffer is not None)
-        places = set(map(memory_of, held)) - {0}
-        inside = {id(tensor) for tensor in tensors if memory_of(tensor) in places}
-        if not inside:
-            return output
-        return map_tensors(lambda tensor: tensor.clone() if id(tensor) in inside else tensor, output)
+    # What has a gradient is no buffer: seen without a call for each value, since captured stages return tuples.
+    for value in output if type(output) is tuple else (output,):
+        if type(value) is not Tensor or not value.requires_grad:
+            break
+    else:
+        return output
+    tensors = [tensor for tensor in tensors_in(output) if not tensor.requires_grad]
+    if not tensors:
+        return output
+    places = {memory_of(buffer) for table in tables for buffer in table.values()} - {0}
+    inside = {id(tensor) for tensor in tensors if memory_of(tensor) in places}
+    if not inside:
+        return output
+    return map_tensors(lambda tensor: tensor.clone() if id(tensor) in inside else tensor, output)
 
 
 def memory_of(value: object) -> int:

@@ -16,13 +16,10 @@ def model_digest(stages: Iterable[nn.Module]) -> str:
     '9 parameters, 2efc8f1d7e24'
     """
     modules = list(stages)
+    kept = [(module.named_parameters(), module.named_buffers()) for module in modules]
     rows = [
-        [
-            [[name, list(p.shape), str(p.dtype)] for name, p in module.named_parameters()],
-            [[name, list(b.shape), str(b.dtype)] for name, b in module.named_buffers()],
-            operators_of(module),
-        ]
-        for module in modules
+        [*([[name, list(t.shape), str(t.dtype)] for name, t in tensors] for tensors in tables), operators_of(module)]
+        for module, tables in zip(modules, kept, strict=True)
     ]
     count = sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
     return f"{count:,} parameters, {hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:12]}"

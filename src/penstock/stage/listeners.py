@@ -126,7 +126,9 @@ def any_node_kept(parameters: Sequence[Tensor]) -> bool:
     wanted = tuple([parameter for parameter in parameters if parameter.requires_grad])
     if not wanted:
         return False
-    _mark(wanted)
+    for node, _ in _nodes(wanted):
+        node.metadata[_MARK] = True
+    del node  # it would be kept here
     return any(_MARK in node.metadata for node, _ in _nodes(wanted))
 
 
@@ -140,12 +142,6 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> None:
         raise AssertionError("nobody differentiates a probe")
-
-
-def _mark(parameters: tuple[Tensor, ...]) -> None:
-    """Mark the nodes, and keep none of them."""
-    for node, _ in _nodes(parameters):
-        node.metadata[_MARK] = True
 
 
 def _nodes(parameters: tuple[Tensor, ...]) -> Any:  # torch's types have a node's metadata as a method

@@ -1,7 +1,7 @@
 """A forward that is run twice: the first time (F) for its output alone, the second time (R) for its backward.
 
     repeats = Repeats(module, num_microbatches=8, device=device)
-    output = repeats.first(0, call, (x,), {})                    # call((x,), {}), of which nothing is kept
+    output = repeats.first(0, call, ((x,), {}))                  # call((x,), {}), of which nothing is kept
     ...
     output = repeats.again(0, lambda: module(x))                 # the same numbers, with a graph
 
@@ -91,8 +91,7 @@ class Repeats:
         self,
         microbatch: int,
         run: Callable[..., Value],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        given: tuple[tuple[object, ...], dict[str, object]],
         *,
         whole: bool = False,
         loss: Callable[[], Tensor | None] = lambda: None,
@@ -109,21 +108,21 @@ class Repeats:
         # If there is a buffer of which there is no copy, this run may be all there is.
         whole = whole or self.drop.may(before.modes) is False or any(one.value is None for one in before.seen)
         copied = self.spoils is not False or not whole
-        given = _copies(args, kwargs) if copied else (args, kwargs)
-        versions = [(tensor, tensor._version) for tensor in tensors_in(given) if not tensor.requires_grad]
+        used = _copies(given) if copied else given
+        versions = [(tensor, tensor._version) for tensor in tensors_in(used) if not tensor.requires_grad]
         own = Tables(self.own)
         saves: Refill | None = None
         with self.hooks.noting(lambda: 0 if saves is None else len(saves.places)) as noted:
             try:
                 with nullcontext() if whole else self.drop.around(before.modes) as saves:
-                    output = run(*given)
+                    output = run(*used)
             except RuntimeError as error:
                 if whole or not self.drop.is_refused(before.modes, error):
                     raise
                 random.set()
                 before.put_back()
                 saves = None
-                output = run(*_copies(args, kwargs))
+                output = run(*_copies(given))
         if isinstance(saves, Trial):
             saves.look((output, loss()))
         if own.changed():
@@ -195,8 +194,8 @@ class Repeats:
         self.kept[:] = [None] * len(self.kept)
 
 
-def _copies(args: Value, kwargs: Value) -> Value:
-    return map_tensors(lambda tensor: tensor if tensor.requires_grad else _copy(tensor), (args, kwargs))
+def _copies(given: Value) -> Value:
+    return map_tensors(lambda tensor: tensor if tensor.requires_grad else _copy(tensor), given)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from penstock.nest import Value, tensors_in
-from penstock.stage.buffers import Tables
+from penstock.stage.buffers import RandomState, Tables, accelerators
 
 Hook = Callable[..., Value]
 Table = dict[int, Hook]
@@ -111,10 +111,8 @@ def _trace(part: nn.Module, given: list[Tensor]) -> list[object]:
         for tensor in given
         if not tensor.is_inference()
     ]
-    found += [torch.get_rng_state().numpy().tobytes()]
-    devices = {tensor.device for tensor in given if tensor.device.type not in ("cpu", "meta")}
-    found += [torch.get_device_module(one).get_rng_state(one).cpu().numpy().tobytes() for one in devices]
-    return found
+    random = RandomState(accelerators(torch.device("cpu"), given))
+    return found + [state.cpu().numpy().tobytes() for state in (random.host, *(state for _, state in random.devices))]
 
 
 def _sets_tensors(part: nn.Module, held: dict[str, object], given: list[Tensor]) -> bool:
