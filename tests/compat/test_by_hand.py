@@ -631,7 +631,7 @@ def test_one_stage_alone_forward_and_backward_in_parts() -> None:
         stage._check_chunk_id(3)
 
 
-def test_shapes_are_learnt_without_running_the_model() -> None:
+def test_shapes_are_learnt_and_the_model_stays_as_it_was() -> None:
     class Random(nn.Module):
         def __init__(self) -> None:
             super().__init__()

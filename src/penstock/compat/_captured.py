@@ -131,11 +131,6 @@ class _PipelineStage(CapturedStage, PipelineStage):
     def _passes_on(self, producer: int) -> bool:
         return bool(self.routes.wanted_on(producer, range(self.stage_index + 1, self.num_stages)))
 
-    def _shape_inference(self, args: tuple[Value, ...] | None, kwargs: dict[str, Value] | None = None) -> Metas:
-        arrived = [] if self.is_first else [self._to_tensor(meta) for meta in self._stage_meta.inputs or ()]
-        called, _ = self._call_of(arrived, args if args is not None else self._model_args, kwargs or {})
-        return self._metas_of_call(called, {})
-
     def _sources(self, number: int) -> Sequence[tuple[int, int]]:
         return self._received
 

@@ -1,14 +1,13 @@
-"""PipelineStage as programs drive it: shapes given by the user, or found with fake tensors, and passed down the stages.
+"""PipelineStage as programs drive it: shapes given by the user, or found by a run on zeros, and passed down the stages.
 
 penstock's own steps need none of this: their messages describe themselves. A program that posts receives by itself has
-to know beforehand what will arrive. The model is not run: fake tensors have shapes and no numbers. Only where a module
-does not take them (sharded parameters, custom kernels) it is run, on zeros, its random state and buffers put back.
+to know beforehand what will arrive. So its stages run their modules once more, as torch's do: on zeros, the first one on the
+first microbatch. Random state and buffers are put back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +23,15 @@ from penstock.compat._metadata import (
     _StageBackwardMeta,
     _StageForwardMeta,
     _StageMeta,
+    extract_tensor_meta,
     extract_tensor_metas,
     validate_and_normalize_to_tuple,
     validate_tensors_metadata,
 )
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._state import RecvInfo, is_overridden
+from penstock.compat._state import RecvInfo
 from penstock.errors import ShapeError
-from penstock.nest import Value, tensors_in
+from penstock.nest import Value
 from penstock.parallel import unwrap
 from penstock.stage.buffers import remember
 from penstock.stage.dtensors import MeshGetter
@@ -44,7 +44,7 @@ class PipelineStage(_PipelineStageBase):
     stage = PipelineStage(module, stage_index=0, num_stages=2, device=torch.device("cpu"))
     """
 
-    _inference_mode: InferenceMode | None = None
+    _inference_mode: InferenceMode | None = None  # what the schedule has decided before the first step
 
     def __init__(
         self,
@@ -86,16 +86,10 @@ class PipelineStage(_PipelineStageBase):
         outputs of the stage before. What is known of this stage's outputs comes back.
         """
         self.chunks = num_microbatches
-        if self._inference_mode is None:
-            self._choose_inference_mode(has_backward)
         self._forward_metadata_inference(args, kwargs, has_backward)
         self._setup_forward_recv_info(num_microbatches, has_backward)
         self._setup_forward_send_info()
         return self._stage_meta.outputs
-
-    def _choose_inference_mode(self, has_backward: bool) -> None:
-        dynamic = InferenceMode.needs_dynamic(self._user_meta, has_backward)
-        self._inference_mode = InferenceMode("dynamic" if dynamic else "static")
 
     def _forward_metadata_inference(
         self, args: Value, kwargs: dict[str, Value] | None = None, has_backward: bool = False
@@ -194,29 +188,28 @@ class PipelineStage(_PipelineStageBase):
     # -- shapes
 
     def _shape_inference(self, args: tuple[Value, ...] | None, kwargs: dict[str, Value] | None = None) -> Metas:
-        """What the module would return: for these arguments, or for the inputs that are known."""
-        metas = self._stage_meta.inputs or ()
-        given = args if args is not None else tuple(self._to_tensor(meta) for meta in metas)
-        return self._metas_of_call(given, self._keywords(kwargs or {}))
+        """What the module would return: for these arguments of the model, and for the inputs that are known."""
+        arrived = tuple(self._to_tensor(meta) for meta in self._stage_meta.inputs or ())
+        given = args if args is not None else self._model_args or arrived
+        outputs = self._tried(*self._call_of(() if self.is_first else arrived, given, kwargs or {}))
+        self._mesh_cache.update_from_tensors(outputs)
+        return extract_tensor_metas(outputs, allow_none=True) or ()
 
     def _validate_ahead(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> None:
         """On the first stage: try out the first microbatch, if it is known what it should look like."""
-        if self._stage_meta.outputs is None:
-            return
-        self._validate_fwd_input(args)
-        called, keywords = self._call_of((), args, kwargs)
-        with untouched(self.submod), torch.no_grad():
-            output = self.submod(*called, **keywords)
-        self._validate_fwd_outputs(as_tuple(output))
+        if self._stage_meta.outputs is not None:
+            self._validate_fwd_input(args)
+            self._validate_fwd_outputs(self._tried(*self._call_of((), args, kwargs)))
 
-    def _metas_of_call(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Metas:
-        found = None if is_overridden(self, "_compute_outputs") else _fake(self.submod, args, kwargs)
-        if found is None:
-            with untouched(self.submod), torch.enable_grad():
-                found = self._compute_outputs(*args, module=self.submod, **kwargs)
-        outputs = as_tuple(pytree.tree_map_only(Tensor, _without_graph, found))
-        self._mesh_cache.update_from_tensors(outputs)
-        return extract_tensor_metas(outputs, allow_none=True) or ()
+    def _tried(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> tuple[Value, ...]:
+        """What the module returns, without its graph. Its random state and its buffers are put back."""
+        rewind = remember(self.submod, ())
+        try:
+            with torch.enable_grad():
+                output = self._compute_outputs(*args, module=unwrap(self.submod), **kwargs)
+        finally:
+            rewind()
+        return as_tuple(pytree.tree_map_only(Tensor, self._to_tensor, output))
 
     def _compute_outputs(self, *args: Value, module: nn.Module, **kwargs: Value) -> Value:
         """Call the module to see what it returns. A subclass may call it in a way of its own."""
@@ -224,10 +217,8 @@ class PipelineStage(_PipelineStageBase):
 
     def _configure_outputs_meta(self, outputs_meta: Sequence[Any]) -> None:
         """Set what the module returns: metadata, or tensors that look alike."""
-        self._stage_meta.outputs = tuple(
-            extract_tensor_metas((meta,))[0] if isinstance(meta, Tensor) else meta  # type: ignore[index]
-            for meta in outputs_meta
-        )
+        known = [extract_tensor_meta(meta) if isinstance(meta, Tensor) else meta for meta in outputs_meta]
+        self._stage_meta.outputs = tuple(known)
 
     def get_outputs_meta(self) -> tuple[Tensor, ...]:
         """What the module returns, as tensors on the meta device."""
@@ -237,36 +228,3 @@ class PipelineStage(_PipelineStageBase):
                 f"the outputs of stage {self.stage_index} are not known yet; expected output_args, or a step"
             )
         return tuple(meta.to_tensor("meta") for meta in outputs if meta is not None)
-
-
-def _fake(module: nn.Module, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
-    """What the module returns, found with fake tensors, which have shapes and no numbers. None where these will not do."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.func import functional_call
-
-    inner = unwrap(getattr(module, "_orig_mod", module))
-    held = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
-    if not all(type(t) in (Tensor, nn.Parameter, nn.Buffer) for t in (*held.values(), *tensors_in((args, kwargs)))):
-        return None
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        state: dict[str, Tensor] = {name: mode.from_tensor(value) for name, value in held.items()}
-        given = pytree.tree_map_only(Tensor, lambda t: mode.from_tensor(_without_graph(t)), (args, kwargs))
-        with mode, torch.enable_grad():
-            return functional_call(inner, state, *given)
-    except Exception:  # noqa: BLE001  custom kernels, values that decide: whatever fake tensors cannot do
-        return None
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def untouched(module: torch.nn.Module) -> Iterator[None]:
-    """Put the random state and the buffers back."""
-    rewind = remember(module, ())
-    try:
-        yield
-    finally:
-        rewind()

@@ -16,6 +16,7 @@ from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_c
 from penstock.compat._by_hand import HandProgram
 from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage
+from penstock.compat._metadata import InferenceMode
 from penstock.compat._pipeline_order import Orders, gathered_at_the_end
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._state import call_on
@@ -208,7 +209,8 @@ class Parts(Orders):
         """
         for stage in stages:
             if isinstance(stage, PipelineStage):
-                stage._choose_inference_mode(has_backward)
+                dynamic = InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+                stage._inference_mode = InferenceMode.DYNAMIC if dynamic else InferenceMode.STATIC
 
     def _ready_modes(self) -> set[bool]:
         """With and without a backward: the steps that begin at once, without asking stages first what their values look like.
