@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.compat._vocabulary import ComputationType, of_action, to_action
+from penstock.compat._orders import ComputationType, of_action, to_action
 from penstock.errors import PlanError
 from penstock.lower import lower
 from penstock.plan import Action, Op, Plan, check, dumps, loads, ops, pack, parse, unpack

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.compat._orders import add_send_recv
-from penstock.compat._vocabulary import named, packed
+from penstock.compat._orders import add_send_recv, named, packed
 from penstock.errors import DeadlockError
 from penstock.lower import lower
 from penstock.plan import Plan, check

@@ -24,9 +24,9 @@ from penstock.comm.transport import Transport
 from penstock.compat._hand_stage import HandBox, HandRun, PipelineContext
 from penstock.compat._infer import PipelineStage
 from penstock.compat._metadata import Metas
+from penstock.compat._orders import of_action, to_op
+from penstock.compat._siblings import is_overridden
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._state import is_overridden
-from penstock.compat._vocabulary import of_action, to_op
 from penstock.errors import StageError
 from penstock.nest import Value
 from penstock.parallel import DataParallel, Unwrapped, adapt

@@ -26,6 +26,7 @@ from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.compat._metadata import (
     Metas,
+    RecvInfo,
     _derive_grad_metas,
     _DTensorMeta,
     _MeshCache,
@@ -34,7 +35,7 @@ from penstock.compat._metadata import (
     extract_tensor_meta,
     to_local_if_dtensor,
 )
-from penstock.compat._state import RecvInfo, renamed
+from penstock.compat._siblings import renamed
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value
 from penstock.parallel import DataParallel, Unwrapped, unwrap
@@ -224,13 +225,10 @@ class Exchange(PipelineStage):
         """What is sent must fit the buffer at the other end."""
         metas = self._stage_meta.outputs
         meta = metas[place] if metas is not None and place < len(metas) else None
-        local = to_local_if_dtensor(output, detach=True)
-        if meta is not None and (local.shape != meta.shape or local.dtype is not meta.dtype):
-            name = "shape" if local.shape != meta.shape else "dtype"
-            raise ShapeError(
-                f"output {place} of stage {self.stage_index}: {name} mismatch: {list(local.shape)} of {local.dtype}; the next "
-                f"stage expects {list(meta.shape)} of {meta.dtype}, as in the first step"
-            )
+        found = () if meta is None else meta.get_diff(extract_tensor_meta(output))
+        if diffs := [diff for diff in found if diff.startswith(("shape", "dtype"))]:
+            text = f"output {place} of stage {self.stage_index}: {'; '.join(diffs)}"
+            raise ShapeError(f"{text}; the next stage expects what it got in the first step")
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2P]:
         """Send the gradients of the inputs of a microbatch back; a gradient that is missing goes as zeros."""
@@ -295,11 +293,13 @@ class Exchange(PipelineStage):
 
     def set_local_fwd_input(self, prev_stage_outputs: Value, mb_index: int) -> None:
         """Take over the outputs of the stage before, which sits on this rank."""
-        outputs = self._from_before(as_tuple(prev_stage_outputs))
-        for info, output in zip(self.args_recv_info[mb_index], outputs, strict=True):
-            if not isinstance(output, Tensor):
-                raise AssertionError(f"the stage before gave a {type(output).__name__}; expected tensor values")
-            info.buffer = to_local_if_dtensor(output, detach=True)
+        self._take_over(self.args_recv_info[mb_index], self._from_before(as_tuple(prev_stage_outputs)), "before")
+
+    def _take_over(self, infos: Iterable[RecvInfo], values: Iterable[Value], whence: str) -> None:
+        for info, value in zip(infos, values, strict=True):
+            if not isinstance(value, Tensor) and (value is not None or whence == "before"):
+                raise AssertionError(f"the stage {whence} gave a {type(value).__name__}; expected tensor values")
+            info.buffer = None if value is None else to_local_if_dtensor(value, detach=True)
 
     def _from_before(self, outputs: tuple[Value, ...]) -> tuple[Value, ...]:
         """Which outputs of the stage before this one reads: all."""
@@ -320,10 +320,7 @@ class Exchange(PipelineStage):
         if not self.has_backward or self.is_last:
             why = "is the last" if self.is_last else "has no backward"
             raise AssertionError(f"stage {self.stage_index} {why}: it takes no gradients from another stage")
-        for info, grad in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
-            if grad is not None and not isinstance(grad, Tensor):
-                raise AssertionError(f"the stage after gave a {type(grad).__name__}; expected tensor values or None")
-            info.buffer = None if grad is None else to_local_if_dtensor(grad, detach=True)
+        self._take_over(self.grad_recv_info[mb_index], next_stage_bwd_outputs, "after")
 
     # -- taking out what has arrived
 

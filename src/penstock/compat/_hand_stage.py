@@ -10,9 +10,9 @@ from torch import Tensor
 
 from penstock.comm.messages import Work
 from penstock.compat._exchange import batch_p2p
+from penstock.compat._orders import NamedAction
+from penstock.compat._siblings import is_overridden
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._state import is_overridden
-from penstock.compat._vocabulary import NamedAction
 from penstock.errors import RunError
 from penstock.nest import Value
 from penstock.plan import Op

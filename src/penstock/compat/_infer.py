@@ -19,6 +19,7 @@ from penstock.compat._exchange import as_tuple
 from penstock.compat._metadata import (
     InferenceMode,
     Metas,
+    RecvInfo,
     _derive_grad_metas,
     _StageBackwardMeta,
     _StageForwardMeta,
@@ -29,7 +30,6 @@ from penstock.compat._metadata import (
     validate_tensors_metadata,
 )
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._state import RecvInfo
 from penstock.errors import ShapeError
 from penstock.nest import Value
 from penstock.parallel import unwrap
@@ -69,15 +69,6 @@ class PipelineStage(_PipelineStageBase):
 
         gradients = metas(input_grads, True), metas(output_grads, True)
         self._user_meta = _StageMeta(metas(input_args), metas(output_args), *gradients)
-        self._said = self._user_meta.inputs, self._user_meta.outputs
-
-    def _forget_what_changed(self) -> None:
-        """Shapes that a program has reset in `_user_meta` are no longer those of `input_args` and `output_args`."""
-        inputs, outputs = self._said
-        if self._user_meta.inputs is not inputs:
-            self.input_args = None
-        if self._user_meta.outputs is not outputs:
-            self.output_args = None
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Value, kwargs: dict[str, Value] | None = None, has_backward: bool = False

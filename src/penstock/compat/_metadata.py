@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -150,6 +150,37 @@ class _StageBackwardMeta:
     backward_metas: Metas
 
 
+@dataclass(eq=False, repr=False)
+class RecvInfo:
+    """One input of a stage: from which stage it comes, what it looks like, and the buffer that it arrives in."""
+
+    input_name: str
+    source: int | None = None
+    buffer: Tensor | None = None
+    tensor_meta: _TensorMeta | None = None
+    is_root_arg: bool = field(default=False, kw_only=True)  # an argument of the model, given by the user
+
+    def __repr__(self) -> str:
+        whence = "the model's argument" if self.is_root_arg else f"from stage {self.source}"
+        shape = "" if self.tensor_meta is None else f", {list(self.tensor_meta.shape)}"
+        return f"RecvInfo({self.input_name}, {whence}{shape})"
+
+    def take(self) -> Tensor:
+        """The tensor that has arrived; the buffer is given up."""
+        if self.buffer is None:
+            raise ShapeError(f"{self!r}: nothing has arrived; expected its receive, or a hand-over, before its use")
+        buffer, self.buffer = self.buffer, None
+        return buffer
+
+
+class RootArgPlaceholder(RecvInfo):
+    """An argument of the model, which nobody sends."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__("root", is_root_arg=True)
+        self.meta = tensor.to("meta")
+
+
 class GetMeshCallback(Protocol):
     """The user's function that names the mesh on which an arriving DTensor is put."""
 
@@ -258,16 +289,11 @@ def validate_and_normalize_to_tuple(args: Value, allow_none: bool = False) -> tu
 
 
 def validate_metadata(
-    desc: str, expected: _TensorMeta, actual: Any, *, raise_on_mismatch: bool = False, warn_on_mismatch: bool = False
+    desc: str, expected: _TensorMeta, actual: object, *, raise_on_mismatch: bool = False, warn_on_mismatch: bool = False
 ) -> list[str]:
     """Compare a tensor, or what is known of it, with what was expected; the differences in words."""
-    found = extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual
-    diffs = expected.get_diff(found)
-    if diffs and raise_on_mismatch:
-        raise ShapeError(f"{desc}: {'; '.join(diffs)}")
-    if diffs and warn_on_mismatch:
-        warnings.warn(f"{desc}: Metadata mismatch, what was found holds: {'; '.join(diffs)}", UserWarning, stacklevel=2)
-    return diffs
+    ways = {"raise_on_mismatch": raise_on_mismatch, "warn_on_mismatch": warn_on_mismatch}
+    return validate_tensors_metadata(desc, (expected,), (actual,), **ways)
 
 
 def validate_tensors_metadata(
@@ -288,11 +314,12 @@ def validate_tensors_metadata(
                 what = "missing" if tensor is None else "there, where none was expected"
                 problems.append(f"{desc}[{place}] is {what}")
             elif meta is not None:
-                problems += [f"{desc}[{place}]: {diff}" for diff in validate_metadata(desc, meta, tensor)]
+                found: Any = extract_tensor_meta(tensor) if isinstance(tensor, Tensor) else tensor
+                problems += [f"{desc}[{place}]: {diff}" for diff in meta.get_diff(found)]
     if problems and raise_on_mismatch:
         raise ShapeError("; ".join(problems))
     if problems and warn_on_mismatch:
-        warnings.warn(f"Metadata mismatch: {'; '.join(problems)}", UserWarning, stacklevel=2)
+        warnings.warn(f"Metadata mismatch, what was found holds: {'; '.join(problems)}", UserWarning, stacklevel=2)
     return problems
 
 

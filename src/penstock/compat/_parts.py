@@ -17,10 +17,9 @@ from penstock.compat._by_hand import HandProgram
 from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage
 from penstock.compat._metadata import InferenceMode
+from penstock.compat._orders import ComputationType, leaves_of
 from penstock.compat._pipeline_order import Orders, gathered_at_the_end
-from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._state import call_on
-from penstock.compat._vocabulary import ComputationType, leaves_of
+from penstock.compat._stage_base import _PipelineStageBase, call_on
 from penstock.errors import RunError, SplitError
 from penstock.nest import Value
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage

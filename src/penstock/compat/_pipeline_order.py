@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.compat import _orders as passes
-from penstock.compat._state import is_overridden
-from penstock.compat._vocabulary import ComputationType, NamedAction, Order, OrderDict, named, plan_of
+from penstock.compat._orders import ComputationType, NamedAction, Order, OrderDict, named, plan_of
+from penstock.compat._siblings import is_overridden
 from penstock.errors import IncompleteError, PlanError
 from penstock.plan import Plan
 from penstock.run.schedule import Schedule

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -19,10 +19,10 @@ from penstock.compat._by_hand import HAND, MEET, HandPrograms, is_driven_by_hand
 from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage
 from penstock.compat._metadata import is_strided
+from penstock.compat._orders import ComputationType
 from penstock.compat._parts import Parts
+from penstock.compat._siblings import is_overridden, renamed
 from penstock.compat._stage_base import _PipelineStageBase
-from penstock.compat._state import is_overridden, renamed
-from penstock.compat._vocabulary import ComputationType
 from penstock.errors import PlanError
 from penstock.nest import Value
 from penstock.plan import Plan
@@ -62,12 +62,6 @@ class _PipelineSchedule(Parts):
     def __init__(self, *args: Value, **options: Value) -> None:
         super().__init__(*args, **options)
         self._tell_stages()
-
-    @classmethod
-    def from_plan(cls, *args: Value, **options: Value) -> Self:
-        made = super().from_plan(*args, **options)
-        made._tell_stages()
-        return made
 
     @property
     def _stages(self) -> list[CoreStage]:
@@ -178,8 +172,9 @@ class _PipelineSchedule(Parts):
         mine = self._drivable()
         with self._transport.called("step() or eval()"):  # nothing of a step that another thread is in is touched
             for stage in mine:
-                if isinstance(stage, PipelineStage):
-                    stage._forget_what_changed()
+                # What a program has reset there is no longer held against what comes.
+                stage.input_args = stage._user_meta.inputs and stage.input_args
+                stage.output_args = stage._user_meta.outputs and stage.output_args
                 if stage.is_last:
                     stage.output_chunks.clear()  # what the last step gave must not be alive beside what this one gives
             first = self.stages[0]

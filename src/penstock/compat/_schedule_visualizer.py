@@ -10,43 +10,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
+from penstock.compat._orders import NamedAction, leaves_of, plan_of
 from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
-from penstock.compat._vocabulary import ComputationType, NamedAction, leaves_of, plan_of, to_op
 from penstock.compat.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 from penstock.compat.schedules import _PipelineScheduleRuntime as Runtime
 from penstock.errors import PlanError
-from penstock.plan import Op
 from penstock.show import to_svg
 from penstock.simulate import Costs, Timeline, simulate
 
 __getattr__ = found_in(__name__)
 Rows = list[list[NamedAction | None]]
-
-
-class OpKey(NamedTuple):
-    """A computation, whichever rank does it."""
-
-    stage_index: int
-    computation_type: ComputationType
-    microbatch_index: int
-
-
-class _ComputationTypeVisual(NamedTuple):
-    """How a kind of action is drawn."""
-
-    color: str
-    text: str = ""
-    width: int = 1
-
-
-action_type_to_color_mapping = {ComputationType.OVERLAP_F_B: _ComputationTypeVisual("#334155")} | {
-    kind: _ComputationTypeVisual(op.row.colour, op.row.letter)
-    for kind in ComputationType
-    if isinstance(op := to_op(kind), Op)
-}
 
 
 def get_schedule_ops(

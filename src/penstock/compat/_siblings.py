@@ -1,9 +1,13 @@
-"""Names that programs take from a module because torch's own has them there, though they are at home somewhere else."""
+"""Torch's names: where programs find them, and whether they have put something of their own in the place of a method.
+
+A program takes a name from a module because torch's own has it there, though it is at home somewhere else.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,26 +18,17 @@ import torch
 from penstock.errors import UnknownNameError
 
 TORCHS = "torch.distributed.pipelining"
-_INSIDE = {
-    name: instead
-    for instead, names in {
-        "penstock captures models in its own way, see penstock.pipeline": (
-            "DetachExecutor _LinearNodeList _NodeReference _direct_serialization_deserialize _direct_serialization_reduce "
-            "_find_loss_from_output_and_spec _find_loss_output _insert_stage_symbolic_backward _modify_graph_op_device "
-            "_pipe_split _split_after_forward _split_before_forward aten_pipe_split_alias"
-        ),
-        "penstock walks graphs in its own way, see stage_backward_input": (
-            "_autograd_grad_for_inputs _get_grad_fn_or_grad_acc construct_reverse_graph get_param_groups reverse_closure"
-        ),
-    }.items()
-    for name in names.split()
+_INSTEAD = {
+    "_backward": "penstock walks graphs in its own way, see stage_backward_input",
+    "_schedule_visualizer": "penstock draws in its own way, see penstock.show",
 }
-"""What is inside torch's functions and of no use without them: it can be imported, and says so when it is used."""
+_CAPTURES = "penstock captures models in its own way, see penstock.pipeline"
 
 
 def found_in(module: str, *rooms: str) -> Callable[[str], Any]:
     """A `__getattr__` for a module: what it does not have itself is in one of these files of the package, there perhaps
-    without the underscore, or where the module of that name in torch imports it from.
+    without the underscore, or where the module of that name in torch imports it from. What else is made there is inside
+    torch's functions, and of no use without them: it can be imported, and says so when it is used.
 
     >>> from penstock.compat.stage import flatten_args, nn
     >>> flatten_args.__module__, nn.__name__
@@ -44,25 +39,28 @@ def found_in(module: str, *rooms: str) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name == "logger":
             return importlib.import_module("logging").getLogger(module)
-        if name in _INSIDE:
-            return _refusal(f"{module}.{name}", _INSIDE[name])
         for room in () if name.startswith("__") else rooms:
             inside = vars(importlib.import_module(room, "penstock.compat"))
             for known in (name, name.removeprefix("_")):
                 if known in inside:
                     return inside[known]
-        if name.startswith("__") or name not in _imports(short):
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        home, inner = _imports(short)[name]
-        found = importlib.import_module(home)
-        return found if inner is None else getattr(found, inner)
+        source, imports = ("", {}) if name.startswith("__") else _torchs(short)
+        if name in imports:
+            home, inner = imports[name]
+            found = importlib.import_module(home)
+            return found if inner is None else getattr(found, inner)
+        if re.search(rf"^(?:def |class )?{name}\b", source, re.MULTILINE):
+            return _refusal(f"{module}.{name} is inside torch's own functions; {_INSTEAD.get(short, _CAPTURES)}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return find
 
 
 @cache
-def _imports(short: str) -> dict[str, tuple[str, str | None]]:
-    """What torch's module imports: by name the module that has it, and its name there; None for a module itself."""
+def _torchs(short: str) -> tuple[str, dict[str, tuple[str, str | None]]]:
+    """A module of torch's: its text, and by name what it imports, the module that has it and its name there; None for a module
+    itself.
+    """
     file = Path(torch.__file__).parent / "distributed" / "pipelining" / f"{short}.py"
     source = file.read_text(encoding="utf-8")
     found: dict[str, tuple[str, str | None]] = {}
@@ -73,11 +71,24 @@ def _imports(short: str) -> dict[str, tuple[str, str | None]]:
             home = f"{TORCHS}.{node.module}" if node.level else str(node.module)
             home = home.replace(TORCHS, "penstock.compat")
             found.update({alias.asname or alias.name: (home, alias.name) for alias in node.names})
-    return found
+    return source, found
 
 
-def _refusal(name: str, instead: str) -> Callable[..., Any]:
+def _refusal(text: str) -> Callable[..., Any]:
     def refuse(*_: object, **__: object) -> Any:
-        raise UnknownNameError(f"{name} is inside torch's own functions; {instead}")
+        raise UnknownNameError(text)
 
     return refuse
+
+
+def renamed(name: str) -> object:
+    """An attribute of penstock's under torch's name; a program may set it."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
+def is_overridden(thing: object, *names: str) -> bool:
+    """Whether a program has put something of its own in the place of a method: in a subclass, on the object itself, or on one
+    of the classes here. Where a function was written tells, which decorators that copy its name and module do not change.
+    """
+    homes = [getattr(getattr(type(thing), name), "__globals__", {}).get("__name__", "") for name in names]
+    return not all(home.startswith("penstock.compat.") for home in homes) or not vars(thing).keys().isdisjoint(names)

@@ -9,7 +9,7 @@ through all of them (`penstock.compat._by_hand`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +27,7 @@ from penstock.compat._metadata import (
     is_strided,
     validate_tensors_metadata,
 )
-from penstock.compat._state import call_on, is_overridden
+from penstock.compat._siblings import is_overridden
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value, tensors_in
 from penstock.parallel import DataParallel, unwrap
@@ -106,11 +106,8 @@ class _PipelineStageBase(Exchange):
         self, received: tuple[Value, ...], args: tuple[Value, ...], kwargs: dict[str, Value]
     ) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """What the module is called with."""
-        return tuple(args) if self.is_first else received, self._keywords(kwargs)
-
-    def _keywords(self, kwargs: dict[str, Value]) -> dict[str, object]:
-        """Those that the module takes."""
-        return {name: value for name, value in kwargs.items() if self._accepted is None or name in self._accepted}
+        taken = {name: value for name, value in kwargs.items() if self._accepted is None or name in self._accepted}
+        return tuple(args) if self.is_first else received, taken
 
     def forward_maybe_with_nosync(self, *args: Value, **kwargs: Value) -> Value:
         """Call the module; within a step its data parallelism is told by the schedule when to reduce."""
@@ -283,3 +280,10 @@ def _roots(stage_output: Value, output_grads: Any) -> tuple[list[Tensor], list[T
     given = [torch.ones_like(output) for output in outputs] if output_grads is None else output_grads
     pairs = [(root, grad) for root, grad in zip(outputs, given, strict=True) if root.requires_grad and grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]
+
+
+def call_on(modules: Iterable[nn.Module], method: str) -> None:
+    """Call a method of those modules that have it."""
+    for call in (getattr(module, method, None) for module in modules):
+        if callable(call):
+            call()

@@ -13,7 +13,7 @@ from penstock.plan import Placement
 
 PipeliningMetadataError = PipeliningShapeError = ShapeError
 TensorMeta = _TensorMeta | _DTensorMeta
-__getattr__ = found_in(__name__, "._metadata", "._captured", "..capture")
+__getattr__ = found_in(__name__, "._metadata", "._IR", "..capture")
 
 
 def flatten_args(args: Value, *, detach: bool = False) -> Value:
