@@ -239,20 +239,20 @@ class Exchange(PipelineStage):
             self.grad_send_info = self._create_grad_send_info(self.args_recv_info[0])
         ops: list[P2P] = []
         for place, (grad, stage) in enumerate(zip(self.bwd_cache.pop(bwd_chunk_id), self.grad_send_info, strict=True)):
-            where = f"stage {self.stage_index}, microbatch {bwd_chunk_id}: the gradient of input {place}"
             meta = None if stage is None else self._get_grad_send_meta(place)
-            if stage is None or meta is None:
-                if grad is None:
-                    continue
-                if stage is None:
-                    raise ShapeError(f"{where} is there, and no stage is to have it; expected none")
-                raise ShapeError(
-                    f"{where} is there, and the stage before has no buffer for it. DTensor grad metadata cannot be derived "
-                    "from the activation, whose gradient may be spread otherwise; write PipelineStage(..., input_grads=...)"
+            if stage is not None and meta is not None:
+                zeros = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device) if grad is None else grad
+                ops.append(self._op(wire(dense(zeros.detach())), stage, sends=True))
+            elif grad is not None:
+                where = (
+                    f"stage {self.stage_index}, microbatch {bwd_chunk_id}: the gradient of input {place} is there, and"
                 )
-            if grad is None:
-                grad = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device)
-            ops.append(self._op(wire(dense(grad.detach())), stage, sends=True))
+                raise ShapeError(
+                    f"{where} no stage is to have it; expected none"
+                    if stage is None
+                    else f"{where} the stage before has no buffer for it. DTensor grad metadata cannot be derived from the "
+                    "activation, whose gradient may be spread otherwise; write PipelineStage(..., input_grads=...)"
+                )
         self._posted.add(("SEND_B", bwd_chunk_id))
         return ops
 

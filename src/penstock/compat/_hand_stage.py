@@ -199,7 +199,6 @@ class HandRun:
         if not stage._adapter.reduces and is_overridden(stage, "perform_reduce_grad"):
             stage._give_undivided(factor)
         stage.perform_reduce_grad(factor)
-        schedule.unsharded_stages.discard(stage.stage_index)
 
     def arrived(self, op: Op, microbatch: int, what: str) -> None:
         """Wait for what this stage needs."""

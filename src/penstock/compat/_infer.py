@@ -119,27 +119,14 @@ class PipelineStage(_PipelineStageBase):
         """What this stage receives, out of what earlier stages have said of their outputs."""
         return heard.get(self.stage_index - 1)
 
-    def _prepare_backward_infra(
-        self,
-        num_microbatches: int,
-        loss_fn: object = None,
-        target: Value = None,
-        received_grad_meta: object = None,
-        loss_kwargs: dict[str, Value] | None = None,
-    ) -> object:
+    def _prepare_backward_infra(self, num_microbatches: int, *given: Value, **options: Value) -> object:
         """Know which gradients come and go: those of values that require one."""
-        found = self._backward_metadata_inference(loss_fn, target, received_grad_meta, loss_kwargs)
+        found = self._backward_metadata_inference(*given, **options)
         self._setup_backward_recv_info(num_microbatches)
         return found
 
-    def _backward_metadata_inference(
-        self,
-        loss_fn: object = None,
-        target: Value = None,
-        received_grad_meta: object = None,
-        loss_kwargs: dict[str, Value] | None = None,
-    ) -> _StageBackwardMeta:
-        """A gradient looks like its value, unless the user has said otherwise."""
+    def _backward_metadata_inference(self, *_: Value, **__: Value) -> _StageBackwardMeta:
+        """A gradient looks like its value, unless the user has said otherwise, whatever the loss is and the stages after give."""
         known = self._stage_meta
         if known.output_grads is None:
             known.output_grads = _derive_grad_metas(known.outputs or ())
@@ -172,9 +159,6 @@ class PipelineStage(_PipelineStageBase):
         """By output: the stages that it goes to."""
         after = None if self.is_last else self.stage_index + 1
         return {place: [after] for place in range(len(self._stage_meta.outputs or ()))}
-
-    def _is_same_rank(self, other_stage: int) -> bool:
-        return self.stage_index_to_group_rank[other_stage] == self.group_rank
 
     # -- shapes
 

@@ -1,44 +1,212 @@
-"""The parts of a step, each under the name by which programs call or override it: splitting, checking, losses, merging.
+"""What programs written for torch.distributed.pipelining read, set, call or override of a schedule, by its names.
 
-And what a schedule does for stages that are driven by hand, around their microbatches: before the first one they learn what
-they receive; sharded parameters are gathered and freed as the order says.
+schedule.pipeline_order                     # {0: [0F0, 0F1, ...], 1: [...]}: what each rank does
+schedule._prepare_schedule_with_comms(order)
+schedule._load_csv("plan.csv", format="compute_comms")
+
+Beside orders these are the parts of a step: splitting, checking, losses, merging.
 """
 
 from __future__ import annotations
 
+import csv
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_chunks, split_batch
-from penstock.compat._by_hand import HandProgram
-from penstock.compat._hand_stage import PipelineContext
-from penstock.compat._infer import PipelineStage
-from penstock.compat._metadata import InferenceMode
-from penstock.compat._orders import ComputationType, leaves_of
-from penstock.compat._pipeline_order import Orders, gathered_at_the_end
-from penstock.compat._stage_base import _PipelineStageBase, call_on
-from penstock.errors import RunError, SplitError
+from penstock.compat import _orders as passes
+from penstock.compat._orders import ComputationType, NamedAction, Order, OrderDict, named, plan_of
+from penstock.compat._siblings import is_overridden
+from penstock.errors import IncompleteError, PlanError, RunError, SplitError
 from penstock.nest import Value
+from penstock.plan import Plan
+from penstock.run.schedule import Schedule
+from penstock.schedules import get_schedule
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 
-
-class Both:
-    """True, of steps with a backward and of those without: equal to either."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, bool)
-
-    __hash__ = None  # type: ignore[assignment]  # it is equal to things that are not equal
-
-    def __repr__(self) -> str:
-        return "True"
+Format = Literal["compute_only", "compute_comms"]
+Cut: TypeAlias = "list[Value] | None"  # one entry a microbatch
+LossOptions: TypeAlias = "Mapping[str, Value] | None"  # what the loss function takes beside output and target
 
 
-class Parts(Orders):
-    """What a step is made of, and what a schedule does around the microbatches of stages that are driven by hand."""
+class Parts(Schedule):
+    """The order of a schedule, its own or what a program has set, and what a step is made of."""
+
+    _defer_pp_recv = False
+    _order = cached_property[OrderDict](lambda _: {})  # set or filled by a program; empty: the schedule's own
+    _own_order: OrderDict | None = None  # the schedule's own, once somebody has asked
+    _order_with_comms: OrderDict | None = None  # set by a program
+    _given_plan: Plan | None = None
+
+    rank = cached_property[int](lambda self: self.stages[0].group_rank)
+    pp_group_size = cached_property[int](lambda self: self.stages[0].group_size)
+    n_local_stages = cached_property[int](lambda self: len(self.stages))  # on each rank
+    _num_stages = cached_property[int](lambda self: self.stages[0].num_stages)
+
+    def _forget_plan(self) -> None:
+        """The order has changed: what was derived from it is made again."""
+        for name in ("plan", "_programs", "_by_hand"):
+            vars(self).pop(name, None)
+
+    def run_plan(self, plan: Plan) -> None:
+        """Go on under another plan, which takes the place of an order that was set, or that a subclass makes."""
+        with self._transport.called("run_plan()"):
+            before = dict(vars(self))
+            for name in ("_order", "_own_order", "_order_with_comms", "stage_index_to_group_rank"):
+                vars(self).pop(name, None)
+            try:
+                super().run_plan(plan)  # held against the stages, which an order that was set would hide
+            except BaseException:
+                vars(self).update(before)
+                raise
+            self._forget_plan()
+            self._tell_stages()
+
+    def make_plan(self) -> Plan:
+        """That of the order which a program has set, or which a subclass makes, or else the schedule's own."""
+        order: Order | None = self._order_with_comms or self._order
+        makes = not order and self._given_plan is None
+        if makes and is_overridden(self, "_get_pipeline_order"):
+            order = self._get_pipeline_order()
+        if makes and not order and is_overridden(self, "_calculate_single_rank_operations"):
+            order = {rank: self._calculate_single_rank_operations(rank) for rank in range(self.pp_group_size)}
+        if not order and is_overridden(self, "_step_microbatches") and not self._has_own_plan():
+            # Nothing is said of the order: any that has these messages will do.
+            return self._made("gpipe" if self.n_local_stages == 1 else "loopedbfs")
+        return self._plan_of(order) if order else super().make_plan()
+
+    def _made(self, recipe: str) -> Plan:
+        return get_schedule(recipe)(self.pp_group_size, self.num_microbatches, stages_per_rank=self.n_local_stages)
+
+    @property
+    def pipeline_order(self) -> OrderDict:
+        """What each rank computes, in which order. May be set, or filled rank by rank, before the first step."""
+        if self._order or not self._has_own_plan():
+            return self._order
+        if self._own_order is None:
+            plan = self.make_plan() if self._order_with_comms is None else super().make_plan()
+            self._own_order = dict(enumerate(map(named, plan.codes)))
+        return self._own_order
+
+    @pipeline_order.setter
+    def pipeline_order(self, order: OrderDict) -> None:
+        self._order = order
+        self._order_with_comms = None
+        self._forget_plan()
+
+    def _has_own_plan(self) -> bool:
+        own = self.recipe is not None or self._given_plan is not None
+        return own or is_overridden(self, "_get_pipeline_order", "_calculate_single_rank_operations")
+
+    def _get_pipeline_order(self) -> OrderDict | None:
+        """A subclass may give its order here."""
+        if self._order or (self.recipe is None and self._given_plan is None):
+            return self._order or None
+        return dict(enumerate(map(named, super().make_plan().codes)))
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[NamedAction | None]:
+        """A subclass may give the order of each rank here.
+
+        Programs that only want to look make the object without its constructor and set the sizes on it.
+        """
+        if "stages" in vars(self) and "_binding" in vars(self):
+            return (Parts._get_pipeline_order(self) or {})[rank]
+        return named(self._made(self.recipe or "").codes[rank])
+
+    def _plan_of(self, order: Order) -> Plan:
+        """The plan of an order. A plan frees in the end what it has gathered; an order need not say so."""
+        kind = ComputationType.RESHARD
+        rows = {
+            rank: [*row, *(NamedAction(stage, kind) for stage in sorted(gathered_at_the_end(row, (kind,))))]
+            for rank, row in order.items()
+        }
+        return plan_of(rows, num_microbatches=self.num_microbatches, num_stages=self._num_stages)
+
+    @property
+    def pipeline_order_with_comms(self) -> OrderDict:
+        """The same with messages and care of parameters. If it is set, it is run as it is."""
+        if self._order_with_comms is not None:
+            return self._order_with_comms
+        rank_of = self.stage_index_to_group_rank.__getitem__
+        cared = {
+            rank: passes.add_reduce_grad(passes.add_unshard_reshard(row), self.num_microbatches)
+            for rank, row in self.pipeline_order.items()
+        }
+        lowered = passes.add_send_recv(cared, rank_of, self._num_stages)
+        return passes.defer_recv_ops(lowered, rank_of) if self._defer_pp_recv else lowered
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, order: OrderDict | None) -> None:
+        self._order_with_comms = order
+        self._forget_plan()
+
+    @cached_property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """Which rank holds which stage, as far as it is known without a plan. A program that knows better sets it."""
+        size = self.pp_group_size
+        per_rank, rest = divmod(self._num_stages, size)
+        if self._given_plan is not None:
+            return dict(enumerate(self._given_plan.placement.ranks))
+        if self.recipe is None or rest:
+            return {stage: stage % size for stage in range(self._num_stages)}
+        recipe = get_schedule(self.recipe)
+        return dict(enumerate(recipe.place(recipe.sizes(size, self.num_microbatches, per_rank)).ranks))
+
+    def _tell_stages(self) -> None:
+        for stage in self.stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank  # type: ignore[attr-defined]
+
+    def _validate_and_set_stage_mapping(self, actions: Order) -> None:
+        """Check an order and take the placement of the stages from it."""
+        sizes = self.pp_group_size, self._num_stages, self.num_microbatches
+        self.stage_index_to_group_rank = passes.validate_schedule(actions, *sizes)
+        self._tell_stages()
+
+    def _prepare_schedule_with_comms(self, actions: OrderDict, format: Format = "compute_only") -> None:  # noqa: A002
+        """Run these actions: as they are, or, if they are computations only, with messages added."""
+        _check_format(format)
+        for rank, row in actions.items():
+            for at, action in enumerate(row):
+                if format == "compute_only" and action is not None and not action.is_compute_op:
+                    raise PlanError(
+                        f"rank {rank}, position {at}: {action} is no computation; give compute_only orders without messages, "
+                        "or write format='compute_comms'"
+                    )
+                if format == "compute_comms" and action is None:
+                    raise IncompleteError(
+                        f"rank {rank}, position {at} is idle; a compute_comms order has no idle slots"
+                    )
+        self._validate_and_set_stage_mapping(actions)
+        if format == "compute_comms":
+            self.pipeline_order_with_comms = {rank: list(row) for rank, row in actions.items()}
+        else:
+            self.pipeline_order = actions
+
+    def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:  # noqa: A002
+        """Run the order in a file: one row a rank, one action a cell, blank cells are idle."""
+        with Path(filename).open(newline="", encoding="utf-8") as file:
+            rows = {rank: [NamedAction.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))}
+        self._prepare_schedule_with_comms(rows, format)
+
+    def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:  # noqa: A002
+        """Write the order to a file that `_load_csv` reads."""
+        _check_format(format)
+        order = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
+        with Path(filename).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([order[rank] for rank in sorted(order)])
+
+    def _simulate(self) -> OrderDict:
+        """The order with its messages, slot by slot."""
+        rank_of = self.stage_index_to_group_rank.__getitem__
+        return passes.simulate_comms_compute(self.pipeline_order_with_comms, rank_of, self._num_stages)
+
+    # -- the parts of a step
 
     _internal_losses = cached_property[list[Tensor | None]](lambda _: [])
     # The share of each microbatch in the batch, while a step runs.
@@ -46,12 +214,12 @@ class Parts(Orders):
 
     def _step_microbatches(
         self,
-        arg_mbs: list[Value] | None = None,
-        kwarg_mbs: list[Value] | None = None,
-        target_mbs: list[Value] | None = None,
+        arg_mbs: Cut = None,
+        kwarg_mbs: Cut = None,
+        target_mbs: Cut = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
-        loss_kwargs: Mapping[str, Value] | None = None,
+        loss_kwargs: LossOptions = None,
     ) -> Value:
         """One step over a batch that is cut already. A subclass that overrides it drives the stages itself."""
         lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
@@ -101,11 +269,7 @@ class Parts(Orders):
         return merge_chunks(output_chunks, self._specs.output)
 
     def _check_inputs(
-        self,
-        arg_mbs: list[Value] | None = None,
-        kwarg_mbs: list[Value] | None = None,
-        target_mbs: list[Value] | None = None,
-        losses: list[Tensor] | None = None,
+        self, arg_mbs: Cut = None, kwarg_mbs: Cut = None, target_mbs: Cut = None, losses: list[Tensor] | None = None
     ) -> tuple[list[Value], list[Value]]:
         """Each list must be one, of one entry a microbatch."""
         size = self.num_microbatches
@@ -118,7 +282,7 @@ class Parts(Orders):
             raise TypeError(f"losses must be a list, got {type(losses).__name__}")
         return [()] * size if arg_mbs is None else arg_mbs, [{}] * size if kwarg_mbs is None else kwarg_mbs
 
-    def _compute_loss(self, output: Value, target: Value, loss_kwargs: Mapping[str, Value] | None = None) -> Tensor:
+    def _compute_loss(self, output: Value, target: Value, loss_kwargs: LossOptions = None) -> Tensor:
         assert self.loss_fn is not None, "only asked for with a loss"
         return self.loss_fn(output, target, **(loss_kwargs or {}))
 
@@ -126,12 +290,7 @@ class Parts(Orders):
         return bool(stage.is_last and self.loss_fn is not None)
 
     def _maybe_compute_loss(
-        self,
-        stage: CoreStage,
-        output: Value,
-        target_mbs: Value,
-        mb_index: int,
-        loss_kwargs: Mapping[str, Value] | None = None,
+        self, stage: CoreStage, output: Value, target_mbs: Value, mb_index: int, loss_kwargs: LossOptions = None
     ) -> None:
         """On the last stage, with a loss: compute and keep it."""
         if self._should_compute_loss(stage) and target_mbs is not None:
@@ -162,130 +321,18 @@ class Parts(Orders):
             losses[:] = [loss.detach().clone() for loss in kept]
         self._internal_losses.clear()
 
-    _adjacent_only = False  # whether stages that are driven by hand talk with their neighbours alone
-    _backward_wanted: bool | None = None
-    _knows_shapes = False  # a program has seen to it that the stages know their shapes
-    _drives_by_hand: bool  # whether steps go through the stages' own methods
-    unsharded_stages = cached_property[set[int]](lambda _: set())
 
-    @property
-    def _has_backward(self) -> bool:
-        """Whether `step` differentiates: with a loss it does, unless a program says otherwise."""
-        return self.loss_fn is not None if self._backward_wanted is None else self._backward_wanted
+def _check_format(format: str) -> None:  # noqa: A002  torch's word
+    if format not in ("compute_only", "compute_comms"):
+        raise NotImplementedError(f"format={format!r}; expected 'compute_only' or 'compute_comms'")
 
-    @_has_backward.setter
-    def _has_backward(self, wanted: bool) -> None:
-        self._backward_wanted = wanted
 
-    # -- before the first microbatch: the stages learn what they receive
-
-    def _prepare_forward(self, stage: _PipelineStageBase, handed: Value, context: PipelineContext) -> None:
-        args, kwargs = (context.arg_mbs or [()])[0], (context.kwarg_mbs or [{}])[0]
-        leaves = leaves_of((self._order_with_comms or self.pipeline_order).values())
-        halves = (leaf for leaf in leaves if leaf.computation_type is ComputationType.BACKWARD_INPUT)
-        stage._splits = any(half.stage_index == stage.stage_index for half in halves)
-        stage._model_args = args
-        if not self._knows_shapes:
-            given = args if stage.is_first else handed
-            stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self._has_backward)
-
-    def _prepare_backward(self, context: PipelineContext, loss_kwargs: Value) -> None:
-        received: object = None
-        for stage in reversed(self.stages) if self._has_backward and not self._knows_shapes else ():
-            received = stage._prepare_backward_infra(  # type: ignore[attr-defined]
-                self.num_microbatches,
-                loss_fn=self.loss_fn,
-                target=None if context.target_mbs is None else context.target_mbs[0],
-                received_grad_meta=received,
-                loss_kwargs=loss_kwargs,
-            )
-        if self._adjacent_only:
-            self._validate_adjacent_stage_communication()
-
-    def _warmup_p2p(self, stages: Sequence[object], has_backward: bool, p2p_done: bool) -> None:
-        """Before stages that are driven by hand learn what they receive: whether their user has said it all. Programs put a
-        vote of their own in its place. Connections need no warming up: they are there before the first step.
-        """
-        for stage in stages:
-            if isinstance(stage, PipelineStage):
-                dynamic = InferenceMode.needs_dynamic(stage._user_meta, has_backward)
-                stage._inference_mode = InferenceMode.DYNAMIC if dynamic else InferenceMode.STATIC
-
-    def _ready_modes(self) -> set[bool]:
-        """With and without a backward: the steps that begin at once, without asking stages first what their values look like.
-        Penstock's own always do.
-        """
-        if self._knows_shapes or not self._drives_by_hand:
-            return {True, False}
-        known = vars(self).get("_programs", {}).values()
-        return {one.setting.grad for one in known if isinstance(one, HandProgram) and one.saved}
-
-    @property
-    def _stages_forward_initialized(self) -> bool:
-        """Whether some steps begin at once: programs ask, since torch's stages run their module once more before others. A
-        program that has seen to that itself sets it; one that sets it to False has stages that are driven by hand learn their
-        shapes again, which they do by themselves when the shape of the input changes.
-        """
-        return bool(self._ready_modes())
-
-    @_stages_forward_initialized.setter
-    def _stages_forward_initialized(self, known: bool) -> None:
-        self._knows_shapes = known
-        if not known:
-            for stage in self.stages:
-                vars(stage).pop("_seen", None)
-            for program in vars(self).get("_programs", {}).values():
-                if isinstance(program, HandProgram):
-                    program.saved.clear()
-
-    @property
-    def _stages_backward_initialized(self) -> bool | Both:
-        """Programs compare it with whether the next step has a backward; if not equal, torch's stages learn their shapes anew."""
-        ready = self._ready_modes()
-        return Both() if len(ready) == 2 else True in ready
-
-    @_stages_backward_initialized.setter
-    def _stages_backward_initialized(self, known: bool) -> None:
-        self._stages_forward_initialized = known
-
-    _stage_forward_initialized, _stage_backward_initialized = _stages_forward_initialized, _stages_backward_initialized
-
-    def _validate_adjacent_stage_communication(self) -> None:
-        """Where a rank has several stages, only neighbours talk by hand: whoever hands over knows the next stage alone."""
-        for stage in self.stages:
-            index = stage.stage_index
-            received = stage.args_recv_info.get(0, ())  # type: ignore[attr-defined]
-            sources = {info.source for info in received if getattr(info, "source", None) is not None}
-            sent = stage.act_send_info.values()  # type: ignore[attr-defined]
-            targets = {there for places in sent for there in places if there is not None}
-            far = sorted((sources - {index - 1}) | (targets - {index + 1}))
-            if far:
-                raise RunError(
-                    f"stage {index} exchanges values with {far}, and stages driven by hand support adjacent-stage communication "
-                    "only; leave forward_one_chunk and its kin alone, and penstock's own steps send what skips stages too"
-                )
-
-    # -- parameters that are sharded
-
-    def _unshard(self, stage: _PipelineStageBase) -> None:
-        if stage._adapter.sharded:
-            stage._adapter.unshard()
-            self.unsharded_stages.add(stage.stage_index)
-
-    def _reshard(self, stage: _PipelineStageBase) -> None:
-        if stage._adapter.sharded:
-            stage._adapter.reshard()
-            self.unsharded_stages.discard(stage.stage_index)
-
-    def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
-        """A function that computes by itself asks here whether the parameters of its stage are gathered."""
-        index = stage.stage_index
-        if stage._adapter.sharded and index not in self.unsharded_stages:
-            raise AssertionError(f"stage {index} is sharded; expected {index}UNSHARD before its parameters are used")
-
-    def _gather_again(self) -> None:
-        """After a step, which ends with everything sharded: gather what the order leaves gathered."""
-        freed = (ComputationType.RESHARD, ComputationType.REDUCE_GRAD)  # the reduction ends with freeing them
-        left = gathered_at_the_end((self._order_with_comms or {}).get(self.rank, ()), freed)
-        for stage in self.stages:
-            call_on(stage.submod.modules() if stage.stage_index in left else (), "unshard")
+def gathered_at_the_end(row: Sequence[NamedAction | None], freed: Sequence[ComputationType]) -> set[int]:
+    """The stages of a row that are gathered and, by actions of the kinds in `freed`, not freed again."""
+    gathered: set[int] = set()
+    for action in row:
+        if action is not None and action.computation_type is ComputationType.UNSHARD:
+            gathered.add(action.stage_index)
+        elif action is not None and action.computation_type in freed:
+            gathered.discard(action.stage_index)
+    return gathered

@@ -15,15 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from penstock.batch import split_target
-from penstock.compat._by_hand import HAND, MEET, HandPrograms, is_driven_by_hand
+from penstock.compat._by_hand import HAND, MEET, HandProgram, HandPrograms, is_driven_by_hand
 from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._infer import PipelineStage
-from penstock.compat._metadata import is_strided
-from penstock.compat._orders import ComputationType
-from penstock.compat._parts import Parts
+from penstock.compat._metadata import InferenceMode, is_strided
+from penstock.compat._orders import ComputationType, leaves_of
+from penstock.compat._parts import Parts, gathered_at_the_end
 from penstock.compat._siblings import is_overridden, renamed
-from penstock.compat._stage_base import _PipelineStageBase
-from penstock.errors import PlanError
+from penstock.compat._stage_base import _PipelineStageBase, call_on
+from penstock.errors import PlanError, RunError
 from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.binding import FORWARD, TRAIN
@@ -45,6 +45,18 @@ def _spec(field: str) -> object:
     )
 
 
+class Both:
+    """True, of steps with a backward and of those without: equal to either."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, bool)
+
+    __hash__ = None  # type: ignore[assignment]  # it is equal to things that are not equal
+
+    def __repr__(self) -> str:
+        return "True"
+
+
 class _PipelineSchedule(Parts):
     """Stages and an order, ready to train, with everything that programs find on torch's schedules."""
 
@@ -57,6 +69,7 @@ class _PipelineSchedule(Parts):
     bwd_recv_ops = cached_property[Receives](lambda _: {})
     # Of functions of the program's own.
     unshard_ops = cached_property[dict[int, list[object]]](lambda _: defaultdict(list))
+    unsharded_stages = cached_property[set[int]](lambda _: set())
     _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = map(_spec, ("args", "kwargs", "output"))
 
     def __init__(self, *args: Value, **options: Value) -> None:
@@ -122,7 +135,7 @@ class _PipelineSchedule(Parts):
         return bool(mine) or any(map(is_driven_by_hand, self.stages))
 
     @property
-    def _drives_by_hand(self) -> bool:  # type: ignore[override]
+    def _drives_by_hand(self) -> bool:
         return self._by_hand or self._needs_hands()
 
     def _mode(self, *, train: bool) -> int:
@@ -229,7 +242,6 @@ class _PipelineSchedule(Parts):
         self._loss_weights = inputs.weights
         self._internal_losses.clear()
         self.backward_counter.clear()
-        self.unsharded_stages.clear()
         self._tell_stages()
 
     def _end_step(self) -> None:
@@ -281,3 +293,117 @@ class _PipelineSchedule(Parts):
         with self._transport.alone("_initialize_stages()"):
             runner = self._connect(train=self._trains)
             runner.step(self._programs, HAND + MEET + (TRAIN if self._trains else FORWARD), Prepared(inputs))
+
+    _adjacent_only = False  # whether stages that are driven by hand talk with their neighbours alone
+    _backward_wanted: bool | None = None
+    _knows_shapes = False  # a program has seen to it that the stages know their shapes
+
+    @property
+    def _has_backward(self) -> bool:
+        """Whether `step` differentiates: with a loss it does, unless a program says otherwise."""
+        return self.loss_fn is not None if self._backward_wanted is None else self._backward_wanted
+
+    @_has_backward.setter
+    def _has_backward(self, wanted: bool) -> None:
+        self._backward_wanted = wanted
+
+    # -- before the first microbatch: the stages learn what they receive
+
+    def _prepare_forward(self, stage: _PipelineStageBase, handed: Value, context: PipelineContext) -> None:
+        args, kwargs = (context.arg_mbs or [()])[0], (context.kwarg_mbs or [{}])[0]
+        leaves = leaves_of((self._order_with_comms or self.pipeline_order).values())
+        stage._splits = any(leaf.computation_type is ComputationType.BACKWARD_INPUT for leaf in leaves)
+        stage._model_args = args
+        if not self._knows_shapes:
+            given = args if stage.is_first else handed
+            stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self._has_backward)
+
+    def _prepare_backward(self, context: PipelineContext, loss_kwargs: Value) -> None:
+        received: object = None
+        for stage in reversed(self.stages) if self._has_backward and not self._knows_shapes else ():
+            received = stage._prepare_backward_infra(  # type: ignore[attr-defined]
+                self.num_microbatches,
+                loss_fn=self.loss_fn,
+                target=None if context.target_mbs is None else context.target_mbs[0],
+                received_grad_meta=received,
+                loss_kwargs=loss_kwargs,
+            )
+        if self._adjacent_only:
+            self._validate_adjacent_stage_communication()
+
+    def _warmup_p2p(self, stages: Sequence[object], has_backward: bool, p2p_done: bool) -> None:
+        """Before stages that are driven by hand learn what they receive: whether their user has said it all. Programs put a
+        vote of their own in its place. Connections need no warming up: they are there before the first step.
+        """
+        for stage in stages:
+            if isinstance(stage, PipelineStage):
+                dynamic = InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+                stage._inference_mode = InferenceMode.DYNAMIC if dynamic else InferenceMode.STATIC
+
+    def _ready_modes(self) -> set[bool]:
+        """With and without a backward: the steps that begin at once, without asking stages first what their values look like.
+        Penstock's own always do.
+        """
+        if self._knows_shapes or not self._drives_by_hand:
+            return {True, False}
+        known = vars(self).get("_programs", {}).values()
+        return {one.setting.grad for one in known if isinstance(one, HandProgram) and one.saved}
+
+    @property
+    def _stages_forward_initialized(self) -> bool:
+        """Whether some steps begin at once: programs ask, since torch's stages run their module once more before others. A
+        program that has seen to that itself sets it; one that sets it to False has stages that are driven by hand learn their
+        shapes again, which they do by themselves when the shape of the input changes.
+        """
+        return bool(self._ready_modes())
+
+    @_stages_forward_initialized.setter
+    def _stages_forward_initialized(self, known: bool) -> None:
+        self._knows_shapes = known
+        if not known:
+            for stage in self.stages:
+                vars(stage).pop("_seen", None)
+            for program in vars(self).get("_programs", {}).values():
+                if isinstance(program, HandProgram):
+                    program.saved.clear()
+
+    @property
+    def _stages_backward_initialized(self) -> bool | Both:
+        """Programs compare it with whether the next step has a backward; if not equal, torch's stages learn their shapes anew."""
+        ready = self._ready_modes()
+        return Both() if len(ready) == 2 else True in ready
+
+    @_stages_backward_initialized.setter
+    def _stages_backward_initialized(self, known: bool) -> None:
+        self._stages_forward_initialized = known
+
+    _stage_forward_initialized, _stage_backward_initialized = _stages_forward_initialized, _stages_backward_initialized
+
+    def _validate_adjacent_stage_communication(self) -> None:
+        """Where a rank has several stages, only neighbours talk by hand: whoever hands over knows the next stage alone."""
+        for stage in self.stages:
+            index = stage.stage_index
+            received = stage.args_recv_info.get(0, ())  # type: ignore[attr-defined]
+            sources = {info.source for info in received if getattr(info, "source", None) is not None}
+            sent = stage.act_send_info.values()  # type: ignore[attr-defined]
+            targets = {there for places in sent for there in places if there is not None}
+            far = sorted((sources - {index - 1}) | (targets - {index + 1}))
+            if far:
+                raise RunError(
+                    f"stage {index} exchanges values with {far}, and stages driven by hand support adjacent-stage communication "
+                    "only; leave forward_one_chunk and its kin alone, and penstock's own steps send what skips stages too"
+                )
+
+    # -- parameters that are sharded
+
+    def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
+        """A function that computes by itself asks here whether the parameters of its stage are gathered. They are: an UNSHARD is
+        done when its action is over, and what an order says nothing of is gathered by FSDP itself.
+        """
+
+    def _gather_again(self) -> None:
+        """After a step, which ends with everything sharded: gather what the order leaves gathered."""
+        freed = (ComputationType.RESHARD, ComputationType.REDUCE_GRAD)  # the reduction ends with freeing them
+        left = gathered_at_the_end((self._order_with_comms or {}).get(self.rank, ()), freed)
+        for stage in self.stages:
+            call_on(stage.submod.modules() if stage.stage_index in left else (), "unshard")

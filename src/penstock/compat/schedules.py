@@ -13,7 +13,7 @@ from penstock import run
 from penstock.batch import TensorChunkSpec
 from penstock.compat._orders import ComputationType as _ComputationType
 from penstock.compat._orders import NamedAction as _Action
-from penstock.compat._pipeline_order import Format
+from penstock.compat._parts import Format
 from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
 from penstock.compat._stage_base import _PipelineStageBase
