@@ -126,10 +126,11 @@ class Reader:
         except PlanError as error:
             raise ParseError(f"{whole}: {error}") from None
         self.check(placement, homes)
-        ends = {tuple(sorted((stage_of(code), peer_of(code)))) for code in self.seen if code & OP in _ACTIVATIONS}
+        ends = {(stage_of(code), peer_of(code)) for code in self.seen if code & OP in _ACTIVATIONS}
+        edges = [(min(both), max(both)) for both in ends]
         return Plan(
             placement,
-            self.graph or StageGraph.chain(placement.num_stages, ends),  # a chain, plus the skips of messages
+            self.graph or StageGraph.chain(placement.num_stages, edges),  # a chain, plus the skips of messages
             self.num_microbatches or max(map(microbatch_of, self.seen), default=0) + 1,
             codes,
             self.name,

@@ -48,7 +48,7 @@ for _recipe in (
     _several(
         "zb-gis",
         "generalised interleaved, smallest groups, zero bubble",
-        partial(generalised_interleaved.rank_actions, zero_bubble=True),
+        generalised_interleaved.zero_bubble_actions,
     ),
 ):
     register(_recipe)

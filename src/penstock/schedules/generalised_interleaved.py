@@ -48,3 +48,8 @@ def rank_actions(sizes: Sizes, rank: int, *, group: int | None = None, zero_bubb
     taken = [(begin, group) for begin in range(0, sizes.num_microbatches, group)]
     actions = in_turn(sizes, rank, taken, owed=rank if zero_bubble else 0)
     return actions if sizes.num_microbatches % group == 0 else below(sizes.num_microbatches, actions)
+
+
+def zero_bubble_actions(sizes: Sizes, rank: int) -> list[int]:
+    """The smallest groups, weight work where the rank would wait."""
+    return rank_actions(sizes, rank, zero_bubble=True)
