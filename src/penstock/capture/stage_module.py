@@ -83,7 +83,10 @@ class StageModule(nn.Module):
                 f"the model has a parameter or buffer called {name!r}, a name that stages use; rename it"
             )
         owner, leaf = owner_of(self, name, make=True)
-        (owner._parameters if isinstance(value, nn.Parameter) else owner._buffers)[leaf] = value
+        if isinstance(value, nn.Parameter):
+            owner._parameters[leaf] = value
+        else:
+            owner._buffers[leaf] = value
         if not persistent:
             owner._non_persistent_buffers_set.add(leaf)
 
