@@ -25,7 +25,7 @@ from penstock.capture.arguments import InputTable, batch_dims, given_dims
 from penstock.capture.cutter import Cut
 from penstock.capture.export import Example, Traced, device_of, has_no_data, skeleton_of
 from penstock.capture.layer_costs import profile_layers
-from penstock.capture.marks import Mark, SplitPoint, remembered, submodule
+from penstock.capture.marks import Mark, SplitPoint, points_of
 from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import MultiUseParameterConfig, Pipe, PipeInfo, find_loss
 from penstock.capture.retrace import Retracer
@@ -94,7 +94,7 @@ def pipeline(
         skeleton=skeleton_of(module, device),
         example=Example(table, list(map(_without_data, leaves, table.names)), dims, device),
         fall_back=dynamic_shapes is None,
-        points={} if num_stages is not None else _points(module, split_spec or {}),
+        points={} if num_stages is not None else points_of(module, split_spec or {}),
         names=StateNames.of(module),
         transmit=multi_use_param_spec is MultiUseParameterConfig.TRANSMIT,
         carry=arguments_from_first,
@@ -148,16 +148,6 @@ def _assembled(
         **facts,
     )
     return Pipe(stages, info)
-
-
-def _points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> dict[str, frozenset[SplitPoint]]:
-    points = remembered(module)
-    for name, point in spec.items():
-        if not isinstance(point, SplitPoint):
-            raise CaptureError(f"split_spec[{name!r}] is {point!r}; write SplitPoint.BEGINNING or SplitPoint.END")
-        submodule(module, name)
-        points[name] = points.get(name, frozenset()) | {point}
-    return points
 
 
 def _without_data(leaf: object, name: str) -> torch.Tensor:

@@ -99,9 +99,15 @@ def annotate_split_points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> 
         _annotated[target] = _annotated.get(target, frozenset()) | {point}
 
 
-def remembered(module: nn.Module) -> dict[str, frozenset[SplitPoint]]:
-    """The cuts remembered for the submodules of `module`, by name."""
-    return {name: _annotated[child] for name, child in module.named_modules() if child in _annotated}
+def points_of(module: nn.Module, spec: Mapping[str, SplitPoint]) -> Points:
+    """The cuts remembered for the submodules of `module`, and those of a spec."""
+    points = {name: _annotated[child] for name, child in module.named_modules() if child in _annotated}
+    for name, point in spec.items():
+        if not isinstance(point, SplitPoint):
+            raise CaptureError(f"split_spec[{name!r}] is {point!r}; write SplitPoint.BEGINNING or SplitPoint.END")
+        submodule(module, name)
+        points[name] = points.get(name, frozenset()) | {point}
+    return points
 
 
 def submodule(module: nn.Module, name: str) -> nn.Module:

@@ -69,7 +69,7 @@ class Layer:
         if self.loss_index is not None and loss_fn is None:
             return ([value for value in results if isinstance(value, Tensor)][self.loss_index],)
         if loss_fn is not None and target is not None:
-            return (loss_fn(self.module.build_output(results), moved(target, self.setting.device)),)
+            return (loss_fn(self.module.model_output(values, results), moved(target, self.setting.device)),)
         return results
 
     def measure(self) -> Measured:

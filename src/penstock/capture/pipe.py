@@ -257,7 +257,8 @@ class Pipe(nn.Module):
         values = self._info.inputs.bind(args, kwargs)
         *earlier, last = map(self.get_stage_module, range(self.num_stages))
         run_stages(earlier, values)
-        return last.model_output([values[wire.name] for wire in last.inputs])
+        given = [values[wire.name] for wire in last.inputs]
+        return last.model_output(given, last.run(given))
 
     def state_dict(self, *args: Value, **kwargs: Value) -> dict[str, Value]:  # type: ignore[override]
         """The tensors of all stages, under the names of the user's model."""

@@ -113,9 +113,9 @@ class StageModule(nn.Module):
             return results[0] if len(results) == 1 else results
         return results if self.stage_index < self.num_stages - 1 else self._pieces[key].model_output(results)
 
-    def model_output(self, values: Sequence[object]) -> Value:
-        """What the model returns, out of the inputs of the last stage."""
-        return self._pieces[self._key_of(values)].model_output(self.run(values))
+    def model_output(self, values: Sequence[object], results: Sequence[object]) -> Value:
+        """What the model returns, out of what the last stage was given and gave."""
+        return self._pieces[self._key_of(values)].model_output(results)
 
     def run(self, values: Sequence[object]) -> tuple[Value, ...]:
         """The outputs, in the order of ``outputs``."""
@@ -165,10 +165,6 @@ class StageModule(nn.Module):
             if not wanted:
                 now = ", ".join(f"{name} = {size}" for name, size in sizes.items())
                 raise ShapeError(f"the model was captured for sizes with {broken[0].text}; this call has {now}")
-
-    def build_output(self, values: Sequence[object]) -> Value:
-        """What the model returns, out of the outputs of the last stage."""
-        return self._pieces[self.mode].model_output(values)
 
     def train(self, mode: bool = True) -> StageModule:
         """Switch to the graph of that mode, tracing it first if need be."""
