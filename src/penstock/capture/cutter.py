@@ -138,8 +138,7 @@ class _Part:
         self.bodies: dict[str, OperatorGraph] = {}
         self.states: dict[str, None] = {}
         self.constants: dict[str, torch.Tensor] = {}
-        self.values: dict[fx.Node, fx.Node] = {}
-        self.attributes: dict[str, fx.Node] = {}
+        self.values: dict[fx.Node | str, fx.Node] = {}  # of the whole graph, and attributes by their names
         self.outputs = [v for v in cutter.flat.outputs if isinstance(v, fx.Node) and k == cutter.placed.num_stages - 1]
         self._find_needs(cutter.placed.stage)
 
@@ -250,9 +249,9 @@ class _Part:
         return made
 
     def _attribute(self, name: str) -> fx.Node:
-        if name not in self.attributes:
-            self.attributes[name] = self.graph.create_node("get_attr", name)
-        return self.attributes[name]
+        if name not in self.values:
+            self.values[name] = self.graph.create_node("get_attr", name)
+        return self.values[name]
 
 
 def module_path(node: fx.Node) -> str:

@@ -130,12 +130,7 @@ class Layer:
 
     def _times(self) -> tuple[float, float, float, float]:
         """Seconds of the forward, of both passes of a split backward, and of a full one."""
-
-        def inputs() -> tuple[Value, ...]:
-            self._forget()
-            return tuple(self.inputs)
-
-        at = [clock(self.setting.device) for _ in self._passes(inputs)]
+        at = [clock(self.setting.device) for _ in self._passes(self._forget)]
         self._forget()
         return at[1] - at[0], at[3] - at[2], at[5] - at[4], at[9] - at[8]
 
@@ -156,10 +151,12 @@ class Layer:
         self._forget()
         return now[4], most[7] - now[6], most[9] - now[8], most[3] - now[2], most[5] - now[4]
 
-    def _forget(self) -> None:
+    def _forget(self) -> tuple[Value, ...]:
+        """Let go of results and gradients, so that the inputs, which come back, are as they were."""
         self.last = ()
         for tensor in (*self.module.parameters(), *(v for v in self.inputs if isinstance(v, Tensor))):
             tensor.grad = None
+        return tuple(self.inputs)
 
 
 def saved_by(call: Callable[[], object]) -> dict[int, Tensor]:

@@ -162,7 +162,7 @@ class Retracer:
             raise CaptureError(
                 f"{when} the model falls into {len(cut.pieces)} stages, not {len(base.pieces)}; {instead}"
             )
-        shapes = [leaf.shape for leaf in self._example(fixed).leaves]
+        shapes, partners = [leaf.shape for leaf in self._example(fixed).leaves], self.partners()
         for k, (old, new) in enumerate(zip(base.pieces, cut.pieces, strict=True)):
             last = new is cut.pieces[-1]
             if not same_wires(old.inputs, new.inputs) or not (last or same_wires(old.outputs, new.outputs)):
@@ -172,17 +172,14 @@ class Retracer:
                     f"{when} stage {k} takes ({_listed(new.inputs)}) and gives ({_listed(new.outputs)}); it was captured "
                     f"with ({_listed(old.inputs)}) and ({_listed(old.outputs)}); {instead}"
                 )
-            if self._unseen(k, fixed) and work(base.placed, shapes, k) != work(cut.placed, shapes, k):
+            # Can it know of these sizes, by its own inputs or as those of one batch?
+            seen = {size for wire in self.cuts[self.key].pieces[k].inputs for size in wire.shape}
+            unseen = any(not seen & {name, *partners[name]} for name, _ in fixed)
+            if unseen and work(base.placed, shapes, k) != work(cut.placed, shapes, k):
                 raise CaptureError(
                     f"{when} stage {k} does other work, and sees that size in none of its inputs; {instead}"
                 )
         return cut
-
-    def _unseen(self, stage: int, fixed: Fixed) -> bool:
-        """Whether a stage cannot know of some of these sizes, neither by its own inputs nor as those of one batch."""
-        seen = {size for wire in self.cuts[self.key].pieces[stage].inputs for size in wire.shape}
-        partners = self.partners()
-        return any(not seen & {name, *partners[name]} for name, _ in fixed)
 
 
 def _listed(wires: Sequence[Wire]) -> str:
