@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 
 from penstock.balance import Profile, balance, leanest
+from penstock.capture.by_modules import even_cuts
 from penstock.errors import BalanceError, PlanError
-from penstock.front.choice import FREE, Choice, Machine, Tried, per_rank
+from penstock.front.choice import FREE, Choice, Machine, Tried
 from penstock.lower import divide
 from penstock.plan import Placement, Plan
 from penstock.schedules import Recipe, all_schedules, get_schedule
@@ -98,20 +98,14 @@ def candidates(profile: Profile, wishes: Wishes, tried: list[Tried]) -> Iterator
     """
     lean: dict[tuple[int, ...], tuple[int, ...]] = {}
     for plan in plans(wishes, len(profile.layers)):
-        uncut = Choice(
-            plan,
-            (),
-            profile,
-            machine=wishes.machine,
-            optimizer_bytes=wishes.optimizer_bytes,
-            microbatches=wishes.microbatches,
-        )
+        microbatches = wishes.microbatches
+        uncut = Choice(plan, (), profile, (), wishes.machine, wishes.optimizer_bytes, microbatches=microbatches)
         try:
             if plan.num_stages > len(profile.layers):
                 raise BalanceError(f"the model has only {len(profile.layers)} layers")
             quick = fastest_cut(uncut)
         except BalanceError as error:
-            tried.append(Tried(plan.name, per_rank(plan), None, why=str(error)))
+            tried.append(Tried.of(uncut, str(error)))
             continue
         yield quick
         if wishes.memory_limit is not None:
@@ -126,14 +120,7 @@ def fastest_cut(choice: Choice) -> Choice:
     them weighed as well, if the step is shorter with that.
     """
     plan, machine = choice.plan, choice.machine
-    cut = partial(
-        balance,
-        choice.profile,
-        plan.num_stages,
-        placement=plan.placement,
-        num_ranks=plan.num_ranks,
-        rank_times=machine.ranks,
-    )
+    cut = partial(balance, choice.profile, plan.num_stages, placement=plan.placement, rank_times=machine.ranks)
     cuts = [cut()]
     if any(link.bandwidth is not None for link in machine.links):
         cuts.append(cut(bandwidth=machine.bandwidth, links=machine.links))
@@ -150,22 +137,5 @@ def in_pieces(bare: Choice, wishes: Wishes) -> Iterator[Choice]:
     sizes = [layer.activation_to_input for layer in bare.profile.layers]
     for pieces in _PIECES if free and bare.num_stages == bare.plan.num_ranks else ():
         if all(stop - first >= pieces for first, stop in bare.bounds):
-            firsts = [first + cut for first, stop in bare.bounds for cut in _evenly(sizes[first:stop], pieces)]
+            firsts = [first + cut for first, stop in bare.bounds for cut in (0, *even_cuts(sizes[first:stop], pieces))]
             yield replace(bare, plan=divide(bare.plan, pieces), boundaries=tuple(firsts[1:]))
-
-
-def _evenly(sizes: Sequence[int], pieces: int) -> list[int]:
-    """Where pieces of a list begin, so that the largest sum is the smallest.
-
-    >>> _evenly([4, 1, 1, 2, 3, 1], 3), _evenly([0, 0, 9, 0], 4)
-    ([0, 1, 4], [0, 1, 2, 3])
-    """
-    sums = list(accumulate(sizes, initial=0))
-    # Up to each end: the largest of the pieces, and where they begin.
-    best = {end: (total, [0]) for end, total in enumerate(sums)}
-    for piece in range(1, pieces):
-        best = {
-            end: min((max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut]) for cut in range(piece, end))
-            for end in range(piece + 1, len(sums))
-        }
-    return best[len(sizes)][1]

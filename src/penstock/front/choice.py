@@ -87,13 +87,8 @@ def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Ma
         input_moment=moments[2],
         weight_moment=total("weight_peak"),  # all weights of a stage at once
         backward=None if full is None else tuple(sum(full[start:stop]) for start, stop in bounds),
-        latency=machine.latency,
-        bandwidth=machine.bandwidth,
         output_bytes=outputs,
-        overhead=machine.overhead,
-        posting=machine.posting,
-        links=machine.links,
-        ranks=machine.ranks,
+        **{name: getattr(machine, name) for name in ("latency", "bandwidth", "overhead", "posting", "links", "ranks")},
     )
 
 
@@ -132,19 +127,15 @@ def with_budgets(costs: Costs, budgets: Mapping[int, tuple[BudgetRows, float]]) 
         added[stage], longer[stage] = _saved(rows, budget, _room(costs, stage))
         held[stage] -= added[stage]
 
-    def more(values: Sequence[float] | None, by: Sequence[float]) -> tuple[float, ...] | None:
-        return None if values is None else tuple(map(sum, zip(values, by, strict=True)))
-
-    return replace(
-        costs,
-        held_to_input=tuple(held),
-        unmoved=None if costs.unmoved is None else tuple(map(min, costs.unmoved, held)),
-        backward_input=more(costs.backward_input, longer) or (),
-        backward=more(costs.backward, longer),
-        forward_moment=more(costs.forward_moment, added),
-        backward_moment=more(costs.backward_moment, added),
-        input_moment=more(costs.input_moment, added),
-    )
+    more = dict.fromkeys(("backward_input", "backward"), longer)
+    more |= dict.fromkeys(("forward_moment", "backward_moment", "input_moment"), added)
+    changed: dict[str, Value] = {
+        name: tuple(map(sum, zip(column, more[name], strict=True)))
+        for name, column in costs.columns().items()
+        if name in more
+    }
+    unmoved = None if costs.unmoved is None else tuple(map(min, costs.unmoved, held))
+    return replace(costs, held_to_input=tuple(held), unmoved=unmoved, **changed)
 
 
 def _room(costs: Costs, stage: int) -> float:
@@ -196,9 +187,13 @@ class Tried:
     why: str = ""
 
     @classmethod
-    def of(cls, choice: Choice) -> Tried:
-        plan, timeline = choice.plan, choice.timeline
-        return cls(plan.name, per_rank(plan), timeline.makespan, timeline.bubble_makespan, max(choice.memory))
+    def of(cls, choice: Choice, why_not: str = "") -> Tried:
+        """One that was simulated; or one that cannot be, and why."""
+        plan, found = choice.plan, None if why_not else choice.timeline
+        stages = -(-plan.num_stages // plan.num_ranks)  # of the fullest rank, if they are spread evenly
+        if found is None:
+            return cls(plan.name, stages, None, why=why_not)
+        return cls(plan.name, stages, found.makespan, found.bubble_makespan, max(choice.memory))
 
 
 @dataclass(frozen=True)
@@ -346,11 +341,6 @@ def _tuples(value: Value) -> Value:
     if isinstance(value, dict):
         return {key: _tuples(one) for key, one in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def per_rank(plan: Plan) -> int:
-    """How many stages the fullest rank has, if they are spread evenly."""
-    return -(-plan.num_stages // plan.num_ranks)
 
 
 def is_timed(profile: Profile) -> bool:

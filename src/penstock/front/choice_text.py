@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.balance.cuts import size_text
 from penstock.front.choice import Built, Choice
+from penstock.plan import Op
 from penstock.show.numbers import percent, time_text
 
 _SHOWN = 6  # candidates in the list
@@ -31,8 +32,7 @@ def stage_rows(choice: Choice) -> list[list[str]]:
     """The table of stages; the first row is its head."""
     rows = [["stage", "rank", "layers", "parameters", "forward", "backward", "activations", "sends"]]
     costs, layers = choice.costs, choice.profile.layers
-    both = [i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)]
-    backward = costs.backward or both
+    backward = [costs.time(Op.B, stage) for stage in range(costs.num_stages)]
     known = not choice.profile.metadata.get("estimated")
     for stage, (start, stop) in enumerate(choice.bounds):
         names = layers[start].name if stop - start == 1 else f"{layers[start].name} .. {layers[stop - 1].name}"

@@ -30,7 +30,7 @@ from penstock.balance import Profile
 from penstock.balance.cuts import size_text
 from penstock.errors import BalanceError, PlanError
 from penstock.front.candidates import Wishes, candidates, in_pieces
-from penstock.front.choice import FREE, Choice, Spared, Tried, is_timed, per_rank
+from penstock.front.choice import FREE, Choice, Spared, Tried, is_timed
 from penstock.front.choice_text import rank_rows, table
 from penstock.lower import offload, recompute
 from penstock.misfits import takes
@@ -181,8 +181,7 @@ class Fit:
         if self.fits:
             return Tried.of(self.choice)
         needs = ", ".join(f"rank {rank} {size_text(self.choice.memory[rank])}" for rank in self.over)
-        plan = self.choice.plan
-        return Tried(plan.name, per_rank(plan), None, why=f"needs more than the limit: {needs}")
+        return Tried.of(self.choice, f"needs more than the limit: {needs}")
 
     @property
     def spared(self) -> tuple[Spared, ...]:

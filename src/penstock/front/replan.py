@@ -306,14 +306,10 @@ def rank_times(choice: Choice, timelines: Sequence[Timeline]) -> tuple[float, ..
     plan = choice.plan
     known = stage_costs(choice.profile, choice.bounds, replace(choice.machine, ranks=None), plan.placement)
     measured = measured_costs(timelines, known)
-    ratios = [
-        sum(_of_stage(measured, stage) for stage in stages) / (sum(_of_stage(known, stage) for stage in stages) or 1.0)
-        for stages in map(plan.placement.stages_of, range(plan.num_ranks))
-    ]
+
+    def busy(costs: Costs, rank: int) -> float:
+        return sum(costs.time(Op.F, stage) + costs.time(Op.B, stage) for stage in plan.placement.stages_of(rank))
+
+    ratios = [busy(measured, rank) / (busy(known, rank) or 1.0) for rank in range(plan.num_ranks)]
     usual = statistics.median_low(ratios) or 1.0
     return tuple(round(ratio / usual, 3) for ratio in ratios)
-
-
-def _of_stage(costs: Costs, stage: int) -> float:
-    whole = costs.backward_input[stage] + costs.backward_weight[stage]
-    return costs.forward[stage] + (whole if costs.backward is None else costs.backward[stage])
