@@ -20,7 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as short
 
-from penstock.checkpoint.plain import num_bytes
 from penstock.dtypes import dtype_named
 from penstock.errors import RunError, StageError
 from penstock.misfits import fits
@@ -71,6 +70,10 @@ class SmallFile:
 
     size: int
     sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> SmallFile:
+        return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)
@@ -217,13 +220,14 @@ def check_entry(name: str, entry: Entry) -> None:
     """The parts make up the tensor, each element once, and each has bytes enough: no element is ever made up."""
     shape, dtype = entry.shape, dtype_named(entry.dtype)
     for part in entry.parts:
+        values = math.prod(part.shape) * dtype.itemsize
         if len(part.start) != len(shape) or len(part.shape) != len(shape):
             raise ValueError(f"{name} has {len(shape)} dimensions, and a part with {len(part.shape)}")
         if any(a + b > c for a, b, c in zip(part.start, part.shape, shape, strict=True)):
             raise ValueError(f"{name} is {list(shape)}, and a part of {list(part.shape)} begins at {list(part.start)}")
-        if max(part.data, 0) + num_bytes(part.shape, dtype) > part.length:
+        if max(part.data, 0) + values > part.length:
             raise ValueError(f"{name} has a part of {list(part.shape)} {entry.dtype} in {part.length} bytes")
-        if part.length > num_bytes(part.shape, dtype) + _RECORD:
+        if part.length > values + _RECORD:
             raise ValueError(f"{name} has {part.length:,} bytes for a part of {list(part.shape)} {entry.dtype}")
     if sum(math.prod(part.shape) for part in entry.parts) != math.prod(shape):
         raise ValueError(f"the parts of {name} do not make up {list(shape)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from penstock.checkpoint.kept import Disk
 from penstock.checkpoint.manifest import Damaged, Entry, Part
-from penstock.checkpoint.plain import num_bytes
 from penstock.dtypes import dtype_named
 from penstock.errors import StageError
 
@@ -122,24 +122,19 @@ def read_part(folder: Path, part: Part, dtype: str) -> Tensor:
     except (OSError, MemoryError) as error:
         raise Damaged(f"{file} cannot be read: {str(error) or 'not enough memory'}") from error
     if not part.sha256:
-        return _checked(file, load_tensors(io.BytesIO(record), f"{file} cannot be read"), part.shape, kind)
+        found = load_tensors(io.BytesIO(record), f"{file} cannot be read")
+        if not isinstance(found, Tensor) or found.layout is not torch.strided or not found.is_cpu:
+            raise StageError(f"{file} holds a {type(found).__name__} where a plain tensor should be")
+        if tuple(found.shape) != part.shape or found.dtype is not kind:
+            raise StageError(f"{file}: a part is {found.dtype} {list(found.shape)}, not {kind} {list(part.shape)}")
+        return found.detach()
     if got != part.length or hashlib.sha256(record).hexdigest() != part.sha256:
         raise Damaged(
             f"{file} is damaged: bytes {part.offset} to {part.offset + part.length} are not those that were written"
         )
-    if not num_bytes(part.shape, kind):
+    if not (count := math.prod(part.shape)):
         return torch.empty(part.shape, dtype=kind)
-    count = num_bytes(part.shape, kind) // kind.itemsize
     return torch.frombuffer(record, dtype=kind, count=count, offset=part.data).reshape(part.shape)
-
-
-def _checked(file: Path, found: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What a record of torch's holds, which has no digest."""
-    if not isinstance(found, Tensor) or found.layout is not torch.strided or not found.is_cpu:
-        raise StageError(f"{file} holds a {type(found).__name__} where a plain tensor should be")
-    if tuple(found.shape) != shape or found.dtype is not dtype:
-        raise StageError(f"{file}: a part is {found.dtype} {list(found.shape)}, not {dtype} {list(shape)}")
-    return found.detach()
 
 
 def load_tensors(source: Path | io.BytesIO, problem: str, advice: str = "") -> object:

@@ -9,7 +9,6 @@ scheduler.load_state_dict(decode(json.loads(text)))
 from __future__ import annotations
 
 import base64
-import math
 from collections import Counter, OrderedDict, deque
 
 import torch
@@ -100,7 +99,3 @@ def _array(kind: str, dtype: str, shape: list[int], data: str) -> object:
 def _bytes_of(tensor: torch.Tensor) -> str:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     return base64.b64encode(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"").decode()
-
-
-def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize

@@ -99,7 +99,7 @@ class _Record:
 
 
 class _Global(str):
-    """The name of a class or function; only a name."""
+    """The name of a class or function; only a name. It is no plain text, so that names cannot be made of names without end."""
 
     __slots__ = ()
 

@@ -93,7 +93,8 @@ class MemoryKeeper:
         self.limits = [limit] * ends.num_ranks if limit is None or isinstance(limit, int) else list(limit)
         self.limit: int | None = self.limits[ends.rank]
         self.counted: Counter[tuple[object, ...]] = Counter()  # steps of each shape of batch
-        self.last: MemoryWatch | None = None
+        # Of the last step that was measured: levels after each action, those in buffers of messages, the peak.
+        self.last: tuple[Sequence[int], Sequence[int], int] = ((), (), 0)
 
     @property
     def parameters(self) -> int:
@@ -126,7 +127,7 @@ class MemoryKeeper:
     def keep(self, watch: MemoryWatch) -> None:
         """The last step that was measured."""
         if watch.levels:
-            self.last = watch
+            self.last = watch.levels, watch.buffers, watch.peak
 
     def _wanted(self, batch: object) -> bool:
         if self.limit is None or self.ends.device.type != "cpu":
@@ -164,11 +165,8 @@ class MemoryKeeper:
 
     def value(self, lowered: Plan, choice: Choice | None) -> Memory:
         """What all ranks hold; every rank calls it."""
-        last = self.last
-        measured = None if last is None else (last.levels, last.buffers, last.peak)
-        ranks, told = [], self.ends.gather("the memory of each rank", (self.parameters, measured))
-        for rank, (parameters, found) in enumerate(told):
-            after_each, buffers, peak = found or ((), (), 0)
+        ranks, told = [], self.ends.gather("the memory of each rank", (self.parameters, self.last))
+        for rank, (parameters, (after_each, buffers, peak)) in enumerate(told):
             ranks.append(
                 RankMemory(
                     rank,

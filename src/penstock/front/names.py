@@ -87,11 +87,9 @@ def stage_tensors(
             names = together[id(tensor)]
             holders = next((tied[stage.stage_index, n] for n in names if (stage.stage_index, n) in tied), ())
             places = {*holders, *((stage.stage_index, n) for n in names)}
-            spellings = (
-                {prefixes[index] + n for index, n in places}
-                if prefixes
-                else {n for _, n in places}.union(*(known.get(n, ()) for n in names))
-            )
+            spellings = {prefixes.get(index, "") + n for index, n in places}
+            if not prefixes:
+                spellings.update(*(known.get(n, ()) for n in names))
             name = next((known[n][0] for n in names if n in known), min(spellings))
             if len(spellings) > 1:
                 found.aliases[name] = tuple(sorted(spellings - {name}))
