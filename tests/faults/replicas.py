@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline
 from penstock.errors import PenstockError
-from penstock.front import result
+from penstock.front import spread
 from penstock.run import Schedule1F1B
 from penstock.stage import PipelineStage
 from tests.faults.fragile import when_all_others_have_come
@@ -103,8 +103,8 @@ def outside_a_step(where: str, size: tuple[int, int], act: Any, folder: str) -> 
         pipe.step(x, target=y)
         if dist.get_rank() == victim:
             if where == "loss":
-                share = result.Telling._in_host_memory
-                with patch.object(result.Telling, "_in_host_memory", lambda *a: (act(), share(*a))[1]):
+                share = spread.Telling._in_host_memory
+                with patch.object(spread.Telling, "_in_host_memory", lambda *a: (act(), share(*a))[1]):
                     return said(lambda: pipe.step(x, target=y)), "", 0.0
             act()
         calls = {

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -43,10 +43,12 @@ class Companions:
     """What goes with the model. All but the random numbers may be missing."""
 
     random: RandomNumbers
-    optimizer: Value = None
+    optimizer: Optimizer | None = None
     scheduler: Value = None  # of the learning rate; like the others, anything with state_dict() and load_state_dict()
     data: Value = None  # a data loader that knows its position
     scaler: Value = None
+    step: int = 0  # training steps that were done
+    extra: Mapping[str, object] = field(default_factory=dict)  # the user's
 
     def parts(self) -> Iterator[tuple[str, Stateful]]:
         """Those whose state is small, and each rank's own."""
@@ -80,7 +82,7 @@ class Companions:
 
     def staged(self, tensors: StageTensors, manifest: Manifest, place: Path) -> list[Pending]:
         """The tensors of the optimizer that the checkpoint has, read; nothing is changed yet."""
-        optimizer: Optimizer | None = self.optimizer
+        optimizer = self.optimizer
         if optimizer is None:
             return []
         kind = type(optimizer).__name__
@@ -102,7 +104,7 @@ class Companions:
 
     def fill(self, tensors: StageTensors, saved: Mapping[str, Value], pending: list[Pending]) -> None:
         """Put what was read into the optimizer."""
-        optimizer: Optimizer | None = self.optimizer
+        optimizer = self.optimizer
         if optimizer is None:
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

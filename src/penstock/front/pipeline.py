@@ -29,9 +29,8 @@ from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
 from penstock.front.publish import Origin
 from penstock.front.replan import Replanner, Undo, attempted, calibrated, recut
-from penstock.front.result import Result, Telling
-from penstock.front.saving import Contents, Saving, prepare, save
-from penstock.front.spread import Where, check_where, deliver
+from penstock.front.saving import Saving, prepare, save
+from penstock.front.spread import Result, Telling, Where, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
 from penstock.misfits import takes
 from penstock.nest import Value
@@ -92,7 +91,7 @@ class Pipeline(OwnStages):
         # Without the model, whose memory is the user's.
         request = Request(nn.Module(), tuple(example), loss_fn, schedule, microbatches, of_model, of_cut, of_steps)
         built, ends = assemble(model, request, of_ranks)
-        super().__init__(built, ends, Origin.of(None if of_cut.made else model), of_steps.ties)
+        super().__init__(built, ends, Origin() if model is None or of_cut.made else Origin.of(model), of_steps.ties)
         self._request = replace(request, of_model=replace(of_model, weights=None))
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
@@ -280,8 +279,8 @@ class Pipeline(OwnStages):
         began = time.perf_counter()
         if wait and stager is not None:
             raise RunError("save(stager=...) with wait=True: nothing is copied then; write save(..., wait=False)")
-        contents = Contents(self.schedule.steps, self._companions(optimizer, scheduler, data), extra or {})
-        order = prepare(folder, self.tensors, self._ends, contents, keep=keep)
+        companions = replace(self._companions(optimizer, scheduler, data), extra=extra or {})
+        order = prepare(folder, self.tensors, self._ends, companions, keep=keep)
         self._saving = None if wait else Saving(order, self._ends, began, stager)
         if wait:
             save(order, self._ends)
@@ -332,12 +331,12 @@ class Pipeline(OwnStages):
             raise StageError(otherwise)
         return self._built.choice
 
-    def _companions(self, optimizer: object, scheduler: object, data: object) -> Companions:
+    def _companions(self, optimizer: Value, scheduler: object, data: object) -> Companions:
         """What goes through a checkpoint with the model, once the one before is written: that renames what is read or written."""
         if self._saving is not None and not self._saving.told:
             self._saving.wait()
         numbers = RandomNumbers(self._ends.device)
-        return Companions(numbers, optimizer, scheduler, data, self._of_steps.loss_scale)
+        return Companions(numbers, optimizer, scheduler, data, self._of_steps.loss_scale, self.schedule.steps)
 
     def _look_out(self, folder: Path) -> None:
         """Write where this rank is into the folder of the run, as long as the pipeline lives."""

@@ -30,17 +30,14 @@ _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class Origin:
-    """What is remembered of the user's model when its stages have been cut."""
+    """What is remembered of the user's model when its stages have been cut; of stages made by hand, nothing."""
 
     names: frozenset[str] = frozenset()  # the first name of each parameter and buffer
     kind: str = ""
     configs: Mapping[str, object] | None = None  # of a transformers model: config, generation_config
 
     @classmethod
-    def of(cls, model: nn.Module | None) -> Origin:
-        """None: nothing is known, since the stages were made by hand."""
-        if model is None:
-            return cls()
+    def of(cls, model: nn.Module) -> Origin:
         names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
         found = {name: getattr(model, name, None) for name in ("config", "generation_config")}
         configs = {name: one for name, one in found.items() if hasattr(one, "save_pretrained")}

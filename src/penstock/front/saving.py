@@ -10,7 +10,6 @@ makes one file of it: ``python -m torch.distributed.checkpoint.format_utils dcp_
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -48,15 +47,6 @@ _DISK, _SLOWEST = 600.0, 10e6  # seconds for the disk, and one more for so many 
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a checkpoint is to hold beside the tensors."""
-
-    step: int
-    companions: Companions
-    extra: Mapping[str, object]
-
-
-@dataclass(frozen=True)
 class Order:
     """A checkpoint that all ranks have agreed to write, as seen from one of them."""
 
@@ -73,8 +63,7 @@ class Order:
         """Write this rank's parts; what the manifest says of them."""
         rows = write_parts(self.fresh / f"__{self.number}_0.distcp", self.blocks, DISK) if self.blocks else []
         DISK.write_file(self.fresh / f"rank-{self.number}.json", self.state)
-        state = {"size": len(self.state), "sha256": hashlib.sha256(self.state).hexdigest()}
-        return {"parts": [[key, asdict(part)] for key, part in rows], "state": state}
+        return {"parts": [[key, asdict(part)] for key, part in rows], "state": asdict(SmallFile.of(self.state))}
 
     def finish(self, rows: Sequence[dict[str, Value]]) -> str:
         """Make the checkpoint out of what all ranks have written; the first rank does it. Where it is comes back."""
@@ -91,13 +80,13 @@ class Order:
         files = {f"rank-{number}.json": SmallFile(**row["state"]) for number, row in enumerate(rows)}
         listed = write_list(whole)
         DISK.write_file(self.fresh / LIST, listed)
-        files[LIST] = SmallFile(len(listed), hashlib.sha256(listed).hexdigest())
+        files[LIST] = SmallFile.of(listed)
         DISK.write_file(self.fresh / FILE, replace(whole, files=files).dumps())
         kept.publish(self.fresh, self.place, DISK, keep=self.keep)
         return str(self.place)
 
 
-def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, contents: Contents, *, keep: int) -> Order:
+def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, companions: Companions, *, keep: int) -> Order:
     """Agree on who writes what, and make the folder. Every rank of every replica calls it; nothing is changed if one raises."""
     place = Path(folder).absolute()
     mine: list[Block] = []
@@ -108,9 +97,9 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, contents: Con
             raise RunError(f"keep={keep}; expected the number of checkpoints to keep, at least 1")
         if ends.transport.device.type != "cpu":  # what is copied from there below would wait without a bound
             ends.transport.wait_for_device()
-        small.append(contents.companions.dumps())
-        extra = as_json(dict(contents.extra), "extra")
-        state, facts = optimizer_parts(contents.companions.optimizer, tensors)
+        small.append(companions.dumps())
+        extra = as_json(dict(companions.extra), "extra")
+        state, facts = optimizer_parts(companions.optimizer, tensors)
         whole = {f"model.{name}": value for name, value in tensors.state.items() if name not in tensors.elsewhere}
         listed = []
         for key, value in (whole | state).items():
@@ -128,7 +117,7 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, contents: Con
     versions = {"penstock": __version__, "torch": torch.__version__}
     aliases = {name: list(others) for one in everyone for name, others in one["aliases"].items()}
     extra, ranks, replicas = everyone[0]["extra"], ends.num_ranks, ends.num_replicas
-    manifest = Manifest(contents.step, ranks, replicas, versions, {}, {}, aliases, _merged(everyone), extra)
+    manifest = Manifest(companions.step, ranks, replicas, versions, {}, {}, aliases, _merged(everyone), extra)
     return Order(place, fresh, keep, blocks, small[0], ends.number, everyone, manifest)
 
 
