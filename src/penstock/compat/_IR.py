@@ -22,9 +22,8 @@ from penstock import capture
 from penstock.capture import MultiUseParameterConfig, SplitPoint, StageModule
 from penstock.capture.pipe import CapturedStage
 from penstock.compat._backward import _null_coalesce_accumulate
-from penstock.compat._infer import PipelineStage
-from penstock.compat._metadata import Metas
 from penstock.compat._siblings import found_in
+from penstock.compat.stage import PipelineStage
 from penstock.errors import CaptureError
 from penstock.nest import Value
 from penstock.stage.pipeline_stage import Group
@@ -127,12 +126,6 @@ class _PipelineStage(CapturedStage, PipelineStage):
         (own,) = self.routes.bind([args], [kwargs], 1)
         values: dict[tuple[int | None, int], Value] = dict(zip(self._received, received, strict=True))
         return tuple(values.get(source, given) for source, given in zip(self.routes.sources, own, strict=True)), {}
-
-    def _from_before(self, outputs: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(outputs[place] for source, place in self._received if source == self.stage_index - 1)
-
-    def _metas_from(self, heard: Mapping[int, Metas | None]) -> Metas | None:
-        return tuple((heard[source] or ())[place] for source, place in self._received)
 
     def _passes_on(self, producer: int) -> bool:
         return bool(self.routes.wanted_on(producer, range(self.stage_index + 1, self.num_stages)))

@@ -18,18 +18,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from penstock.comm.transport import Transport
 from penstock.compat._hand_stage import HandBox, HandRun, PipelineContext
-from penstock.compat._infer import PipelineStage
-from penstock.compat._metadata import Metas
 from penstock.compat._orders import of_action, to_op
 from penstock.compat._siblings import is_overridden
 from penstock.compat._stage_base import _PipelineStageBase
+from penstock.compat._utils import Metas
+from penstock.compat.stage import PipelineStage
 from penstock.errors import StageError
 from penstock.nest import Value
-from penstock.parallel import DataParallel, Unwrapped, adapt
 from penstock.plan import Action, AnyAction, Op
 from penstock.plan.actions import peer_of
 from penstock.run.ahead import hear_description
@@ -262,9 +259,3 @@ class HandPrograms(Programs):
         loops = is_overridden(schedule, "_step_microbatches")
         program = MeetingProgram if mode >= MEET else LoopProgram if loops else HandProgram
         return program(setting, self.stages, self.transport, schedule)  # type: ignore[arg-type]
-
-    def adapters(self) -> dict[int, DataParallel]:
-        return {
-            stage.stage_index: adapt(stage.submod) if isinstance(stage.submod, nn.Module) else Unwrapped()
-            for stage in self.stages
-        }

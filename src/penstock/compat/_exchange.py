@@ -24,7 +24,8 @@ from torch import Tensor
 
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
-from penstock.compat._metadata import (
+from penstock.compat._siblings import renamed
+from penstock.compat._utils import (
     Metas,
     RecvInfo,
     _derive_grad_metas,
@@ -35,7 +36,6 @@ from penstock.compat._metadata import (
     extract_tensor_meta,
     to_local_if_dtensor,
 )
-from penstock.compat._siblings import renamed
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value
 from penstock.parallel import DataParallel, Unwrapped, unwrap
@@ -132,6 +132,10 @@ class Exchange(PipelineStage):
             if self._passes_on(k)
         }
         return json.dumps(rows).encode()
+
+    def _sources(self, number: int) -> Sequence[tuple[int, int]]:
+        """Where so many inputs come from, in the order in which they are received: the stage, and which of its outputs."""
+        return [(self.stage_index - 1, place) for place in range(number)]
 
     def _passes_on(self, producer: int) -> bool:
         """Whether the stages after this one must hear what the outputs of `producer` look like."""
@@ -258,13 +262,11 @@ class Exchange(PipelineStage):
 
     def _get_grad_send_meta(self, input_idx: int) -> _TensorMeta | None:
         known = self._stage_meta
-        if known.input_grads is not None and input_idx < len(known.input_grads):
-            return known.input_grads[input_idx]
-        if known.inputs is not None and input_idx < len(known.inputs):
-            return _derive_grad_metas((known.inputs[input_idx],))[0]
-        raise ShapeError(
-            f"stage {self.stage_index}: nothing is known of input {input_idx}, whose gradient is to be sent"
-        )
+        metas = _derive_grad_metas(known.inputs or ()) if known.input_grads is None else known.input_grads
+        if input_idx >= len(metas):
+            text = f"stage {self.stage_index}: nothing is known of input {input_idx}, whose gradient is to be sent"
+            raise ShapeError(text)
+        return metas[input_idx]
 
     # -- who sends what to whom
 
@@ -293,17 +295,15 @@ class Exchange(PipelineStage):
 
     def set_local_fwd_input(self, prev_stage_outputs: Value, mb_index: int) -> None:
         """Take over the outputs of the stage before, which sits on this rank."""
-        self._take_over(self.args_recv_info[mb_index], self._from_before(as_tuple(prev_stage_outputs)), "before")
+        outputs, before = as_tuple(prev_stage_outputs), self.stage_index - 1
+        mine = [outputs[place] for source, place in self._sources(len(outputs)) if source == before]
+        self._take_over(self.args_recv_info[mb_index], mine, "before")
 
     def _take_over(self, infos: Iterable[RecvInfo], values: Iterable[Value], whence: str) -> None:
         for info, value in zip(infos, values, strict=True):
             if not isinstance(value, Tensor) and (value is not None or whence == "before"):
                 raise AssertionError(f"the stage {whence} gave a {type(value).__name__}; expected tensor values")
             info.buffer = None if value is None else to_local_if_dtensor(value, detach=True)
-
-    def _from_before(self, outputs: tuple[Value, ...]) -> tuple[Value, ...]:
-        """Which outputs of the stage before this one reads: all."""
-        return outputs
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Value, ...]:
         """Give away the gradients of this stage's inputs to the stage before, which sits on this rank."""

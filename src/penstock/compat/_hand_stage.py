@@ -114,9 +114,6 @@ class HandBox:
         mine = [key for key in self.posted if key[0] == self.run.stage.stage_index]
         return [work for key in mine for work in self.posted.pop(key)]
 
-    def left_over(self) -> list[int]:
-        return []
-
     def clear(self) -> None:
         if self.posted is not None:
             self.posted.clear()
@@ -202,14 +199,13 @@ class HandRun:
 
     def arrived(self, op: Op, microbatch: int, what: str) -> None:
         """Wait for what this stage needs."""
-        index = self.stage.stage_index
-        box = self.program.by_op.get((op, index))
-        works = None if box is None or box.posted is None else box.posted.pop((index, microbatch), None)
-        if box is None or works is None:
+        index, schedule = self.stage.stage_index, self.program.schedule
+        posted = schedule.fwd_recv_ops if op is Op.RECV_F else schedule.bwd_recv_ops
+        if (index, microbatch) not in posted:
             raise RunError(
                 f"stage {index}, microbatch {microbatch}: {what} was never received; the order has no receive for it"
             )
-        box.wait(works)
+        self.program.by_op[op, index].wait(posted.pop((index, microbatch)))
 
     def count(self) -> bool:
         """Count a backward of the stage; whether it was the last."""

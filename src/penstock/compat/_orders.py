@@ -316,10 +316,8 @@ def validate_schedule(actions: Order, pp_group_size: int, num_stages: int, num_m
     try:
         plan = plan_of(actions, num_microbatches=num_microbatches, num_stages=num_stages)
         check(plan)
-    except AssertionError:
-        raise
     except PlanError as error:
-        raise IncompleteError(str(error)) from error
+        raise error if isinstance(error, AssertionError) else IncompleteError(str(error)) from error
     if not plan.has_backward:
         raise IncompleteError("an order without a backward; expected a B, or an I and a W, for every F")
     return dict(enumerate(plan.placement.ranks))

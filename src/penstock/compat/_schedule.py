@@ -17,12 +17,12 @@ from torch import Tensor
 from penstock.batch import split_target
 from penstock.compat._by_hand import HAND, MEET, HandProgram, HandPrograms, is_driven_by_hand
 from penstock.compat._hand_stage import PipelineContext
-from penstock.compat._infer import PipelineStage
-from penstock.compat._metadata import InferenceMode, is_strided
 from penstock.compat._orders import ComputationType, leaves_of
 from penstock.compat._parts import Parts, gathered_at_the_end
 from penstock.compat._siblings import is_overridden, renamed
 from penstock.compat._stage_base import _PipelineStageBase, call_on
+from penstock.compat._utils import InferenceMode, is_strided
+from penstock.compat.stage import PipelineStage
 from penstock.errors import PlanError, RunError
 from penstock.nest import Value
 from penstock.plan import Plan

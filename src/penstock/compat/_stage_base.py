@@ -20,14 +20,14 @@ from torch.utils import _pytree as pytree
 
 from penstock.compat._backward import grad_of, stage_backward_input, stage_backward_weight, take_grad
 from penstock.compat._exchange import Exchange, as_tuple
-from penstock.compat._metadata import (
+from penstock.compat._siblings import is_overridden
+from penstock.compat._utils import (
     _derive_grad_metas,
     _StageMeta,
     extract_tensor_metas,
     is_strided,
     validate_tensors_metadata,
 )
-from penstock.compat._siblings import is_overridden
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value, tensors_in
 from penstock.parallel import DataParallel, unwrap

@@ -31,7 +31,7 @@ SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
 OVERLAP_F_B, REDUCE_GRAD = _ComputationType.OVERLAP_F_B, _ComputationType.REDUCE_GRAD
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 _action_regex = re.compile(rf"(\d+)({'|'.join(kind.value for kind in _ComputationType if kind != OVERLAP_F_B)})(\d*)")
-__getattr__ = found_in(__name__, "._orders", "._hand_stage", "._exchange", "._infer")
+__getattr__ = found_in(__name__, "._orders", "._hand_stage", "._exchange", ".stage")
 
 __all__ = [
     "PipelineScheduleMulti",
