@@ -36,8 +36,8 @@ from penstock.compat._utils import (
 from penstock.errors import ShapeError
 from penstock.nest import Value
 from penstock.parallel import unwrap
-from penstock.stage.dtensors import MeshGetter
 from penstock.stage.buffers import remember
+from penstock.stage.dtensors import MeshGetter
 from penstock.stage.pipeline_stage import Group
 
 InputInfo = RecvInfo | RootArgPlaceholder
