@@ -269,10 +269,10 @@ def test_the_length_of_texts_is_open_also_where_a_row_has_several() -> None:
 
 
 def test_a_parameter_that_the_files_lack_is_not_made_up(tmp_path: Path) -> None:
-    from penstock.integrations.hf_model import ModuleValues
+    from penstock.integrations.hf_model import module_values
 
     model = llama().to("meta")
-    fill = ModuleValues(model, 0, only_missing=True)
+    fill = module_values(model, 0, only_missing=True)
     with pytest.raises(CaptureError, match=r"no value for model\.norm\.weight"):
         fill("model.norm.weight", torch.empty(16))
     frequencies = torch.empty(4)

@@ -1,7 +1,7 @@
 """A transformers model without its memory: made on the meta device, cut as its config says, and given values stage by stage.
 
 model, weights = found("llama/")            # a folder with config.json and safetensors
-fill = ModuleValues(model, seed=0)          # what the files do not have: as the model itself would set it
+fill = module_values(model, seed=0)         # what the files do not have: as the model itself would set it
 """
 
 from __future__ import annotations
@@ -72,58 +72,57 @@ def is_of_transformers(model: nn.Module) -> bool:
     return any(kind.__module__.startswith("transformers.") for kind in type(base_of(model)).__mro__)
 
 
-class ModuleValues:
-    """Sets a tensor as the module that owns it would be initialised: `init=ModuleValues(model, seed)`.
+def module_values(model: nn.Module, seed: int, *, only_missing: bool = False) -> Callable[[str, Tensor], None]:
+    """Sets a tensor as the module that owns it would be initialised: `init=module_values(model, seed)`.
 
     One module at a time has memory. The random numbers of a module depend on the seed and on its name alone, so that
     any number of stages starts with the same values. With `only_missing`, there are files, and a parameter that they should
     have is not made up.
     """
+    shell = on_meta(model)
+    not_made_up = set(model.state_dict()) if only_missing else set[str]()
+    made: dict[str, nn.Module] = {}  # the last module: its weight and its bias come one after another
 
-    def __init__(self, model: nn.Module, seed: int, *, only_missing: bool = False) -> None:
-        self.model = on_meta(model)
-        self.seed = seed
-        self._not_made_up = set(model.state_dict()) if only_missing else set[str]()
-        # The last module: its weight and its bias come one after another.
-        self._made: tuple[str, nn.Module] | None = None
-
-    def __call__(self, name: str, tensor: Tensor) -> None:
+    def fill(name: str, tensor: Tensor) -> None:
         owner, _, leaf = name.rpartition(".")
-        if name in self._not_made_up and not _is_adapter(owner):
+        if name in not_made_up and not _is_adapter(owner):
             raise CaptureError(
                 f"the weights have no value for {name}; give init=lambda name, tensor: ... for what is to be set otherwise, or "
                 "load the model with transformers and give the model"
             )
-        if self._made is None or self._made[0] != owner:
-            self._made = owner, self._initialised(owner)
-        tensor.copy_(getattr(self._made[1], leaf))
+        if owner not in made:
+            made.clear()
+            made[owner] = _initialised(shell, owner, seed)
+        tensor.copy_(getattr(made[owner], leaf))
 
-    def _initialised(self, owner: str) -> nn.Module:
-        module = self.model.get_submodule(owner)
-        alone = copy.copy(module)
-        alone._modules, alone._parameters, alone._buffers = {}, dict(module._parameters), dict(module._buffers)
-        alone.to_empty(device="cpu", recurse=False).requires_grad_(False)
-        with _RANDOM, torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(self.seed ^ zlib.crc32(owner.encode()))
-            if not _is_adapter(owner):
-                self._initialiser(owner)(alone)
-            else:  # as peft starts it: its two matrices together are nothing
-                for parameter in alone.parameters():
-                    nn.init.kaiming_uniform_(parameter, a=5**0.5) if ".lora_A." in f"{owner}." else parameter.zero_()
-        return alone
+    return fill
 
-    def _initialiser(self, owner: str) -> Callable[[nn.Module], object]:
-        """The initialiser of the innermost model around a module; models may be made of models."""
-        found: Callable[[nn.Module], object] | None = None
-        path = ""
-        for part in ["", *owner.split(".")]:
-            path = f"{path}.{part}".strip(".")
-            found = getattr(self.model.get_submodule(path), "_init_weights", found)
-        if found is None:
-            raise CaptureError(
-                f"nothing says how to initialise {owner}; give weights= or init=lambda name, tensor: ..."
-            )
-        return found
+
+def _initialised(shell: nn.Module, owner: str, seed: int) -> nn.Module:
+    """A copy of one module without its children, with values."""
+    module = shell.get_submodule(owner)
+    alone = copy.copy(module)
+    alone._modules, alone._parameters, alone._buffers = {}, dict(module._parameters), dict(module._buffers)
+    alone.to_empty(device="cpu", recurse=False).requires_grad_(False)
+    with _RANDOM, torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed ^ zlib.crc32(owner.encode()))
+        if not _is_adapter(owner):
+            _initialiser(shell, owner)(alone)
+        else:  # as peft starts it: its two matrices together are nothing
+            for parameter in alone.parameters():
+                nn.init.kaiming_uniform_(parameter, a=5**0.5) if ".lora_A." in f"{owner}." else parameter.zero_()
+    return alone
+
+
+def _initialiser(shell: Value, owner: str) -> Callable[[nn.Module], object]:
+    """The initialiser of the innermost model around a module; models may be made of models."""
+    places = owner.split(".") if owner else []
+    around = (shell.get_submodule(".".join(places[:depth])) for depth in range(len(places), -1, -1))
+    found: Callable[[nn.Module], object] | None
+    found = next((part._init_weights for part in around if hasattr(part, "_init_weights")), None)
+    if found is None:
+        raise CaptureError(f"nothing says how to initialise {owner}; give weights= or init=lambda name, tensor: ...")
+    return found
 
 
 def _is_adapter(owner: str) -> bool:

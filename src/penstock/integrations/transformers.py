@@ -268,7 +268,7 @@ def _with_defaults(model: nn.Module, options: Mapping[str, Value]) -> dict[str, 
     if files and not is_adapted(model):
         given["weights"] = hf_model.as_the_model_names_them(given["weights"], model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        given.setdefault("init", hf_model.ModuleValues(model, given.get("seed", 0), only_missing=files))
+        given.setdefault("init", hf_model.module_values(model, given.get("seed", 0), only_missing=files))
         if files and is_adapted(model):
             given["weights"] = hf_model.as_peft_names_them(given["weights"], model)
     return given
