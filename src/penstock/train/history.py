@@ -147,7 +147,7 @@ def kept_cut(options: TrainOptions, ranks: int) -> dict[str, object]:
 
 
 def keep_cut(pipe: Pipeline, options: TrainOptions) -> None:
-    """Write it down, with the options of the run."""
+    """Write down how the model is cut, with the options of the run."""
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / OPTIONS).write_text(options.dumps(), encoding="utf-8")
