@@ -72,8 +72,9 @@ def texts_apart(batch: Mapping[str, Value], count: int, *, shifted: bool) -> dic
     microbatch is a packed row of its own. With `shifted` labels a text whose first label counts belongs to the text before it.
     """
     ids, positions = batch.get("input_ids", batch.get("inputs_embeds")), batch.get("position_ids")
-    known = isinstance(ids, Tensor) and isinstance(positions, Tensor) and batch.get("attention_mask") is None
-    if not known or ids.shape[0] != 1 or positions.shape != ids.shape[:2]:
+    if not isinstance(ids, Tensor) or not isinstance(positions, Tensor) or batch.get("attention_mask") is not None:
+        return dict(batch)
+    if ids.shape[0] != 1 or positions.shape != ids.shape[:2]:
         return dict(batch)
     begins = positions[0].diff() != 1
     labels = batch.get("labels", batch.get("target"))

@@ -118,11 +118,10 @@ def _initialiser(shell: Value, owner: str) -> Callable[[nn.Module], object]:
     """The initialiser of the innermost model around a module; models may be made of models."""
     places = owner.split(".") if owner else []
     around = (shell.get_submodule(".".join(places[:depth])) for depth in range(len(places), -1, -1))
-    found: Callable[[nn.Module], object] | None
-    found = next((part._init_weights for part in around if hasattr(part, "_init_weights")), None)
-    if found is None:
+    models: list[Callable[[nn.Module], object]] = [p._init_weights for p in around if hasattr(p, "_init_weights")]
+    if not models:
         raise CaptureError(f"nothing says how to initialise {owner}; give weights= or init=lambda name, tensor: ...")
-    return found
+    return models[0]
 
 
 def _is_adapter(owner: str) -> bool:

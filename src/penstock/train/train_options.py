@@ -187,7 +187,7 @@ class TrainOptions:
         goes_on = self.resume and (self.folder / OPTIONS).is_file()
         return frozenset() if goes_on else frozenset(OF_A_JOB) - set(given)
 
-    def with_those_of(self, job: Mapping[str, object], undecided: Collection[str]) -> TrainOptions:
+    def with_those_of(self, job: Mapping[str, Any], undecided: Collection[str]) -> TrainOptions:
         """With what a job brings, as far as that is undecided.
 
         >>> TrainOptions(clip=2.0).with_those_of({"clip": 0.5, "precision": "bf16"}, ["precision"])
