@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import accumulate, chain
 from typing import Literal
 
@@ -163,12 +163,7 @@ class _Channel:
     keys: tuple[int, ...]  # of the receives
     order: list[int]  # the place of each message among the columns of the keys, one after another
     left: list[int]  # the slot of the sender after which each leaves
-    num_microbatches: int
-
-    @cached_property
-    def messages(self) -> list[int]:
-        """The packed receives."""
-        return self.along({key: column(key, self.num_microbatches) for key in self.keys})
+    messages: list[int]  # the packed receives
 
     def along(self, columns: Mapping[int, Sequence[int]]) -> list[int]:
         """What the columns hold for each message."""
@@ -226,6 +221,7 @@ class _Traffic:
         channels = {}
         for there, columns in left.items():
             every = [*chain.from_iterable(columns.values())]
+            messages = [*chain.from_iterable(column(key, self.num_microbatches) for key in columns)]
             order = sorted(range(len(every)), key=every.__getitem__)
-            channels[there] = _Channel(tuple(columns), order, [every[n] for n in order], self.num_microbatches)
+            channels[there] = _Channel(tuple(columns), order, [every[n] for n in order], [messages[n] for n in order])
         return channels

@@ -171,10 +171,7 @@ def unpack(code: int) -> AnyAction:
     str(unpack(forward(2, 0)))  # "2F0"
     """
     try:
-        if code & OP == OVERLAP:
-            first, second = split_overlap(code)
-            return Overlap(_unpack_single(first), _unpack_single(second))
-        return _unpack_single(code)
+        return Overlap(*map(_unpack_single, split_overlap(code))) if code & OP == OVERLAP else _unpack_single(code)
     except (TypeError, IndexError, RuntimeError) as error:
         raise PlanError(f"unpack({code!r:.80}); expected a packed action, such as Action(Op.F, 2, 0).code") from error
 
@@ -287,9 +284,8 @@ def _parse_single(string: str) -> Action:
     stage, name, microbatch, arrow, peer = match.groups()
     op = _NAMES.get(name)
     if op is None:
-        raise ParseError(
-            f"{_short(string)!r} has the unknown kind {_short(name)!r}; expected one of {', '.join(_NAMES)}"
-        )
+        kinds = ", ".join(_NAMES)
+        raise ParseError(f"{_short(string)!r} has the unknown kind {_short(name)!r}; expected one of {kinds}")
     if op.has_microbatch != bool(microbatch):
         raise ParseError(f"{string!r}: {op.name} takes {'a' if op.has_microbatch else 'no'} microbatch; {expected}")
     if arrow and (not op.is_message or (arrow == ">") != op.row.sends):
@@ -297,9 +293,7 @@ def _parse_single(string: str) -> Action:
     if _above(stage, MAX_STAGE) or _above(microbatch, MAX_MICROBATCH) or _above(peer, MAX_STAGE):
         limits = f"stages go up to {MAX_STAGE}, microbatches up to {MAX_MICROBATCH}"
         raise ParseError(f"{_short(string)!r} is out of range: {limits}")
-    other = int(peer) if peer else None
-    if other is not None and other == neighbour(op, int(stage)):
-        other = None
+    other = int(peer) if peer and int(peer) != neighbour(op, int(stage)) else None
     return Action(op, int(stage), int(microbatch) if microbatch else None, other)
 
 

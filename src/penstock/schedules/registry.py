@@ -7,10 +7,10 @@ plan, so one rank of a thousand can build its own part alone.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 from penstock.errors import PlanError, UnknownNameError
 from penstock.misfits import takes
@@ -41,12 +41,6 @@ class Sizes:
         return self.num_ranks * self.stages_per_rank
 
 
-class RankActions(Protocol):
-    """The packed compute actions of one rank, in order."""
-
-    def __call__(self, sizes: Sizes, rank: int, /) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class Recipe:
     """A schedule under its name: calling it makes a plan.
@@ -59,7 +53,7 @@ class Recipe:
 
     name: str  # how penstock prints it, e.g. "zb-h1"
     title: str  # one line for people
-    rank_actions: RankActions
+    rank_actions: Callable[[Sizes, int], list[int]]  # the packed compute actions of one rank, in order
     placement: Literal["loop", "v"] = "loop"
     stages_per_rank: int | None = None  # the only number that it allows, or None for any
     default_stages_per_rank: int = 1
