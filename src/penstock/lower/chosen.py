@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from penstock.errors import PlanError
@@ -23,16 +23,11 @@ class Life(NamedTuple):
     between: int  # how many slots of computing lie between the two
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a pass is asked to change; read once from what was given, which may be an iterator."""
-
-    microbatches: dict[int, frozenset[int]]  # by stage
-    named: bool  # whether they were named; else all are asked for
+Wanted = Mapping[int, frozenset[int]]  # by stage: the microbatches that a pass is asked to change
 
 
 def wanted(plan: Plan, stages: Stages) -> Wanted:
-    """By stage: the microbatches that are asked for."""
+    """What was given, read once, as it may be an iterator. What is named must not hold less already."""
     if not plan.has_backward:
         raise PlanError(
             "the plan has no backward, so nothing that a forward saved is held for one; expected a training plan"
@@ -53,32 +48,26 @@ def wanted(plan: Plan, stages: Stages) -> Wanted:
         for microbatch in sorted(microbatches):
             if microbatch not in every:
                 raise PlanError(f"microbatch {microbatch} of stage {stage}; expected 0 to {plan.num_microbatches - 1}")
-    return Wanted(chosen, named=stages is not None)
+    for code in chain.from_iterable(plan.codes) if stages is not None else ():
+        if code & OP in CHOICES and microbatch_of(code) in chosen.get(stage_of(code), ()):
+            raise PlanError(f"the plan has {text(code)} already; expected one way to hold less of a microbatch")
+    return chosen
 
 
 def lives(plan: Plan, rank: int, asked: Wanted) -> Iterator[Life]:
-    """Those of the wanted forwards that lie on this rank, in the order of their backwards.
-
-    Those that hold less already are left out where all are asked for, and an error where they are named.
-    """
-    chosen = asked.microbatches
-    taken = {with_op(code, Op.F): code for code in plan.codes[rank] if code & OP in CHOICES}
+    """The wanted forwards on this rank, in the order of their backwards, but for those that hold less already."""
+    taken = {with_op(code, Op.F) for code in plan.codes[rank] if code & OP in CHOICES}
     begun: dict[int, tuple[int, int]] = {}  # by packed F: its slot, and how many slots of computing there were before
     computed = 0
     for slot, code in enumerate(plan.codes[rank]):
         for part in parts(code):
-            stage, microbatch = stage_of(part), microbatch_of(part)
+            forward = with_op(part, Op.F)
             if part & OP == Op.F:
                 begun[part] = slot, computed
-            elif part & OP in INPUT_GRADIENTS and microbatch in chosen.get(stage, ()):
-                forward = with_op(part, Op.F)
-                if forward not in taken:
+            elif part & OP in INPUT_GRADIENTS and forward not in taken:
+                if microbatch_of(part) in asked.get(stage_of(part), ()):
                     begin, before = begun[forward]
                     yield Life(forward, begin, slot, computed - before - 1)
-                elif asked.named:
-                    raise PlanError(
-                        f"the plan has {text(taken[forward])} already; expected one way to hold less of a microbatch"
-                    )
         computed += code & OP in COMPUTES
 
 
