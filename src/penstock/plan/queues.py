@@ -22,7 +22,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
 from penstock.errors import DeadlockError
-from penstock.plan.actions import KEY, OP, partner_of, parts, peer_of, stage_of, text
+from penstock.plan.actions import KEY, OP, partner_of, peer_of, stage_of, text
 from penstock.plan.ops import MESSAGES, SENDS
 from penstock.plan.plan import Plan
 
@@ -61,7 +61,7 @@ class _Queues:
 
     def __init__(self, plan: Plan, layout: QueueLayout, *, blocking: bool, batches: bool) -> None:
         self.plan, self.layout, self.blocking, self.batches = plan, layout, blocking, batches
-        self.receives, self.queue = cache(plan.rules.receives), cache(self._queue)  # by key
+        self.queue = cache(self._queue)  # by key
         self.waits: defaultdict[int, list[int]] = defaultdict(list)
         self.entries: defaultdict[_Queue, list[list[int]]] = defaultdict(list)  # packed messages of one rank
         self.done: set[int] = set()
@@ -91,7 +91,7 @@ class _Queues:
         """The messages without which a rank does not get past an action."""
         if code & OP in MESSAGES:
             return [code] if self.blocking and code & OP in SENDS else []
-        return [need | part & ~KEY for part in parts(code) for need in self.receives(part & KEY)]
+        return self.plan.rules.awaited(code)
 
     def _queue(self, key: int) -> _Queue:
         rank, peer = (self.plan.placement.rank_of(stage) for stage in (stage_of(key), peer_of(key)))

@@ -25,7 +25,7 @@ from typing import assert_never
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
-from penstock.plan.actions import OP, Action, key_of, partner_of, peer_of, stage_of, unpack
+from penstock.plan.actions import KEY, OP, Action, key_of, partner_of, parts, peer_of, stage_of, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.ops import INPUT_GRADIENTS, RECEIVES, Op
 from penstock.plan.placement import Placement
@@ -127,6 +127,11 @@ class Rules:
     def receives(self, key: int) -> tuple[int, ...]:
         """The keys of the messages that the action with this key needs."""
         return tuple(need for need in self.needs(key) if need & OP in RECEIVES)
+
+    @takes(PlanError)
+    def awaited(self, code: int) -> list[int]:
+        """The packed messages that a packed action, or overlapped pair, needs."""
+        return [need | part & ~KEY for part in parts(code) for need in self.needs(part & KEY) if need & OP in RECEIVES]
 
     @takes(PlanError)
     def sends(self, key: int) -> tuple[int, ...]:

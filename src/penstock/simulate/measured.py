@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain
+from math import inf
 from typing import Any, NamedTuple
 
-from penstock.errors import PlanError
+from penstock.errors import DeadlockError, PlanError
 from penstock.misfits import takes
 from penstock.plan import Plan
-from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, key_of, microbatch_of, partner_of, parts
+from penstock.plan.actions import KEY, OP, key_of, microbatch_of, partner_of
 from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, SENDS, Op
 from penstock.simulate.costs import Costs, Link
-from penstock.simulate.replay import replayed
 from penstock.simulate.simulate import simulate
 from penstock.simulate.timeline import Timeline
 
@@ -80,10 +79,9 @@ class Steps:
     def by_stage(self) -> dict[int, list[tuple[int, float]]]:
         """By key of a compute action: the microbatch and the time of each; pairs are left out."""
         found: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        needing = cache(self.plan.rules.receives)
         for code, length in self._timed():
             if code & OP in COMPUTES and code & OP != OVERLAP:
-                more = self.pickup if needing(code & KEY) else 0.0
+                more = self.pickup if self.plan.rules.awaited(code) else 0.0
                 found[code & KEY].append((microbatch_of(code), length + more))
         return found
 
@@ -103,6 +101,49 @@ class Steps:
             for microbatch, time in times if typical else ():
                 rows[microbatch].append(time / typical)
         return tuple(statistics.median(row) if row else 1.0 for row in rows)
+
+
+def replayed(
+    plan: Plan, lengths: Sequence[Sequence[float]], delays: Mapping[tuple[int, int], float], *, pickup: float
+) -> float:
+    """How long a measured step takes by what is known of messages, with the time that each single action took in it.
+
+        replayed(plan, lengths, delays, pickup=3e-5)      # lengths by rank and position, delays by ordered pair of ranks
+
+    Equal actions do not take equal time, and not on all ranks at once: so the ranks wait for one another longer than they would
+    if every action took its mean. (The end of a step is a maximum of sums of such times, so with the means it comes never later
+    than on the mean of the steps.) The difference is what `Costs.uneven` says.
+
+    A rank does its actions one after another. One that needs messages begins when the last of them has been under way for its
+    delay, or, if they are there already, when the rank has picked them up.
+    """
+    usual = max(delays.values(), default=0.0)
+    sent: dict[int, tuple[int, float]] = {}  # by receive: by whom and when
+    at, free = [0] * plan.num_ranks, [0.0] * plan.num_ranks
+    first, last, waiting = inf, 0.0, set(range(plan.num_ranks))
+    while waiting:
+        before = sum(at)
+        for rank in tuple(waiting):
+            codes = plan.codes[rank]
+            while at[rank] < len(codes):
+                code, start = codes[at[rank]], free[rank]
+                wanted = plan.rules.awaited(code)
+                if not all(need in sent for need in wanted):
+                    break
+                if wanted:
+                    there = (left + delays.get((sender, rank), usual) for sender, left in map(sent.__getitem__, wanted))
+                    start = max(start, *there) + pickup
+                free[rank] = start + lengths[rank][at[rank]]
+                if code & OP in COMPUTES:
+                    first, last = min(first, start), max(last, free[rank])
+                elif code & OP in SENDS:
+                    sent[partner_of(code)] = rank, free[rank]
+                at[rank] += 1
+            else:
+                waiting.discard(rank)
+        if sum(at) == before and waiting:
+            raise DeadlockError(f"ranks {sorted(waiting)} wait for messages that nobody sends; expected a lowered plan")
+    return last - first if last else 0.0
 
 
 def undisturbed(timelines: Sequence[Timeline]) -> list[Timeline]:
@@ -177,13 +218,12 @@ def _waits(timeline: Timeline) -> list[_Awaited]:
     """
     plan = timeline.plan
     sent = {partner_of(code): (rank, end) for rank, code, _, end in timeline.every() if code & OP in SENDS}
-    needing, found = cache(plan.rules.receives), []
+    found = []
     for rank in range(plan.num_ranks):
         free = 0.0
         for code, start, end in timeline.timed(rank):
-            messages = [sent[need | part & MICROBATCH_FIELD] for part in parts(code) for need in needing(part & KEY)]
-            if messages:
-                sender, left = max(messages, key=lambda one: one[1])
+            if messages := plan.rules.awaited(code):
+                sender, left = max(map(sent.__getitem__, messages), key=lambda one: one[1])
                 found.append(_Awaited((sender, rank), start - max(left, free), left > free, free - left))
             free = end
     return found
