@@ -12,16 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Final
 
-from penstock.plan.actions import MICROBATCH_SHIFT
+from penstock.plan.places import STEP, column
 
-STEP: Final = 1 << MICROBATCH_SHIFT
-
-
-def run(first: int, count: int) -> range:
-    """The packed action `first`, then the same for the next microbatches, `count` in all."""
-    return range(first, first + count * STEP, STEP)
+run = column  # from any packed action on, the same for the next microbatches
 
 
 def weave(count: int, *firsts: int) -> list[int]:
