@@ -115,14 +115,12 @@ class Rules:
                 else:
                     yield key_of(Op.RECV_F, self.carrier(producer, rank), producer)
         elif key & OP in INPUT_GRADIENTS:
-            asked = set()
             for consumer in self.graph.consumers(stage):
                 there = self.placement.rank_of(consumer)
                 if not self.lowered or there == rank:
                     yield key_of(Op.I, consumer)
-                elif there not in asked:
-                    asked.add(there)
-                    yield key_of(Op.RECV_B, stage, self.carrier(stage, there))
+                elif consumer == self.carrier(stage, there):
+                    yield key_of(Op.RECV_B, stage, consumer)
 
     def receives(self, key: int) -> tuple[int, ...]:
         """The keys of the messages that the action with this key needs."""
