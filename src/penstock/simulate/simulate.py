@@ -16,13 +16,12 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.timeline import Timeline
 
 _NEVER = -1.0
-_PLAIN, _MESSAGE, _SPECIAL = range(3)  # how an action is timed
+_PLAIN, _MESSAGE, _SPECIAL = range(3)  # how an action is timed: the first, which is most of them, counts as False
 _HOW = tuple(
     _MESSAGE if op in MESSAGES else _PLAIN if op in COMPUTES - {OVERLAP} else _SPECIAL for op in range(OVERLAP + 1)
 )
-_Need = tuple[
-    list[float], int, list[float]
-]  # when it is done, its key, how long it is under way to here; by microbatch
+# When it is done, its key, and how long it is under way to here; both times by microbatch.
+_Need = tuple[list[float], int, list[float]]
 # What is known of the actions with one key: their needs; by microbatch, how long they take and when they are done; and, of a
 # full backward, the way from its key to those of its halves.
 _Facts = tuple[list[_Need], list[float], list[float], tuple[int, ...]]
@@ -198,6 +197,7 @@ class _Run:
         return now
 
     def pair(self, rank: int, both: tuple[int, int], now: float) -> float:
+        """The two halves of an overlapped pair start together, and run in series unless they are fused."""
         begin, known = now, []
         for part in both:
             needs, took, _, halves = self.facts.get(part & KEY) or self.facts_of(part & KEY)
