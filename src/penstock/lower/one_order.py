@@ -13,12 +13,13 @@ on both its ranks. This holds for queues of every layout, and with blocking send
 
 from __future__ import annotations
 
+from functools import cache
+
 from penstock.errors import PlanError
 from penstock.lower.message_pass import rules_with_messages
 from penstock.misfits import takes
 from penstock.plan import Plan, Rules
-from penstock.plan.actions import KEY, OP, partner_of, parts, stage_of, with_op
-from penstock.plan.ops import INPUT_GRADIENTS, Op
+from penstock.plan.actions import KEY, partner_of, stage_of
 from penstock.simulate import Costs, Timeline, simulate
 
 _UNITS = 3.0  # of an overlapped pair, whose halves end together
@@ -46,16 +47,11 @@ def add_messages_in_one_order(plan: Plan) -> Plan:
 
 def _messages(clock: Timeline, rules: Rules) -> list[list[tuple[float, int, int, int]]]:
     """By rank: its messages with their time, and a number that decides between those of one time on both ends."""
-    rank_of = clock.plan.placement.rank_of
-    ends = {  # by packed action, a B counting as an I
-        with_op(part, Op.I) if part & OP in INPUT_GRADIENTS else part: end
-        for _, code, _, end in clock.every()
-        for part in parts(code)
-    }
+    rank_of, sends_of, ends = clock.plan.placement.rank_of, cache(rules.sends), clock.given()
     done = {
-        send | code & ~KEY: max(end, *(ends[need | code & ~KEY] for need in rules.needs(send)))
-        for code, end in ends.items()
-        for send in rules.sends(code & KEY)
+        send | code & ~KEY: max(ends[need | code & ~KEY] for need in rules.needs(send))
+        for code in ends
+        for send in sends_of(code & KEY)
     }
     sends = sorted((when, rank_of(stage_of(send)), send) for send, when in done.items())
     found: list[list[tuple[float, int, int, int]]] = [[] for _ in clock.plan.codes]

@@ -66,7 +66,7 @@ class Steps:
         waits = [wait for timeline in typical for wait in _waits(timeline)]
         under_way = _under_way(waits)
         slowest = max(under_way.values(), default=0.0)
-        there = [wait.gap for wait in waits if not wait.late and wait.lay > under_way.get(wait.pair, slowest)]
+        there = [wait.gap for wait in waits if wait.lay >= 0 and wait.lay > under_way.get(wait.pair, slowest)]
         pickup = statistics.fmean(there) if there else 0.0
         delays = {pair: max(delay - pickup, 0.0) for pair, delay in under_way.items()}
         return cls(plan, lengths, delays, pickup, each)
@@ -208,8 +208,7 @@ class _Awaited(NamedTuple):
 
     pair: tuple[int, int]  # sender and receiver
     gap: float  # seconds until it began, after the rank was free and the message was sent
-    late: bool  # whether the message was sent after the rank was free
-    lay: float  # how long before the rank was free the message was sent
+    lay: float  # how long before the rank was free the message was sent; negative if it was sent later
 
 
 def _waits(timeline: Timeline) -> list[_Awaited]:
@@ -224,7 +223,7 @@ def _waits(timeline: Timeline) -> list[_Awaited]:
         for code, start, end in timeline.timed(rank):
             if messages := plan.rules.awaited(code):
                 sender, left = max(map(sent.__getitem__, messages), key=lambda one: one[1])
-                found.append(_Awaited((sender, rank), start - max(left, free), left > free, free - left))
+                found.append(_Awaited((sender, rank), start - max(left, free), free - left))
             free = end
     return found
 
@@ -236,7 +235,7 @@ def _under_way(waits: Sequence[_Awaited]) -> dict[tuple[int, int], float]:
     """
     late: dict[tuple[int, int], list[float]] = defaultdict(list)
     for wait in waits:
-        if wait.late:
+        if wait.lay < 0:
             late[wait.pair].append(wait.gap)
     one_way = {pair: statistics.fmean(found) for pair, found in late.items()}
     return {pair: (there + one_way.get(pair[::-1], there)) / 2 for pair, there in one_way.items()}

@@ -145,7 +145,7 @@ class Timeline:
         Before that the value was not there yet (imbalance), after it the value was under way (communication; in a measured
         timeline that includes what the rank itself spends between two actions).
         """
-        given = self._given()
+        given = self.given()
         return tuple(self._idle(rank, given) for rank in range(self.plan.num_ranks))
 
     def _idle(self, rank: int, given: Mapping[int, float]) -> Idle:
@@ -163,7 +163,7 @@ class Timeline:
             now = end
         return Idle(spans[0][1] - self.start, self.start + self.makespan - now, communication, imbalance)
 
-    def _given(self) -> dict[int, float]:
+    def given(self) -> dict[int, float]:
         """When each value left the rank that made it: as its message was sent, or, where there are none, as it was computed."""
         if self.plan.is_lowered:
             return {partner_of(code): start for _, code, start, _ in self.every() if code & OP in SENDS}
