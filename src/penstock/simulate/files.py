@@ -29,7 +29,7 @@ FORMAT: Final = "penstock-costs"
 VERSION: Final = 1
 LARGEST: Final = 16 * 1024 * 1024
 _NAMES: Final = {field.name: field for field in fields(Costs)}
-_LISTS: Final = frozenset(name for name, field in _NAMES.items() if "tuple[float" in str(field.type))
+_LISTS: Final = frozenset(name for name, field in _NAMES.items() if "tuple[" in str(field.type))
 _NEEDED: Final = ("forward", "backward_input", "backward_weight")
 
 
@@ -79,9 +79,7 @@ def loads_costs(text: str) -> Costs:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ParseError(
-            f"no JSON: {error}; expected an object with forward, backward_input and backward_weight"
-        ) from None
+        raise ParseError(f"no JSON: {error}; expected an object with {', '.join(_NEEDED)}") from None
     if not isinstance(data, dict) or data.pop("format", FORMAT) != FORMAT or data.pop("version", VERSION) != VERSION:
         raise ParseError(f'no costs; expected a JSON object with "format": "{FORMAT}" and "version": {VERSION}')
     unknown = sorted(set(data) - set(_NAMES))
@@ -90,9 +88,7 @@ def loads_costs(text: str) -> Costs:
     missing = [name for name in _NEEDED if name not in data]
     if missing:
         raise ParseError(f"{missing[0]} is missing; expected a list with one number a stage")
-    found: dict[str, Any] = {
-        name: _links(value) if name == "links" else _value(name, value) for name, value in data.items()
-    }
+    found: dict[str, Any] = {name: _value(name, value) for name, value in data.items()}
     found.setdefault("held_to_input", (1.0,) * len(found["forward"]))
     found.setdefault("held_to_weight", found["held_to_input"])
     try:
@@ -104,11 +100,11 @@ def loads_costs(text: str) -> Costs:
 def _value(name: str, value: object) -> Any:
     if value is None and _NAMES[name].default is None:
         return None
-    if name in _LISTS:
-        if not isinstance(value, list):
-            raise ParseError(f"{name}={value!r:.60}; expected a list of numbers")
-        return tuple(_number(name, one) for one in value)
-    return _number(name, value)
+    if name not in _LISTS:
+        return _number(name, value)
+    if not isinstance(value, list):
+        raise ParseError(f"{name}={value!r:.60}; expected a list of {'objects' if name == 'links' else 'numbers'}")
+    return tuple(_link(one) if name == "links" else _number(name, one) for one in value)
 
 
 def _number(name: str, value: object) -> float:
@@ -120,15 +116,10 @@ def _number(name: str, value: object) -> float:
         raise ParseError(f"{name}: a number of {len(str(value))} digits; expected a finite one") from None
 
 
-def _links(value: object) -> tuple[Link, ...]:
-    if not isinstance(value, list):
-        raise ParseError(f"links={value!r:.60}; expected a list of objects")
-    found = []
-    for one in value:
-        if not isinstance(one, dict) or not {"sender", "receiver", "latency"} <= set(one) <= set(Link._fields):
-            raise ParseError(f"links: {one!r:.60}; expected an object with sender, receiver, latency and bandwidth")
-        if not type(one["sender"]) is type(one["receiver"]) is int:
-            raise ParseError(f"links: {one!r:.60}; expected the numbers of two ranks")
-        numbers = {name: _number(name, one[name]) for name in ("latency", "bandwidth") if one.get(name) is not None}
-        found.append(Link(**(one | numbers)))
-    return tuple(found)
+def _link(value: object) -> Link:
+    if not isinstance(value, dict) or not {"sender", "receiver", "latency"} <= set(value) <= set(Link._fields):
+        raise ParseError(f"links: {value!r:.60}; expected an object with sender, receiver, latency and bandwidth")
+    if not type(value["sender"]) is type(value["receiver"]) is int:
+        raise ParseError(f"links: {value!r:.60}; expected the numbers of two ranks")
+    numbers = {name: _number(name, value[name]) for name in ("latency", "bandwidth") if value.get(name) is not None}
+    return Link(**(value | numbers))
