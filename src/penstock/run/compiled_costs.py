@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -23,8 +22,8 @@ def compiled_costs(schedule: Schedule, costs: Costs) -> Costs:
     if not schedule._programs.compile_ahead:  # which all ranks know
         return costs
     mine = [[index, *held] for index, held in kept_by_graphs(schedule).items()]
-    posts = schedule._programs[TRAIN].transport.gather("what compiled stages hold", json.dumps(mine).encode())
-    kept = {index: (one, two) for post in posts for index, one, two in json.loads(post)}
+    everyone = schedule._programs[TRAIN].transport.agree("what compiled stages hold", {}, own=mine)
+    kept = {index: (one, two) for held in everyone for index, one, two in held}
     return with_kept(costs, kept, schedule.plan.placement)
 
 

@@ -6,7 +6,6 @@ plan = better_plan(schedule.plan, costs, gain=0.05)      # None: there is none t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -126,18 +125,17 @@ def agreed_plan(
     plan: Plan, costs: Costs, transport: Transport, *, gain: float, search: Callable[[Plan], Iterable[Plan]] | None
 ) -> Plan | None:
     """The better plan that the first rank finds, on every rank; None: there is none. If it cannot look for one, all raise."""
-    name, text, wrong = "", "", ""
+    mine = ("", "", "")  # a name and a plan, or what is wrong
     problem: Exception | None = None
     if transport.rank == 0:
         try:
             if not 0 <= gain < 1:
                 raise RunError(f"replan(gain={gain!r}); expected a share of a step from 0 up and below 1, such as 0.05")
             found = better_plan(plan, costs, gain=gain, others=() if search is None else search(plan))
-            name, text = ("", "") if found is None else (found.name, dumps(found))
+            mine = mine if found is None else (found.name, dumps(found), "")
         except Exception as error:  # noqa: BLE001  the other ranks wait for this one
-            problem, wrong = error, f"{type(error).__name__}: {error}"
-    posts = transport.gather("the plan from now on", json.dumps([name, text, wrong]).encode())
-    name, text, wrong = json.loads(posts[0])
+            problem, mine = error, ("", "", f"{type(error).__name__}: {error}")
+    name, text, wrong = transport.agree("take another plan", {}, own=mine)[0]
     if wrong:
         raise problem or RunError(f"rank 0 could not look for another plan: {wrong}")
     return replace(plan, codes=loads(text).codes, name=name, family=None) if text else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter, thread_time
@@ -124,13 +123,13 @@ class Recording:
     def finish(self) -> None:
         """Gather the times of all ranks, on the clock of rank 0."""
         offset = self.transport.clock_offset()
-        times = [[t + offset for t in self.clock.seconds(marks)] for marks in (self.starts, self.ends)]
-        mine = json.dumps([*times, self.processor]).encode()
-        everyone = [json.loads(post) for post in self.transport.gather("times of the actions", mine)]
+        began, ended = ([t + offset for t in self.clock.seconds(marks)] for marks in (self.starts, self.ends))
+        everyone = self.transport.agree("times of the actions", {}, own=(began, ended, self.processor))
         if self.plan is None or not self.starts:
             return
-        starts, ends, spent = zip(*everyone, strict=True)
-        origin = min(min(times) for times in starts if times)
-        began, ended = (tuple([t - origin for t in times] for times in everyones) for everyones in (starts, ends))
-        processor = None if None in spent else tuple(spent)
-        self._timeline = Timeline(self.plan, began, ended, measured=True, unit="s", processor=processor)
+        origin = min(min(began) for began, _, _ in everyone if began)
+        starts = tuple([t - origin for t in began] for began, _, _ in everyone)
+        ends = tuple([t - origin for t in ended] for _, ended, _ in everyone)
+        spent = tuple(seconds for _, _, seconds in everyone if seconds is not None)
+        processor = spent if len(spent) == len(everyone) else None
+        self._timeline = Timeline(self.plan, starts, ends, measured=True, unit="s", processor=processor)

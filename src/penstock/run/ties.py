@@ -9,7 +9,6 @@ once more, for the sum.)
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -130,8 +129,7 @@ class Ties:
         if not self.known:
             return
         mine = [[_place(parameter) for parameter in group.mine] for group in self.known]
-        posts = self.transport.gather("tied parameters", json.dumps(mine).encode())
-        everyone = [json.loads(post) for post in posts]
+        everyone = self.transport.agree("tied parameters", {}, own=mine)
         seen: dict[tuple[int, ...], _TieGroup] = {}  # by rank and place there
         for number, group in enumerate(self.known):
             held = [(rank, tuple(place), kind) for rank in group.ranks for place, kind in everyone[rank][number]]
