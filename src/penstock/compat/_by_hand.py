@@ -92,8 +92,8 @@ class HandProgram(Program):
             self.by_op[action.op, action.stage] = found
         return found
 
-    def boxes(self) -> Iterator[HandBox]:  # type: ignore[override]
-        return iter(self.by_op.values())
+    def boxes(self) -> Sequence[HandBox]:  # type: ignore[override]
+        return tuple(self.by_op.values())
 
     # -- around a step
 

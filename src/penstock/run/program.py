@@ -5,7 +5,7 @@ Peers, boxes and functions are resolved here, so that the loop of a step only ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -158,9 +158,8 @@ class Program:
             (settle(box.outgoing, box.incoming), settle(box.incoming, box.outgoing)) for box in self.boxes()
         ]
 
-    def boxes(self) -> Iterator[Box]:
-        yield from self.inboxes.values()
-        yield from self.outboxes.values()
+    def boxes(self) -> Sequence[Box]:
+        return *self.inboxes.values(), *self.outboxes.values()
 
     def finish(self) -> None:
         """Wait for what is on its way."""
