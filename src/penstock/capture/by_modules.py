@@ -95,8 +95,8 @@ def split_modules(
             f"no named submodule holds {', '.join(lost[:6])}{' ...' if len(lost) > 6 else ''}; every parameter must be "
             "in a stage: name its submodule too"
         )
-    weights = [LayerCost(name, sum(p.numel() for p in module.parameters())) for name, module in parts.items()]
-    bounds = [0, *balance(Profile(tuple(weights)), num_stages).boundaries, len(names)]
+    weights = [sum(p.numel() for p in module.parameters()) for module in parts.values()]
+    bounds = [0, *even_cuts(weights, num_stages), len(names)]
     ways = _by_name(calls or {}, names)
     stages = [ListStage({name: parts[name] for name in names[start:end]}, ways) for start, end in pairwise(bounds)]
     ties, digest = find_ties(stages), model_digest(stages)
@@ -104,6 +104,12 @@ def split_modules(
         stage.ties, stage.cut_from = ties, digest
         stage.training = model.training
     return stages
+
+
+def even_cuts(weights: Sequence[float], num_stages: int) -> list[int]:
+    """Where to cut a list into non-empty parts so that the heaviest is lightest."""
+    layers = tuple(LayerCost(str(place), forward=weight) for place, weight in enumerate(weights))
+    return list(balance(Profile(layers), num_stages).boundaries)
 
 
 def _by_name(calls: Mapping[str, Call], names: Sequence[str]) -> dict[str, Call]:
