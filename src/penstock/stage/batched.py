@@ -63,7 +63,7 @@ class Grouping:
             ]
 
 
-class Size(NamedTuple):
+class ProductSize(NamedTuple):
     """What products must have in common to form a group."""
 
     rows: int
@@ -81,12 +81,14 @@ class Size(NamedTuple):
 Item = TypeVar("Item")
 
 
-def in_groups(sized: Iterable[tuple[Size | None, Item]]) -> tuple[list[tuple[Size, list[Item]]], list[Item]]:
+def in_groups(
+    sized: Iterable[tuple[ProductSize | None, Item]],
+) -> tuple[list[tuple[ProductSize, list[Item]]], list[Item]]:
     """Groups of what has one size, and what is better done alone; None is the size of something that is."""
-    found: dict[Size | int, list[Item]] = {}
+    found: dict[ProductSize | int, list[Item]] = {}
     for number, (size, item) in enumerate(sized):
         found.setdefault(size or number, []).append(item)
-    groups: list[tuple[Size, list[Item]]] = []
+    groups: list[tuple[ProductSize, list[Item]]] = []
     alone: list[Item] = []
     for kind, items in found.items():
         if isinstance(kind, int):
@@ -101,18 +103,18 @@ def in_groups(sized: Iterable[tuple[Size | None, Item]]) -> tuple[list[tuple[Siz
     return groups, alone
 
 
-def _size(slot: Slot) -> Size | None:
+def _size(slot: Slot) -> ProductSize | None:
     """None if the call is better done alone."""
     (outputs, inputs), bias = slot.call.weight.shape, slot.bias
     with_bias = bias is not None and bias.requires_grad
-    size = Size(slot.anchor.shape[0], inputs, outputs, slot.dtype, slot.anchor.device, with_bias)
+    size = ProductSize(slot.anchor.shape[0], inputs, outputs, slot.dtype, slot.anchor.device, with_bias)
     if slot.transposed or slot.cast is not None or not size.is_small:
         return None
     return None if bias is not None and with_bias and bias.dtype is not slot.dtype else size
 
 
 @lru_cache(maxsize=4096)
-def _same_bits(size: Size, count: int, threads: int) -> bool:
+def _same_bits(size: ProductSize, count: int, threads: int) -> bool:
     """Whether the batched product gives the bits of single ones: a matter of the kernels chosen for these sizes."""
     rows, inputs, outputs, dtype, device, _ = size
     numbers = torch.arange(count * rows * max(inputs, outputs), dtype=torch.float64, device=device)

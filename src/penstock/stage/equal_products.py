@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.passes.tools_common import legalize_graph
 
 from penstock.nest import Value
-from penstock.stage.batched import Size, in_groups
+from penstock.stage.batched import ProductSize, in_groups
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -32,7 +32,7 @@ class _Product(NamedTuple):
     grad: fx.Node
     rows: fx.Node
     total: fx.Node | None
-    size: Size
+    size: ProductSize
 
 
 class GradientBatch(NamedTuple):
@@ -129,7 +129,7 @@ def _product(node: fx.Node) -> _Product | None:
     sums = [user for user in grad.users if user.target is _aten.sum.dim_IntList and user.args[1:] == ([0], True)]
     total = sums[0] if len(sums) == 1 and not sums[0].kwargs else None
     value, width = grad.meta["val"], rows.meta["val"].shape[1]
-    size = Size(value.shape[0], width, value.shape[1], value.dtype, value.device, total is not None)
+    size = ProductSize(value.shape[0], width, value.shape[1], value.dtype, value.device, total is not None)
     return _Product(node, grad, rows, total, size) if size.is_small else None
 
 
