@@ -108,43 +108,33 @@ def _in_slices(head: Callable[[Tensor], Tensor]) -> Callable[[], Callable[[Tenso
     if not small:
         return lambda: head
     sums: dict[str, Tensor] = {}
-    shared = {name: _Sums.apply(p, sums, name) for name, p in small.items()}  # type: ignore[no-untyped-call]
+    shared = {name: _InSlices.apply(p, sums, name, True) for name, p in small.items()}  # type: ignore[no-untyped-call]
 
     def of_slice() -> Callable[[Tensor], Tensor]:
-        used = {name: _Addend.apply(p, sums, name) for name, p in shared.items()}  # type: ignore[no-untyped-call]
+        used = {name: _InSlices.apply(p, sums, name, False) for name, p in shared.items()}  # type: ignore[no-untyped-call]
         return lambda hidden: torch.func.functional_call(head, used, (hidden,))
 
     return of_slice
 
 
-class _Shared(torch.autograd.Function):
-    """A parameter as it is, of whose gradients the sum is somewhere else."""
+class _InSlices(torch.autograd.Function):
+    """A parameter as it is, of whose gradients the sum is somewhere else: in one slice, whose gradient is added to it, or as all
+    slices share it, whose backward comes after theirs and takes the sum."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sums: dict[str, Tensor], name: str) -> Tensor:
-        ctx.sums, ctx.name, ctx.dtype = sums, name, parameter.dtype
+    def forward(ctx: Any, parameter: Tensor, sums: dict[str, Tensor], name: str, shared: bool) -> Tensor:
+        ctx.sums, ctx.name, ctx.shared, ctx.dtype = sums, name, shared, parameter.dtype
         ctx.set_materialize_grads(False)
         return parameter.view_as(parameter)
 
-
-class _Sums(_Shared):
-    """A parameter that several slices use; its backward comes after theirs."""
-
     @staticmethod
-    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total = ctx.sums.pop(ctx.name, None)
-        return None if total is None else total.to(ctx.dtype), None, None
-
-
-class _Addend(_Shared):
-    """The same parameter in one slice, whose gradient is added to the sum."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        grad = grads[0].to(_precision(grads[0].dtype))
-        total = ctx.sums.get(ctx.name)
+        if ctx.shared:
+            return None if total is None else total.to(ctx.dtype), None, None, None
+        grad = grads[0].to(_precision(ctx.dtype))  # type: ignore[union-attr]
         ctx.sums[ctx.name] = grad if total is None else total.add_(grad)
-        return None, None, None
+        return None, None, None, None
 
 
 def _cross_entropy(hidden: Tensor, target: Tensor, head: nn.Linear, rows: int, ignore_index: int) -> Tensor:

@@ -39,7 +39,6 @@ _entries: Callable[[CodeType], Sequence[Any]] = getattr(
     _C._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda code: ()
 )
 _Frame = dict[str, Value]  # the variables of a call, of which guards are asked
-_MOST = 8  # guards that are tried before torch.compile's own
 
 
 @final
@@ -145,9 +144,8 @@ class Shortcuts:
         if not self.found:
             return
         there = {id(entry.code) for entry in _entries(self.eager.__code__)}
-        full = len(self.found) == _MOST  # others have their turn
         mine = {id(written.attached.__code__) for _, written in self.found}
-        if full or not mine <= there or self.stance is None or self.stance != _stance():
+        if not mine <= there or self.stance is None or self.stance != _stance():
             self.found = []
 
     def __call__(self, *args: Value, **kwargs: Value) -> Value:
@@ -156,7 +154,7 @@ class Shortcuts:
             if holds(frame):
                 return written.attached(*args, **kwargs)
         output = self.twin(*args, **kwargs)
-        if len(self.found) < _MOST and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             with suppress(AttributeError, LookupError, TypeError):  # of a torch that keeps its code in another way
                 self._learn(frame, output)
         return output
