@@ -215,7 +215,10 @@ def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
     """
     deferral = pending.deferral
     deferral.news = False
-    used = {id(tensor): tensor for call in pending.calls() for tensor in call[:2] if tensor is not None}
+    calls = pending.calls()
+    if pending.skip is deferral.skip and not [call for call in calls if id(call.weight) not in deferral.checked]:
+        return False
+    used = {id(tensor): tensor for call in calls for tensor in call[:2] if tensor is not None}
     if used.keys().isdisjoint(deferral.skip):
         news = used.keys() - deferral.checked.keys()
         deferral.checked.update(used)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import compress
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -47,8 +47,8 @@ class Grouping:
 
     def __init__(self, slots: list[Slot]) -> None:
         self.slots = slots
-        groups, self.singles = in_groups((_size(slot), place) for place, slot in enumerate(slots))
-        self.groups = [Group(slots, places, with_bias=size.with_bias) for size, places in groups]
+        groups, self.singles = in_groups([_size(slot) for slot in slots], range(len(slots)))
+        self.groups = [Group(slots, places, with_bias=size[-1]) for size, places in groups]
 
     def harvest(self, rows: list[Tensor], grads: list[Tensor]) -> list[tuple[Group, Tensor, Tensor]]:
         """The work of the groups."""
@@ -63,30 +63,17 @@ class Grouping:
             ]
 
 
-class ProductSize(NamedTuple):
-    """What products must have in common to form a group."""
-
-    rows: int
-    inputs: int
-    outputs: int
-    dtype: torch.dtype
-    device: torch.device
-    with_bias: bool  # there is a bias to be trained
-
-    @property
-    def is_small(self) -> bool:
-        return 0 < self.rows * self.inputs * self.outputs <= MOST_PRODUCTS
-
-
+ProductSize = tuple[int, int, int, torch.dtype, torch.device, bool]
+"""What products must have in common to form a group: rows, inputs, outputs, dtype, device, whether a bias is trained."""
 Item = TypeVar("Item")
 
 
 def in_groups(
-    sized: Iterable[tuple[ProductSize | None, Item]],
+    sizes: Iterable[ProductSize | None], given: Iterable[Item]
 ) -> tuple[list[tuple[ProductSize, list[Item]]], list[Item]]:
     """Groups of what has one size, and what is better done alone; None is the size of something that is."""
     found: dict[ProductSize | int, list[Item]] = {}
-    for number, (size, item) in enumerate(sized):
+    for number, (size, item) in enumerate(zip(sizes, given, strict=True)):
         found.setdefault(size or number, []).append(item)
     groups: list[tuple[ProductSize, list[Item]]] = []
     alone: list[Item] = []
@@ -94,8 +81,10 @@ def in_groups(
         if isinstance(kind, int):
             alone += items
             continue
-        most = max(1, MOST_BYTES // (kind.inputs * kind.outputs * kind.dtype.itemsize))
-        for part in (items[start : start + most] for start in range(0, len(items), most)):
+        _, inputs, outputs, dtype, *_ = kind
+        most = max(1, MOST_BYTES // (inputs * outputs * dtype.itemsize))
+        for start in range(0, len(items), most):
+            part = items[start : start + most]
             if len(part) > 1 and _same_bits(kind, len(part), torch.get_num_threads()):
                 groups.append((kind, part))
             else:
@@ -105,12 +94,13 @@ def in_groups(
 
 def _size(slot: Slot) -> ProductSize | None:
     """None if the call is better done alone."""
-    (outputs, inputs), bias = slot.call.weight.shape, slot.bias
+    (outputs, inputs), rows, bias = slot.call.weight.shape, slot.anchor.shape[0], slot.bias
     with_bias = bias is not None and bias.requires_grad
-    size = ProductSize(slot.anchor.shape[0], inputs, outputs, slot.dtype, slot.anchor.device, with_bias)
-    if slot.transposed or slot.cast is not None or not size.is_small:
+    if slot.transposed or slot.cast is not None or not 0 < rows * inputs * outputs <= MOST_PRODUCTS:
         return None
-    return None if bias is not None and with_bias and bias.dtype is not slot.dtype else size
+    if bias is not None and with_bias and bias.dtype is not slot.dtype:
+        return None
+    return rows, inputs, outputs, slot.dtype, slot.anchor.device, with_bias
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.passes.tools_common import legalize_graph
 
 from penstock.nest import Value
-from penstock.stage.batched import ProductSize, in_groups
+from penstock.stage.batched import MOST_PRODUCTS, ProductSize, in_groups
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -68,12 +68,12 @@ def batch_equal_products(part: fx.GraphModule) -> None:
     for node in part.graph.nodes:
         if any(given in later for given in node.all_input_nodes):
             later.add(node)
-    free = ((one.size, one) for one in found if one.grad not in later and one.rows not in later)
+    free = [one for one in found if one.grad not in later and one.rows not in later]
     with (
         unset_fake_temporarily(),
         torch.no_grad(),
     ):  # sizes are tried with real tensors, while others trace with fake ones
-        groups, _ = in_groups(free)
+        groups, _ = in_groups([one.size for one in free], free)
     for _, group in groups:
         _batch(part.graph, group)
     legalize_graph(part)  # a batch stands where its first product was, before what the others are made of
@@ -129,8 +129,8 @@ def _product(node: fx.Node) -> _Product | None:
     sums = [user for user in grad.users if user.target is _aten.sum.dim_IntList and user.args[1:] == ([0], True)]
     total = sums[0] if len(sums) == 1 and not sums[0].kwargs else None
     value, width = grad.meta["val"], rows.meta["val"].shape[1]
-    size = ProductSize(value.shape[0], width, value.shape[1], value.dtype, value.device, total is not None)
-    return _Product(node, grad, rows, total, size) if size.is_small else None
+    size = value.shape[0], width, value.shape[1], value.dtype, value.device, total is not None
+    return _Product(node, grad, rows, total, size) if 0 < value.numel() * width <= MOST_PRODUCTS else None
 
 
 def _turns(node: fx.Node) -> bool:
