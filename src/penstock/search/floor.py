@@ -61,10 +61,7 @@ class _Ways:
         self.forward, self.back, self.weight = least_times(job)  # by stage and microbatch
         self.alone = 0.0  # all of it, for the slowest
         self.stay = [0.0] * (half * size)  # by stage and microbatch: from the begin of F to the end of I
-        before, after = (
-            [],
-            [],
-        )  # by microbatch and link: until it may begin it; from its end to the last weight gradient
+        before, after = [], []  # by microbatch and link: until it may begin; from its end to the last weight gradient
         for number in range(size):
             times = [(self.forward if k < half else self.back)[s * size + number] for k, s in enumerate(stages)]
             steps = [time + job.crossing[link * size + number] for link, time in enumerate(times)]
@@ -75,9 +72,8 @@ class _Ways:
             self.alone = max(self.alone, total)
             for stage in range(half):
                 self.stay[stage * size + number] = begins[~stage] + times[~stage] - begins[stage]
-        self.before, self.after = (
-            tuple(map(min, zip(*rows, strict=True))) for rows in (before, after)
-        )  # of the fastest
+        self.before: tuple[float, ...] = tuple(map(min, zip(*before, strict=True)))  # of the fastest
+        self.after: tuple[float, ...] = tuple(map(min, zip(*after, strict=True)))
 
 
 def least_times(job: SearchJob) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
