@@ -40,7 +40,7 @@ def command(
         _compare_measured(folder, chosen, stages_per_rank, as_json=as_json)
         return
     from penstock.schedules import all_schedules
-    from penstock.show.numbers import memory_text, percent, summary, time_text
+    from penstock.show.numbers import figures, summary
     from penstock.simulate import simulate
 
     stages_per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
@@ -56,14 +56,7 @@ def command(
         return
     headings = ("stages/rank", "makespan", "bubble:\nmakespan", "longest\nrank", "peak\nactivations")
     rows = [
-        (
-            done.plan.name,
-            str(done.plan.num_stages // done.plan.num_ranks),
-            time_text(done.makespan),
-            percent(done.bubble_makespan),
-            percent(done.bubble_longest_rank),
-            memory_text(max(done.peak_memory)),
-        )
+        (done.plan.name, str(done.plan.num_stages // done.plan.num_ranks), *figures(done).values())
         for done in timelines
     ]
     shared.print_table(f"{ranks} ranks, {microbatches} microbatches", headings, rows)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from math import floor
+from math import ceil, floor
 from typing import Final, NamedTuple
 
+from penstock.show.html import page
 from penstock.show.svg import nice_step
 
 _STYLE: Final = """
@@ -15,6 +16,10 @@ text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif;f
 .line{fill:none;stroke:#2f6fdb;stroke-width:2}.ours{fill:#2f6fdb}.theirs{fill:#c2410c}
 @media (prefers-color-scheme:dark){.paper{fill:#141a24}text{fill:#cbd4e1}.grid{stroke:#2b3545}.tick{fill:#8793a6}
 .line{stroke:#6ea0f5}.ours{fill:#6ea0f5}.theirs{fill:#f59e6b}}
+"""
+_PAGE: Final = """
+body{font-family:system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color-scheme:light dark}
+svg{max-width:100%;height:auto}td,th{padding:.15rem .8rem;text-align:right}td:first-child{text-align:left}
 """
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 44
 
@@ -39,30 +44,24 @@ def front_svg(marks: Sequence[Dot], *, title: str, width: int = 900, height: int
 
 def front_page(marks: Sequence[Dot], *, title: str) -> str:
     """The chart on a page of its own, with its figures as a table. Nothing is fetched."""
-    rows = "".join(
-        f"<tr><td>{escape(mark.label)}</td><td>{mark.x:.6g}</td><td>{mark.y:.6g}</td></tr>" for mark in sorted(marks)
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>'
-        "body{font-family:system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color-scheme:light dark}"
-        "svg{max-width:100%;height:auto}td,th{padding:.15rem .8rem;text-align:right}td:first-child{text-align:left}"
-        f"</style></head><body><h1>{escape(title)}</h1>{front_svg(marks, title=title)}"
-        f"<table><thead><tr><th>schedule</th><th>memory</th><th>makespan</th></tr></thead><tbody>{rows}</tbody></table>"
-        "</body></html>\n"
-    )
+    cells = [[escape(mark.label), f"{mark.x:.6g}", f"{mark.y:.6g}"] for mark in sorted(marks)]
+    rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
+    head = "<thead><tr><th>schedule</th><th>memory</th><th>makespan</th></tr></thead>"
+    body = f"<h1>{escape(title)}</h1>{front_svg(marks, title=title)}<table>{head}<tbody>{rows}</tbody></table>"
+    return page(title, body, style_text=_PAGE, script_text="")
 
 
 def _parts(marks: Sequence[Dot], title: str, width: int, height: int) -> Iterator[str]:
-    across = _Axis.of([mark.x for mark in marks], _LEFT, width - _RIGHT)
-    up = _Axis.of([mark.y for mark in marks], height - _BOTTOM, _TOP)
+    across = _Axis([mark.x for mark in marks], _LEFT, width - _RIGHT)
+    up = _Axis([mark.y for mark in marks], height - _BOTTOM, _TOP)
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
     yield f'<style>{_STYLE}</style><rect class="paper" width="{width}" height="{height}"/>'
     yield f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>'
-    for tick in across.ticks():
+    for tick in across.ticks:
         x = across.at(tick)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}"/>'
         yield f'<text class="tick" x="{x:.1f}" y="{height - _BOTTOM + 16}" text-anchor="middle">{tick:g}</text>'
-    for tick in up.ticks():
+    for tick in up.ticks:
         y = up.at(tick)
         yield f'<line class="grid" y1="{y:.1f}" y2="{y:.1f}" x1="{_LEFT}" x2="{width - _RIGHT}"/>'
         yield f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
@@ -83,27 +82,17 @@ def _parts(marks: Sequence[Dot], title: str, width: int, height: int) -> Iterato
     yield "</svg>"
 
 
-class _Axis(NamedTuple):
-    """From figures to places on paper."""
+class _Axis:
+    """From figures to places on paper, with some room on both sides, and about six round numbers between."""
 
-    low: float
-    high: float
-    begin: float
-    end: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], begin: float, end: float) -> _Axis:
+    def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
         low, high = min(values, default=0.0), max(values, default=1.0)
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        return cls(low - room, high + room, begin, end)
+        self.low, self.begin = low - room, begin
+        self.scale = (end - begin) / (high - low + 2 * room)
+        step = nice_step(high - low + 2 * room, 8)
+        first, last = floor(self.low / step) + 1, ceil((high + room) / step)
+        self.ticks = [round(number * step, 12) for number in range(first, last)]
 
     def at(self, value: float) -> float:
-        return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
-
-    def ticks(self) -> Iterator[float]:
-        """About six round numbers."""
-        step = nice_step(self.high - self.low, 8)
-        number = floor(self.low / step) + 1
-        while number * step < self.high:
-            yield round(number * step, 12)
-            number += 1
+        return self.begin + (value - self.low) * self.scale

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from penstock.schedules import Recipe, all_schedules
-from penstock.show.numbers import idle_sums, memory_text, number, percent, sizes
+from penstock.show.numbers import figures, idle_sums, memory_text, number, sizes
 from penstock.show.svg import to_svg
 from penstock.simulate import Timeline, simulate
 
@@ -52,14 +52,8 @@ def _table(timed: _Timed) -> Iterable[str]:
     yield "| schedule | stages a rank | makespan | bubble | longest rank | peak memory |"
     yield "|---|--:|--:|--:|--:|--:|"
     for recipe, timeline in timed:
-        figures = (
-            str(timeline.plan.num_stages // NUM_RANKS),
-            number(timeline.makespan),
-            percent(timeline.bubble_makespan),
-            percent(timeline.bubble_longest_rank),
-            memory_text(max(timeline.peak_memory)),
-        )
-        yield f"| [{recipe.name}](#{recipe.name}) | {' | '.join(figures)} |"
+        shown = (str(timeline.plan.num_stages // NUM_RANKS), *figures(timeline).values())
+        yield f"| [{recipe.name}](#{recipe.name}) | {' | '.join(shown)} |"
 
 
 def _pictures(timed: _Timed) -> Iterable[str]:
@@ -69,8 +63,8 @@ def _pictures(timed: _Timed) -> Iterable[str]:
         yield f"\n## {recipe.name}\n"
         yield f"{recipe.title[:1].upper()}{recipe.title[1:]}: {sizes(timeline)}.\n"
         yield f"![timeline of {recipe.name}](gallery/{recipe.name}.svg)\n"
-        whole, longest = percent(timeline.bubble_makespan), percent(timeline.bubble_longest_rank)
-        yield f"- bubble {whole}, on the longest rank {longest}"
+        _, bubble, longest, _ = figures(timeline).values()
+        yield f"- bubble {bubble}, on the longest rank {longest}"
         yield f"- peak memory of the ranks: {held}"
         yield f"- idle time of all ranks: {causes or 'none'}"
     yield ""

@@ -20,7 +20,7 @@ from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.show.colours import paint
 from penstock.show.data import timeline_data
-from penstock.show.numbers import CAUSES, holds, idle_sums, memory_text, peak, percent, sizes, time_text
+from penstock.show.numbers import CAUSES, figures, holds, idle_sums, memory_text, percent, sizes, time_text
 from penstock.show.svg import ops_of
 from penstock.simulate import Timeline, simulate
 
@@ -147,13 +147,7 @@ def _bar(timelines: Sequence[Timeline]) -> str:
 
 
 def _block(name: str, timeline: Timeline) -> str:
-    figures = [
-        ("makespan", time_text(timeline.makespan, timeline.unit)),
-        ("bubble", percent(timeline.bubble_makespan)),
-        ("bubble on the longest rank", percent(timeline.bubble_longest_rank)),
-        ("peak memory", peak(timeline)),
-    ]
-    listed = "".join(f"<div><dt>{word}</dt><dd>{escape(value)}</dd></div>" for word, value in figures)
+    listed = "".join(f"<div><dt>{word}</dt><dd>{escape(value)}</dd></div>" for word, value in figures(timeline).items())
     memory = '<canvas class="ps-memory"></canvas>' if holds(timeline) else ""
     label = escape(f"{name}: timeline of {timeline.plan.num_ranks} ranks; the table beside it has the figures")
     return (

@@ -47,13 +47,10 @@ def summary_text(timeline: Timeline) -> str:
     """
     plan, unit = timeline.plan, timeline.unit
     causes = " ".join(f"{cause:>13}" for cause in CAUSES)
+    makespan, bubble, longest, most = figures(timeline).values()
     lines = [
         f"{plan.name or 'plan'}: {sizes(timeline)}, {plan.num_actions} actions",
-        (
-            f"makespan {time_text(timeline.makespan, unit)}   "
-            f"bubble {percent(timeline.bubble_makespan)} of the makespan, "
-            f"{percent(timeline.bubble_longest_rank)} on the longest rank   peak memory {peak(timeline)}"
-        ),
+        f"makespan {makespan}   bubble {bubble} of the makespan, {longest} on the longest rank   peak memory {most}",
         f"{'rank':>8} {'busy':>10} {causes} {'peak memory':>12}",
     ]
     peaks = timeline.peak_memory
@@ -62,6 +59,22 @@ def summary_text(timeline: Timeline) -> str:
         held = memory_text(peaks[rank]) if timeline.memory else "-"
         lines.append(f"{rank:>8} {time_text(timeline.busy[rank], unit):>10} {causes} {held:>12}")
     return "\n".join(lines) + "\n"
+
+
+def figures(timeline: Timeline) -> dict[str, str]:
+    """The figures that every list of schedules shows, as texts.
+
+    >>> from penstock.schedules import get_schedule
+    >>> from penstock.simulate import simulate
+    >>> figures(simulate(get_schedule("1f1b")(4, 8)))
+    {'makespan': '33', 'bubble': '27.3%', 'longest rank': '27.3%', 'peak memory': '4'}
+    """
+    return {
+        "makespan": time_text(timeline.makespan, timeline.unit),
+        "bubble": percent(timeline.bubble_makespan),
+        "longest rank": percent(timeline.bubble_longest_rank),
+        "peak memory": peak(timeline),
+    }
 
 
 def idle_sums(timeline: Timeline) -> dict[str, float]:

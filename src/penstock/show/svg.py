@@ -13,7 +13,7 @@ from penstock.plan import Action, Op, Plan
 from penstock.plan.actions import OP, parts, unpack
 from penstock.plan.ops import MESSAGES
 from penstock.show.colours import Paint, paint, shades
-from penstock.show.numbers import peak, percent, sizes, time_text
+from penstock.show.numbers import figures, sizes, time_text
 from penstock.show.picture_rows import Bar, Picture
 from penstock.simulate import Timeline, simulate
 
@@ -71,13 +71,11 @@ class _Drawing:
     def parts(self) -> Iterator[str]:
         plan, timeline = self.timeline.plan, self.timeline
         name = escape(self.title if self.title is not None else plan.name or "plan")
-        figures = escape(
-            f"{sizes(timeline)} · makespan {time_text(timeline.makespan, timeline.unit)} · "
-            f"bubble {percent(timeline.bubble_makespan)} · peak memory {peak(timeline)}"
-        )
+        makespan, bubble, _, held = figures(timeline).values()
+        words = escape(f"{sizes(timeline)} · makespan {makespan} · bubble {bubble} · peak memory {held}")
         yield (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
-            f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}: {figures}">'
+            f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}: {words}">'
         )
         yield f"<style>{_STYLE}</style>"
         yield (
@@ -87,7 +85,7 @@ class _Drawing:
         )
         yield f'<rect class="paper" width="{self.width}" height="{self.height}" rx="8"/>'
         yield f'<text class="title" x="{_MARGIN}" y="22">{name}</text>'
-        yield f'<text class="figures" x="{_MARGIN}" y="40">{figures}</text>'
+        yield f'<text class="figures" x="{_MARGIN}" y="40">{words}</text>'
         yield from self.rows()
         yield from self.axis()
         yield from self.legend()

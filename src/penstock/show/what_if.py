@@ -76,7 +76,7 @@ class WhatIf:
 
     def _ranks(self) -> Iterator[Mended]:
         """Ranks whose stages all take longer than was expected of them, by more than those of others."""
-        work = [self._work(self.costs, stage) / (self._work(self.expected, stage) or 1.0) for stage in self._every]
+        work = [taken / (wanted or 1.0) for taken, wanted in zip(_work(self.costs), _work(self.expected), strict=True)]
         ratios = [
             statistics.mean(work[stage] for stage in self.plan.placement.stages_of(rank))
             for rank in range(self.plan.num_ranks)
@@ -90,12 +90,12 @@ class WhatIf:
 
     def _stages(self) -> Iterator[Mended]:
         """The cut: stages that have more to do than others."""
-        work = [self._work(self.costs, stage) for stage in self._every]
+        work = _work(self.costs)
         mean = statistics.mean(work)
-        for stage in self._every:
-            if work[stage] > _SLOWER * mean:
-                words = f"stage {stage} has {work[stage] / mean:.2f} times the work of the average stage"
-                yield self._mended(words, self._scaled({stage: mean / work[stage]}))
+        for stage, taken in enumerate(work):
+            if taken > _SLOWER * mean:
+                words = f"stage {stage} has {taken / mean:.2f} times the work of the average stage"
+                yield self._mended(words, self._scaled({stage: mean / taken}))
         if max(work) > _SLOWER * mean:
             words = "the cut is uneven: all stages together, with the same work in each"
             yield self._mended(words, self._scaled_evenly())
@@ -124,21 +124,13 @@ class WhatIf:
     def _even(self) -> Costs:
         """All microbatches of the average size."""
         size = statistics.mean(self.costs.microbatches or (1.0,))
-        return replace(self._scaled(dict.fromkeys(self._every, size)), microbatches=None)
+        return replace(self._scaled(dict.fromkeys(range(self.plan.num_stages), size)), microbatches=None)
 
     def _scaled_evenly(self) -> Costs:
         """The same work in all stages."""
-        work = [self._work(self.costs, stage) for stage in self._every]
+        work = _work(self.costs)
         mean = statistics.mean(work)
-        return self._scaled({stage: mean / work[stage] for stage in self._every if work[stage]})
-
-    @property
-    def _every(self) -> range:
-        return range(self.plan.num_stages)
-
-    @staticmethod
-    def _work(costs: Costs, stage: int) -> float:
-        return costs.time(Op.F, stage) + costs.time(Op.B, stage)
+        return self._scaled({stage: mean / taken for stage, taken in enumerate(work) if taken})
 
     def _scaled(self, factors: dict[int, float]) -> Costs:
         """The costs with the times of some stages multiplied."""
@@ -188,6 +180,11 @@ class WhatIf:
             return lower(get_schedule(self.plan.name)(num_ranks, num_microbatches, stages_per_rank=per_rank))
         except PenstockError:
             return None
+
+
+def _work(costs: Costs) -> list[float]:
+    """By stage: forward and backward of a microbatch."""
+    return [costs.time(Op.F, stage) + costs.time(Op.B, stage) for stage in range(costs.num_stages)]
 
 
 def explained(what_if: WhatIf) -> str:

@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from operator import mul
 from typing import Any, Final, Literal, get_args
 
 from penstock.errors import PenstockError, PlanError
@@ -15,7 +14,7 @@ from penstock.misfits import takes
 from penstock.plan import Plan, check, dumps
 from penstock.schedules import all_schedules, get_schedule
 from penstock.show.html import timeline_section
-from penstock.show.numbers import memory_text, percent, time_text
+from penstock.show.numbers import figures
 from penstock.show.svg import to_svg
 from penstock.simulate import Costs, Link, Timeline, simulate
 
@@ -117,12 +116,7 @@ def _shown(question: Question) -> dict[str, object]:
     peak = max(timeline.peak_memory, default=0.0)
     return {
         "html": timeline_section([(timeline.plan.name, timeline)]).html,
-        "figures": {
-            "makespan": time_text(timeline.makespan),
-            "bubble": percent(timeline.bubble_makespan),
-            "longest rank": percent(timeline.bubble_longest_rank),
-            "peak memory": memory_text(peak),
-        },
+        "figures": figures(timeline),
         "fits": question.memory is None or peak <= question.memory,
         "stages_per_rank": timeline.plan.num_stages // timeline.plan.num_ranks,
         "command": _command(question),
@@ -148,16 +142,10 @@ def _costs(plan: Plan, question: Question) -> Costs:
         held_to_weight=question.kept_for_weights,
         **{name: getattr(question, name) for name in _TIMES},
     )
-    if question.speeds:
-        speeds = [question.speeds[plan.placement.rank_of(stage)] for stage in range(count)]
-        forward, inputs, weights = (
-            tuple(map(mul, times, speeds)) for times in (costs.forward, costs.backward_input, costs.backward_weight)
-        )
-        costs = replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
     if question.transfer > 0:
         costs = replace(costs, bandwidth=1.0 / question.transfer, output_bytes=(1.0,) * count)
     links = [link._replace(bandwidth=costs.bandwidth) for text in question.links for link in Link.read(text)]
-    return replace(costs, links=tuple(links))
+    return replace(costs, links=tuple(links), ranks=question.speeds or None)
 
 
 def _comparison(question: Question) -> list[dict[str, object]]:
