@@ -78,23 +78,16 @@ class Cuts:
 
     def costs(self) -> dict[str, tuple[float, ...]]:
         """Plain numbers for each stage, under the names that the simulator knows: `Costs(**cuts.costs())`."""
-        return {
-            "forward": tuple(s.forward for s in self.stages),
-            "backward_input": tuple(s.backward_input for s in self.stages),
-            "backward_weight": tuple(s.backward_weight for s in self.stages),
-            "held_to_input": tuple(s.activation_to_input for s in self.stages),
-            "held_to_weight": tuple(s.activation_to_weight for s in self.stages),
-            "output_bytes": tuple(s.output_bytes for s in self.stages),
-        }
+        same = {name: name for name in ("forward", "backward_input", "backward_weight", "output_bytes")}
+        known = {**same, "held_to_input": "activation_to_input", "held_to_weight": "activation_to_weight"}
+        return {name: tuple(getattr(stage, ours) for stage in self.stages) for name, ours in known.items()}
 
     def table(self) -> str:
         """Plain text: stage, rank, layers, parameters, cost, memory."""
         rows = [("stage", "rank", "layers", "parameters", "cost", "memory")]
         for s in self.stages:
-            layers = s.layers[0] if len(s.layers) == 1 else f"{s.layers[0]} .. {s.layers[-1]}"
-            rows.append(
-                (str(s.stage), str(s.rank), layers, size_text(s.parameter_bytes), f"{s.cost:.6g}", size_text(s.memory))
-            )
+            layers, bytes_ = " .. ".join(dict.fromkeys((s.layers[0], s.layers[-1]))), size_text(s.parameter_bytes)
+            rows.append((str(s.stage), str(s.rank), layers, bytes_, f"{s.cost:.6g}", size_text(s.memory)))
         columns = [
             [cell.ljust(width) if column[0] == "layers" else cell.rjust(width) for cell in column]
             for column in zip(*rows, strict=True)
@@ -115,7 +108,5 @@ def size_text(size: int) -> str:
     >>> size_text(512), size_text(1536), size_text(3 << 30)
     ('512 B', '1.5 KiB', '3.0 GiB')
     """
-    if size < 1024:
-        return f"{size} B"
-    power = min((int(size).bit_length() - 1) // 10, 4)
-    return f"{size / 1024**power:.1f} {' KMGT'[power]}iB"
+    power = min((max(int(size), 1).bit_length() - 1) // 10, 4)
+    return f"{size / 1024**power:.1f} {' KMGT'[power]}iB" if power else f"{size} B"

@@ -37,13 +37,13 @@ def by_shares(problem: Problem) -> tuple[int, ...]:
 
 def _first_shares(problem: Problem) -> list[list[int] | None]:
     """Bytes for each stage to begin with: all of its rank's, an equal part, a part by what the stage holds."""
-    limits = problem.limits
-    if limits is None:
+    if problem.limits is None:
         return [None]
-    shares: list[list[int] | None] = [[limits[rank] for rank in problem.ranks]]
+    whole = [problem.limits[rank] for rank in problem.ranks]
+    shares: list[list[int] | None] = [whole]
     for weights in ([1] * problem.num_stages, [sizes[-1] for sizes in problem.memory_prefix]):
-        sums = [sum(weights[s] for s in stages) or 1 for stages in problem.rank_stages]
-        shares.append([limits[rank] * weights[s] // sums[rank] for s, rank in enumerate(problem.ranks)])
+        sums = [sum(weights[s] for s in problem.rank_stages[rank]) or 1 for rank in problem.ranks]
+        shares.append([limit * weight // total for limit, weight, total in zip(whole, weights, sums, strict=True)])
     return shares
 
 

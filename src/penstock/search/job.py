@@ -8,7 +8,7 @@ tasks: nobody waits for them, and each may be done from its input gradient on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -93,36 +93,35 @@ class SearchJob:
         """By microbatch: how large it is."""
         return self.costs.microbatches or (1.0,) * self.num_microbatches
 
-    def _per_task(
-        self, value: Callable[[int], float], *, fixed: Callable[[int], float] | None = None
-    ) -> tuple[float, ...]:
-        """A number of a link for each of its tasks, by the size of the microbatch; `fixed` comes on top, whatever the size."""
-        links = [(value(link), fixed(link) if fixed else 0.0) for link in range(self.num_links)]
+    def _per_task(self, links: Iterable[tuple[float, float]]) -> tuple[float, ...]:
+        """For each link what its tasks cost by the size of their microbatch, and on top of that; as one number for each task."""
         return tuple(each * size + more for each, more in links for size in self.sizes)
 
-    def _times(self, per_stage: Sequence[Sequence[float]]) -> tuple[float, ...]:
-        """By task: a time on its rank. There is one list of times for forwards, and one for gradients."""
+    def _times(self, forward: Sequence[float], gradient: Sequence[float]) -> tuple[float, ...]:
+        """By task: a time on its rank, of its stage's forward or gradient."""
         half, slow = self.placement.num_stages, self.costs.ranks or (1.0,) * self.placement.num_ranks
-        return self._per_task(
-            lambda link: per_stage[link >= half][self.stage_of_link[link]] * slow[self.rank_of_link[link]],
-            fixed=lambda _: self.costs.overhead,
-        )
+        stages = [(gradient if link >= half else forward)[stage] for link, stage in enumerate(self.stage_of_link)]
+        times = (time * slow[rank] for time, rank in zip(stages, self.rank_of_link, strict=True))
+        return self._per_task((time, self.costs.overhead) for time in times)
+
+    def _sizes(self, held: Sequence[float]) -> tuple[float, ...]:
+        return self._per_task((held[stage], 0.0) for stage in self.stage_of_link)
 
     @cached_property
     def time(self) -> tuple[float, ...]:
         """By task: how long it takes."""
-        return self._times((self.costs.forward, self.costs.backward_input))
+        return self._times(self.costs.forward, self.costs.backward_input)
 
     @cached_property
     def weight_time(self) -> tuple[float, ...]:
         """By task: how long the weight gradient of its stage takes."""
-        return self._times((self.costs.backward_weight, self.costs.backward_weight))
+        return self._times(self.costs.backward_weight, self.costs.backward_weight)
 
     @cached_property
     def whole_time(self) -> tuple[float, ...]:
         """By task: how long the backward of its stage takes in one piece."""
         whole = [self.costs.time(Op.B, stage) for stage in range(self.placement.num_stages)]
-        return self._times((whole, whole))
+        return self._times(whole, whole)
 
     @cached_property
     def merges(self) -> bool:
@@ -137,25 +136,25 @@ class SearchJob:
     @cached_property
     def crossing(self) -> tuple[float, ...]:
         """By task: how long its result takes to where the next task of its microbatch is done; 0 on the same rank."""
-        return self._per_task(lambda link: self._crossing(link)[1], fixed=lambda link: self._crossing(link)[0])
+        return self._per_task(map(self._crossing, range(self.num_links)))
 
     def _crossing(self, link: int) -> tuple[float, float]:
-        """The latency after a link, and the time of its bytes."""
+        """The time of the bytes after a link, and the latency."""
         if link + 1 == self.num_links or self.rank_of_link[link] == self.rank_of_link[link + 1]:
             return 0.0, 0.0
         way = self.costs.link(self.rank_of_link[link], self.rank_of_link[link + 1])
         before = min(self.stage_of_link[link : link + 2])  # a gradient is as large as the output
-        return way.latency, self.costs.transfer(way, before)
+        return self.costs.transfer(way, before), way.latency
 
     @cached_property
     def held(self) -> tuple[float, ...]:
         """By task: what its stage holds for the microbatch from the forward to the input gradient."""
-        return self._per_task(lambda link: self.costs.held_to_input[self.stage_of_link[link]])
+        return self._sizes(self.costs.held_to_input)
 
     @cached_property
     def kept(self) -> tuple[float, ...]:
         """By task: what its stage still holds from the input gradient to the weight gradient."""
-        return self._per_task(lambda link: self.costs.held_to_weight[self.stage_of_link[link]])
+        return self._sizes(self.costs.held_to_weight)
 
     @cached_property
     def reserved(self) -> tuple[float, ...]:
