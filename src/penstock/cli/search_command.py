@@ -148,10 +148,8 @@ def _front(ranks: int, microbatches: int, costs: Costs, given: dict[str, Any], *
         click.echo(json.dumps(each, indent=2))
         return
     click.echo(f"{title}\n{'memory':>10}{'makespan':>12}{'bubble':>9}{'to floor':>10}  schedule")
-    for point in sorted(points, key=lambda point: (point.memory, point.makespan)):
-        gap = "-" if point.gap is None else percent(point.gap)
-        click.echo(
-            f"{memory_text(point.memory):>10}{time_text(point.makespan):>12}{percent(point.bubble):>9}{gap:>10}  {point.name}"
-            f"{' *' if point in found.searched else ''}"
-        )
+    for point in sorted(points, key=lambda point: point[:2]):
+        gap, mark = "-" if point.gap is None else percent(point.gap), " *" if point in found.searched else ""
+        figures = f"{memory_text(point.memory):>10}{time_text(point.makespan):>12}{percent(point.bubble):>9}"
+        click.echo(f"{figures}{gap:>10}  {point.name}{mark}")
     click.echo("* on the front: the fastest that was found for its memory")
