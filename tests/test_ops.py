@@ -186,7 +186,7 @@ PRETEND = {
         ("}  # fmt: skip\n", f"    Op.PRETEND: Row({ROW}),\n}}  # fmt: skip\n"),
     ],
     "plan/rules.py": [("            case Op.R | ", "            case Op.PRETEND | Op.R | ")],
-    "run/handlers.py": [("    Op.F: _forward,\n", "    Op.F: _forward,\n    Op.PRETEND: _forward,\n")],
+    "run/handlers.py": [("HANDLERS: Handlers = {\n", 'HANDLERS: Handlers = {\n    Op.PRETEND: _of_run("forward"),\n')],
 }
 
 

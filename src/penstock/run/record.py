@@ -12,6 +12,7 @@ import torch
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
+from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.run.channel import Wait
 from penstock.run.program import Program
@@ -64,6 +65,7 @@ class DeviceClock:
         return [self._host + self._origin.elapsed_time(mark) / 1e3 for mark in marks]
 
 
+@takes(RunError)
 class Recording:
     """Times the actions of this rank. The time that an action waits for its message is not part of it.
 
