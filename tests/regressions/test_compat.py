@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from penstock.comm import LocalWorld, Transport
 from penstock.compat._backward import stage_backward_input, stage_backward_weight
-from penstock.compat._utils import _DTensorMeta, _StageMeta
-from penstock.compat.schedules import ScheduleGPipe
+from penstock.compat._utils import _DTensorMeta, _StageMeta, extract_tensor_metas
+from penstock.compat.schedules import PipelineScheduleMulti, ScheduleGPipe
 from penstock.compat.stage import PipelineStage
+from penstock.schedules import get_schedule
 from tests.gloo_pool import GlooPool
 
 
@@ -70,6 +71,33 @@ def test_a_first_stage_that_returns_a_nest_may_be_validated() -> None:
             schedule.step(*((torch.zeros(4, 2),) if stage.is_first else ()))
 
     LocalWorld(2).run(rank)
+
+
+def test_shapes_that_a_program_has_set_anew_are_the_ones_that_count() -> None:
+    """Microbatches were held against the `input_args` that the stage was made with, unless the program had reset them to None."""
+
+    def train(transport: Transport) -> None:
+        stage = PipelineStage(nn.Linear(4, 4), transport.rank, 2, "cpu", input_args=torch.zeros(2, 4), group=transport)
+        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+        stage._user_meta.inputs = extract_tensor_metas((torch.zeros(3, 4),))
+        schedule.step(*([] if transport.rank else [torch.randn(6, 4)]), target=torch.randn(6, 4))
+        assert all(parameter.grad is not None for parameter in stage.submod.parameters())
+
+    LocalWorld(2).run(train)
+
+
+def test_a_schedule_made_from_a_plan_tells_its_stages_where_the_others_are() -> None:
+    """They thought that all stages were in a loop, until the first step."""
+
+    def asked(transport: Transport) -> tuple[dict[int, int], list[bool]]:
+        plan = get_schedule("zbv")(2, 4)
+        mine = plan.placement.stages_of(transport.rank)
+        stages = [PipelineStage(nn.Linear(4, 4), index, 4, "cpu", group=transport) for index in mine]
+        PipelineScheduleMulti.from_plan(plan, stages, loss_fn=nn.functional.mse_loss)
+        return stages[0].stage_index_to_group_rank, [stages[0]._is_same_rank(other) for other in range(4)]
+
+    ranks = {0: 0, 1: 1, 2: 1, 3: 0}
+    assert LocalWorld(2).run(asked) == [(ranks, [True, False, False, True]), (ranks, [False, True, True, False])]
 
 
 def test_what_is_sent_by_hand_has_its_values_in_memory() -> None:

@@ -189,6 +189,24 @@ def test_a_weight_of_a_graph_and_of_eager_code_hears_of_both_in_one_weight_pass(
     assert sorted(fired) == sorted(name for name, _ in module.named_parameters())
 
 
+class TwoTables(nn.Module):
+    """Two tables are added, of which one is kept flat: the graph returns one gradient, seen in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.table, self.flat = nn.Parameter(torch.zeros(2, WIDTH)), nn.Parameter(torch.zeros(2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) + self.table + self.flat.view(2, WIDTH)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_gradients_that_a_graph_returns_in_one_memory_are_kept_apart(name: str) -> None:
+    """Autograd kept both as they came, and each later microbatch was added to both."""
+    compare(name, TwoTables, steps=1)
+
+
 # -- a run without data
 
 

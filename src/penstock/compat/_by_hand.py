@@ -197,11 +197,15 @@ class MeetingProgram(LoopProgram):
         """Nothing: whoever asks again has new shapes."""
 
 
-HAND_HANDLERS: Handlers = {
-    **HANDLERS,
-    Op.REDUCE_GRAD: lambda program, action: program.runs[action.stage].reduce_grad,
-}
-"""Penstock's own, which find other stage runs and other boxes in the program; only the reduction is the stage's."""
+def _care(program: HandProgram, action: Action) -> Call:
+    schedule, run = program.schedule, program.runs[action.stage]
+    if action.op is Op.REDUCE_GRAD:
+        return run.reduce_grad
+    return partial(schedule._unshard if action.op is Op.UNSHARD else schedule._reshard, run.stage)
+
+
+HAND_HANDLERS: Handlers = {**HANDLERS, **dict.fromkeys((Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD), _care)}
+"""Penstock's own, which find other stage runs and other boxes in the program; only care of parameters is another matter."""
 
 
 def handled_by(function: Callable[..., object]) -> Callable[[HandProgram, AnyAction], Call]:

@@ -196,16 +196,18 @@ class HandRun:
         if not stage._adapter.reduces and is_overridden(stage, "perform_reduce_grad"):
             stage._give_undivided(factor)
         stage.perform_reduce_grad(factor)
+        schedule.unsharded_stages.discard(stage.stage_index)
 
     def arrived(self, op: Op, microbatch: int, what: str) -> None:
         """Wait for what this stage needs."""
         index, schedule = self.stage.stage_index, self.program.schedule
         posted = schedule.fwd_recv_ops if op is Op.RECV_F else schedule.bwd_recv_ops
-        if (index, microbatch) not in posted:
+        box, works = self.program.by_op.get((op, index)), posted.pop((index, microbatch), None)
+        if box is None or works is None:
             raise RunError(
                 f"stage {index}, microbatch {microbatch}: {what} was never received; the order has no receive for it"
             )
-        self.program.by_op[op, index].wait(posted.pop((index, microbatch)))
+        box.wait(works)
 
     def count(self) -> bool:
         """Count a backward of the stage; whether it was the last."""

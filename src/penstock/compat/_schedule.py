@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -75,6 +75,12 @@ class _PipelineSchedule(Parts):
     def __init__(self, *args: Value, **options: Value) -> None:
         super().__init__(*args, **options)
         self._tell_stages()
+
+    @classmethod
+    def from_plan(cls, *args: Value, **options: Value) -> Self:
+        made = super().from_plan(*args, **options)
+        made._tell_stages()
+        return made
 
     @property
     def _stages(self) -> list[CoreStage]:
@@ -185,9 +191,8 @@ class _PipelineSchedule(Parts):
         mine = self._drivable()
         with self._transport.called("step() or eval()"):  # nothing of a step that another thread is in is touched
             for stage in mine:
-                # What a program has reset there is no longer held against what comes.
-                stage.input_args = stage._user_meta.inputs and stage.input_args
-                stage.output_args = stage._user_meta.outputs and stage.output_args
+                if isinstance(stage, PipelineStage):
+                    stage._forget_what_changed()
                 if stage.is_last:
                     stage.output_chunks.clear()  # what the last step gave must not be alive beside what this one gives
             first = self.stages[0]
@@ -242,6 +247,7 @@ class _PipelineSchedule(Parts):
         self._loss_weights = inputs.weights
         self._internal_losses.clear()
         self.backward_counter.clear()
+        self.unsharded_stages.clear()
         self._tell_stages()
 
     def _end_step(self) -> None:
@@ -396,10 +402,21 @@ class _PipelineSchedule(Parts):
 
     # -- parameters that are sharded
 
+    def _unshard(self, stage: _PipelineStageBase) -> None:
+        if stage._adapter.sharded:
+            stage._adapter.unshard()
+            self.unsharded_stages.add(stage.stage_index)
+
+    def _reshard(self, stage: _PipelineStageBase) -> None:
+        if stage._adapter.sharded:
+            stage._adapter.reshard()
+            self.unsharded_stages.discard(stage.stage_index)
+
     def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
-        """A function that computes by itself asks here whether the parameters of its stage are gathered. They are: an UNSHARD is
-        done when its action is over, and what an order says nothing of is gathered by FSDP itself.
-        """
+        """A function that computes by itself asks here whether the parameters of its stage are gathered."""
+        index = stage.stage_index
+        if stage._adapter.sharded and index not in self.unsharded_stages:
+            raise AssertionError(f"stage {index} is sharded; expected {index}UNSHARD before its parameters are used")
 
     def _gather_again(self) -> None:
         """After a step, which ends with everything sharded: gather what the order leaves gathered."""

@@ -296,11 +296,15 @@ def validate_and_normalize_to_tuple(args: Value, allow_none: bool = False) -> tu
 
 
 def validate_metadata(
-    desc: str, expected: _TensorMeta, actual: object, *, raise_on_mismatch: bool = False, warn_on_mismatch: bool = False
+    desc: str, expected: _TensorMeta, actual: Value, *, raise_on_mismatch: bool = False, warn_on_mismatch: bool = False
 ) -> list[str]:
     """Compare a tensor, or what is known of it, with what was expected; the differences in words."""
-    ways = {"raise_on_mismatch": raise_on_mismatch, "warn_on_mismatch": warn_on_mismatch}
-    return validate_tensors_metadata(desc, (expected,), (actual,), **ways)
+    diffs = expected.get_diff(extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual)
+    if diffs and raise_on_mismatch:
+        raise ShapeError(f"{desc}: {'; '.join(diffs)}")
+    if diffs and warn_on_mismatch:
+        warnings.warn(f"{desc}: Metadata mismatch, what was found holds: {'; '.join(diffs)}", UserWarning, stacklevel=2)
+    return diffs
 
 
 def validate_tensors_metadata(

@@ -76,6 +76,15 @@ class PipelineStage(_PipelineStageBase):
 
         gradients = metas(input_grads, True), metas(output_grads, True)
         self._user_meta = _StageMeta(metas(input_args), metas(output_args), *gradients)
+        self._said = self._user_meta.inputs, self._user_meta.outputs
+
+    def _forget_what_changed(self) -> None:
+        """Shapes that a program has reset in `_user_meta` are no longer those of `input_args` and `output_args`."""
+        inputs, outputs = self._said
+        if self._user_meta.inputs is not inputs:
+            self.input_args = None
+        if self._user_meta.outputs is not outputs:
+            self.output_args = None
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Value, kwargs: dict[str, Value] | None = None, has_backward: bool = False
@@ -159,6 +168,9 @@ class PipelineStage(_PipelineStageBase):
         """By output: the stages that it goes to."""
         after = None if self.is_last else self.stage_index + 1
         return {place: [after] for place in range(len(self._stage_meta.outputs or ()))}
+
+    def _is_same_rank(self, other_stage: int) -> bool:
+        return self.stage_index_to_group_rank[other_stage] == self.group_rank
 
     # -- shapes
 

@@ -49,6 +49,16 @@ class GraphWork(NamedTuple):
         pairs = [(p, g) for p, g in zip(self.parameters, grads, strict=True) if g is not None and p.requires_grad]
         return [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
 
+    def apart(self) -> list[Value]:
+        """A gradient for each parameter, in memory of its own: autograd keeps what it is given, and adds to it in place."""
+        known = [memory_of(value) for value in self.kept]  # which `run` empties
+        values = list(self.run(self.kept))
+        known += map(memory_of, values)
+        for place, value in enumerate(values):  # those that lie in one batch do not overlap
+            if value is not None and known.count(memory_of(value)) > 1:
+                values[place] = value.clone()
+        return unpack(self.packing, values)
+
 
 class _Here(threading.local):
     work: list[GraphWork] | None = None  # where backwards leave their weight part
@@ -219,8 +229,8 @@ class BackwardParts:
         node = _C._current_autograd_node()
         parameters = None if node is None else node.metadata.get(NOTE)
         if parameters is None:  # it was called with the parameters themselves
-            values = self.second(kept)
-            for place, value in zip(self.waiting, unpack(self.packing, values), strict=True):
+            work = GraphWork(self.second, kept, (), self.packing)
+            for place, value in zip(self.waiting, work.apart(), strict=True):
                 found[place] = value
         else:
             hand_over(GraphWork(self.second, kept, parameters, self.packing))

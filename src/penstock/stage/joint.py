@@ -37,7 +37,6 @@ from penstock.stage.cut_graph import (
     here,
     split_backward,
 )
-from penstock.stage.equal_products import unpack
 
 _C: Any = torch._C
 _ANCHOR = torch.zeros((), requires_grad=True)  # where no input needs a gradient, the outputs still do
@@ -181,7 +180,7 @@ class _JointFunction(torch.autograd.Function):
         given = [grads[place] for place in joint.rooted]
         found, work = joint.differentiated(list(ctx.saved_tensors), given, ctx.parameters)
         if ctx.in_one_piece:
-            found += unpack(work.packing, work.run(work.kept))
+            found += work.apart()
         else:
             hand_over(work)
         return (None, None, None, *(found or (None,)))
