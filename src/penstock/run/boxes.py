@@ -188,6 +188,7 @@ class Inbox(MessageBox[Tensor]):
         """
         known, leaves = self.outgoing[microbatch], self.arrived[microbatch] or ()
         self.arrived[microbatch] = self.values[microbatch] = None
+        assert known is None or len(leaves) == len(known.tensors), "what goes back is what has arrived"
         grads: list[Tensor | None] = []  # for the description, where one is needed
         tensors: list[Tensor] = []
         for place, leaf in enumerate(leaves):
