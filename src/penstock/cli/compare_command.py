@@ -49,7 +49,7 @@ def command(
         if stages_per_rank is not None and recipe.stages_per_rank not in (None, stages_per_rank):
             continue
         plan = recipe(ranks, microbatches, stages_per_rank=stages_per_rank)
-        timelines.append(simulate(plan, shared.costs_of(plan, given)))
+        timelines.append(simulate(plan, shared.read_costs(plan.num_stages, ranks, given)))
     timelines.sort(key=lambda done: (not done.plan.has_backward, done.makespan, max(done.peak_memory)))
     if as_json:
         click.echo(json.dumps([summary(timeline) for timeline in timelines], indent=2))

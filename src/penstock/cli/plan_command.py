@@ -21,16 +21,7 @@ from penstock.cli import shared
 @shared.output
 @shared.drawings
 def command(
-    name: str,
-    *,
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int | None,
-    lowered: bool,
-    quiet: bool,
-    as_json: bool,
-    output: Path | None,
-    **given: Any,
+    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None, output: Path | None, **given: Any
 ) -> None:
     """Make a plan of the schedule NAME, prove it, time it and show it. `penstock compare` lists the names.
 
@@ -44,23 +35,14 @@ def command(
       penstock plan gis -p 8 -m 24 -v 4 --offload 0-15 --recompute 16-31
       penstock plan interleaved1f1b --stages-per-rank 4 --lowered -o plan.csv --html plan.html
     """
-    from penstock.lower import lower
-    from penstock.plan import check, dump
+    from penstock.plan import dump
     from penstock.plan.collecting import no_collecting
     from penstock.schedules import get_schedule
     from penstock.simulate import simulate
 
     click.get_current_context().with_resource(no_collecting())
-    plan = get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank)
-    costs = shared.costs_of(plan, given)
-    plan = shared.holding_less(plan, costs, given)
-    if lowered:
-        plan = lower(plan)
-    check(plan)
+    plan, costs = shared.proved(get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank), given)
     if output is not None:
         dump(plan, output)
-    if quiet and not any(given[drawing] for drawing in ("svg", "html", "trace")):
-        return
-    timeline = shared.drawn(simulate(plan, costs), given)
-    if not quiet:
-        shared.print_timeline(timeline, as_json=as_json, actions=lowered)
+    if not given["quiet"] or any(given[drawing] for drawing in ("svg", "html", "trace")):
+        shared.show(simulate(plan, costs), given)

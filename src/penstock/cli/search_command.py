@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -45,21 +44,7 @@ _FIRST: Final = 0.15  # the share of the tries in which each number of stages a 
 @shared.as_json
 @shared.output
 @shared.drawings
-def command(
-    *,
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int | None,
-    memory: float | None,
-    placement: Literal["loop", "v"] | None,
-    tries: int | None,
-    exact: float | None,
-    whole_front: bool,
-    seed: int,
-    as_json: bool,
-    output: Path | None,
-    **given: Any,
-) -> None:
+def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, whole_front: bool, **given: Any) -> None:
     """Search the fastest schedule for these costs, in which no rank holds more than --memory.
 
     Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. Without
@@ -77,62 +62,60 @@ def command(
       penstock search -p 8 -m 24 -v 2 --front --html front.html
       penstock search -p 3 -m 4 -v 1 --memory 2 --tries 50 --exact 2
     """
-    from penstock.plan import dump
-    from penstock.show.numbers import percent, summary, time_text
-
     per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
-    if whole_front:
-        if memory is not None or output is not None or given["trace"] is not None:
-            raise click.UsageError("--front searches many limits; leave out --memory, --output and --trace")
-        each = per_rank or 2
-        costs = shared.read_costs(ranks * each, each, given)
-        count = tries or max(50, _EFFORT // (24 * costs.num_stages * microbatches))
-        wishes = {"placement": placement, "tries": count, "exact": exact, "seed": seed}
-        _front(ranks, microbatches, costs, given, as_json=as_json, **wishes)
-        return
-    wishes = {"memory_limit": memory, "placement": placement, "seed": seed}
-
-    def searched(each: int, share: float, **more: object) -> Searched:
-        costs = shared.read_costs(ranks * each, each, given)
-        wanted = tries or max(50, _EFFORT // (3 * costs.num_stages * microbatches))
-        return _search(ranks, microbatches, costs, tries=max(1, round(wanted * share)), **wishes, **more)
-
-    if per_rank is None:
-        per_rank = min(_STAGES_PER_RANK, key=lambda each: searched(each, _FIRST).makespan)
-    found = searched(per_rank, 1.0, exact=exact)
-    timeline = shared.drawn(found.timeline, given)
-    if output is not None:
-        dump(found.plan, output)
-    if as_json:
-        figures = {**summary(timeline), "floor": found.floor, "gap": found.gap, "origin": found.origin}
-        click.echo(json.dumps(figures, indent=2))
-        return
-    shared.print_timeline(timeline, as_json=False)
-    best = "the best there is" if found.gap < 1e-9 else f"at most {percent(found.gap)} from the best"
-    known = "" if found.origin in ("search", "solver") else f"; it is the known schedule {found.origin}"
-    click.echo(f"floor     {time_text(found.floor)}: this one is {best}{known}")
+    if not whole_front:
+        _search(ranks, microbatches, per_rank, given)
+    elif any(given[name] is not None for name in ("memory", "output", "trace")):
+        raise click.UsageError("--front searches many limits; leave out --memory, --output and --trace")
+    else:
+        _front(ranks, microbatches, per_rank or 2, given)
 
 
-def _search(ranks: int, microbatches: int, costs: Costs, **wishes: Any) -> Searched:
-    """The search; where somebody can see it, it says how far it is."""
+def _search(ranks: int, microbatches: int, per_rank: int | None, given: dict[str, Any]) -> None:
+    """Print and draw the best schedule; where somebody can see it, the search says how far it is."""
     from rich.console import Console
 
+    from penstock.plan import dump
     from penstock.search import search
+    from penstock.show.numbers import percent, time_text
 
     with Console(stderr=True).status("searching") as shown:
 
         def progress(done: int, best: Searched) -> None:
             shown.update(f"{done} better ones, shortest {best.makespan:.6g}, gap {best.gap:.1%}")
 
-        return search(ranks, microbatches, costs, progress=progress, **wishes)
+        def searched(each: int, share: float, exact: float | None = None) -> Searched:
+            costs, wishes = _asked(ranks, microbatches, each, given | {"exact": exact}, limits=3)
+            wishes |= {"tries": max(1, round(wishes["tries"] * share)), "memory_limit": given["memory"]}
+            return search(ranks, microbatches, costs, progress=progress, **wishes)
+
+        if per_rank is None:
+            per_rank = min(_STAGES_PER_RANK, key=lambda each: searched(each, _FIRST).makespan)
+        found = searched(per_rank, 1.0, given["exact"])
+    if given["output"] is not None:
+        dump(found.plan, given["output"])
+    if shared.show(found.timeline, given, floor=found.floor, gap=found.gap, origin=found.origin):
+        best = "the best there is" if found.gap < 1e-9 else f"at most {percent(found.gap)} from the best"
+        known = "" if found.origin in ("search", "solver") else f"; it is the known schedule {found.origin}"
+        click.echo(f"floor     {time_text(found.floor)}: this one is {best}{known}")
 
 
-def _front(ranks: int, microbatches: int, costs: Costs, given: dict[str, Any], *, as_json: bool, **wishes: Any) -> None:
+def _asked(
+    ranks: int, microbatches: int, each: int, given: dict[str, Any], *, limits: int
+) -> tuple[Costs, dict[str, Any]]:
+    """The costs with so many stages a rank, and what else a search is asked for, of which there are so many."""
+    costs = shared.read_costs(ranks * each, ranks, given)
+    tries = given["tries"] or max(50, _EFFORT // (limits * costs.num_stages * microbatches))
+    return costs, {"tries": tries, **{name: given[name] for name in ("placement", "exact", "seed")}}
+
+
+def _front(ranks: int, microbatches: int, per_rank: int, given: dict[str, Any]) -> None:
     """Print the list of memory against makespan, and draw it."""
     from penstock.search import front
     from penstock.show.chart import Dot, front_page, front_svg
     from penstock.show.numbers import memory_text, percent, time_text
 
+    costs, wishes = _asked(ranks, microbatches, per_rank, given, limits=24)
     found = front(ranks, microbatches, costs, **wishes)
     title = f"{ranks} ranks, {costs.num_stages} stages, {microbatches} microbatches: memory against makespan"
     points = [*found.searched, *(point for point in found.known if point not in found.searched)]
@@ -140,7 +123,7 @@ def _front(ranks: int, microbatches: int, costs: Costs, given: dict[str, Any], *
     for name, draw in (("svg", front_svg), ("html", front_page)):
         if given[name] is not None:
             given[name].write_text(draw(marks, title=title), encoding="utf-8")
-    if as_json:
+    if given["as_json"]:
         each = {
             kind: [{k: v for k, v in point._asdict().items() if k != "plan"} for point in points]
             for kind, points in found._asdict().items()

@@ -85,22 +85,16 @@ output = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 
 
-def costs_of(plan: Plan, given: dict[str, object]) -> Costs:
-    """What `costs` was given, for this plan: with v stages a rank each costs 1/v."""
-    return read_costs(plan.num_stages, -(-plan.num_stages // plan.num_ranks), given)
-
-
-def read_costs(num_stages: int, stages_per_rank: int, given: dict[str, Any]) -> Costs:
-    """What `costs` was given, for so many stages; a file of costs must have as many."""
+def read_costs(num_stages: int, num_ranks: int, given: dict[str, Any]) -> Costs:
+    """What `costs` was given: with v stages a rank each costs 1/v. A file of costs must have as many stages."""
     from dataclasses import replace
 
     from penstock.simulate import Costs, Link, load_costs
 
     names = ("forward", "backward_input", "backward_weight", "latency")
     if given["costs_file"] is None:
-        costs = Costs.per_rank(
-            num_stages=num_stages, stages_per_rank=stages_per_rank, **{name: given[name] for name in names}
-        )
+        times = {name: given[name] for name in names}
+        costs = Costs.per_rank(num_stages=num_stages, stages_per_rank=-(-num_stages // num_ranks), **times)
     else:
         if beside := [name for name in names if was_given(name)]:
             raise click.UsageError(
@@ -128,13 +122,18 @@ def stages_in_file(given: dict[str, Any], ranks: int) -> int | None:
     return None if given["costs_file"] is None else max(1, load_costs(given["costs_file"]).num_stages // ranks)
 
 
-def holding_less(plan: Plan, costs: Costs, given: dict[str, Any]) -> Plan:
-    """The plan with what `less_memory` was given."""
-    from penstock.lower import offload, recompute
+def proved(plan: Plan, given: dict[str, Any]) -> tuple[Plan, Costs]:
+    """The plan with what `less_memory` and --lowered were given, which is right, and its costs."""
+    from penstock.lower import lower, offload, recompute
+    from penstock.plan import check
 
-    if given["offload"] is not None:
-        plan = offload(plan, _stages(given["offload"]), costs=costs)
-    return plan if given["recompute"] is None else recompute(plan, _stages(given["recompute"]), costs=costs)
+    costs = read_costs(plan.num_stages, plan.num_ranks, given)
+    for name, change in (("offload", offload), ("recompute", recompute)):
+        if given[name] is not None:
+            plan = change(plan, _stages(given[name]), costs=costs)
+    plan = lower(plan) if given.get("lowered") else plan
+    check(plan)
+    return plan, costs
 
 
 def _stages(written: str) -> list[int] | None:
@@ -150,10 +149,15 @@ def _stages(written: str) -> list[int] | None:
     return found
 
 
-def drawn(timeline: Timeline, given: dict[str, Any]) -> Timeline:
-    """The timeline, of which the files are written that `drawings` was given."""
+def show(timeline: Timeline, given: dict[str, Any], **more: object) -> bool:
+    """Write the files that `drawings` was given, and print a table (--lowered: a list of actions) and the figures below it.
+
+    With --json it prints the figures and `more` as one object instead. Whether somebody reads more below the table.
+    """
     from penstock.show.html import to_html
+    from penstock.show.numbers import summary, summary_text
     from penstock.show.svg import to_svg
+    from penstock.show.table import show_table
     from penstock.show.trace import dump_trace
 
     for name, draw in (("svg", to_svg), ("html", to_html)):
@@ -161,24 +165,17 @@ def drawn(timeline: Timeline, given: dict[str, Any]) -> Timeline:
             given[name].write_text(draw(timeline), encoding="utf-8")
     if given["trace"] is not None:
         dump_trace(timeline, given["trace"])
-    return timeline
-
-
-def print_timeline(timeline: Timeline, *, as_json: bool, actions: bool = False) -> None:
-    """The figures as one JSON object, or a table (`actions`: the list of actions) and the figures below it."""
-    from penstock.show.numbers import summary, summary_text
-
-    if as_json:
-        click.echo(json.dumps(summary(timeline), indent=2))
-        return
-    from penstock.show.table import show_table
-
+    if given.get("quiet"):
+        return False
+    if given["as_json"]:
+        click.echo(json.dumps(summary(timeline) | more, indent=2))
+        return False
     if timeline.plan.num_actions <= _MOST_SHOWN:
-        show_table(timeline, actions=actions)
+        show_table(timeline, actions=bool(given.get("lowered")))
     else:
         click.echo(f"The table of {timeline.plan.num_actions:,} actions is left out; --html draws it, -o writes it.")
-    click.echo()
-    click.echo(summary_text(timeline), nl=False)
+    click.echo(f"\n{summary_text(timeline)}", nl=False)
+    return True
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

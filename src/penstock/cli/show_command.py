@@ -16,7 +16,7 @@ from penstock.cli import shared
 @shared.less_memory
 @shared.as_json
 @shared.drawings
-def command(file: Path, *, limit: int, as_json: bool, **given: Any) -> None:
+def command(file: Path, *, limit: int, **given: Any) -> None:
     """Prove the plan in FILE.csv, time it and show it: a table, or with an option a drawing, a page or a trace.
 
     Times are per rank and microbatch; the file may be penstock's or torch's, with communication or without.
@@ -26,11 +26,7 @@ def command(file: Path, *, limit: int, as_json: bool, **given: Any) -> None:
       penstock show plan.csv
       penstock show plan.csv --latency 0.1 --html plan.html --trace plan.json
     """
-    from penstock.plan import check, load
+    from penstock.plan import load
     from penstock.simulate import simulate
 
-    plan = load(file, limit=limit, name=file.stem)
-    costs = shared.costs_of(plan, given)
-    plan = shared.holding_less(plan, costs, given)
-    check(plan)
-    shared.print_timeline(shared.drawn(simulate(plan, costs), given), as_json=as_json)
+    shared.show(simulate(*shared.proved(load(file, limit=limit, name=file.stem), given)), given)
