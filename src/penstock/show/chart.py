@@ -7,7 +7,7 @@ from html import escape
 from math import ceil, floor
 from typing import Final, NamedTuple
 
-from penstock.show.html import page
+from penstock.show.html import page, style
 from penstock.show.svg import nice_step
 
 _STYLE: Final = """
@@ -16,10 +16,6 @@ text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif;f
 .line{fill:none;stroke:#2f6fdb;stroke-width:2}.ours{fill:#2f6fdb}.theirs{fill:#c2410c}
 @media (prefers-color-scheme:dark){.paper{fill:#141a24}text{fill:#cbd4e1}.grid{stroke:#2b3545}.tick{fill:#8793a6}
 .line{stroke:#6ea0f5}.ours{fill:#6ea0f5}.theirs{fill:#f59e6b}}
-"""
-_PAGE: Final = """
-body{font-family:system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color-scheme:light dark}
-svg{max-width:100%;height:auto}td,th{padding:.15rem .8rem;text-align:right}td:first-child{text-align:left}
 """
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 44
 
@@ -47,8 +43,10 @@ def front_page(marks: Sequence[Dot], *, title: str) -> str:
     cells = [[escape(mark.label), f"{mark.x:.6g}", f"{mark.y:.6g}"] for mark in sorted(marks)]
     rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
     head = "<thead><tr><th>schedule</th><th>memory</th><th>makespan</th></tr></thead>"
-    body = f"<h1>{escape(title)}</h1>{front_svg(marks, title=title)}<table>{head}<tbody>{rows}</tbody></table>"
-    return page(title, body, style_text=_PAGE, script_text="")
+    drawing = f'<div style="overflow-x:auto">{front_svg(marks, title=title)}</div>'
+    figures = f'<div class="ps-side"><table>{head}<tbody>{rows}</tbody></table></div>'
+    body = f'<h1>{escape(title)}</h1><article class="ps-card ps-block">{drawing}{figures}</article>'
+    return page(title, body, style_text=style(), script_text="")
 
 
 def _parts(marks: Sequence[Dot], title: str, width: int, height: int) -> Iterator[str]:
@@ -67,8 +65,7 @@ def _parts(marks: Sequence[Dot], title: str, width: int, height: int) -> Iterato
         yield f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
     yield f'<text x="{(_LEFT + width - _RIGHT) / 2}" y="{height - 10}" text-anchor="middle">peak memory of a rank</text>'
     yield f'<text x="{_LEFT}" y="{_TOP - 6}">makespan</text>'
-    ours = sorted(mark for mark in marks if mark.ours)
-    if ours:
+    if ours := sorted(mark for mark in marks if mark.ours):
         steps = "".join(f"H{across.at(mark.x):.1f}V{up.at(mark.y):.1f}" for mark in ours[1:])
         start = f"M{across.at(ours[0].x):.1f} {up.at(ours[0].y):.1f}"
         yield f'<path class="line" d="{start}{steps}H{width - _RIGHT}"/>'
