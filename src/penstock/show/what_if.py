@@ -26,6 +26,9 @@ _WORTH = 0.002  # of the step: what gives less is not worth a line
 _TIMES = ("forward", "backward_input", "backward_weight", "backward")
 
 
+_Changes = Iterator[tuple[str, Costs]]  # what costs time, and the costs if it were mended
+
+
 class Mended(NamedTuple):
     """One thing that costs time, and the step without it."""
 
@@ -61,20 +64,18 @@ class WhatIf:
         """What the simulator makes of the measured costs."""
         return self._time(self.costs)
 
-    def _time(self, costs: Costs, plan: Plan | None = None) -> float:
-        return simulate(self.plan if plan is None else plan, costs).makespan
-
-    def _mended(self, what: str, costs: Costs) -> Mended:
-        step = self._time(costs)
-        return Mended(what, step, self.step - step)
+    def _time(self, costs: Costs) -> float:
+        return simulate(self.plan, costs).makespan
 
     def mended(self) -> list[Mended]:
         """What costs time, the most first."""
-        found = chain(self._ranks(), self._stages(), self._links(), self._others())
+        changes = chain(self._ranks(), self._stages(), self._links(), self._others())
+        steps = [(what, self._time(costs)) for what, costs in changes]
+        found = [*(Mended(what, step, self.step - step) for what, step in steps), self._waiting()]
         worth = [one for one in found if one.saved > _WORTH * self.step]
         return sorted(worth, key=lambda one: -one.saved)
 
-    def _ranks(self) -> Iterator[Mended]:
+    def _ranks(self) -> _Changes:
         """Ranks whose stages all take longer than was expected of them, by more than those of others."""
         work = [taken / (wanted or 1.0) for taken, wanted in zip(_work(self.costs), _work(self.expected), strict=True)]
         ratios = [
@@ -86,39 +87,36 @@ class WhatIf:
             if ratio > _SLOWER * usual:
                 slow = dict.fromkeys(self.plan.placement.stages_of(rank), usual / ratio)
                 words = f"rank {rank} is slower than its peers: it takes {ratio / usual:.2f} times as long for the same work"
-                yield self._mended(words, self._scaled(slow))
+                yield words, self._scaled(slow)
 
-    def _stages(self) -> Iterator[Mended]:
+    def _stages(self) -> _Changes:
         """The cut: stages that have more to do than others."""
         work = _work(self.costs)
         mean = statistics.mean(work)
         for stage, taken in enumerate(work):
             if taken > _SLOWER * mean:
                 words = f"stage {stage} has {taken / mean:.2f} times the work of the average stage"
-                yield self._mended(words, self._scaled({stage: mean / taken}))
+                yield words, self._scaled({stage: mean / taken})
         if max(work) > _SLOWER * mean:
-            words = "the cut is uneven: all stages together, with the same work in each"
-            yield self._mended(words, self._scaled_evenly())
+            yield "the cut is uneven: all stages together, with the same work in each", self._scaled_evenly()
 
-    def _links(self) -> Iterator[Mended]:
+    def _links(self) -> _Changes:
         for link in self.costs.links:
             if link.latency > self.costs.latency:
                 others = tuple(other for other in self.costs.links if other != link)
                 usual, slow = time_text(self.costs.latency, "s"), time_text(link.latency, "s")
                 words = f"messages from rank {link.sender} to rank {link.receiver} take {slow} instead of {usual}"
-                yield self._mended(words, replace(self.costs, links=others))
+                yield words, replace(self.costs, links=others)
 
-    def _others(self) -> Iterator[Mended]:
-        free = replace(self.costs, latency=0.0, bandwidth=None, posting=0.0, links=())
-        yield self._mended("messages: if they cost nothing", free)
-        yield self._mended("microbatches of unequal length: if all were of the average length", self._even)
-        ideal = sum(simulate(self.plan, free).busy) / self.plan.num_ranks
-        rest = self._time(replace(self._scaled_evenly(), latency=0.0, posting=0.0, links=(), microbatches=None)) - ideal
-        yield Mended(
-            f"the schedule {self.plan.name}: waiting that even stages and free messages would leave",
-            self.step - rest,
-            rest,
-        )
+    def _others(self) -> _Changes:
+        yield "messages: if they cost nothing", _without_messages(self.costs)
+        yield "microbatches of unequal length: if all were of the average length", self._even
+
+    def _waiting(self) -> Mended:
+        ideal = sum(simulate(self.plan, _without_messages(self.costs)).busy) / self.plan.num_ranks
+        rest = self._time(replace(_without_messages(self._scaled_evenly()), microbatches=None)) - ideal
+        words = f"the schedule {self.plan.name}: waiting that even stages and free messages would leave"
+        return Mended(words, self.step - rest, rest)
 
     @property
     def _even(self) -> Costs:
@@ -158,7 +156,7 @@ class WhatIf:
     def more_microbatches(self, times: int = 2) -> float | None:
         """Seconds of a step of so many times as many microbatches of the average size: a batch that is as much larger."""
         plan = self._again(self.plan.num_ranks, times * self.plan.num_microbatches)
-        return None if plan is None else self._time(self._even, plan)
+        return None if plan is None else simulate(plan, self._even).makespan
 
     def more_ranks(self, times: int = 2) -> float | None:
         """Seconds of a step on so many times as many ranks, each stage cut into as many of equal cost."""
@@ -169,7 +167,7 @@ class WhatIf:
             name: tuple(value / (1 if name == "output_bytes" else times) for value in column for _ in range(times))
             for name, column in self.costs.columns().items()
         }
-        return self._time(replace(self.costs, **changed, links=()), plan)
+        return simulate(plan, replace(self.costs, **changed, links=())).makespan
 
     def _again(self, num_ranks: int, num_microbatches: int) -> Plan | None:
         """The same schedule in another size; None: it has no name, or the stages are no chain or do not fit."""
@@ -185,6 +183,10 @@ class WhatIf:
 def _work(costs: Costs) -> list[float]:
     """By stage: forward and backward of a microbatch."""
     return [costs.time(Op.F, stage) + costs.time(Op.B, stage) for stage in range(costs.num_stages)]
+
+
+def _without_messages(costs: Costs) -> Costs:
+    return replace(costs, latency=0.0, bandwidth=None, posting=0.0, links=())
 
 
 def explained(what_if: WhatIf) -> str:
@@ -203,28 +205,20 @@ def explained(what_if: WhatIf) -> str:
         "",
         "Where the time goes, and what the step would take without it:",
     ]
-    mended = what_if.mended()
     lines += [
         f"{rank:>3}. {one.what}: {seconds(one.saved)} ({percent(one.saved / step)}); the step would take {seconds(one.step)}"
-        for rank, one in enumerate(mended, 1)
+        for rank, one in enumerate(what_if.mended(), 1)
     ] or ["     nothing: the ranks are alike, the stages even, and nobody waits"]
-    lines += ["", "What else could be done:"]
-    others = what_if.schedules()[:3]
-    for name, taken, memory in others:
+    ideas = []
+    for name, taken, memory in what_if.schedules()[:3]:
         change = f"{percent(abs(taken / step - 1))} {'less' if taken <= step else 'more'}"
-        lines.append(
-            f"  - {name} for the same stages: {seconds(taken)} a step, {change}"
-            + (f", with {memory:.2f} times the activations" if memory else "")
-        )
-    longer = what_if.more_microbatches()
-    if longer is not None:
+        held = f", with {memory:.2f} times the activations" if memory else ""
+        ideas.append(f"{name} for the same stages: {seconds(taken)} a step, {change}{held}")
+    if (longer := what_if.more_microbatches()) is not None:
         gain = percent(1 - longer / (2 * step))
-        lines.append(f"  - twice as many microbatches of this size: {seconds(longer)} a step, {gain} less for a row")
-    wider = what_if.more_ranks()
-    if wider is not None:
-        lines.append(
-            f"  - twice as many ranks, each stage cut in two: {seconds(wider)} a step, {step / wider:.2f} times as fast"
-        )
-    if not others and longer is None and wider is None:
-        lines.append("  - nothing that is known by name: the plan is of no named schedule")
-    return "\n".join(lines) + "\n"
+        ideas.append(f"twice as many microbatches of this size: {seconds(longer)} a step, {gain} less for a row")
+    if (wider := what_if.more_ranks()) is not None:
+        faster = f"{step / wider:.2f} times as fast"
+        ideas.append(f"twice as many ranks, each stage cut in two: {seconds(wider)} a step, {faster}")
+    ideas = ideas or ["nothing that is known by name: the plan is of no named schedule"]
+    return "\n".join([*lines, "", "What else could be done:", *(f"  - {idea}" for idea in ideas)]) + "\n"
