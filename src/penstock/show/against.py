@@ -38,16 +38,13 @@ def kinds(planned: Timeline, measured: Timeline) -> list[KindOfAction]:
         name = "overlapped pairs" if op == OVERLAP else ROWS[op].word
         assumption = f"what {name} cost, as measured before"
         found.append(KindOfAction(name, taken[op][0], predicted[op][1], taken[op][1], assumption))
-    posting = planned.costs.posting if planned.costs else 0.0
-    messages = [taken[op] for op in taken if op in MESSAGES]
-    if messages:
-        count = sum(number for number, _ in messages)
-        spent = sum(seconds for _, seconds in messages)
-        found.append(
-            KindOfAction("sends and receives", count, count * posting, spent, "what a rank spends on posting a message")
-        )
+    posting, uneven = (planned.costs.posting, planned.costs.uneven) if planned.costs else (0.0, 0.0)
+    if messages := [taken[op] for op in taken if op in MESSAGES]:
+        count, spent = (sum(column) for column in zip(*messages, strict=True))
+        assumption = "what a rank spends on posting a message"
+        found.append(KindOfAction("sends and receives", int(count), count * posting, spent, assumption))
     before, after = (sum(idle.total for idle in timeline.idle) for timeline in (planned, measured))
-    before += (planned.costs.uneven if planned.costs else 0.0) * planned.plan.num_ranks
+    before += uneven * planned.plan.num_ranks
     assumption = "how long messages are under way, and how unequal the times of equal actions are"
     found.append(KindOfAction("waiting", 0, before, after, assumption))
     return found
@@ -57,17 +54,10 @@ def rows(found: Iterable[KindOfAction], num_ranks: int) -> list[list[str]]:
     """A table; the first row is its head. The last column is what the difference makes on a rank, on average."""
     made = [["", "actions", "predicted", "measured", "difference", "on a rank"]]
     for kind in found:
-        each = kind.actions or num_ranks
-        made.append(
-            [
-                kind.name,
-                str(kind.actions or ""),
-                time_text(kind.predicted / each, "s"),
-                time_text(kind.measured / each, "s"),
-                f"{kind.measured / kind.predicted - 1:+.0%}" if kind.predicted else "-",
-                f"{'+' if kind.more >= 0 else '-'}{time_text(abs(kind.more) / num_ranks, 's')}",
-            ]
-        )
+        times = [time_text(time / (kind.actions or num_ranks), "s") for time in (kind.predicted, kind.measured)]
+        change = f"{kind.measured / kind.predicted - 1:+.0%}" if kind.predicted else "-"
+        more = f"{'+' if kind.more >= 0 else '-'}{time_text(abs(kind.more) / num_ranks, 's')}"
+        made.append([kind.name, str(kind.actions or ""), *times, change, more])
     return made
 
 
@@ -92,14 +82,12 @@ def verdict(planned: Timeline, measured: Timeline) -> str:
     if ratio > 0 and measured.kept_waiting > _CLOSE * step_time(planned):
         much = f"a rank had no processor for {time_text(measured.kept_waiting, 's')} while it computed"
         return f"{step}. What was off first of all is the assumption that the machine is free: {much}."
-    ranks = measured.plan.num_ranks
     same = [kind for kind in kinds(planned, measured) if (kind.more > 0) == (ratio > 0)]
     worst = max(same, key=lambda kind: abs(kind.more), default=None)
     if worst is None:
         return f"{step}, and no kind of action tells why."
-    much = f"{time_text(abs(worst.more) / ranks, 's')} a rank"
-    more = "more" if worst.more > 0 else "less"
-    return f"{step}. What was off first of all is {worst.assumption}: {worst.name} took {much} {more}."
+    much = f"{time_text(abs(worst.more) / measured.plan.num_ranks, 's')} a rank {'more' if worst.more > 0 else 'less'}"
+    return f"{step}. What was off first of all is {worst.assumption}: {worst.name} took {much}."
 
 
 def _sums(timeline: Timeline) -> dict[int, tuple[int, float]]:

@@ -49,8 +49,7 @@ class _Drawing:
         self.timeline, self.width, self.row, self.title = timeline, width, row, title
         self.picture, self.shades = Picture.of(timeline), shades(timeline.plan)
         self.bottom = self.y(timeline.plan.num_ranks)
-        self.legend_entries = list(self.entries())
-        self.height = round(self.legend_entries[-1][1]) + 14
+        self.height, self.legend = self.drawn_legend()
         # Whether every box has room for its whole action; if not, all of them show their microbatch alone.
         self.whole_words = all(
             _room(str(part), min(11.5, row / len(actions) - 1)) + 6 <= self.x(bar.end) - self.x(bar.start)
@@ -88,7 +87,7 @@ class _Drawing:
         yield f'<text class="figures" x="{_MARGIN}" y="40">{words}</text>'
         yield from self.rows()
         yield from self.axis()
-        yield from self.legend()
+        yield from self.legend
         yield "</svg>"
 
     def rows(self) -> Iterator[str]:
@@ -147,26 +146,23 @@ class _Drawing:
             words = escape(time_text(number * step, self.timeline.unit))
             yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 16}">{words}</text>'
 
-    def legend(self) -> Iterator[str]:
-        for x, y, fill, words in self.legend_entries:
-            if fill:
-                yield f'<rect x="{x:g}" y="{y - 9:g}" width="11" height="11" rx="2.5" fill="{fill}"/>'
-            yield f'<text class="word" x="{x + (16 if fill else 0):g}" y="{y:g}">{words}</text>'
-
-    def entries(self) -> Iterator[tuple[float, float, str, str]]:
-        """Place, fill and words of each entry of the legend; a new line when the next does not fit."""
-        plan = self.timeline.plan
+    def drawn_legend(self) -> tuple[int, list[str]]:
+        """The height of the whole drawing, and the entries below it; a new line when the next does not fit."""
+        plan, drawn = self.timeline.plan, []
         wanted = [(paint(op).fill, f"{op.name} {op.row.word}") for op in ops_of(plan)]
         wanted.append(("url(#idle)", "idle"))
         if plan.num_stages > plan.num_ranks:
             wanted.append(("", "paler: later stages of the rank"))
-        x, y = float(_GUTTER), float(self.bottom + _AXIS + 10)
+        x, y = float(_GUTTER), self.bottom + _AXIS + 10
         for fill, words in wanted:
             length = 34 + len(words) * 6.6
             if x + length - 18 > self.width - _MARGIN and x > _GUTTER:
                 x, y = float(_GUTTER), y + 18
-            yield x, y, fill, words
+            if fill:
+                drawn.append(f'<rect x="{x:g}" y="{y - 9}" width="11" height="11" rx="2.5" fill="{fill}"/>')
+            drawn.append(f'<text class="word" x="{x + (16 if fill else 0):g}" y="{y}">{words}</text>')
             x += length
+        return y + 14, drawn
 
 
 def ops_of(plan: Plan) -> list[Op]:

@@ -47,8 +47,7 @@ def to_table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = Fal
     rank 1 │·  F0 B0 ─  F1 B1 ─  ·  ·
     F forward, B backward; one column is 1
     """
-    lines = _Layout(_timed(shown), coloured=False, marks=_ASCII if ascii_only else _FINE).lines(width)
-    return _plain(lines)
+    return _plain(_Layout(_timed(shown), coloured=False, marks=_ASCII if ascii_only else _FINE).lines(width))
 
 
 @takes(PlanError)
@@ -216,9 +215,4 @@ def _listed(plan: Plan, width: int) -> Iterator[list[Piece]]:
 def _rich(lines: Iterable[list[Piece]]) -> Text:
     from rich.text import Text
 
-    made = Text(no_wrap=True, overflow="ignore")
-    for line in lines:
-        for piece in line:
-            made.append(piece.text, piece.style)
-        made.append("\n")
-    return made
+    return Text.assemble(*(piece for line in lines for piece in (*line, "\n")), no_wrap=True, overflow="ignore")

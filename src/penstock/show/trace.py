@@ -109,12 +109,9 @@ class _Trace:
             leaves = self.at(message.posted)
             arrives = max(self.at(message.arrived), round(leaves + _SHORTEST, 3))
             opens = min(self.at(message.opened), arrives - _SHORTEST)
-            both = (
-                (message.sender, _SENDS, message.send, leaves),
-                (message.receiver, _RECEIVES, message.recv, opens),
-            )
+            sent, received = (message.sender, _SENDS, message.send), (message.receiver, _RECEIVES, message.recv)
             ends = []
-            for rank, kind, action, begin in both:
+            for (rank, kind, action), begin in ((sent, leaves), (received, opens)):
                 thread = self.lane(rank, kind, begin, arrives)
                 yield self.slice(rank, thread, action, begin=begin, end=arrives)
                 ends.append((rank, thread, max(leaves, begin)))
@@ -141,12 +138,11 @@ class _Trace:
                 microbatch = part & MICROBATCH_FIELD
                 doers = (where.get(with_op(need, op) | microbatch) for op in doing(Op(need & OP)))
                 source = next(filter(None, doers), None)
-                if source is None or source[0] == rank:
-                    continue
-                number += 1
-                begin, end = self.at(source[1]), self.at(source[2])
-                leaves = source[0], _COMPUTE, round(max(begin, end - _SHORTEST), 3)
-                yield from _arrow(number, need & OP != Op.F, leaves, (rank, _COMPUTE, self.at(start)))
+                if source is not None and source[0] != rank:
+                    number += 1
+                    begin, end = self.at(source[1]), self.at(source[2])
+                    leaves = source[0], _COMPUTE, round(max(begin, end - _SHORTEST), 3)
+                    yield from _arrow(number, need & OP != Op.F, leaves, (rank, _COMPUTE, self.at(start)))
 
 
 _Place = tuple[int, int, float]  # process, thread, time
@@ -166,5 +162,4 @@ def _named(what: str, rank: int, name: str, thread: int | None = None) -> Event:
 def _details(action: AnyAction) -> dict[str, object]:
     if isinstance(action, Overlap):
         return {"first": str(action.first), "second": str(action.second)}
-    details: dict[str, object] = {"stage": action.stage}
-    return details if action.microbatch is None else details | {"microbatch": action.microbatch}
+    return {"stage": action.stage} | ({} if action.microbatch is None else {"microbatch": action.microbatch})
