@@ -22,14 +22,13 @@ def windows(problem: Problem, limits: Sequence[int] | None) -> list[list[int]]:
     """For each stage and cut b: the first a for which the layers a..b alone fit the rank of the stage."""
     if limits is None:
         return [[0] * (problem.num_layers + 1)] * problem.num_stages
-    keys = [(limits[rank], flight) for rank, flight in zip(problem.ranks, problem.in_flight, strict=True)]
-    some = {key: stage for stage, key in enumerate(keys)}  # one of the stages with equal limits that hold equally many
-    known = {key: _window(problem, stage, key[0]) for key, stage in some.items()}
+    keys = [(limits[rank], held) for rank, held in zip(problem.ranks, problem.in_flight, strict=True)]
+    known = {key: _window(problem, *key) for key in set(keys)}
     return [known[key] for key in keys]
 
 
-def _window(problem: Problem, stage: int, limit: int) -> list[int]:
-    sizes, layers, groups = problem.layer_memory(stage), problem.profile.layers, problem.group_states
+def _window(problem: Problem, limit: int, in_flight: tuple[int, int]) -> list[int]:
+    sizes, layers, groups = problem.layer_memory(in_flight), problem.profile.layers, problem.group_states
     used = dict.fromkeys(groups, 0)
     first, start, memory = [0], 0, 0
     for stop, layer in enumerate(layers, 1):

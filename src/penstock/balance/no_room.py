@@ -44,13 +44,13 @@ def average_excess(problem: Problem) -> int:
     """Bytes that are missing on each rank on average, however the layers are placed."""
     if problem.limits is None:
         return 0
-    lightest: int = sum(map(min, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
+    lightest: int = sum(map(min, zip(*map(problem.layer_memory, problem.in_flight), strict=True)))
     return -(-(lightest - sum(problem.limits)) // problem.num_ranks)
 
 
 def heaviest(problem: Problem) -> int:
     """Bytes that hold everything, however the layers are placed."""
-    heaviest: int = sum(map(max, zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)))
+    heaviest: int = sum(map(max, zip(*map(problem.layer_memory, problem.in_flight), strict=True)))
     return heaviest + sum(problem.group_states.values())
 
 

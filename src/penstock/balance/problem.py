@@ -29,7 +29,8 @@ class Problem:
     in_flight: tuple[tuple[int, int], ...]
     # Bytes of parameter, gradient and optimizer state for each byte of parameter.
     state_factor: Fraction
-    # For each stage: bytes in one unit of time to the rank of the next stage and to that of the one before; None: no limit.
+    # For each stage: bytes in one unit of time to the rank of the next stage and to that of the one before; None: no limit,
+    # or the same rank (the turn of a V).
     bandwidths: tuple[tuple[float | None, float | None], ...]
     # For each stage: what its time counts for, beside that of the others, as its rank is slower or faster.
     weights: tuple[int, ...]
@@ -86,43 +87,33 @@ class Problem:
         wires = 2 * self.num_stages * max(map(max, self._exact[1].values()), default=0)
         return (self.prefix[-1] + wires + 1) * max(self.weights)
 
-    def local(self, cut_index: int) -> bool:
-        """Whether the boundary before this stage joins two stages of one rank (the turn of a V)."""
-        return 0 < cut_index < self.num_stages and self.ranks[cut_index - 1] == self.ranks[cut_index]
-
     @cached_property
-    def _with_wire(self) -> dict[float, tuple[list[int], list[int]]]:
+    def _sums(self) -> dict[float | None, tuple[list[int], list[int]]]:
         """By bandwidth: the sums with what crosses the cut added to them, and taken off."""
-        return {
-            bandwidth: (list(map(add, self.prefix, wires)), list(map(sub, self.prefix, wires)))
-            for bandwidth, wires in self._exact[1].items()
-        }
+        sums: dict[float | None, tuple[list[int], list[int]]] = {None: (self.prefix, self.prefix)}
+        for bandwidth, wires in self._exact[1].items():
+            sums[bandwidth] = list(map(add, self.prefix, wires)), list(map(sub, self.prefix, wires))
+        return sums
 
     def ends(self, stage: int) -> list[int]:
         """With `starts`: the cost of layers a..b as this stage is ends[b] - starts[a]."""
-        bandwidth = self.bandwidths[stage][0]
-        return self.prefix if bandwidth is None or self.local(stage + 1) else self._with_wire[bandwidth][0]
+        return self._sums[self.bandwidths[stage][0]][0]
 
     def starts(self, stage: int) -> list[int]:
-        bandwidth = self.bandwidths[stage][1]
-        return self.prefix if bandwidth is None or self.local(stage) else self._with_wire[bandwidth][1]
+        return self._sums[self.bandwidths[stage][1]][1]
 
     def cost(self, stage: int, start: int, stop: int) -> int:
         return self.ends(stage)[stop] - self.starts(stage)[start]
 
     @cached_property
-    def _crossing(self) -> list[int]:
-        return [0, *self.profile.crossing, 0]
-
-    @cached_property
-    def _square_bits(self) -> int:
-        return (self.num_stages * self.ceiling * self.ceiling).bit_length()
+    def _tie_bytes(self) -> list[int]:
+        square_bits = (self.num_stages * self.ceiling * self.ceiling).bit_length()
+        return [size << square_bits for size in (0, *self.profile.crossing, 0)]
 
     def tie_cut(self, cut_index: int) -> list[int]:
-        """What the boundary before this stage adds to the tie-break: its bytes, above all sums of squares."""
-        if self.local(cut_index):
-            return [0] * (self.num_layers + 1)
-        return [size << self._square_bits for size in self._crossing]
+        """What the boundary before this stage adds to the tie-break: its bytes between ranks, above all sums of squares."""
+        local = 0 < cut_index < self.num_stages and self.ranks[cut_index - 1] == self.ranks[cut_index]
+        return [0] * (self.num_layers + 1) if local else self._tie_bytes
 
     @cached_property
     def layer_states(self) -> list[int]:
@@ -132,9 +123,9 @@ class Problem:
     def group_states(self) -> dict[str, int]:
         return {name: math.ceil(size * self.state_factor) for name, size in self.profile.shared_parameters.items()}
 
-    def layer_memory(self, stage: int) -> list[int]:
-        """Bytes of each layer as part of this stage, parameters that are shared left out."""
-        to_input, to_weight = self.in_flight[stage]
+    def layer_memory(self, in_flight: tuple[int, int]) -> list[int]:
+        """Bytes of each layer in a stage that holds so many microbatches, parameters that are shared left out."""
+        to_input, to_weight = in_flight
         return [
             state + to_input * layer.activation_to_input + to_weight * layer.activation_to_weight
             for state, layer in zip(self.layer_states, self.profile.layers, strict=True)
@@ -143,9 +134,8 @@ class Problem:
     @cached_property
     def memory_prefix(self) -> list[list[int]]:
         """For each stage: the sums of layer_memory before each cut."""
-        some = {key: stage for stage, key in enumerate(self.in_flight)}  # one of those that hold equally many
-        sums = {key: [0, *accumulate(self.layer_memory(stage))] for key, stage in some.items()}
-        return [sums[key] for key in self.in_flight]
+        sums = {held: [0, *accumulate(self.layer_memory(held))] for held in set(self.in_flight)}
+        return [sums[held] for held in self.in_flight]
 
     def groups(self, start: int, stop: int) -> frozenset[str]:
         """Shared parameters that the layers start..stop use."""
@@ -160,13 +150,9 @@ class Problem:
 
     def rank_memory(self, rank: int, cuts: Sequence[int]) -> int:
         """Bytes of a rank; what several of its stages share is counted once."""
-        used: frozenset[str] = frozenset()
-        total = 0
-        for stage in self.rank_stages[rank]:
-            start, stop = cuts[stage], cuts[stage + 1]
-            total += self.memory_prefix[stage][stop] - self.memory_prefix[stage][start]
-            used |= self.groups(start, stop)
-        return total + self.group_memory(used)
+        spans = [(self.memory_prefix[stage], cuts[stage], cuts[stage + 1]) for stage in self.rank_stages[rank]]
+        used = frozenset[str]().union(*(self.groups(start, stop) for _, start, stop in spans))
+        return sum(prefix[stop] - prefix[start] for prefix, start, stop in spans) + self.group_memory(used)
 
     def fits(self, cuts: Sequence[int]) -> bool:
         """Whether every rank stays within its limit."""

@@ -103,8 +103,8 @@ class Profile:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "shared_parameters", MappingProxyType(dict(self.shared_parameters)))
-        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+        for name in ("shared_parameters", "metadata"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         if self.crossing_bytes is not None:
             object.__setattr__(self, "crossing_bytes", tuple(self.crossing_bytes))
         _check_profile(self)
@@ -152,9 +152,7 @@ class Profile:
             raise BalanceError(f"the profile needs a list 'layers' and no unknown entries, got {sorted(data)}")
         try:
             return cls(**{**own, "layers": tuple(map(_layer_from_json, own["layers"]))})
-        except BalanceError:
-            raise
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, AttributeError) as error:
             raise BalanceError(f"the profile has an entry of another kind than expected: {error}") from error
 
     @takes(BalanceError)
@@ -166,9 +164,8 @@ class Profile:
     @takes(BalanceError)
     def load(cls, path: str | Path) -> Profile:
         """Read a profile from a JSON file."""
-        return cls.loads(
-            read_text(path, BalanceError, limit=_LARGEST, hint="; expected a profile, a line for each layer")
-        )
+        hint = "; expected a profile, a line for each layer"
+        return cls.loads(read_text(path, BalanceError, limit=_LARGEST, hint=hint))
 
 
 def _check_profile(profile: Profile) -> None:

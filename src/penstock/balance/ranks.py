@@ -85,7 +85,7 @@ class Search:
         self.limits = None if problem.limits is None else tuple(limit + spare for limit in problem.limits)
         self.most = problem.ceiling if goal is Goal.EXCESS else bound  # that a stage may cost, or a rank
         self.longest = self.most // min(problem.weights)  # that any stage may take, as it is
-        by_layer = zip(*map(problem.layer_memory, range(problem.num_stages)), strict=True)
+        by_layer = zip(*map(problem.layer_memory, problem.in_flight), strict=True)
         self.least_memory = [0, *accumulate(map(min, by_layer))]
         self.tie_cuts = [problem.tie_cut(k) for k in range(problem.num_stages + 1)] if ties else []
         self.groups = cache(problem.groups)

@@ -152,7 +152,7 @@ def _bandwidths(
         raise BalanceError(f"links={list(links)} on {max(ranks) + 1} ranks; expected ranks from 0 to {max(ranks)}")
 
     def of(stage: int, other: int) -> float | None:
-        if not 0 <= other < len(ranks):
+        if not 0 <= other < len(ranks) or ranks[stage] == ranks[other]:
             return None
         found = known.get((ranks[stage], ranks[other]), usual)
         return None if found is None else float(_positive("bandwidth", found))
