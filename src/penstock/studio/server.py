@@ -50,7 +50,7 @@ class Studio(ThreadingHTTPServer):
         self.patience = patience  # seconds for a request to arrive
         self.token = secrets.token_urlsafe(24)
         self.files = {f"/{name}": text for name, text in page.files().items()} | {"/": page.index(token=self.token)}
-        self._room = threading.BoundedSemaphore(_CONNECTIONS)
+        self._connected: list[threading.Thread] = []
 
     @property
     def address(self) -> str:
@@ -59,21 +59,14 @@ class Studio(ThreadingHTTPServer):
     def serve(self) -> None:
         self.serve_forever(poll_interval=0.1)
 
-    def process_request(self, request: Any, client_address: object) -> None:
-        if self._room.acquire(blocking=False):
-            try:
-                super().process_request(request, client_address)
-            except BaseException:  # no thread could be started
-                self._room.release()
-                raise
-        else:
-            self.shutdown_request(request)
+    def verify_request(self, request: object, client_address: object) -> bool:
+        self._connected = [thread for thread in self._connected if thread.is_alive()]
+        return len(self._connected) < _CONNECTIONS
 
-    def process_request_thread(self, request: Any, client_address: object) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
+    def process_request(self, request: Any, client_address: object) -> None:
+        answering = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
+        answering.start()
+        self._connected.append(answering)
 
     def handle_error(self, request: Any, client_address: object) -> None:
         """Of whoever went away in the middle of a request nothing is said."""
