@@ -32,13 +32,13 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, object]:
     plan = timeline.plan
     keys = _Keys(plan)
     picture = Picture.of(timeline)
-    digits = _digits(picture.length)
+    digits = (
+        9 - floor(log10(picture.length)) if picture.length > 0 else 9
+    )  # decimal places: nine digits of the longest time
 
     def at(time: float) -> float:
         return round(time - picture.start, digits)
 
-    rows = [_row(bars, keys, at) for bars in (*picture.ranks, *picture.copies)]
-    messages = _messages(timeline, keys, at)
     return {
         "name": name,
         "schedule": plan.name,
@@ -48,8 +48,8 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, object]:
         "microbatches": plan.num_microbatches,
         "stages": [list(plan.placement.stages_of(rank)) for rank in range(plan.num_ranks)],
         "curves": [rank_colour(rank, plan.num_ranks) for rank in range(plan.num_ranks)],
-        "rows": rows,
-        "messages": messages,
+        "rows": [_row(bars, keys, at) for bars in (*picture.ranks, *picture.copies)],
+        "messages": _messages(timeline, keys, at),
         "memory": [_curve((at(time), held) for time, held in curve) for curve in timeline.memory if holds(timeline)],
         "keys": keys.listed(),
         "needs": keys.needs(),
@@ -148,8 +148,3 @@ def _messages(timeline: Timeline, keys: _Keys, at: Callable[[float], float]) -> 
         "s": [at(message.posted) for message in found],
         "e": [at(message.arrived) for message in found],
     }
-
-
-def _digits(longest: float) -> int:
-    """Decimal places that keep nine digits of the longest time."""
-    return 9 - floor(log10(longest)) if longest > 0 else 9

@@ -160,7 +160,7 @@ def _block(name: str, timeline: Timeline) -> str:
 
 
 def _side(timeline: Timeline) -> str:
-    """The figures of each rank: how it spent the makespan, and its peak memory."""
+    """How the ranks together spent the makespan; then how each did, and its peak memory."""
     whole, peaks = timeline.makespan or 1.0, timeline.peak_memory
     rows = []
     for rank, busy in enumerate(timeline.busy):
@@ -178,14 +178,10 @@ def _side(timeline: Timeline) -> str:
         )
     peak_head = "<th>peak</th>" if holds(timeline) else ""
     head = f"<thead><tr><th>rank</th><th></th><th>busy</th>{peak_head}</tr></thead>"
-    return f'<aside class="ps-side">{_causes(timeline)}<table>{head}<tbody>{"".join(rows)}</tbody></table></aside>'
-
-
-def _causes(timeline: Timeline) -> str:
-    whole = timeline.makespan * len(timeline.idle) or 1.0
-    listed = "".join(
+    causes = "".join(
         f'<i style="background:var(--ps-{cause})"></i><span>{cause} <small>{_CAUSE_WORDS[cause]}</small></span>'
-        f"<b>{percent(total / whole)}</b>"
+        f"<b>{percent(total / (timeline.makespan * len(timeline.idle) or 1.0))}</b>"
         for cause, total in ({"busy": sum(timeline.busy)} | idle_sums(timeline)).items()
     )
-    return f'<div class="ps-causes">{listed}</div>'
+    table = f"<table>{head}<tbody>{''.join(rows)}</tbody></table>"
+    return f'<aside class="ps-side"><div class="ps-causes">{causes}</div>{table}</aside>'

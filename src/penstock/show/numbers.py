@@ -62,7 +62,7 @@ def summary_text(timeline: Timeline) -> str:
 
 
 def figures(timeline: Timeline) -> dict[str, str]:
-    """The figures that every list of schedules shows, as texts.
+    """The figures that every list of schedules shows, as texts; a dash where nothing is known of memory.
 
     >>> from penstock.schedules import get_schedule
     >>> from penstock.simulate import simulate
@@ -73,7 +73,7 @@ def figures(timeline: Timeline) -> dict[str, str]:
         "makespan": time_text(timeline.makespan, timeline.unit),
         "bubble": percent(timeline.bubble_makespan),
         "longest rank": percent(timeline.bubble_longest_rank),
-        "peak memory": peak(timeline),
+        "peak memory": memory_text(max(timeline.peak_memory)) if holds(timeline) else "-",
     }
 
 
@@ -86,21 +86,16 @@ def sizes(timeline: Timeline) -> str:
     """``4 ranks, 8 stages, 16 microbatches``."""
     plan = timeline.plan
     counts = (
-        (plan.num_ranks, "rank", "ranks"),
-        (plan.num_stages, "stage", "stages"),
-        (plan.num_microbatches, "microbatch", "microbatches"),
+        (plan.num_ranks, "rank", "s"),
+        (plan.num_stages, "stage", "s"),
+        (plan.num_microbatches, "microbatch", "es"),
     )
-    return ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts)
+    return ", ".join(f"{count} {one}{'' if count == 1 else ending}" for count, one, ending in counts)
 
 
 def holds(timeline: Timeline) -> bool:
     """Whether anything is known of memory: a plan whose costs have no sizes holds nothing at any time, which nobody need see."""
     return any(timeline.peak_memory)
-
-
-def peak(timeline: Timeline) -> str:
-    """The most that any rank holds, or a dash when nothing is known of memory."""
-    return memory_text(max(timeline.peak_memory)) if holds(timeline) else "-"
 
 
 def percent(share: float) -> str:

@@ -12,7 +12,7 @@ from penstock.misfits import takes
 from penstock.plan import Action, Op, Plan
 from penstock.plan.actions import OP, parts, unpack
 from penstock.plan.ops import MESSAGES
-from penstock.show.colours import Paint, paint, shades
+from penstock.show.colours import paint, shades
 from penstock.show.numbers import figures, sizes, time_text
 from penstock.show.picture_rows import Bar, Picture
 from penstock.simulate import Timeline, simulate
@@ -123,20 +123,14 @@ class _Drawing:
                 f'<rect x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height:g}"{round_by} '
                 f'fill="{colour.fill}"/>'
             )
-            drawn.append(self.label(action, colour, box=(x, top, width, height)))
+            brief = action.op.row.letter if action.microbatch is None else str(action.microbatch)
+            label, size = str(action) if self.whole_words else brief, min(11.5, height - 1)
+            if _room(label, size) <= width + 1:
+                drawn.append(
+                    f'<text class="label" x="{x + width / 2:.2f}" y="{top + height / 2 + size * 0.36:.2f}" '
+                    f'font-size="{size:g}" fill="{colour.ink}">{label}</text>'
+                )
         return "".join(drawn) + "</g>"
-
-    def label(self, action: Action, colour: Paint, *, box: tuple[float, float, float, float]) -> str:
-        x, y, width, height = box
-        size = min(11.5, height - 1)
-        brief = action.op.row.letter if action.microbatch is None else str(action.microbatch)
-        words = str(action) if self.whole_words else brief
-        if _room(words, size) > width + 1:
-            return ""
-        return (
-            f'<text class="label" x="{x + width / 2:.2f}" y="{y + height / 2 + size * 0.36:.2f}" '
-            f'font-size="{size:g}" fill="{colour.ink}">{words}</text>'
-        )
 
     def axis(self) -> Iterator[str]:
         step = nice_step(self.picture.length, (self.width - _GUTTER - _MARGIN) / 64)

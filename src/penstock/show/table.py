@@ -215,4 +215,4 @@ def _listed(plan: Plan, width: int) -> Iterator[list[Piece]]:
 def _rich(lines: Iterable[list[Piece]]) -> Text:
     from rich.text import Text
 
-    return Text.assemble(*(piece for line in lines for piece in (*line, "\n")), no_wrap=True, overflow="ignore")
+    return Text.assemble(*(piece for line in lines for piece in [*line, Piece("\n")]), no_wrap=True, overflow="ignore")

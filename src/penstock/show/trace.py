@@ -9,7 +9,7 @@ counter shows the memory held.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any, Final
 
@@ -67,23 +67,17 @@ class _Trace:
         for rank in range(self.timeline.plan.num_ranks):
             yield _named("process_name", rank, f"rank {rank}")
             yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-            yield _named("thread_name", rank, "compute", _COMPUTE)
-            if self.picture.copies:
-                yield _named("thread_name", rank, "copies", _COPIES)
-            yield from self.slices(rank)
-            yield from self.memory(rank)
-        if self.timeline.plan.is_lowered:
-            yield from self.messages()
-        else:
-            yield from self.dependencies()
+            rows = ("compute", _COMPUTE, self.picture.ranks), ("copies", _COPIES, self.picture.copies)
+            for name, thread, bars in rows if self.picture.copies else rows[:1]:
+                yield _named("thread_name", rank, name, thread)
+                for code, start, end in bars[rank]:
+                    yield self.slice(rank, thread, unpack(code), begin=self.at(start), end=self.at(end))
+            for time, held in self.timeline.memory[rank] if self.timeline.memory else ():
+                yield {"ph": "C", "name": "memory", "pid": rank, "ts": self.at(time), "args": {"held": held}}
+        yield from self.messages() if self.timeline.plan.is_lowered else self.dependencies()
 
     def at(self, time: float) -> float:
         return round((time - self.picture.start) * self.scale, 3)
-
-    def slices(self, rank: int) -> Iterator[Event]:
-        for thread, rows in ((_COMPUTE, self.picture.ranks), (_COPIES, self.picture.copies)):
-            for code, start, end in rows[rank] if rows else ():
-                yield self.slice(rank, thread, unpack(code), begin=self.at(start), end=self.at(end))
 
     def slice(self, rank: int, thread: int, action: AnyAction, *, begin: float, end: float) -> Event:
         return {
@@ -96,11 +90,6 @@ class _Trace:
             "dur": round(max(end - begin, 0.0), 3),
             "args": _details(action),
         }
-
-    def memory(self, rank: int) -> Iterator[Event]:
-        if self.timeline.memory:
-            for time, held in self.timeline.memory[rank]:
-                yield {"ph": "C", "name": "memory", "pid": rank, "ts": self.at(time), "args": {"held": held}}
 
     def messages(self) -> Iterator[Event]:
         """Both ends of every message and the arrow between them."""
@@ -159,7 +148,7 @@ def _named(what: str, rank: int, name: str, thread: int | None = None) -> Event:
     return event if thread is None else event | {"tid": thread}
 
 
-def _details(action: AnyAction) -> dict[str, object]:
+def _details(action: AnyAction) -> Mapping[str, object]:
     if isinstance(action, Overlap):
         return {"first": str(action.first), "second": str(action.second)}
     return {"stage": action.stage} | ({} if action.microbatch is None else {"microbatch": action.microbatch})
