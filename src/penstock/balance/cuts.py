@@ -84,22 +84,29 @@ class Cuts:
 
     def table(self) -> str:
         """Plain text: stage, rank, layers, parameters, cost, memory."""
-        rows = [("stage", "rank", "layers", "parameters", "cost", "memory")]
+        rows = [["stage", "rank", "layers", "parameters", "cost", "memory"]]
         for s in self.stages:
             layers, bytes_ = " .. ".join(dict.fromkeys((s.layers[0], s.layers[-1]))), size_text(s.parameter_bytes)
-            rows.append((str(s.stage), str(s.rank), layers, bytes_, f"{s.cost:.6g}", size_text(s.memory)))
-        columns = [
-            [cell.ljust(width) if column[0] == "layers" else cell.rjust(width) for cell in column]
-            for column in zip(*rows, strict=True)
-            for width in [max(map(len, column))]
-        ]
-        lines = ["  ".join(cells) for cells in zip(*columns, strict=True)]
+            rows.append([str(s.stage), str(s.rank), layers, bytes_, f"{s.cost:.6g}", size_text(s.memory)])
+        lines = aligned(rows)
         if not self.exact:
             lines.append("(fits, but is not proved to be the best: too many layers and stages to weigh rank by rank)")
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """A table. Numbers stand to the right in their columns, words to the left; the first row below the head tells which
+    these are, and layers may have numbers in their names.
+    """
+    columns = []
+    for column in zip(*rows, strict=True):
+        width = max(map(len, column))
+        words = column[0] == "layers" or not any(map(str.isdigit, column[1] if len(column) > 1 else ""))
+        columns.append([cell.ljust(width) if words else cell.rjust(width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def size_text(size: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.balance.cuts import size_text
+from penstock.balance.cuts import aligned, size_text
 from penstock.front.choice import Built, Choice
 from penstock.plan import Op
 from penstock.show.numbers import percent, time_text
@@ -22,10 +22,10 @@ def explanation(built: Built) -> str:
         for stage in built.stages:
             size = sum(p.nbytes for p in stage.submod.parameters())
             rows.append([str(stage.stage_index), str(stage.group_rank), size_text(size)])
-        return "\n".join([f"{head}: stages made by hand, nothing measured", *table(rows), ""])
+        return "\n".join([f"{head}: stages made by hand, nothing measured", *aligned(rows), ""])
     choice = built.choice
     found = [*_prediction(choice), *_limit(choice), *_others(choice)]
-    return "\n".join([f"{head}: {choice.why}", "", *table(stage_rows(choice)), "", *found, ""])
+    return "\n".join([f"{head}: {choice.why}", "", *aligned(stage_rows(choice)), "", *found, ""])
 
 
 def stage_rows(choice: Choice) -> list[list[str]]:
@@ -92,7 +92,7 @@ def _prediction(choice: Choice) -> list[str]:
             "the last"
         )
     lines.append(f"reckoned with, as measured between these ranks: {_machine(choice)}")
-    return lines + table(rank_rows(choice))
+    return lines + aligned(rank_rows(choice))
 
 
 def _machine(choice: Choice) -> str:
@@ -120,7 +120,7 @@ def _limit(choice: Choice) -> list[str]:
         of = f"{one.microbatches} of {choice.plan.num_microbatches}"
         way = one.way if one.budget is None else f"memory_budget={one.budget:g}"
         rows.append([str(one.stage), way, of, size_text(one.size), time])
-    spared = table(rows) if choice.spared else ["no stage has to hold less for it"]
+    spared = aligned(rows) if choice.spared else ["no stage has to hold less for it"]
     assumed = f"reckoned with {choice.optimizer_bytes:g} bytes of optimizer state for each byte of parameters"
     return [
         f"within the limit of memory; {assumed}; the smallest limit that would do is {size_text(choice.smallest_limit)}",
@@ -140,14 +140,4 @@ def _others(choice: Choice) -> list[str]:
             bubble, memory = percent(tried.bubble), size_text(tried.memory)
         rows.append([tried.schedule, str(tried.stages_per_rank), step, bubble, memory])
     left = len(choice.tried) - _SHOWN
-    return ["", *table(rows), *([f"and {left} more"] if left > 0 else [])]
-
-
-def table(rows: list[list[str]]) -> list[str]:
-    """Numbers stand to the right in their columns, words to the left; the first row below the head tells which these are."""
-    columns = []
-    for column in zip(*rows, strict=True):
-        width = max(map(len, column))
-        words = not any(map(str.isdigit, column[1] if len(column) > 1 else "")) or " .. " in "".join(column)
-        columns.append([cell.ljust(width) if words else cell.rjust(width) for cell in column])
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    return ["", *aligned(rows), *([f"and {left} more"] if left > 0 else [])]

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.balance import Profile
-from penstock.balance.cuts import size_text
+from penstock.balance.cuts import aligned, size_text
 from penstock.errors import BalanceError, PlanError
 from penstock.front.candidates import Wishes, candidates, in_pieces
 from penstock.front.choice import FREE, Choice, Spared, Tried, is_timed
-from penstock.front.choice_text import rank_rows, table
+from penstock.front.choice_text import rank_rows
 from penstock.lower import offload, recompute
 from penstock.misfits import takes
 from penstock.plan import Plan
@@ -289,6 +289,6 @@ def nothing_fits(least: Fit) -> str:
     return (
         f"memory_limit: nothing fits into {limit_text(least.limits)} a rank. The smallest limit that would do is "
         f"{most} bytes ({size_text(most)}), for {choice.plan.name}, "
-        f"{choice.num_stages} stages, {how}:\n" + "\n".join(table(rank_rows(choice))) + "\n"
+        f"{choice.num_stages} stages, {how}:\n" + "\n".join(aligned(rank_rows(choice))) + "\n"
         "Raise memory_limit, use more ranks or more microbatches, or an optimizer with less state (optimizer_bytes=)"
     )
