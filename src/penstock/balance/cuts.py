@@ -93,8 +93,7 @@ class Cuts:
             lines.append("(fits, but is not proved to be the best: too many layers and stages to weigh rank by rank)")
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

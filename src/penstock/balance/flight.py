@@ -12,12 +12,8 @@ from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 
 _ROUNDING = 1e-9  # of sums of sizes
-_CHANGES: Final[dict[int, tuple[int, int]]] = {  # of what is held from F to I, and from I to W
-    Op.F: (1, 0),
-    Op.I: (-1, 1),
-    Op.W: (0, -1),
-    Op.B: (-1, 0),
-}
+# Of what is held from F to I, and from I to W.
+_CHANGES: Final[dict[int, tuple[int, int]]] = {Op.F: (1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.B: (-1, 0)}
 
 
 @takes(BalanceError)

@@ -14,6 +14,10 @@ def no_room(problem: Problem) -> BalanceError:
     """Say which layer is too large, or the least memory that would do."""
     assert problem.limits is not None, "without a limit there is always room"
     profile, limits = problem.profile, problem.limits
+
+    def of(size: int) -> str:
+        return f"{size} bytes ({size_text(size)})"
+
     for index, layer in enumerate(profile.layers):
         alone = [problem.stage_memory(stage, index, index + 1) for stage in range(problem.num_stages)]
         over, stage, rank = min(
@@ -21,22 +25,17 @@ def no_room(problem: Problem) -> BalanceError:
         )
         if over > 0:
             return BalanceError(
-                f"layer {layer.name!r} alone needs {alone[stage]} bytes ({size_text(alone[stage])}) even on stage {stage}, "
-                f"and rank {rank} may hold {limits[rank]} ({size_text(limits[rank])}); "
-                "raise memory_limit, split the layer, or hold fewer microbatches"
+                f"layer {layer.name!r} alone needs {of(alone[stage])} even on stage {stage}, and rank {rank} may hold "
+                f"{of(limits[rank])}; raise memory_limit, split the layer, or hold fewer microbatches"
             )
     excess, sure = _least_excess(problem)
-    least = "the least possible is" if sure else "it takes at least"
-    asked = f"no cut of {len(profile.layers)} layers into {problem.num_stages} stages fits the memory limit"
+    given, needed = f"{list(limits)} bytes", f"each rank needs at least {of(excess)} more"
     if len(set(limits)) == 1:
-        need = limits[0] + excess
-        return BalanceError(
-            f"{asked} of {limits[0]} bytes ({size_text(limits[0])}) a rank: "
-            f"{least} {need} bytes ({size_text(need)}); raise memory_limit or use more ranks"
-        )
+        least = "the least possible is" if sure else "it takes at least"
+        given, needed = f"{of(limits[0])} a rank", f"{least} {of(limits[0] + excess)}"
     return BalanceError(
-        f"{asked} of {list(limits)} bytes: each rank needs at least {excess} bytes ({size_text(excess)}) more; "
-        "raise memory_limit or use more ranks"
+        f"no cut of {len(profile.layers)} layers into {problem.num_stages} stages fits the memory limit of {given}: "
+        f"{needed}; raise memory_limit or use more ranks"
     )
 
 
@@ -68,7 +67,7 @@ def _least_excess(problem: Problem) -> tuple[int, bool]:
     if problem.num_ranks == problem.num_stages:
         return low, True
     try:
-        found = ranks.best(problem, ranks.Goal.EXCESS, least=low, most=most)
+        found = ranks.best(problem, "excess", least=low, most=most)
     except ranks.TooLarge:
         return low, False
     assert found is not None, "the largest excess holds everything"

@@ -13,9 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from itertools import accumulate, groupby
+from typing import Literal
 
 from penstock.balance.chain import Layers, sweep, windows
 from penstock.balance.problem import Problem
@@ -27,12 +27,9 @@ class TooLarge(Exception):
     """The table would take minutes; `balance` turns this into an error that says what to do."""
 
 
-class Goal(Enum):
-    """What is bounded and made as small as possible."""
-
-    STAGE = "the cost of the slowest stage"
-    RANK = "the cost of the slowest rank"
-    EXCESS = "the bytes over the limit of the fullest rank"
+# What is bounded and made as small as possible: the cost of the slowest stage, or of the slowest rank, or the bytes that the
+# fullest rank has over its limit.
+Goal = Literal["stage", "rank", "excess"]
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,9 @@ class Search:
 
     def __init__(self, problem: Problem, goal: Goal, *, bound: int, ties: bool, budget: list[int]) -> None:
         self.problem, self.goal, self.bound, self.ties, self.budget = problem, goal, bound, ties, budget
-        spare = bound if goal is Goal.EXCESS else 0
+        spare = bound if goal == "excess" else 0
         self.limits = None if problem.limits is None else tuple(limit + spare for limit in problem.limits)
-        self.most = problem.ceiling if goal is Goal.EXCESS else bound  # that a stage may cost, or a rank
+        self.most = problem.ceiling if goal == "excess" else bound  # that a stage may cost, or a rank
         self.longest = self.most // min(problem.weights)  # that any stage may take, as it is
         by_layer = zip(*map(problem.layer_memory, problem.in_flight), strict=True)
         self.least_memory = [0, *accumulate(map(min, by_layer))]
@@ -102,7 +99,7 @@ class Search:
         for turn in plan_turns(problem):
             states, table = table, {}
             left = []  # sums before each cut, and the most that the ranks that are left can take of them
-            if self.goal is Goal.RANK:
+            if self.goal == "rank":
                 left.append((problem.prefix, self.most * len(turn.ranks_left)))
             if limits is not None:
                 left.append((self.least_memory, sum(limits[rank] for rank in turn.ranks_left)))
@@ -120,13 +117,13 @@ class Search:
 
     def _placed(self, turn: Turn, cuts: list[int], before: int) -> Iterator[int]:
         """Write every choice of new cuts for this rank into `cuts`, one after another, and give the value of each."""
-        problem, sums = self.problem, self.goal is Goal.RANK
+        problem, sums = self.problem, self.goal == "rank"
         limit = None if self.limits is None else self.limits[turn.rank]
 
         def place(index: int, *, cost: int, tie: int, memory: int, used: frozenset[str]) -> Iterator[int]:
             """The stages of the rank from this one on; `cost` is that of those before, or of the slowest of them."""
             if index == len(turn.stages):
-                figure = memory - (limit or 0) + self.bound if self.goal is Goal.EXCESS else cost
+                figure = memory - (limit or 0) + self.bound if self.goal == "excess" else cost
                 yield before + tie if self.ties else max(before, figure)
                 return
             stage = turn.stages[index]

@@ -208,7 +208,7 @@ def _positive(name: str, value: float, *, zero: bool = False) -> Fraction:
     return Fraction(value)
 
 
-def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool] | None:
+def _solve(problem: Problem, objective: ranks.Goal) -> tuple[tuple[int, ...], bool] | None:
     """The cuts, and whether they are proved the best; None: nothing keeps to the limits. Each stage alone first; sums over
     ranks where they matter.
     """
@@ -218,16 +218,14 @@ def _solve(problem: Problem, objective: str) -> tuple[tuple[int, ...], bool] | N
     if least is None or average_excess(problem) > 0:
         return None
     if objective == "rank" and not single:
-        goal = ranks.Goal.RANK
         least = max(least, -(-problem.prefix[-1] // problem.num_ranks))
     else:
-        goal = ranks.Goal.STAGE
         cuts = chain.settle(problem, least, window)
         if single or problem.fits(cuts):
             return cuts, True
     try:
-        bound = ranks.best(problem, goal, least=least, most=problem.ceiling)
-        return None if bound is None else (ranks.settle(problem, goal, bound), True)
+        bound = ranks.best(problem, objective, least=least, most=problem.ceiling)
+        return None if bound is None else (ranks.settle(problem, objective, bound), True)
     except ranks.TooLarge:
         return by_shares(problem), False
 
