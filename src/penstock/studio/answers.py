@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, get_args
 
@@ -87,7 +87,9 @@ def answer(question: Question, kind: Kind) -> dict[str, Any]:
     """
     match kind:
         case "compare":
-            return {"rows": _comparison(question)}
+            return {
+                "rows": sorted(_compared(question), key=lambda row: (not row["fits"], row["makespan"], row["peak"]))
+            }
         case "csv":
             return {"text": dumps(_timeline(question).plan), "name": f"{question.schedule}.csv"}
         case "svg":
@@ -113,13 +115,11 @@ def answer_json(text: str) -> str:
 
 def _shown(question: Question) -> dict[str, object]:
     timeline = _timeline(question)
-    peak = max(timeline.peak_memory, default=0.0)
     return {
         "html": timeline_section([(timeline.plan.name, timeline)]).html,
         "figures": figures(timeline),
-        "fits": question.memory is None or peak <= question.memory,
-        "stages_per_rank": timeline.plan.num_stages // timeline.plan.num_ranks,
         "command": _command(question),
+        **_beside(question, timeline),
     }
 
 
@@ -148,28 +148,27 @@ def _costs(plan: Plan, question: Question) -> Costs:
     return replace(costs, links=tuple(links), ranks=question.speeds or None)
 
 
-def _comparison(question: Question) -> list[dict[str, object]]:
-    """Every schedule that trains with these sizes and costs; what fits the memory first, then the fastest."""
-    rows = []
+def _compared(question: Question) -> Iterator[dict[str, Any]]:
+    """Every schedule that trains with these sizes and costs."""
     for recipe in all_schedules():
         if question.stages_per_rank is not None and recipe.stages_per_rank not in (None, question.stages_per_rank):
             continue
         timeline = _timeline(replace(question, schedule=recipe.name, messages=False))
-        if not timeline.plan.has_backward:
-            continue
-        peak = max(timeline.peak_memory)
-        rows.append(
-            {
+        if timeline.plan.has_backward:
+            yield {
                 "schedule": recipe.name,
                 "title": recipe.title,
-                "stages_per_rank": timeline.plan.num_stages // timeline.plan.num_ranks,
                 "makespan": timeline.makespan,
                 "bubble": timeline.bubble_makespan,
-                "peak": peak,
-                "fits": question.memory is None or peak <= question.memory,
+                **_beside(question, timeline),
             }
-        )
-    return sorted(rows, key=lambda row: (not row["fits"], row["makespan"], row["peak"]))
+
+
+def _beside(question: Question, timeline: Timeline) -> dict[str, object]:
+    """What the page says of a timeline, whether it is drawn or stands in a row of the comparison."""
+    peak = max(timeline.peak_memory, default=0.0)
+    fits = question.memory is None or peak <= question.memory
+    return {"peak": peak, "fits": fits, "stages_per_rank": timeline.plan.num_stages // timeline.plan.num_ranks}
 
 
 def _command(question: Question) -> str | None:
