@@ -23,13 +23,11 @@ def command(file: Path, *, limit: int) -> None:
     """
     from penstock.errors import DeadlockError
     from penstock.plan import check, load
+    from penstock.show.numbers import sizes
 
     plan = load(file, limit=limit, name=file.stem)
     check(plan)
-    click.echo(
-        f"{file}: right. {plan.num_ranks} ranks, {plan.num_stages} stages, {plan.num_microbatches} microbatches, "
-        f"{plan.num_actions} actions"
-    )
+    click.echo(f"{file}: right. {sizes(plan)}, {plan.num_actions} actions")
     if not plan.is_lowered:
         click.echo("It holds no communication; lowering adds it.")
         return

@@ -35,9 +35,7 @@ def command(
       penstock compare --from runs/train
     """
     if folder is not None:
-        sizes = {"ranks": ranks, "microbatches": microbatches}
-        chosen = {name: size for name, size in sizes.items() if shared.was_given(name)}
-        _compare_measured(folder, chosen, stages_per_rank, as_json=as_json)
+        _compare_measured(folder, (ranks, microbatches), stages_per_rank, as_json=as_json)
         return
     from penstock.schedules import all_schedules
     from penstock.show.numbers import figures, summary
@@ -62,8 +60,8 @@ def command(
     shared.print_table(f"{ranks} ranks, {microbatches} microbatches", headings, rows)
 
 
-def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int | None, *, as_json: bool) -> None:
-    """All schedules at the costs of a training run, each cut where it is best for it."""
+def _compare_measured(folder: Path, sizes: tuple[int, int], stages_per_rank: int | None, *, as_json: bool) -> None:
+    """All schedules at the costs of a training run, and its sizes where none were given, each cut where it is best for it."""
     from dataclasses import asdict
 
     from penstock.balance.cuts import size_text
@@ -73,8 +71,8 @@ def _compare_measured(folder: Path, sizes: dict[str, int], stages_per_rank: int 
     from penstock.train.run_report import read
 
     run = Choice.loads(read(folder)["choice"])
-    ranks = sizes.get("ranks", run.plan.num_ranks)
-    microbatches = sizes.get("microbatches", run.plan.num_microbatches)
+    ranks = sizes[0] if shared.was_given("ranks") else run.plan.num_ranks
+    microbatches = sizes[1] if shared.was_given("microbatches") else run.plan.num_microbatches
     count = None if stages_per_rank is None else stages_per_rank * ranks
     tried = choose(run.profile, Wishes(ranks, microbatches, num_stages=count, machine=run.machine)).tried
     if as_json:

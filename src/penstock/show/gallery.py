@@ -61,7 +61,7 @@ def _pictures(timed: _Timed) -> Iterable[str]:
         held = ", ".join(map(memory_text, timeline.peak_memory))
         causes = ", ".join(f"{cause} {number(time)}" for cause, time in idle_sums(timeline).items() if time > 0)
         yield f"\n## {recipe.name}\n"
-        yield f"{recipe.title[:1].upper()}{recipe.title[1:]}: {sizes(timeline)}.\n"
+        yield f"{recipe.title[:1].upper()}{recipe.title[1:]}: {sizes(timeline.plan)}.\n"
         yield f"![timeline of {recipe.name}](gallery/{recipe.name}.svg)\n"
         _, bubble, longest, _ = figures(timeline).values()
         yield f"- bubble {bubble}, on the longest rank {longest}"

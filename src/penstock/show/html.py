@@ -83,7 +83,7 @@ def to_html(shown: Timeline | Plan | Sequence[tuple[str, Timeline]], *, title: s
     name = title if title is not None else first.plan.name or "plan"
     heading = (
         f'<header class="ps-top"><div><h1>{escape(name)}</h1>'
-        f"<p>{escape(sizes(first))}, {first.plan.num_actions} actions</p></div>"
+        f"<p>{escape(sizes(first.plan))}, {first.plan.num_actions} actions</p></div>"
         '<button class="ps-button" type="button" data-ps-theme title="light or dark">◐ theme</button></header>'
     )
     return page(name, heading + section.html, style_text=section.style, script_text=section.script)

@@ -6,6 +6,7 @@ from typing import Final
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
+from penstock.plan import Plan
 from penstock.simulate import Timeline
 
 CAUSES: Final = ("filling", "draining", "communication", "imbalance")
@@ -49,7 +50,7 @@ def summary_text(timeline: Timeline) -> str:
     causes = " ".join(f"{cause:>13}" for cause in CAUSES)
     makespan, bubble, longest, most = figures(timeline).values()
     lines = [
-        f"{plan.name or 'plan'}: {sizes(timeline)}, {plan.num_actions} actions",
+        f"{plan.name or 'plan'}: {sizes(plan)}, {plan.num_actions} actions",
         f"makespan {makespan}   bubble {bubble} of the makespan, {longest} on the longest rank   peak memory {most}",
         f"{'rank':>8} {'busy':>10} {causes} {'peak memory':>12}",
     ]
@@ -82,9 +83,8 @@ def idle_sums(timeline: Timeline) -> dict[str, float]:
     return {cause: sum(getattr(idle, cause) for idle in timeline.idle) for cause in CAUSES}
 
 
-def sizes(timeline: Timeline) -> str:
+def sizes(plan: Plan) -> str:
     """``4 ranks, 8 stages, 16 microbatches``."""
-    plan = timeline.plan
     counts = (
         (plan.num_ranks, "rank", "s"),
         (plan.num_stages, "stage", "s"),

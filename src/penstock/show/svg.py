@@ -71,7 +71,7 @@ class _Drawing:
         plan, timeline = self.timeline.plan, self.timeline
         name = escape(self.title if self.title is not None else plan.name or "plan")
         makespan, bubble, _, held = figures(timeline).values()
-        words = escape(f"{sizes(timeline)} · makespan {makespan} · bubble {bubble} · peak memory {held}")
+        words = escape(f"{sizes(plan)} · makespan {makespan} · bubble {bubble} · peak memory {held}")
         yield (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
             f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}: {words}">'

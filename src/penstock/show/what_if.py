@@ -18,7 +18,7 @@ from penstock.plan import Plan
 from penstock.plan.ops import Op
 from penstock.schedules import get_schedule
 from penstock.schedules.registry import known_plans
-from penstock.show.numbers import percent, time_text
+from penstock.show.numbers import percent, sizes, time_text
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
 
 _SLOWER = 1.1  # so many times what its peers take is slow
@@ -146,11 +146,9 @@ class WhatIf:
         beside what it holds now.
         """
         now = max(simulate(self.plan, self.costs).peak_memory) or 1.0
-        found = []
-        for plan in known_plans(self.plan.placement, self.plan.num_microbatches, graph=self.plan.graph):
-            if plan.name != self.plan.name:
-                timeline = simulate(lower(plan), self.costs)
-                found.append((plan.name, timeline.makespan, max(timeline.peak_memory) / now))
+        plans = known_plans(self.plan.placement, self.plan.num_microbatches, graph=self.plan.graph)
+        timelines = [simulate(lower(plan), self.costs) for plan in plans if plan.name != self.plan.name]
+        found = [(done.plan.name, done.makespan, max(done.peak_memory) / now) for done in timelines]
         return sorted(found, key=lambda one: one[1])
 
     def more_microbatches(self, times: int = 2) -> float | None:
@@ -196,11 +194,10 @@ def explained(what_if: WhatIf) -> str:
         return time_text(value, "s")
 
     step, plan = what_if.step, what_if.plan
-    size = f"{plan.num_ranks} ranks, {plan.num_stages} stages, {plan.num_microbatches} microbatches"
     share = step / what_if.measured - 1 if what_if.measured else 0.0
     apart = f"{percent(abs(share))} {'less' if share < 0 else 'more'}"
     lines = [
-        f"The step took {seconds(what_if.measured)} ({plan.name or 'a plan'}, {size}).",
+        f"The step took {seconds(what_if.measured)} ({plan.name or 'a plan'}, {sizes(plan)}).",
         f"Replayed with the measured costs it takes {seconds(step)}, {apart}; all that follows is replayed.",
         "",
         "Where the time goes, and what the step would take without it:",

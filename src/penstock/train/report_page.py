@@ -84,7 +84,7 @@ def render(data: dict[str, Value], choice: Choice, words: str, *, planned: Timel
     when = f"for one microbatch, {'as measured' if timed else 'estimated'} before training"
     body = (
         f'<header class="ps-top"><div><h1>{escape(data["title"])}</h1>'
-        f"<p>{escape(measured.plan.name)}, {escape(sizes(measured))}</p></div>"
+        f"<p>{escape(measured.plan.name)}, {escape(sizes(measured.plan))}</p></div>"
         '<button class="ps-button" type="button" data-ps-theme title="light or dark">◐ theme</button></header>'
         f'{_figures(data, planned, measured)}<div class="pr-grid">{speed}</div>{section.html}'
         f'<div class="pr-tables">{tables}</div>{_held(data.get("held", []))}'
