@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from penstock.plan.actions import OP
@@ -27,27 +27,25 @@ class KindOfAction(NamedTuple):
         return self.measured - self.predicted
 
 
-def kinds(planned: Timeline, measured: Timeline) -> list[KindOfAction]:
+def kinds(planned: Timeline, measured: Timeline) -> Iterator[KindOfAction]:
     """The kinds of actions that the plan has, then messages, then waiting.
 
     kinds(simulate(measured.plan, costs), measured)
     """
     predicted, taken = _sums(planned), _sums(measured)
-    found = []
     for op in sorted(op for op in taken if op in COMPUTES):
         name = "overlapped pairs" if op == OVERLAP else ROWS[op].word
         assumption = f"what {name} cost, as measured before"
-        found.append(KindOfAction(name, taken[op][0], predicted[op][1], taken[op][1], assumption))
+        yield KindOfAction(name, taken[op][0], predicted[op][1], taken[op][1], assumption)
     posting, uneven = (planned.costs.posting, planned.costs.uneven) if planned.costs else (0.0, 0.0)
     if messages := [taken[op] for op in taken if op in MESSAGES]:
         count, spent = (sum(column) for column in zip(*messages, strict=True))
         assumption = "what a rank spends on posting a message"
-        found.append(KindOfAction("sends and receives", int(count), count * posting, spent, assumption))
+        yield KindOfAction("sends and receives", int(count), count * posting, spent, assumption)
     before, after = (sum(idle.total for idle in timeline.idle) for timeline in (planned, measured))
     before += uneven * planned.plan.num_ranks
     assumption = "how long messages are under way, and how unequal the times of equal actions are"
-    found.append(KindOfAction("waiting", 0, before, after, assumption))
-    return found
+    yield KindOfAction("waiting", 0, before, after, assumption)
 
 
 def rows(found: Iterable[KindOfAction], num_ranks: int) -> list[list[str]]:

@@ -6,9 +6,8 @@ An action is a *key* (an index into `keys`) and a microbatch. What an action nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import floor, log10
-from typing import Any
 
 from penstock.plan import Op, Plan
 from penstock.plan.actions import KEY, OP, PEER_SHIFT, microbatch_of, parts, stage_of, with_op
@@ -17,8 +16,6 @@ from penstock.show.colours import paint, rank_colour, shades
 from penstock.show.numbers import holds
 from penstock.show.picture_rows import Bar, Picture
 from penstock.simulate import Timeline
-
-_NONE = -1
 
 
 def timeline_data(name: str, timeline: Timeline) -> dict[str, object]:
@@ -51,7 +48,7 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, object]:
         "rows": [_row(bars, keys, at) for bars in (*picture.ranks, *picture.copies)],
         "messages": _messages(timeline, keys, at),
         "memory": [_curve((at(time), held) for time, held in curve) for curve in timeline.memory if holds(timeline)],
-        "keys": keys.listed(),
+        "keys": list(keys.listed()),
         "needs": keys.needs(),
     }
 
@@ -71,8 +68,8 @@ class _Keys:
         needs = self.plan.rules.needs
         return [[self.numbers[need] for need in needs(key) if need in self.numbers] for key in self.numbers]
 
-    def listed(self) -> list[dict[str, Any]]:
-        """Each key as the page shows it: its kind, its stage, its colours.
+    def listed(self) -> Iterator[dict[str, object]]:
+        """Each key as the page shows it: its kind, its stage, its colours; -1 is none.
 
         Each B brings the I that others may need with it; `whole` of that I is the key of the B that stands for it.
         """
@@ -82,26 +79,19 @@ class _Keys:
         for half in whole:
             self.number(half)
         shade = shades(self.plan)
-        made = []
         for key in self.numbers:
             op, stage = Op(key & OP), stage_of(key)
-            colour = paint(op, *shade[stage])
-            peer = key >> PEER_SHIFT
-            made.append(
-                {
-                    "op": op.name,
-                    "word": op.row.word,
-                    "letter": op.row.letter,
-                    "stage": stage,
-                    "peer": peer - 1 if peer else _NONE,
-                    "counted": op.has_microbatch,
-                    "sends": op.row.sends,
-                    "fill": colour.fill,
-                    "ink": colour.ink,
-                    "whole": whole.get(key, _NONE),
-                }
-            )
-        return made
+            yield {
+                "op": op.name,
+                "word": op.row.word,
+                "letter": op.row.letter,
+                "stage": stage,
+                "peer": (key >> PEER_SHIFT) - 1,
+                "counted": op.has_microbatch,
+                "sends": op.row.sends,
+                **paint(op, *shade[stage])._asdict(),
+                "whole": whole.get(key, -1),
+            }
 
 
 def _row(bars: Iterable[Bar], keys: _Keys, at: Callable[[float], float]) -> dict[str, object]:
