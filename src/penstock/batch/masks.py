@@ -16,12 +16,6 @@ from penstock.misfits import takes
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_TABLES = (
-    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
-    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
-    *("dq_write_order", "dq_write_order_full", "dq_kv_order"),
-)
-
 
 def is_block_mask(value: object) -> TypeGuard[BlockMask]:
     """Whether this is a BlockMask, without importing flex attention: who has one has imported it."""
@@ -57,8 +51,7 @@ def split_block_mask(mask: BlockMask, sizes: Sequence[int]) -> list[BlockMask]:
     pieces = []
     for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
         piece = copy.copy(mask)
-        for name in _TABLES:
-            table = getattr(mask, name, None)
+        for name, table in vars(mask).items():
             if isinstance(table, torch.Tensor) and table.size(0) == batch_size:
                 setattr(piece, name, table.narrow(0, start, size))
         piece.mask_mod = _with_offset(mask, start)
