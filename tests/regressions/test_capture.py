@@ -522,3 +522,23 @@ def test_constants_of_another_mode_or_size_are_its_own() -> None:
         for made in (pipe.train(mode), copy.deepcopy(pipe)):
             for rows in (6, 1):
                 torch.testing.assert_close(made(x[:rows]), model.train(mode)(x[:rows]))
+
+
+class NamesThatMeet(nn.Module):
+    """Reads the plain tensors `inner.table` and `inner_table`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.inner.table, self.inner_table = torch.full((4,), 2.0), torch.full((4,), 5.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x) * self.inner.table + self.inner_table
+        pipe_split()
+        return self.last(x)
+
+
+def test_constants_whose_names_differ_in_a_dot_alone_are_two() -> None:
+    """Both were called `_constant_model_inner_table` in the stage, which went on with the first for both."""
+    model, x = NamesThatMeet(), torch.randn(3, 4)
+    torch.testing.assert_close(pipeline(model, (x,))(x), model(x))

@@ -6,10 +6,9 @@ cut.pieces[1].program, cut.pieces[1].inputs, cut.pieces[1].outputs
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,14 +37,7 @@ class StagePiece:
     recipe: Nest = LEAF  # of the last stage: puts the model's output together
     fixed: tuple[tuple[int, object], ...] = ()  # of the last stage: leaves of the output that are always the same
     guards: tuple[Guard, ...] = ()  # what must be true of the sizes, of the whole model
-    # Places of the outputs that are computed in this graph; all, if none is.
-    computed: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        values: Any = self.program.graph.output_node().args[0]
-        places = [place for place, value in enumerate(values) if value.op != "placeholder"]
-        # torch.compile reads no cached property.
-        object.__setattr__(self, "computed", tuple(places or range(len(values))))
+    computed: tuple[int, ...] = ()  # places of the outputs that are computed in this graph; all, if none is
 
     def model_output(self, values: Sequence[object]) -> Value:
         """What the model returns, out of the outputs of the last stage."""
@@ -183,24 +175,23 @@ class _Part:
     def piece(self) -> StagePiece:
         wires = {n: self.cutter.wire(n, self.k) for n in sorted(self.given, key=self.cutter.order.__getitem__)}
         wires = dict(sorted(wires.items(), key=lambda item: item[1].source is not None))
-        taken: set[str] = set()
         for node, wire in wires.items():
-            name = identifier(wire.name)
-            while name in taken:  # x["a"] beside an argument x_a
-                name += "_"
-            taken.add(name)
-            self.values[node] = self.graph.placeholder(name)
+            made = self.values[node] = self.graph.create_node("placeholder", "", name=wire.name)
+            made.target = made.name  # in which the graph put what makes it an identifier, and one of its own
         # what arrives is contiguous, even where it was not: a view of it may then need a copy
         relaxed = not all(wire.contiguous for wire in wires.values() if wire.source is not None)
         for node in self.own:
             self._add(node, {aten.view.default: aten.reshape.default} if relaxed else {})
         sent = self.cutter.sent(self.k)
         returned = (wire_of(n, self.cutter.name_of(n), source=self.k, stages=()) for n in self.outputs)
-        self.graph.output(tuple(map(self._value, (*self.outputs, *sent))))
+        values = tuple(map(self._value, (*self.outputs, *sent)))
+        self.graph.output(values)
         wrap_regions(self.graph, self.bodies)
         program = OperatorGraph(self.graph, self.bodies)
         outputs = (*returned, *sent.values())
-        return StagePiece(program, tuple(wires.values()), outputs, tuple(self.states), self.constants)
+        computed = [place for place, value in enumerate(values) if value.op != "placeholder"]
+        piece = StagePiece(program, tuple(wires.values()), outputs, tuple(self.states), self.constants)
+        return replace(piece, computed=tuple(computed or range(len(values))))
 
     def _add(self, node: fx.Node, relaxed: Mapping[object, Any]) -> None:
         body = body_module(node, self.cutter.flat.root)
@@ -227,12 +218,12 @@ class _Part:
             self.states[name] = None
             return self._attribute(name)
         if isinstance(origin, FromConstant):
-            name = f"_constant_{identifier(origin.name)}"
             if has_no_data(origin.value):
                 raise CaptureError(
                     f"{origin.name} is a plain tensor attribute on the meta device, so its values are unknown; make it a "
                     "buffer (self.register_buffer), so that it can be loaded by name"
                 )
+            name = f"_constant_{len(self.constants)}"
             self.constants[name] = origin.value
             self.values[node] = self._attribute(name)
         elif is_size(node):
@@ -259,8 +250,3 @@ def module_path(node: fx.Node) -> str:
     stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
     path, _ = next(reversed(stack.values()), ("", None))
     return path.removeprefix("model").removeprefix(".")
-
-
-def identifier(name: str) -> str:
-    text = re.sub(r"\W", "_", name)
-    return text if text.isidentifier() else f"_{text}"
