@@ -18,7 +18,6 @@ import warnings
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from math import prod
@@ -73,8 +72,7 @@ def agreed_profile(
                 return measure(flat, where).dumps()
             except (PenstockError, RuntimeError, ValueError, TypeError, LookupError) as error:
                 why = f"it cannot be run with the example: {(str(error).splitlines() or [''])[0]}"
-        metadata = {"unit": "operations", "estimated": "the work in its graph", "why": why, "places": where}
-        return replace(estimated(flat, places, names), metadata=metadata).dumps()
+        return estimated(flat, places, names, unit="operations", why=why, places=where).dumps()
 
     kind = "estimated" if why_not else "measured"
     return Profile.loads(agreed(f"cut/{fingerprint(flat, num_stages)}", answer, kind=kind))
@@ -124,8 +122,7 @@ def unevenness_of_others(flat: Traced, chosen: Set[int], names: StateNames) -> s
     if not chosen:
         return ""
     places = sorted({*cut_places(flat, len(chosen) + 1), *chosen} - {0, len(flat.nodes)})
-    profile = replace(estimated(flat, places, names), metadata={"estimated": "the work in its graph"})
-    return unevenness(profile, [i + 1 for i, place in enumerate(places) if place in chosen])
+    return unevenness(estimated(flat, places, names), [i + 1 for i, place in enumerate(places) if place in chosen])
 
 
 def basis_of(profile: Profile) -> str:
@@ -249,16 +246,16 @@ def cut_places(flat: Traced, num_stages: int) -> list[int]:
     return spots
 
 
-def estimated(flat: Traced, places: Sequence[int], names: StateNames) -> Profile:
-    """What lies between the places, with the work of each counted in the graph."""
+def estimated(flat: Traced, cuts: Sequence[int], names: StateNames, **facts: object) -> Profile:
+    """What lies between the cuts, with the work of each counted in the graph."""
     active = _activations(flat)
     alive = alive_bytes(flat, active)
-    parts = [flat.nodes[start:end] for start, end in pairwise([0, *places, len(flat.nodes)])]
+    parts = [flat.nodes[start:end] for start, end in pairwise([0, *cuts, len(flat.nodes)])]
     users: defaultdict[str, set[int]] = defaultdict(set)
     sizes: dict[str, int] = {}
     for parameter, name in flat.parameters.items():
         sizes[names.first[name]] = int(_bytes(parameter.meta["val"]))
-        users[names.first[name]] |= {bisect_right(places, flat.index[u]) for u in parameter.users if u in flat.index}
+        users[names.first[name]] |= {bisect_right(cuts, flat.index[u]) for u in parameter.users if u in flat.index}
     shared = {name: sizes[name] for name, held in users.items() if len(held) > 1}
     named = numbered([[module_path(node) for node in part if node in active] for part in parts])
     layers = (
@@ -270,7 +267,8 @@ def estimated(flat: Traced, places: Sequence[int], names: StateNames) -> Profile
         )
         for k, (name, part) in enumerate(zip(named, parts, strict=True))
     )
-    return Profile(tuple(layers), shared, tuple(int(alive[place]) for place in places))
+    crossing = tuple(int(alive[cut]) for cut in cuts)
+    return Profile(tuple(layers), shared, crossing, metadata={"estimated": "the work in its graph", **facts})
 
 
 def numbered(layers: Sequence[Sequence[str]]) -> list[str]:
@@ -324,15 +322,12 @@ def _narrow_here(low: Sequence[int], alive: Sequence[float], done: Sequence[floa
 
 def heaviest(places: Sequence[float], total: float, num_stages: int) -> float:
     """The work of the heaviest stage under the best cuts, where `places` say how much lies before each possible one."""
-    low, high = total / num_stages, total
+    ends, low, high = [0.0, *places, total], total / num_stages, total
     while high - low > total / 1000:
-        limit, start, stages = (low + high) / 2, 0.0, 1
-        for before, end in pairwise([0.0, *places, total]):
-            if end - start > limit:
-                start, stages = before, stages + 1
-                if end - start > limit:
-                    stages = num_stages + 1  # one piece alone is too heavy
-        low, high = (low, limit) if stages <= num_stages else (limit, high)
+        limit, done = (low + high) / 2, 0.0
+        for _ in range(num_stages):
+            done = ends[bisect_right(ends, done + limit) - 1]  # where it was, if one piece alone is too heavy
+        low, high = (low, limit) if done == total else (limit, high)
     return high
 
 
