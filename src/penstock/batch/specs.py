@@ -1,7 +1,7 @@
 """What a user says about a value: cut it along a dimension, hand it to every microbatch, reduce it, or it is ready.
 
 A spec stands where its value stands (a tuple for positional arguments, a dict for keyword arguments, and so on down
-the tree), or above it, and then it holds for everything below. None means: the default rule (see split.py).
+the tree), or above it, and then it holds for everything below. None means: the default rule (see split_batch.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeGuard
+
+from torch.utils import _pytree as pytree
 
 from penstock.batch.masks import is_block_mask
 from penstock.errors import SplitError
@@ -37,7 +39,7 @@ class TensorChunkSpec:
         >>> TensorChunkSpec.from_tuple((0, 1, None))
         (TensorChunkSpec(0), TensorChunkSpec(1), None)
         """
-        return tuple(_spec_of_dims(dim) for dim in chunk_dims)
+        return pytree.tree_map_only(int, TensorChunkSpec, tuple(chunk_dims))
 
     @staticmethod
     def from_dict(chunk_dims: Mapping[str, object]) -> dict[str, object]:
@@ -46,17 +48,7 @@ class TensorChunkSpec:
         >>> TensorChunkSpec.from_dict({"mask": 1})
         {'mask': TensorChunkSpec(1)}
         """
-        return {name: _spec_of_dims(dim) for name, dim in chunk_dims.items()}
-
-
-def _spec_of_dims(dims: object) -> object:
-    if isinstance(dims, int):
-        return TensorChunkSpec(dims)
-    if isinstance(dims, Mapping):
-        return {key: _spec_of_dims(dim) for key, dim in dims.items()}
-    if isinstance(dims, list | tuple):
-        return (list if isinstance(dims, list) else tuple)(map(_spec_of_dims, dims))
-    return dims
+        return pytree.tree_map_only(int, TensorChunkSpec, dict(chunk_dims))
 
 
 @dataclass(frozen=True, slots=True)
