@@ -20,8 +20,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -169,18 +169,21 @@ class Traced:
 class _Root(nn.Module):
     """Takes and returns flat tensors, so that export never meets a container that it does not know."""
 
-    def __init__(self, model: nn.Module, call: Callable[[nn.Module, Sequence[Value]], tuple[Value, ...]]) -> None:
+    recipe: Nest = LEAF  # puts the tensors that were returned back into what the model returns
+
+    def __init__(self, model: nn.Module, table: InputTable) -> None:
         super().__init__()
         self.model = model
-        self.call = call
+        self.table = table
         self.training = model.training
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Value, ...]:
-        return self.call(self.model, leaves)
+        values, self.recipe = model_values.flatten(self.table.call(self.model, leaves), "the output")
+        return tuple(values)
 
 
-_LESS = (torch.Tensor.lt, torch.lt, torch.Tensor.__lt__)
-_MORE = (torch.Tensor.gt, torch.gt, torch.Tensor.__gt__)
+_MORE = {torch.Tensor.gt, torch.gt, torch.Tensor.__gt__}
+_COMPARED = {torch.Tensor.lt, torch.lt, torch.Tensor.__lt__, *_MORE}
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # data is a property of C's
 
 
@@ -199,7 +202,7 @@ class Answers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> object:
         if func == _DATA:
             return args[0].detach()
-        if func in _LESS + _MORE and len(args) == 2:
+        if func in _COMPARED and len(args) == 2:
             if isinstance(args[1], int | float) and args[1] <= 0 and any(args[0] is draw for draw in self.draws):
                 return func in _MORE
         result = func(*args, **(kwargs or {}))
@@ -251,14 +254,7 @@ def trace(model: nn.Module, example: Example, *, training: bool | None, points: 
 
     With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
     """
-    why, dims, answering = "", example.dims, False
-    recipe = LEAF
-
-    def call(model: nn.Module, leaves: Sequence[Value]) -> tuple[Value, ...]:
-        nonlocal recipe
-        values, recipe = model_values.flatten(example.table.call(model, leaves), "the output")
-        return tuple(values)
-
+    why, dims = "", example.dims
     refuse_backward_hooks(model)
     if training is not None and any(part.training is not training for part in model.modules()):
         model.train(training)
@@ -266,27 +262,22 @@ def trace(model: nn.Module, example: Example, *, training: bool | None, points: 
         mode = fake_mode()
         fakes = tuple(_fake(mode, leaf, example.device) for leaf in example.leaves)
         open_dims = (dims,) if any(dims) else None
-        answers = Answers() if answering else nullcontext()
+        root = _Root(model, example.table)
         try:
-            with watching(model, points) as called, watching_calls(), _undisturbed(example.device), answers:
-                program = torch.export.export(_Root(model, call), fakes, dynamic_shapes=open_dims, strict=False)
-            unknown = any(isinstance(one, FakeTensor) for one in program.constants.values())
-            if answering or not unknown:
-                break
+            with watching(model, points) as called, watching_calls(), _undisturbed(example.device), Answers():
+                program = torch.export.export(root, fakes, dynamic_shapes=open_dims, strict=False)
+            break
         except CaptureError as error:
             raise CaptureError(f"{error}{_place_of(model, error)}") from error
         except Exception as error:
-            unknown = isinstance(error, GuardOnDataDependentSymNode)
-            if answering if unknown else not (fall_back and any(dims)):
+            if isinstance(error, GuardOnDataDependentSymNode) or not (fall_back and any(dims)):
                 raise _explained(model, error) from error
-            if not unknown:
-                why, dims = _reason(error), tuple(None for _ in dims)
-        answering |= unknown
+            why, dims = _reason(error), tuple(None for _ in dims)
     _check_called(model, points, called)
     for inner in program.graph_module.modules():
         if isinstance(inner, fx.GraphModule):
             keep_functions(inner.graph)
-    return _traced(program, iter(example.table.names), recipe, why)
+    return _traced(program, iter(example.table.names), root.recipe, why)
 
 
 def _traced(program: torch.export.ExportedProgram, inputs: Iterator[str], recipe: Nest, why: str) -> Traced:
