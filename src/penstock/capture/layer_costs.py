@@ -95,7 +95,7 @@ class _Values:
     """What layers hand on, kept as long as a later one reads it."""
 
     def __init__(self, info: PipeInfo, setting: LayerSetting) -> None:
-        self.now = _given(info, setting)
+        self.now: dict[str, Value] = moved(info.inputs.bind(setting.args, setting.kwargs), setting.device)
         self.sizes: dict[str, int] = {}
         self.root: dict[str, str] = {}  # of a value that is a view of another one: that one
         self.source: dict[str, int] = {}
@@ -139,12 +139,6 @@ class _Values:
             unsaved = [name for name in new if self.kept.get(self.root[name], cut) >= cut]
             rows.append([sum(self.sizes[name] for name in some) for some in (names, kept, unsaved)])
         return rows
-
-
-def _given(info: PipeInfo, setting: LayerSetting) -> dict[str, Value]:
-    """The arguments of the model, by name."""
-    found: dict[str, Value] = moved(info.inputs.bind(setting.args, setting.kwargs), setting.device)
-    return found
 
 
 def signature(stage: StageModule) -> object:
@@ -212,7 +206,7 @@ def measured_budgets(
     keys = {f"{start}:{stop}": tuple(map(signature, layers[start:stop])) for start, stop in bounds}
     known: dict[object, list[list[float]]] = {}
     with kept_random_state(setting.device):
-        values = _given(info, setting)
+        values = moved(info.inputs.bind(setting.args, setting.kwargs), setting.device)
         for layer in layers[: max(stop for _, stop in bounds)]:
             run_stages([on_device(layer, setting.device)], values)
             values |= {wire.name: as_leaf(values[wire.name]) for wire in layer.outputs}
