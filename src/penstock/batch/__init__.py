@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from penstock.batch.masks import split_block_mask
 from penstock.batch.merge_batch import merge_chunks
-from penstock.batch.row_sizes import microbatch_sizes, weighted_mean, weights
 from penstock.batch.specs import CustomReducer, Microbatches, Replicate, TensorChunkSpec, sum_reducer
 from penstock.batch.split_batch import batch_size_of, sizes_of, split_args_kwargs_into_chunks, split_batch, split_target
-from penstock.batch.tensors import merge_tensors, split_tensor
+from penstock.batch.tensors import merge_tensors, microbatch_sizes, split_tensor, weighted_mean, weights
 
 __all__ = [
     "CustomReducer",

@@ -39,7 +39,7 @@ class TensorChunkSpec:
         >>> TensorChunkSpec.from_tuple((0, 1, None))
         (TensorChunkSpec(0), TensorChunkSpec(1), None)
         """
-        return pytree.tree_map_only(int, TensorChunkSpec, tuple(chunk_dims))
+        return tuple(pytree.tree_map_only(int, TensorChunkSpec, chunk_dims))
 
     @staticmethod
     def from_dict(chunk_dims: Mapping[str, object]) -> dict[str, object]:
@@ -48,7 +48,7 @@ class TensorChunkSpec:
         >>> TensorChunkSpec.from_dict({"mask": 1})
         {'mask': TensorChunkSpec(1)}
         """
-        return pytree.tree_map_only(int, TensorChunkSpec, dict(chunk_dims))
+        return dict(pytree.tree_map_only(int, TensorChunkSpec, dict(chunk_dims)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +168,13 @@ class Path(NamedTuple):
 
     def write(self, spec: str) -> str:
         """The argument to write so that this leaf, and no other, gets the spec."""
-        path = self
-        while path.parent is not None and path.node is not None:
-            if path.node.by is By.PLACE:
-                entries = ["None"] * len(path.node.keys)
-                entries[path.position] = spec
-                spec = "(" + ", ".join(entries) + ("," if len(entries) == 1 else "") + ")"
-            else:
-                spec = f"{{{path.node.keys[path.position]!r}: {spec}}}"
-            path = path.parent
-        return f"{self.spec_name}={spec}"
+        if self.parent is None or self.node is None:
+            return f"{self.spec_name}={spec}"
+        if self.node.by is not By.PLACE:
+            return self.parent.write(f"{{{self.node.keys[self.position]!r}: {spec}}}")
+        entries = ["None"] * len(self.node.keys)
+        entries[self.position] = spec
+        return self.parent.write(f"({', '.join(entries)}{',' if len(entries) == 1 else ''})")
 
 
 ARGS = Path("args", "args_chunk_spec")

@@ -23,7 +23,6 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from penstock.batch.masks import block_mask_batch, is_block_mask, split_block_mask
-from penstock.batch.row_sizes import microbatch_sizes
 from penstock.batch.specs import (
     ARGS,
     KWARGS,
@@ -37,7 +36,7 @@ from penstock.batch.specs import (
     is_replicate,
     open_value,
 )
-from penstock.batch.tensors import is_dtensor, normal_dim, split_sizes
+from penstock.batch.tensors import is_dtensor, microbatch_sizes, normal_dim, split_sizes
 from penstock.errors import SplitError
 from penstock.misfits import takes
 from penstock.nest import Kind, Node, Value, has_tensor
